@@ -1,0 +1,86 @@
+"""Batches of any nesting: tuples, lists, dicts, dataclasses of tensors.
+
+How a batch is read::
+
+    (x, y)                      model(x),          loss(output, y)
+    (a, b, ..., y)              model(a, b, ...),  loss(output, y)
+    {"labels": y, **inputs}     model(**inputs),   loss(output, y)    with a task's own loss
+    {...} and loss=None         model(**batch)     the model returns its own loss, Transformers style
+    dataclass                   as the dict of its fields; with loss=None the model gets the object
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import torch
+
+from hasten.contract.errors import Failure
+
+TARGET_NAMES = ("labels", "label", "target", "targets", "y")
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch):
+    """``batch`` with ``function`` applied to every tensor in it; everything else is kept as it is."""
+    if isinstance(batch, torch.Tensor):
+        return function(batch)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_tensors(function, item) for item in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(map_tensors(function, item) for item in batch)
+    if isinstance(batch, Mapping):
+        mapped = {key: map_tensors(function, value) for key, value in batch.items()}
+        return mapped if type(batch) is dict else type(batch)(mapped)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+        return dataclasses.replace(batch, **{key: map_tensors(function, value) for key, value in values.items()})
+    return batch
+
+
+def tensors(batch) -> list[torch.Tensor]:
+    """Every tensor in the batch, in order."""
+    found: list[torch.Tensor] = []
+    map_tensors(lambda tensor: found.append(tensor) or tensor, batch)
+    return found
+
+
+def size(batch) -> int:
+    """How many samples the batch holds: the first dimension of its first tensor."""
+    if type(batch) in (list, tuple) and batch and type(batch[0]) is torch.Tensor and batch[0].ndim:  # the usual case, fast
+        return batch[0].shape[0]
+    for tensor in tensors(batch):
+        if tensor.ndim:
+            return tensor.shape[0]
+    return 1
+
+
+def pieces(batch, count: int) -> list:
+    """The batch cut along its first dimension into at most ``count`` pieces (views) of nearly equal size."""
+    total = size(batch)
+    edges = [total * i // count for i in range(count + 1)]
+
+    def cut(low: int, high: int):
+        return map_tensors(lambda t: t[low:high] if t.ndim and t.shape[0] == total else t, batch)
+
+    return [cut(low, high) for low, high in zip(edges, edges[1:], strict=False) if high > low]
+
+
+def split(batch) -> tuple[tuple, dict, object]:
+    """(positional inputs, keyword inputs, target) of a batch for a task with a loss of its own."""
+    if isinstance(batch, (tuple, list)) and len(batch) >= 2:
+        return tuple(batch[:-1]), {}, batch[-1]
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        batch = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    if isinstance(batch, Mapping):
+        for name in TARGET_NAMES:
+            if name in batch:
+                return (), {key: value for key, value in batch.items() if key != name}, batch[name]
+        raise Failure(f"the batch has no target among {', '.join(map(str, batch))}; name it one of {', '.join(TARGET_NAMES)}")
+    raise Failure(f"cannot tell input from target in a batch of type {type(batch).__name__}; give (input, target) or a dict")
+
+
+def target_of(batch):
+    """The target of a batch, or None where the batch names none."""
+    try:
+        return split(batch)[2]
+    except Failure:
+        return None

@@ -1,0 +1,28 @@
+"""What hasten says when it will not, or cannot, do what was asked.
+
+Each message is one line that says what is wrong and what to do about it; the command line prints it
+and turns it into an exit code. Anything else that escapes is a bug of ours and keeps its traceback.
+"""
+
+from difflib import get_close_matches
+
+
+class Refusal(ValueError):
+    """A wrong request: nothing was started, nothing was lost. Exit code 2."""
+
+
+class Failure(RuntimeError):
+    """A run that began and could not go on (a NaN, a dataset that raises, a full disk). Exit code 1."""
+
+
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """``Type: message`` of somebody else's error, on one line, shortened."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:limit] if text else type(error).__name__
+
+
+def nearest(word: str, known) -> str:
+    """`` (did you mean a, b?)`` for a misspelt word, or the list of what there is."""
+    known = sorted(known)
+    close = get_close_matches(word, known, n=3, cutoff=0.5)
+    return f" (did you mean {', '.join(close)}?)" if close else f" (there is: {', '.join(known)})"

@@ -1,0 +1,158 @@
+"""The contract that every acceleration method signs.
+
+A method is asked once, while a run is being built. Each hook takes the thing and returns a better
+thing; a hook that is not overridden costs nothing. After building only plain functions are left.
+
+The hooks, in the order in which the run is built::
+
+    process    () -> context            around everything: thread counts, allocator; must undo itself
+    loop       Loop                     how many samples a step, how many steps, when to stop
+    data       Batches                  where batches come from (training and validation alike)
+    model      module                   surgery, memory layout, compilation
+    shard      module                   communication between processes
+    optimizer  (model) -> optimizer     or (optimizer, schedule), just as the task's function returns it
+    batch      (batch) -> batch         on the device
+    loss       (output, target) -> loss
+    forward    (batch) -> loss
+    backward   (loss) -> None
+    micro      (batch) -> loss          forward and backward together
+    gradients  () -> None               between the last backward and the update
+    update     () -> None               the optimizer's step
+    clear      () -> None               zeroing the gradients
+    export     module                   what evaluation and the saved model see
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hasten.contract.card import Card
+
+if TYPE_CHECKING:
+    import torch
+
+    from hasten.contract.data import Batches
+
+
+@dataclass
+class Clock:
+    """Where the run stands. Step-dependent methods read it; only the loop writes it."""
+
+    step: int = 0  # optimizer steps done
+    epoch: int = 0  # passes over the training data completed
+    batch: int = 0  # batches of this pass done
+    samples: int = 0  # training samples seen
+    share: float = 1.0  # the current micro-batch's share of its step's samples
+
+
+@dataclass
+class Loop:
+    """The plan of steps."""
+
+    batch_size: int  # samples an optimizer step sees
+    epochs: float  # passes over the training data
+    steps: int | None = None  # optimizer steps in all; None where the data's length is unknown
+    microbatches: int = 1  # pieces that a batch is cut into, each with its own forward and backward
+    evaluate_every: int | None = None  # samples between evaluations; None: once a pass
+    stop: Callable[[list[Evaluation]], bool] | None = None  # asked after every evaluation
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The metric at one moment of the run."""
+
+    step: int
+    samples: int
+    metric: float
+
+
+@dataclass
+class Run:
+    """What a method may look at while it is being built, and the few things that it may keep."""
+
+    device: torch.device
+    task: Any
+    clock: Clock = field(default_factory=Clock)
+    seed: int = 0
+    loop: Loop | None = None
+    model: torch.nn.Module | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    kept: dict[str, Any] = field(default_factory=dict)  # name -> object with state_dict(); travels in checkpoints
+    idle: list[tuple[str, str]] = field(default_factory=list)  # (method, why it had nothing to act on)
+    agree: Callable[[bool], bool] = bool  # any rank's yes becomes every rank's yes
+
+    def nothing_to_do(self, method: Method, why: str) -> None:
+        """A method that found nothing to act on says so: a warning in ``train``, a refusal in ``tune``."""
+        if (method.name, why) not in self.idle:
+            self.idle.append((method.name, why))
+
+
+class Method:
+    """Base of all methods: fifteen hooks that do nothing. Settings are dataclass fields: data, never callables."""
+
+    card: ClassVar[Card]
+    name: ClassVar[str] = "method"
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        cls.name = cls.__module__.rpartition(".")[2]  # the file name is the method's name: no registry
+
+    def process(self, context: Callable[[], AbstractContextManager], run: Run):
+        return context
+
+    def loop(self, loop: Loop, run: Run) -> Loop:
+        return loop
+
+    def data(self, batches: Batches, run: Run):
+        return batches
+
+    def model(self, model: torch.nn.Module, run: Run) -> torch.nn.Module:
+        return model
+
+    def shard(self, model: torch.nn.Module, run: Run) -> torch.nn.Module:
+        return model
+
+    def optimizer(self, make: Callable, run: Run) -> Callable:
+        return make
+
+    def batch(self, move: Callable, run: Run) -> Callable:
+        return move
+
+    def loss(self, loss: Callable, run: Run) -> Callable:
+        return loss
+
+    def forward(self, forward: Callable, run: Run) -> Callable:
+        return forward
+
+    def backward(self, backward: Callable, run: Run) -> Callable:
+        return backward
+
+    def micro(self, micro: Callable, run: Run) -> Callable:
+        return micro
+
+    def gradients(self, gradients: Callable, run: Run) -> Callable:
+        return gradients
+
+    def update(self, update: Callable, run: Run) -> Callable:
+        return update
+
+    def clear(self, clear: Callable, run: Run) -> Callable:
+        return clear
+
+    def export(self, model: torch.nn.Module, run: Run) -> torch.nn.Module:
+        return model
+
+
+HOOKS = (
+    "process", "loop", "data", "model", "shard", "optimizer", "batch", "loss",
+    "forward", "backward", "micro", "gradients", "update", "clear", "export",
+)  # fmt: skip
+
+
+def hooks_of(method: Method | type[Method]) -> tuple[str, ...]:
+    """The hooks that a method overrides."""
+    cls = method if isinstance(method, type) else type(method)
+    return tuple(hook for hook in HOOKS if getattr(cls, hook) is not getattr(Method, hook))

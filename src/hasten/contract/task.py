@@ -1,0 +1,78 @@
+"""A task: what the user wants trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hasten.contract.errors import Refusal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What to train, on what, and when it counts as done.
+
+    Attributes:
+        model: ``() -> nn.Module``, made anew for every run, after the seed is set.
+        train_data: a map-style or iterable dataset, a ready DataLoader (kept with its sampler, collate and
+            workers), or a function that returns one. A map-style dataset is shuffled anew every epoch.
+        validation_data: the same, for the metric; never shuffled.
+        loss: ``(output, target) -> scalar``, or None for a model that returns its own loss (dict batches).
+        optimizer: ``(model) -> optimizer``, or ``(model, steps) -> (optimizer, schedule)``.
+        metric: a known name (``accuracy``, ``loss``, ``perplexity``, ...), a torchmetrics metric, or
+            ``(output, target) -> number``, averaged over the samples.
+        higher_is_better: the metric's direction, where its name or the metric itself does not tell.
+        target: the value at which training counts as done, in the metric's unit; None: what the task's own
+            training reaches.
+        batch_size: samples a step sees (a ready DataLoader brings its own).
+        epochs: passes over the training data.
+        evaluate_every: training samples between two evaluations; None: once an epoch.
+        name: what to call it.
+    """
+
+    model: Callable[[], Any]
+    train_data: Any
+    validation_data: Any = None
+    loss: Callable[[Any, Any], Any] | None
+    optimizer: Callable[..., Any]
+    metric: Any = "loss"
+    higher_is_better: bool | None = None
+    target: float | None = None
+    batch_size: int | None = None
+    epochs: float = 1
+    evaluate_every: int | None = None
+    name: str = "task"
+
+    def __post_init__(self):
+        must_be_callable = {"model": "() -> nn.Module", "optimizer": "(model) -> optimizer"}
+        for field, shape in must_be_callable.items():
+            if not callable(getattr(self, field)):
+                raise Refusal(f"Task({field}=) must be a function {shape}, not {_kind(getattr(self, field))}")
+        if self.loss is not None and not callable(self.loss):
+            raise Refusal(f"Task(loss=) must be a function (output, target) -> scalar or None, not {_kind(self.loss)}")
+        _positive("batch_size", self.batch_size, int, optional=True)
+        _positive("epochs", self.epochs, (int, float))
+        _positive("evaluate_every", self.evaluate_every, int, optional=True)
+        if self.target is not None and (isinstance(self.target, bool) or not isinstance(self.target, (int, float))):
+            raise Refusal(f"Task(target=) must be a number or None, not {_kind(self.target)}")
+
+    def named(self, name: str) -> Task:
+        """The same task under a name, unless it has one."""
+        return self if self.name != "task" else replace(self, name=name)
+
+
+def optimizer_and_schedule(made) -> tuple[Any, Any]:
+    """What a task's optimizer function returned, as (optimizer, schedule or None)."""
+    return made if isinstance(made, tuple) else (made, None)
+
+
+def _positive(field: str, value, kind, optional: bool = False) -> None:
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < float("inf"):
+        raise Refusal(f"Task({field}=) must be a positive number, not {value!r}")
+
+
+def _kind(value) -> str:
+    return f"a {type(value).__name__}"

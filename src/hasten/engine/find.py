@@ -1,0 +1,162 @@
+"""Finds methods: the files of ``hasten/methods``, installed entry points, and classes named by file.
+
+There is no registry. A method's name is its file's name; a method from outside is named by where it
+is: ``./mine.py:Faster`` or ``package.module:Faster``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import importlib.util
+import pkgutil
+import re
+import sys
+import typing
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import hasten.methods
+from hasten.contract.card import Card
+from hasten.contract.errors import Refusal, nearest, one_line
+from hasten.contract.method import HOOKS, Method
+from hasten.contract.recipe import Recipe
+
+ENTRY_POINTS = "hasten.methods"
+
+
+def method_names() -> list[str]:
+    """Every installed method: ours, then those that other packages bring."""
+    ours = [module.name for module in pkgutil.iter_modules(hasten.methods.__path__) if not module.name.startswith("_")]
+    return sorted(ours) + sorted(point.name for point in entry_points(group=ENTRY_POINTS))
+
+
+def method_class(name: str) -> type[Method]:
+    """The class behind a name.
+
+    Raises:
+        Refusal: nothing of that name, or what is there is no method.
+    """
+    if ":" in name:
+        return _from_outside(name)
+    if point := {point.name: point for point in entry_points(group=ENTRY_POINTS)}.get(name):
+        return _checked(name, point.load())
+    if name not in method_names():
+        raise Refusal(f"no method is called {name!r}{nearest(name, method_names())}")
+    module = importlib.import_module(f"hasten.methods.{name}")
+    return _only_method_in(module)
+
+
+def make_method(name: str, settings: dict | None = None) -> Method:
+    """A method with its settings checked against its fields: unknown keys and wrong types are refused."""
+    cls = method_class(name)
+    fields = {field.name: field for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
+    types = typing.get_type_hints(cls) if fields else {}
+    checked = {}
+    for key, value in (settings or {}).items():
+        if key not in fields:
+            hint = nearest(key, fields) if fields else " (it has no settings)"
+            raise Refusal(f"{name} has no setting {key!r}{hint}")
+        checked[key] = _fitting(f"{name}:{key}", value, types[key])
+    try:
+        return cls(**checked)
+    except ValueError as error:  # a method's own __post_init__ knows the range
+        raise Refusal(f"{name}: {error}") from None
+
+
+def make_methods(recipe: Recipe) -> list[Method]:
+    return [make_method(name, settings) for name, settings in recipe.methods.items()]
+
+
+def settings_of(cls: type[Method]) -> dict[str, object]:
+    """A method's settings with their defaults."""
+    return {field.name: field.default for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
+
+
+def import_file(path: Path):
+    """A user's Python file as a module; its own error, shortened, if it does not import."""
+    path = path.resolve()
+    if not path.is_file():
+        raise Refusal(f"there is no file {path}")
+    name = f"hasten_file_{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    module = importlib.util.module_from_spec(spec := importlib.util.spec_from_file_location(name, path))
+    sys.modules[name] = module  # so that its classes can be found again by loader workers
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise Refusal(f"{path.name} does not import: {one_line(error)}{_line_in(error, path)}") from None
+    finally:
+        sys.path.remove(str(path.parent))
+    return module
+
+
+def _from_outside(name: str) -> type[Method]:
+    where, _, class_name = name.rpartition(":")
+    if where.endswith(".py"):
+        module = import_file(Path(where))
+    else:
+        try:
+            module = importlib.import_module(where)
+        except ImportError as error:
+            raise Refusal(f"the method {name} cannot be imported: {one_line(error)}") from None
+    found = getattr(module, class_name, None)
+    if found is None:
+        classes = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, Method) and value is not Method]
+        raise Refusal(f"{where} has no class {class_name!r}{nearest(class_name, classes) if classes else ' and no method at all'}")
+    return _checked(name, found)
+
+
+def _checked(name: str, cls) -> type[Method]:
+    if not (isinstance(cls, type) and issubclass(cls, Method)):
+        raise Refusal(f"{name} is not a method: it must be a class that derives from hasten.Method")
+    if not isinstance(getattr(cls, "card", None), Card):
+        raise Refusal(f"{name} has no card; give it `card = Card(summary=..., exactness=Exactness....)`")
+    own = {key for klass in cls.__mro__[:-1] if klass is not Method for key in vars(klass)}
+    if near := [word for word in own if word not in HOOKS and _misspelt_hook(word) and callable(getattr(cls, word))]:
+        raise Refusal(f"{name}.{near[0]} is no hook{nearest(near[0], HOOKS)}")
+    cls.name = name
+    return cls
+
+
+def _misspelt_hook(word: str) -> bool:
+    """``gradient`` or ``optimiser``: one slip away from a hook's name, so most likely meant as one."""
+    return bool(re.fullmatch(r"gradient|grads|optimiser|losses|batches|updates|forwards|backwards|models|datas|loops", word))
+
+
+def _only_method_in(module) -> type[Method]:
+    return next(
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Method) and value.__module__ == module.__name__
+    )
+
+
+def _fitting(what: str, value, kind):
+    """``value`` as a setting of type ``kind``; an int passes for a float, nothing else changes type."""
+    kinds = typing.get_args(kind) or (kind,)
+    if isinstance(value, bool) and bool not in kinds:
+        raise Refusal(f"{what} must be {_names(kinds)}, not {value!r}")
+    if isinstance(value, int) and not isinstance(value, bool) and float in kinds and int not in kinds:
+        return float(value)
+    if not isinstance(value, tuple(kinds)):
+        raise Refusal(f"{what} must be {_names(kinds)}, not {value!r}")
+    return value
+
+
+def _names(kinds) -> str:
+    return " or ".join({"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false", "NoneType": "absent"}.get(kind.__name__, kind.__name__) for kind in kinds)
+
+
+def _line_in(error: BaseException, path: Path) -> str:
+    """`` (line 12)``: where in the user's file it happened."""
+    line, traceback = getattr(error, "lineno", None) if isinstance(error, SyntaxError) else None, error.__traceback__
+    while traceback:
+        if traceback.tb_frame.f_code.co_filename == str(path):
+            line = traceback.tb_lineno
+        traceback = traceback.tb_next
+    return f" (line {line})" if line else ""

@@ -1,0 +1,62 @@
+"""The loop. It knows functions, not methods.
+
+``steps`` is the training loop as a generator, so that whoever drives it (a run, a timed block, a test)
+decides what happens between two steps. Nothing inside is consulted, logged or synchronised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from hasten.contract.batch import size
+from hasten.engine.metrics import Measured, metric_of
+from hasten.engine.plan import Program, call_model, own_loss
+from hasten.engine.seeds import undisturbed
+
+
+def steps(program: Program) -> Iterator[torch.Tensor]:
+    """Trains from where the clock stands to the end of the plan; yields each step's loss, still on the device."""
+    clock, loop, schedule = program.run.clock, program.loop, program.schedule
+    move, micro, gradients, update, clear = program.move, program.micro, program.gradients, program.update, program.clear
+    last_step = loop.steps if loop.steps is not None else float("inf")
+    while clock.step < last_step and clock.epoch < loop.epochs:
+        for batch in program.train.epoch(clock.epoch, clock.batch):
+            batch = move(batch)
+            loss = micro(batch)
+            gradients()
+            update()
+            clear()
+            if schedule is not None:
+                schedule.step()
+            clock.step += 1
+            clock.batch += 1
+            clock.samples += size(batch)
+            yield loss
+            if clock.step >= last_step:
+                return
+        clock.epoch += 1
+        clock.batch = 0
+
+
+def evaluate(program: Program) -> Measured:
+    """The metric over the validation data: inference mode, the exported model, no trace left on the run.
+
+    Raises:
+        Failure: a metric that is not a number.
+    """
+    task, model = program.run.task, program.export()
+    metric, own = metric_of(task), task.loss is None
+    was_training = model.training
+    loss_of = own_loss if own else task.loss
+    model.eval()
+    try:
+        with undisturbed(), torch.inference_mode():
+            for batch in program.validation.epoch(0, 0):
+                batch = program.move(batch) if program.run.device.type != "cpu" else batch
+                output, target = call_model(model, batch, own)
+                metric.update(output, target, loss_of(output, target), size(batch))
+        return metric.result()
+    finally:
+        model.train(was_training)

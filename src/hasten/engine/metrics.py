@@ -1,0 +1,133 @@
+"""Metrics by name, torchmetrics metrics and plain functions, all read the same way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hasten.contract.errors import Failure, Refusal, nearest
+from hasten.contract.task import Task
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One evaluation: the metric and the loss beside it."""
+
+    metric: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class Known:
+    """A metric by name: a mean over the samples, and what is made of that mean at the end."""
+
+    higher_is_better: bool
+    per_batch: Callable[[Any, Any, Any], torch.Tensor]  # (output, target, loss) -> mean over the batch
+    finish: Callable[[float], float] = float
+
+
+def _logits(output):
+    return getattr(output, "logits", output["logits"] if isinstance(output, dict) else output)
+
+
+def _right(output, target, loss):
+    scores = _logits(output)
+    if scores.ndim == target.ndim or scores.shape[-1] == 1:  # one score a sample: its sign decides
+        return ((scores.reshape(target.shape) > 0) == (target > 0.5)).float().mean()
+    classes = 1 if scores.shape[:1] + scores.shape[2:] == target.shape else -1  # torch's place for classes, or the last
+    return (scores.argmax(classes) == target).float().mean()
+
+
+def _squared(output, target, loss):
+    return (_logits(output).float().reshape(target.shape) - target).square().mean()
+
+
+def _absolute(output, target, loss):
+    return (_logits(output).float().reshape(target.shape) - target).abs().mean()
+
+
+def _loss(output, target, loss):
+    return loss
+
+
+METRICS = {
+    "accuracy": Known(True, _right),
+    "error": Known(False, _right, lambda mean: 1.0 - mean),
+    "loss": Known(False, _loss),
+    "perplexity": Known(False, _loss, lambda mean: math.exp(mean) if mean < 700 else math.inf),
+    "bits per character": Known(False, _loss, lambda mean: mean / math.log(2)),
+    "mse": Known(False, _squared),
+    "rmse": Known(False, _squared, math.sqrt),
+    "mae": Known(False, _absolute),
+}
+
+
+def name_of(task: Task) -> str:
+    metric = task.metric
+    return metric if isinstance(metric, str) else getattr(metric, "__name__", type(metric).__name__)
+
+
+def higher_is_better(task: Task) -> bool:
+    """The direction of the task's metric.
+
+    Raises:
+        Refusal: nobody says.
+    """
+    if task.higher_is_better is not None:
+        return task.higher_is_better
+    direction = METRICS[task.metric].higher_is_better if isinstance(task.metric, str) and task.metric in METRICS else getattr(task.metric, "higher_is_better", None)
+    if direction is None:
+        metric_of(task)  # an unknown name is the better reason
+        raise Refusal(f"nobody says whether a higher {name_of(task)} is better; set Task(higher_is_better=True) or False")
+    return direction
+
+
+class metric_of:  # noqa: N801  reads as a function: metric_of(task).update(...)
+    """An accumulator for the task's metric and its loss."""
+
+    def __init__(self, task: Task):
+        self.metric, self.name = task.metric, name_of(task)
+        self.sum = self.loss = 0.0
+        self.samples = 0
+        if isinstance(self.metric, str):
+            if self.metric not in METRICS:
+                raise Refusal(f"no metric is called {self.metric!r}{nearest(self.metric, METRICS)}")
+            self.known = METRICS[self.metric]
+            self.per_batch = self.known.per_batch
+        elif hasattr(self.metric, "update") and hasattr(self.metric, "compute"):
+            self.metric = self.metric.clone() if hasattr(self.metric, "clone") else self.metric
+            self.metric.reset()
+            self.per_batch = None
+        elif callable(self.metric):
+            self.known = Known(True, None)
+            self.per_batch = lambda output, target, loss: self.metric(output, target)
+        else:
+            raise Refusal(f"Task(metric=) must be one of {', '.join(METRICS)}, a torchmetrics metric or a function, not {type(self.metric).__name__}")
+
+    def update(self, output, target, loss: torch.Tensor, samples: int) -> None:
+        self.samples += samples
+        self.loss += loss.detach() * samples
+        if self.per_batch is None:
+            self.metric.to(target.device).update(_logits(output), target)
+        else:
+            self.sum += self._number(self.per_batch(output, target, loss)) * samples
+
+    def result(self) -> Measured:
+        if not self.samples:
+            raise Failure("the validation data gave no batch, so there is no metric")
+        value = self.metric.compute() if self.per_batch is None else self.sum / self.samples
+        value = float(self._number(value))
+        if self.per_batch is not None:
+            value = self.known.finish(value) if math.isfinite(value) else value
+        return Measured(value, float(self.loss / self.samples))
+
+    def _number(self, value):
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            return value.detach().float()
+        if isinstance(value, (int, float)):
+            return value
+        raise Refusal(f"the metric {self.name} must give one number; it gave {value!r:.80} ({type(value).__name__})")

@@ -1,0 +1,223 @@
+"""Builds a run: orders the methods, refuses what cannot go together, folds every hook once.
+
+What is left is a Program of plain functions. No method object is consulted after this.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+
+from hasten.contract import batch as batches
+from hasten.contract.data import Batches
+from hasten.contract.errors import Refusal
+from hasten.contract.method import Loop, Method, Run, hooks_of
+from hasten.contract.task import Task, optimizer_and_schedule
+from hasten.engine import sources
+from hasten.engine.seeds import set_seeds
+
+
+@dataclass(frozen=True)
+class Program:
+    """A run, ready to go. Call ``process()`` around everything; the loop calls the rest."""
+
+    run: Run
+    loop: Loop
+    process: Callable[[], AbstractContextManager]
+    train: Batches
+    validation: Batches | None
+    move: Callable[[Any], Any]
+    forward: Callable[[Any], torch.Tensor]
+    micro: Callable[[Any], torch.Tensor]
+    gradients: Callable[[], None]
+    update: Callable[[], None]
+    clear: Callable[[], None]
+    schedule: Any
+    export: Callable[[], torch.nn.Module]
+
+
+def build(task: Task, methods: list[Method] = (), *, device: str = "cpu", seed: int = 0) -> Program:
+    """The program of a task under a set of methods. The order in which the methods are given never matters.
+
+    Raises:
+        Refusal: methods that cannot go together, a task whose parts do not fit.
+    """
+    methods = in_order(methods)
+    refuse_conflicts(methods)
+    run = Run(torch.device(device), task, seed=seed)
+
+    def fold(hook: str, thing):
+        for method in sorted(methods, key=lambda m: hook not in m.card.replaces):  # a replacement goes innermost
+            if hook in hooks_of(method):
+                thing = getattr(method, hook)(thing, run)
+        return thing
+
+    process = fold("process", nullcontext)
+    with process():
+        set_seeds(seed)
+        run.loop = loop = fold("loop", sources.plan_of(task))
+        train = sources.training(task, loop.batch_size, seed)
+        validation = sources.validation(task, loop.batch_size, seed)
+        for method in methods:
+            if "data" in hooks_of(method):
+                train, validation = (each and sources.rewrapped(method, each, run) for each in (train, validation))
+        if loop.steps is None and train.length is not None:
+            loop.steps = max(1, round(loop.epochs * train.length))
+
+        model = run.model = fold("shard", fold("model", _model_of(task)).to(run.device))
+        make = fold("optimizer", _bound(task.optimizer, loop.steps))
+        run.optimizer, schedule = optimizer_and_schedule(make(model))
+        _check_optimizer(run.optimizer)
+
+        on_cpu = run.device.type == "cpu"
+        move = fold("batch", _as_it_is if on_cpu else lambda batch: batches.map_tensors(lambda t: t.to(run.device, non_blocking=True), batch))
+        loss = fold("loss", task.loss or own_loss)
+        forward = fold("forward", _forward(model, loss, own=task.loss is None))
+        clock, cut = run.clock, loop.microbatches > 1
+        backward = fold("backward", (lambda loss: (loss * clock.share).backward()) if cut else torch.Tensor.backward)
+
+        def micro(batch):
+            loss = forward(batch)
+            backward(loss)
+            return loss.detach()
+
+        micro = fold("micro", micro)
+        return Program(
+            run=run,
+            loop=loop,
+            process=process,
+            train=train,
+            validation=validation,
+            move=move,
+            forward=forward,
+            micro=_accumulated(micro, loop.microbatches, clock) if cut else micro,
+            gradients=fold("gradients", _nothing),
+            update=fold("update", run.optimizer.step),
+            clear=fold("clear", run.optimizer.zero_grad),
+            schedule=schedule,
+            export=lambda: fold("export", model),
+        )
+
+
+def in_order(methods: list[Method]) -> list[Method]:
+    """Sorted by (level, after, name): a stable topological order that ignores the order given."""
+    named = {method.name: method for method in methods}
+    waiting = {name: {other for other in method.card.after if other in named} for name, method in named.items()}
+    ready = [(named[name].card.order, name) for name, before in waiting.items() if not before]
+    heapq.heapify(ready)
+    ordered = []
+    while ready:
+        _, done = heapq.heappop(ready)
+        ordered.append(named[done])
+        for name, before in waiting.items():
+            if done in before:
+                before.remove(done)
+                if not before:
+                    heapq.heappush(ready, (named[name].card.order, name))
+    if len(ordered) < len(named):
+        circle = sorted(name for name, before in waiting.items() if before)
+        raise Refusal(f"{' and '.join(circle)} each want to come after the other; leave one of them out")
+    return ordered
+
+
+def refuse_conflicts(methods: list[Method]) -> None:
+    """Conflicts are computed from the cards, never listed pair by pair."""
+    for a, b in combinations(methods, 2):
+        if both := a.card.replaces & b.card.replaces:
+            raise Refusal(f"{a.name} and {b.name} both replace {', '.join(sorted(both))}; choose one of them")
+        for one, other in ((a, b), (b, a)):
+            if lost := one.card.needs & other.card.breaks:
+                raise Refusal(f"{one.name} needs {', '.join(sorted(lost))}, which {other.name} takes away; choose one of them")
+
+
+def own_loss(output, target=None) -> torch.Tensor:
+    """The loss that a model returns itself: ``output.loss``, ``output["loss"]``, the first of a tuple, or a scalar."""
+    if isinstance(output, torch.Tensor):
+        return output
+    if hasattr(output, "loss"):
+        return output.loss
+    return output["loss"] if isinstance(output, dict) else output[0]
+
+
+def call_model(model: torch.nn.Module, batch, own: bool):
+    """(output, target) of a batch; ``own``: the model gets the whole batch and returns its own loss."""
+    if not own:
+        inputs, named, target = batches.split(batch)
+        return model(*inputs, **named), target
+    if isinstance(batch, dict) or hasattr(batch, "keys"):
+        return model(**batch), batches.target_of(batch)
+    return (model(*batch) if isinstance(batch, (tuple, list)) else model(batch)), batches.target_of(batch)
+
+
+def _forward(model, loss, own: bool):
+    if own:
+        return lambda batch: loss(*call_model(model, batch, own=True))
+
+    def forward(batch):
+        if type(batch) in (list, tuple) and len(batch) == 2:  # the usual case, without a detour
+            return loss(model(batch[0]), batch[1])
+        inputs, named, target = batches.split(batch)
+        return loss(model(*inputs, **named), target)
+
+    return forward
+
+
+def _accumulated(micro, count: int, clock):
+    """Forward and backward on ``count`` pieces of the batch, each weighted by its share of the samples."""
+
+    def micro_by_micro(batch):
+        total, whole = batches.size(batch), 0.0
+        for piece in batches.pieces(batch, count):
+            clock.share = batches.size(piece) / total
+            whole = whole + micro(piece) * clock.share
+        return whole
+
+    return micro_by_micro
+
+
+def _model_of(task: Task) -> torch.nn.Module:
+    model = task.model()
+    if not isinstance(model, torch.nn.Module):
+        raise Refusal(f"Task(model=) must return an nn.Module; it returned a {type(model).__name__}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise Refusal("the model has no parameters to train")
+    return model
+
+
+def _bound(make_optimizer: Callable, steps: int | None) -> Callable:
+    """``(model) -> optimizer`` whichever of the two forms the task gave."""
+    if not _takes_steps(make_optimizer):
+        return make_optimizer
+    if steps is None:
+        raise Refusal("the optimizer's schedule wants the number of steps, but the training data has no length; give the dataset a __len__")
+    return lambda model: make_optimizer(model, steps)
+
+
+def _takes_steps(make_optimizer: Callable) -> bool:
+    import inspect
+
+    try:
+        parameters = inspect.signature(make_optimizer).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    required = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(required) >= 2
+
+
+def _check_optimizer(optimizer) -> None:
+    if not (hasattr(optimizer, "step") and hasattr(optimizer, "zero_grad") and hasattr(optimizer, "param_groups")):
+        raise Refusal(f"Task(optimizer=) must return a torch optimizer, or (optimizer, schedule); it returned a {type(optimizer).__name__}")
+
+
+def _as_it_is(batch):
+    return batch
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,73 @@
+"""The random state of a process, as one thing: set, saved, restored, derived."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from contextlib import contextmanager
+
+import numpy
+import torch
+
+
+def set_seeds(seed: int) -> None:
+    """Seeds torch (every device), Python and NumPy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+
+
+def derived(*parts: int) -> int:
+    """A 63-bit seed that is a function of several integers, such as (seed, epoch, batch)."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
+
+
+def random_state() -> dict:
+    """Everything that draws random numbers, as tensors and plain lists (safe to load without executing code)."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = numpy.random.get_state()
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": [version, list(words), gauss],
+        "numpy": [kind, torch.from_numpy(keys.astype("int64")), int(position), int(has_gauss), float(cached)],
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def restore_random_state(state: dict) -> None:
+    torch.set_rng_state(state["torch"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    numpy.random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
+    if "cuda" in state:
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+@contextmanager
+def undisturbed():
+    """Whatever draws random numbers inside, outside nothing has happened."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        restore_random_state(state)
+
+
+@contextmanager
+def drawing_from(seed: int):
+    """Inside, every generator starts from ``seed``; torch's goes on afterwards as if nothing had happened.
+
+    Python's and NumPy's are left where they are: saving them costs more than reading a small batch, and
+    a model draws from torch's.
+    """
+    state = torch.get_rng_state()
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)

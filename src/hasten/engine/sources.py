@@ -1,0 +1,245 @@
+"""Turns what a task calls its data into Batches.
+
+A map-style dataset is shuffled by (seed, epoch) in the order of torch's DistributedSampler, and any
+random numbers that it draws are a function of (seed, epoch, batch): the same for any number of workers
+and any point of resumption. A ready DataLoader is used exactly as a hand-written loop would use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from hasten.contract.data import Batches, Samples
+from hasten.contract.errors import Failure, Refusal, one_line
+from hasten.contract.method import Loop, Method, Run
+from hasten.contract.task import Task
+from hasten.engine.seeds import derived, drawing_from
+
+
+def plan_of(task: Task) -> Loop:
+    """The task's own plan of steps, before any method has touched it."""
+    data = _opened(task.train_data, "train_data")
+    batch_size = data.batch_size if isinstance(data, DataLoader) else task.batch_size
+    return Loop(batch_size=batch_size or task.batch_size or 1, epochs=task.epochs, evaluate_every=task.evaluate_every)
+
+
+def training(task: Task, batch_size: int, seed: int) -> Batches:
+    return _batches(_opened(task.train_data, "train_data"), task, batch_size, seed, training=True)
+
+
+def validation(task: Task, batch_size: int, seed: int) -> Batches | None:
+    if task.validation_data is None:
+        return None
+    return _batches(_opened(task.validation_data, "validation_data"), task, batch_size, seed, training=False)
+
+
+def from_samples(samples: Samples) -> Batches:
+    """Batches read sample by sample through a torch DataLoader: what the textbook does."""
+    dataset = _Fetched(samples.dataset, samples.seed, samples.loader is None)
+    loaders: dict[str, DataLoader] = {}  # a loader with persistent workers is made once
+
+    def loader(order: Iterable) -> DataLoader:
+        if "kept" in loaders:
+            loaders["kept"].batch_sampler.order = order
+            return loaders["kept"]
+        made = DataLoader(
+            dataset,
+            batch_sampler=_Order(order),
+            collate_fn=samples.collate,
+            num_workers=samples.workers,
+            prefetch_factor=samples.prefetch if samples.workers else None,
+            pin_memory=samples.pin,
+            persistent_workers=samples.persistent and samples.workers > 0,
+        )
+        if made.persistent_workers:
+            loaders["kept"] = made
+        return made
+
+    def epoch(epoch: int, start: int = 0) -> Iterator:
+        keyed = ((epoch, number, indices) for number, indices in enumerate(samples.order(epoch)))
+        iterator = iter(loader(islice(keyed, start, None)))
+        return _with_clear_errors(iterator)
+
+    def isolated(number: int, start: int = 0) -> Iterator:
+        with drawing_from(derived(samples.seed, number)):  # a DataLoader draws a base seed when it starts
+            iterator = epoch(number, start)
+        yield from iterator
+
+    return Batches(epoch=isolated, length=samples.length, samples=samples, training=samples.training)
+
+
+def rewrapped(method: Method, inner: Batches, run: Run) -> Batches:
+    """What a method's ``data`` hook makes of the batches; a plain iterable of batches becomes Batches again."""
+    outer = method.data(inner, run)
+    if isinstance(outer, Batches):
+        return outer
+
+    def epoch(epoch: int, start: int = 0) -> Iterator:
+        inner.position = (epoch, 0)
+        once = iter(outer) is outer  # a generator lives for one pass only: ask for a new one
+        return islice(iter(method.data(inner, run) if once else outer), start, None)
+
+    return Batches(epoch=epoch, length=inner.length, training=inner.training, seekable=False)
+
+
+def shuffled(length: int, batch_size: int, seed: int) -> Callable[[int], Iterable[list[int]]]:
+    """``(epoch) -> lists of indices``: the permutation that torch's DistributedSampler would give, in batches."""
+
+    def order(epoch: int) -> Iterator[list[int]]:
+        permutation = torch.randperm(length, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+        return (permutation[i : i + batch_size] for i in range(0, length, batch_size))
+
+    return order
+
+
+def in_sequence(length: int, batch_size: int) -> Callable[[int], Iterable[list[int]]]:
+    return lambda epoch: (list(range(i, min(i + batch_size, length))) for i in range(0, length, batch_size))
+
+
+def _opened(data, field: str):
+    """The data behind a task's field, refused with a reason where it is none."""
+    if callable(data) and not hasattr(data, "__getitem__") and not hasattr(data, "__iter__"):
+        data = data()
+    if data is None or isinstance(data, (str, bytes, dict)) or not (hasattr(data, "__getitem__") or hasattr(data, "__iter__")):
+        raise Refusal(f"Task({field}=) must be a dataset, a DataLoader or a function that returns one, not {type(data).__name__}")
+    if hasattr(data, "__len__") and _length(data) == 0:
+        raise Refusal(f"Task({field}=) is empty")
+    return data
+
+
+def _batches(data, task: Task, batch_size: int, seed: int, training: bool) -> Batches:
+    if isinstance(data, DataLoader):
+        return _from_loader(data, batch_size, seed, training)
+    if batch_size is None or (task.batch_size is None and not isinstance(task.train_data, DataLoader)):
+        raise Refusal("Task(batch_size=) is missing; only a ready DataLoader brings its own")
+    length = _length(data)
+    if length is None or isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
+        return _from_stream(data, batch_size, training, seed)
+    return from_samples(
+        Samples(
+            dataset=data,
+            order=shuffled(length, batch_size, seed) if training else in_sequence(length, batch_size),
+            length=-(-length // batch_size),
+            training=training,
+            seed=seed if training else derived(seed, 1),
+        )
+    )
+
+
+def _from_loader(loader: DataLoader, batch_size: int, seed: int, training: bool) -> Batches:
+    """A ready DataLoader, iterated as the user's own loop would; its samples are shown where they are indexed."""
+    samples = _samples_of(loader, seed, training)
+    if samples is not None and loader.batch_size is not None and batch_size != loader.batch_size and training:
+        resized = BatchSampler(loader.sampler, batch_size, loader.drop_last)
+        loader = DataLoader(
+            loader.dataset, batch_sampler=resized, collate_fn=loader.collate_fn, num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory, generator=loader.generator, worker_init_fn=loader.worker_init_fn,
+            prefetch_factor=loader.prefetch_factor, persistent_workers=loader.persistent_workers,
+        )  # fmt: skip
+        samples = _samples_of(loader, seed, training)
+
+    def epoch(epoch: int, start: int = 0) -> Iterator:
+        return islice(_with_clear_errors(iter(loader)), start, None)
+
+    return Batches(epoch=epoch, length=_length(loader), samples=samples, training=training, seekable=False)
+
+
+def _samples_of(loader: DataLoader, seed: int, training: bool) -> Samples | None:
+    standard = isinstance(loader.batch_sampler, BatchSampler) and isinstance(loader.sampler, (RandomSampler, SequentialSampler))
+    if not standard or isinstance(loader.dataset, IterableDataset):
+        return None
+
+    def order(epoch: int) -> Iterator[list[int]]:
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # the base seed that iter(loader) draws
+        return iter(loader.batch_sampler)
+
+    return Samples(
+        dataset=loader.dataset, order=order, length=len(loader), collate=loader.collate_fn, training=training, seed=seed,
+        workers=loader.num_workers, prefetch=loader.prefetch_factor or 2, pin=loader.pin_memory,
+        persistent=loader.persistent_workers, loader=loader,
+    )  # fmt: skip
+
+
+def _from_stream(data, batch_size: int, training: bool, seed: int) -> Batches:
+    """An iterable dataset, batched in the order in which it comes."""
+
+    def epoch(number: int, start: int = 0) -> Iterator:
+        with drawing_from(derived(seed, number)):
+            iterator = iter(DataLoader(_Stream(data), batch_size=batch_size))
+        return islice(_with_clear_errors(iterator), start, None)
+
+    length = _length(data)
+    return Batches(epoch=epoch, length=length and -(-length // batch_size), training=training, seekable=False)
+
+
+class _Order:
+    """A batch sampler over one pass's lists of indices."""
+
+    def __init__(self, order: Iterable):
+        self.order = order
+
+    def __iter__(self):
+        return iter(self.order)
+
+
+class _Fetched(torch.utils.data.Dataset):
+    """Reads whole batches of samples: seeds what they draw from their position, names the sample that fails."""
+
+    def __init__(self, dataset, seed: int, seeded: bool):
+        self.dataset, self.seed, self.seeded = dataset, seed, seeded
+
+    def __getitems__(self, keyed) -> list:
+        epoch, number, indices = keyed
+        if not self.seeded:
+            return self._read(indices)
+        with drawing_from(derived(self.seed, epoch, number)):
+            return self._read(indices)
+
+    def _read(self, indices: list[int]) -> list:
+        if hasattr(self.dataset, "__getitems__"):
+            return self.dataset.__getitems__(indices)
+        read = []
+        for index in indices:
+            try:
+                read.append(self.dataset[index])
+            except Exception as error:
+                raise Failure(f"the dataset raised at sample {index}: {one_line(error)}") from error
+        return read
+
+
+class _Stream(IterableDataset):
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return iter(self.data)
+
+
+def _with_clear_errors(iterator: Iterator) -> Iterator:
+    """The same batches; what the dataset raised is told in one line, wherever it was raised."""
+    while True:
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return
+        except Failure as error:  # from a worker, torch has put the whole traceback into the message
+            lines = [line for line in str(error).splitlines() if "the dataset raised at sample" in line]
+            raise Failure(lines[-1].split("Failure: ")[-1] if lines else str(error)) from error
+        except Exception as error:
+            last = [line for line in str(error).strip().splitlines() if line.strip()]
+            detail = f"{type(error).__name__}: {last[-1].strip()}" if last else one_line(error)
+            raise Failure(f"the training data raised {detail[:300]}") from error
+        yield batch
+
+
+def _length(data) -> int | None:
+    try:
+        return len(data)
+    except TypeError:
+        return None
+
+
