@@ -55,6 +55,7 @@ class Batches:
         samples: the samples underneath, as long as they can still be read by index; else None.
         training: False for the validation data.
         seekable: whether ``start`` is reached without replaying what comes before.
+        generators: the task's own random generators that these batches draw from; their state travels in checkpoints.
     """
 
     epoch: Callable[[int, int], Iterator]
@@ -62,6 +63,7 @@ class Batches:
     samples: Samples | None = None
     training: bool = True
     seekable: bool = True
+    generators: tuple = ()
     position: tuple[int, int] = field(default=(0, 0), compare=False)
 
     def __iter__(self) -> Iterator:

@@ -1,0 +1,1 @@
+"""Timing that can be believed: processes that take turns, ratios with intervals, proofs by running."""

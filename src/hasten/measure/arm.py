@@ -1,0 +1,145 @@
+"""One arm of a comparison, inside its own process: builds once, then trains block after block on command."""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+import time
+from itertools import islice
+
+import torch
+
+from hasten.contract.errors import Failure
+from hasten.contract.recipe import Recipe
+from hasten.engine.find import make_methods
+from hasten.engine.loop import evaluate, steps
+from hasten.engine.plan import Program, build
+from hasten.engine.tasks import TaskRef
+
+READ_LOSSES_EVERY = 50  # steps; as a run does
+WARM_UP_STEPS = 3
+EVALUATION_SECONDS = 1.0  # a timed evaluation is a slice of about this length, scaled up
+
+
+class Arm:
+    """A run that never ends, in blocks. Times are seconds."""
+
+    def __init__(self, task: dict, methods: dict, device: str, seed: int):
+        self.task, self.recipe, self.device, self.seed = TaskRef.from_json(task), Recipe(methods), device, seed
+        self.unread: list[torch.Tensor] = []
+
+    def build(self) -> dict:
+        """Builds and warms up; tells what the plan is and how long starting took beyond the steady pace.
+
+        Reading the task's own data from disk is not counted: it is the same whatever the recipe.
+        """
+        task = self.task.load()
+        began = time.perf_counter()
+        program = build(task, make_methods(self.recipe), device=self.device, seed=self.seed)
+        program.process().__enter__()  # never left: the process ends with the arm
+        self.program = _endless(program)
+        self.steps = steps(self.program)
+        built = time.perf_counter() - began
+
+        first = self.train(WARM_UP_STEPS)["seconds"]
+        steady = self.train(WARM_UP_STEPS)["seconds"]
+        start = built + max(0.0, first - steady)
+        evaluation = None
+        if program.validation is not None and program.run.loop is not None:
+            self.validation_batches = program.validation.length
+            first, evaluation = (self._evaluate(None) for _ in range(2))
+            start += max(0.0, first - evaluation)
+            self.slice = self._slice(evaluation)
+        loop = program.loop
+        return {
+            "start": start,
+            "step": steady / WARM_UP_STEPS,
+            "evaluation": evaluation,
+            "samples_a_pass": _samples_a_pass(program),
+            "batch_size": loop.batch_size,
+            "steps": loop.steps,
+            "epochs": loop.epochs,
+            "evaluate_every": loop.evaluate_every,
+            "idle": program.run.idle,
+        }
+
+    def train(self, count: int) -> dict:
+        """A block of steps, synchronised at its ends only."""
+        clock = self.program.run.clock
+        self._synchronise()
+        samples, usage, began = clock.samples, resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+        for loss in islice(self.steps, count):
+            self.unread.append(loss)
+            if len(self.unread) >= READ_LOSSES_EVERY:
+                self._read_losses()
+        self._synchronise()
+        seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
+        return {
+            "seconds": seconds,
+            "samples": clock.samples - samples,
+            "cpu": after.ru_utime + after.ru_stime - usage.ru_utime - usage.ru_stime,
+            "system": after.ru_stime - usage.ru_stime,
+            "faults": after.ru_minflt - usage.ru_minflt,
+            "switches": after.ru_nivcsw - usage.ru_nivcsw,
+        }
+
+    def evaluate(self) -> float:
+        """Seconds of one whole evaluation, from a slice of it."""
+        return self._evaluate(self.slice)
+
+    def _evaluate(self, batches: int | None) -> float:
+        program = self.program
+        if batches is not None:
+            part = program.validation.mapped(lambda iterator: islice(iterator, batches))
+            program = dataclasses.replace(program, validation=part)
+        self._synchronise()
+        began = time.perf_counter()
+        evaluate(program)
+        self._synchronise()
+        scale = self.validation_batches / batches if batches is not None else 1.0
+        return (time.perf_counter() - began) * scale
+
+    def _slice(self, seconds: float) -> int | None:
+        if not self.validation_batches or seconds <= EVALUATION_SECONDS:
+            return None
+        return max(1, round(self.validation_batches * EVALUATION_SECONDS / seconds))
+
+    def _read_losses(self) -> None:
+        if not torch.isfinite(torch.stack([loss.float() for loss in self.unread])).all():
+            raise Failure(f"the loss is not finite around step {self.program.run.clock.step}")
+        self.unread.clear()
+
+    def _synchronise(self) -> None:
+        if self.program.run.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+class _Rewound:
+    """A schedule that starts over when the plan is at its end, so that blocks can go on for ever."""
+
+    def __init__(self, schedule, length: int):
+        self.schedule, self.length, self.count = schedule, length, 0
+        self.beginning = dict(schedule.state_dict())
+
+    def step(self) -> None:
+        self.count += 1
+        if self.count >= self.length:
+            self.schedule.load_state_dict(dict(self.beginning))
+            self.count = 0
+        else:
+            self.schedule.step()
+
+
+def _endless(program: Program) -> Program:
+    schedule = program.schedule
+    if schedule is not None and program.loop.steps is not None:
+        schedule = _Rewound(schedule, program.loop.steps)
+    loop = dataclasses.replace(program.loop, steps=None, epochs=float("inf"))
+    return dataclasses.replace(program, loop=loop, schedule=schedule)
+
+
+def _samples_a_pass(program: Program) -> int | None:
+    samples = program.train.samples
+    if samples is not None and hasattr(samples.dataset, "__len__"):
+        return len(samples.dataset)
+    return None if program.train.length is None else program.train.length * program.loop.batch_size

@@ -1,0 +1,183 @@
+"""Two arms of a task take turns, block by block, until it is sure which is faster or the budget is spent.
+
+What is compared is the time of equal training: the same number of samples through the real step
+(loader, copy, forward, backward, update, reading the losses), with the evaluations that fall due.
+While one arm runs, the other's whole process group is frozen; the order is A B, B A, A B, ..., so that
+a drift of the machine hits both alike.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from hasten.contract.errors import Failure
+from hasten.contract.recipe import Recipe
+from hasten.contract.watch import Watch, silent
+from hasten.engine.devices import pick_device
+from hasten.engine.find import make_methods
+from hasten.engine.plan import in_order, refuse_conflicts
+from hasten.engine.tasks import TaskRef
+from hasten.measure.noise import Noise
+from hasten.measure.ratio import LOOKS, SAME, UNSURE, Ratio, ratio_of, spread_percent, verdict_of
+from hasten.measure.workers import Worker
+
+BLOCK_SECONDS = 0.3  # long enough to bury the timer and the switch between processes
+BLOCK_STEPS = 5
+LONG_BLOCK_SECONDS = 3.0  # steps so long that five would make a longer block are taken fewer at a time
+EVALUATIONS = 4  # timed evaluations of each arm
+
+
+@dataclass
+class Side:
+    """What one arm told and took."""
+
+    recipe: Recipe
+    plan: dict
+    blocks: list[dict] = field(default_factory=list)
+    evaluations: list[float] = field(default_factory=list)
+
+    def seconds_a_sample(self) -> list[float]:
+        """Of every block, its share of the evaluations included."""
+        extra = self.evaluation_share()
+        return [block["seconds"] / block["samples"] + extra for block in self.blocks]
+
+    def evaluation_share(self) -> float:
+        """Seconds of evaluation that fall on one training sample."""
+        every = self.plan["evaluate_every"] or self.plan["samples_a_pass"]
+        return min(self.evaluations) / every if self.evaluations and every else 0.0
+
+    def cpu_seconds_a_sample(self) -> list[float]:
+        return [block["cpu"] / block["samples"] for block in self.blocks]
+
+
+@dataclass
+class Comparison:
+    """The outcome: a verdict, the ratio behind it, and everything that was timed."""
+
+    verdict: str
+    ratio: Ratio
+    a: Side
+    b: Side
+    why: str
+    seconds: float
+    noise: dict
+
+    def to_json(self) -> dict:
+        per_thousand = {name: 1000 * _middle(side.seconds_a_sample()) for name, side in (("a", self.a), ("b", self.b))}
+        cpu = [side.cpu_seconds_a_sample() for side in (self.a, self.b)]
+        return {
+            "kind": "compare",
+            "a": str(self.a.recipe),
+            "b": str(self.b.recipe),
+            "verdict": self.verdict,
+            "ratio": self.ratio.to_json(),
+            "blocks": len(self.a.blocks),
+            "why": self.why,
+            "seconds_per_1000_samples": per_thousand,
+            "cpu_ratio": ratio_of(*cpu).median if all(min(side) > 0 for side in cpu) else None,
+            "evaluation_seconds": {name: min(side.evaluations, default=None) for name, side in (("a", self.a), ("b", self.b))},
+            "start_seconds": {"a": self.a.plan["start"], "b": self.b.plan["start"]},
+            "noise": self.noise,
+            "seconds": self.seconds,
+        }
+
+
+def compare(task, a="baseline", b="baseline", *, budget: float = 60.0, device: str | None = None, seed: int = 0, watch: Watch = silent) -> dict:
+    """Which of two recipes trains a task faster, and by how much.
+
+    Args:
+        task: a workload's name, ``file.py:function`` or a Task.
+        a, b: recipes: a Recipe, a ``.toml`` file, "baseline" or ``--with`` text.
+        budget: seconds to spend at most on blocks.
+
+    Returns:
+        ``verdict`` ("faster": b is), ``ratio`` (time of a / time of b) with its interval, ``blocks`` and what they showed.
+
+    Raises:
+        Refusal: a wrong request. Failure: an arm that could not run.
+    """
+    task = TaskRef.of(task)
+    done = take_turns(task, Recipe.read(a), Recipe.read(b), budget=budget, device=pick_device(device), seed=seed, watch=watch)
+    return {"task": str(task), **done.to_json()}
+
+
+def take_turns(
+    task: TaskRef, a: Recipe, b: Recipe, *, budget: float, device: str, seed: int = 0, looks: Iterable[int] = LOOKS, watch: Watch = silent
+) -> Comparison:
+    """The measurement behind ``compare``. ``looks``: after how many pairs one may stop when sure."""
+    for recipe in (a, b):  # a wrong request is told before anything is started
+        refuse_conflicts(in_order(make_methods(recipe)))
+    began, noise, looks = time.monotonic(), Noise(), sorted(looks)
+    with ExitStack() as stack:
+        arms = []
+        for recipe in (a, b):
+            watch(f"building {recipe}", 0.0, None)
+            arms.append(stack.enter_context(_worker(task, recipe, device, seed)))
+            arms[-1].plan = arms[-1].call("build")
+            arms[-1].freeze()
+        sides = [Side(recipe, arm.plan) for recipe, arm in zip((a, b), arms, strict=True)]
+        for side in sides:
+            if side.plan["idle"]:
+                method, why = side.plan["idle"][0]
+                raise Failure(f"{method} has nothing to act on: {why}")
+        lengths = [_block_steps(arm.plan) for arm in arms]
+        ready = time.monotonic()
+        _take_evaluations(arms, sides, budget / 4)
+        while True:
+            pairs = len(sides[0].blocks)
+            for turn in (0, 1) if pairs % 2 == 0 else (1, 0):
+                sides[turn].blocks.append(arms[turn].call("train", count=lengths[turn]))
+                arms[turn].freeze()
+            pairs += 1
+            spent = time.monotonic() - ready
+            left = min(budget, spent / pairs * looks[-1]) - spent
+            watch(f"{a} against {b}", min(1.0, spent / max(spent + left, 1e-9)), max(0.0, left))
+            out_of_budget = spent + spent / pairs > budget
+            if pairs in looks or (out_of_budget and pairs >= 3) or pairs >= looks[-1]:
+                ratio = ratio_of(sides[0].seconds_a_sample(), sides[1].seconds_a_sample(), 0.05 / len(looks))
+                verdict = verdict_of(ratio)
+                if verdict != UNSURE or out_of_budget or pairs >= looks[-1]:
+                    break
+    why = _why(verdict, ratio, pairs, out_of_budget)
+    told = noise.told(spread_percent([s for s in sides[0].seconds_a_sample()]), sum(block["switches"] for block in sides[0].blocks))
+    return Comparison(verdict, ratio, *sides, why, time.monotonic() - began, told)
+
+
+def _worker(task: TaskRef, recipe: Recipe, device: str, seed: int) -> Worker:
+    return Worker("hasten.measure.arm:Arm", task=task.to_json(), methods=recipe.methods, device=device, seed=seed)
+
+
+def _block_steps(plan: dict) -> int:
+    enough = math.ceil(BLOCK_SECONDS / max(plan["step"], 1e-6))
+    few = max(1, int(LONG_BLOCK_SECONDS / max(plan["step"], 1e-6)))
+    return max(enough, min(BLOCK_STEPS, few))
+
+
+def _take_evaluations(arms: list, sides: list[Side], seconds: float) -> None:
+    """Times evaluations of both arms in turn: at least one each, as many as fit."""
+    if sides[0].plan["evaluation"] is None:
+        return
+    began = time.monotonic()
+    for round_ in range(EVALUATIONS):
+        for turn in (0, 1) if round_ % 2 == 0 else (1, 0):
+            sides[turn].evaluations.append(arms[turn].call("evaluate"))
+            arms[turn].freeze()
+        if time.monotonic() - began > seconds:
+            return
+
+
+def _why(verdict: str, ratio: Ratio, pairs: int, out_of_budget: bool) -> str:
+    if verdict == UNSURE:
+        return f"the interval {ratio.low:.3f} to {ratio.high:.3f} settles nothing after {pairs} pairs" + (", and the budget is spent" if out_of_budget else "")
+    if verdict == SAME:
+        return f"after {pairs} pairs the ratio is known to lie between {ratio.low:.3f} and {ratio.high:.3f}"
+    return f"after {pairs} pairs the whole interval {ratio.low:.3f} to {ratio.high:.3f} lies on one side of 1"
+
+
+def _middle(values: list[float]) -> float:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2]

@@ -1,0 +1,229 @@
+"""Processes of their own for whatever is measured, so that a trial leaks nothing into the next.
+
+A worker is forked from a nursery that has imported torch and nothing has run in yet: it starts in
+milliseconds and clean. It lives in a process group of its own and can be frozen, loader workers and
+all, while another takes its turn. It dies with us.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from importlib import import_module
+from multiprocessing.connection import Connection
+
+from hasten.contract.errors import Failure, Refusal, one_line
+from hasten.contract.watch import Watch, silent
+
+SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
+
+
+class Worker:
+    """An object of ours that lives in a process of its own.
+
+    ``Worker("module:Class", **arguments)`` makes it there; ``call("name", **arguments)`` runs one of its methods.
+    Use as a context manager: leaving kills the whole process group.
+    """
+
+    def __init__(self, service: str, **arguments):
+        ours, theirs = socket.socketpair()
+        self.pid = _nursery().fork(theirs)
+        theirs.close()
+        self.connection = Connection(ours.detach())
+        self.frozen = False
+        self.call("__init__", _service=service, **arguments)
+
+    def call(self, method: str, *, timeout: float | None = None, watch: Watch = silent, **arguments):
+        """What the method returns. Its progress goes to ``watch``.
+
+        Raises:
+            Refusal, Failure: as raised over there; a Failure too if the process died, broke or took over ``timeout`` seconds.
+        """
+        self.thaw()
+        try:
+            self.connection.send((method, arguments))
+            while True:
+                if not self.connection.poll(timeout):
+                    self.kill()
+                    raise Failure(f"took longer than {timeout:.0f} s and was ended")
+                kind, content = self.connection.recv()
+                if kind == "watch":
+                    watch(*content)
+                elif kind == "result":
+                    return content
+                else:
+                    raise {"Refusal": Refusal, "Failure": Failure}.get(kind, Failure)(content)
+        except (EOFError, ConnectionError, BrokenPipeError):
+            raise Failure(_cause_of_death(_nursery().status(self.pid))) from None
+
+    def freeze(self) -> None:
+        """Stops the process and its children where they are."""
+        if not self.frozen:
+            self._signal(signal.SIGSTOP)
+            self.frozen = True
+
+    def thaw(self) -> None:
+        if self.frozen:
+            self._signal(signal.SIGCONT)
+            self.frozen = False
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.kill()
+        self.connection.close()
+
+
+class _Nursery:
+    """The process that workers are forked from."""
+
+    def __init__(self):
+        self.socket, theirs = socket.socketpair()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "hasten.measure.workers", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr.fileno() if _has_file_number(sys.stderr) else subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the one who asked, not for the measuring processes
+        )
+        theirs.close()
+        self.path = list(sys.path)
+
+    def fork(self, theirs: socket.socket) -> int:
+        request = json.dumps({"path": sys.path, "directory": os.getcwd()}).encode()
+        socket.send_fds(self.socket, [request], [theirs.fileno()])
+        return int(self._answer())
+
+    def status(self, pid: int) -> int | None:
+        """The exit status of a worker that ended (negative: the signal that ended it)."""
+        try:
+            self.socket.send(str(pid).encode())
+            answer = self._answer()
+        except OSError:
+            return None
+        return None if answer == "None" else int(answer)
+
+    def _answer(self) -> str:
+        answer = self.socket.recv(64)
+        if not answer:
+            raise Failure("the measuring processes could not be started")
+        return answer.decode()
+
+
+_the_nursery: _Nursery | None = None
+
+
+def _nursery() -> _Nursery:
+    global _the_nursery
+    if _the_nursery is None or _the_nursery.process.poll() is not None:
+        _the_nursery = _Nursery()
+    return _the_nursery
+
+
+def _has_file_number(stream) -> bool:
+    try:
+        return stream.fileno() >= 0
+    except (AttributeError, OSError, ValueError):  # a notebook's or a test's stand-in
+        return False
+
+
+def _cause_of_death(status: int | None) -> str:
+    if status == -signal.SIGKILL:
+        return "the process was killed, most likely because memory ran out"
+    if status is not None and status < 0:
+        return f"the process was ended by {signal.Signals(-status).name}"
+    return "the process ended without an answer"
+
+
+# ── the other side ───────────────────────────────────────────────────────────────────────────────
+
+
+def _raise_children(control: socket.socket) -> None:
+    """The nursery's life: fork a worker for every request until our parent is gone."""
+    import_module("torch")
+    for module in ("hasten.engine.loop", "hasten.engine.find", "hasten.measure.arm"):
+        import_module(module)
+    statuses: dict[int, int] = {}
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 1)
+        if not message:
+            return
+        _reap(statuses)
+        if not descriptors:
+            control.send(str(_reap(statuses, int(message)).get(int(message))).encode())
+            continue
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            _live(Connection(descriptors[0]), json.loads(message))
+        os.close(descriptors[0])
+        control.send(str(pid).encode())
+
+
+def _reap(statuses: dict[int, int], wanted: int | None = None) -> dict[int, int]:
+    """Notes the exit statuses of children that ended; waits a moment for the one that is asked for."""
+    with contextlib.suppress(ChildProcessError):
+        if wanted is not None and wanted not in statuses:
+            statuses[wanted] = os.waitstatus_to_exitcode(os.waitpid(wanted, 0)[1])
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            statuses[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+    return statuses
+
+
+def _live(connection: Connection, request: dict) -> None:
+    """A worker's life: makes its object, answers calls until the connection closes."""
+    os.setsid()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    os.dup2(2, 1)  # what the user's code prints must not mix with our answers
+    sys.path[:] = request["path"]
+    with contextlib.suppress(OSError):
+        os.chdir(request["directory"])
+    tempfile.tempdir = None
+    served = None
+    try:
+        while True:
+            method, arguments = connection.recv()
+            try:
+                if method == "__init__":
+                    module, _, name = arguments.pop("_service").rpartition(":")
+                    served = getattr(import_module(module), name)(**arguments)
+                    served.watch = lambda *progress: connection.send(("watch", progress))
+                    answer = None
+                else:
+                    answer = getattr(served, method)(**arguments)
+                connection.send(("result", answer))
+            except (Refusal, Failure) as error:
+                connection.send((type(error).__name__, str(error)))
+            except MemoryError:
+                connection.send(("Failure", "ran out of memory"))
+            except Exception as error:
+                connection.send(("Failure", _out_of_memory(error) or one_line(error)))
+    except (EOFError, ConnectionError):
+        pass
+    finally:
+        os._exit(0)
+
+
+def _out_of_memory(error: Exception) -> str | None:
+    text = str(error)
+    return "ran out of memory" if "out of memory" in text or "can't allocate memory" in text else None
+
+
+if __name__ == "__main__":
+    _raise_children(socket.socket(fileno=int(sys.argv[1])))
