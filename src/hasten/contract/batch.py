@@ -11,6 +11,7 @@ How a batch is read::
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 
 import torch
 
@@ -61,7 +62,7 @@ def pieces(batch, count: int) -> list:
     def cut(low: int, high: int):
         return map_tensors(lambda t: t[low:high] if t.ndim and t.shape[0] == total else t, batch)
 
-    return [cut(low, high) for low, high in zip(edges, edges[1:], strict=False) if high > low]
+    return [cut(low, high) for low, high in pairwise(edges) if high > low]
 
 
 def split(batch) -> tuple[tuple, dict, object]:

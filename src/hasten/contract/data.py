@@ -12,9 +12,12 @@ taken up at any batch without replaying the ones before it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy
+import torch
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Samples:
         seed: what the random numbers drawn by the dataset itself are derived from.
         workers, prefetch, pin, persistent: as in ``torch.utils.data.DataLoader``.
         loader: the task's own DataLoader, where it brought one.
+        build: the engine's way from samples to batches.
     """
 
     dataset: Any
@@ -43,6 +47,18 @@ class Samples:
     pin: bool = False
     persistent: bool = False
     loader: Any = None
+    build: Callable[[Samples], Batches] | None = None
+
+    def some(self, seed: int = 0) -> list:
+        """Up to 32 samples, spread evenly over the dataset, read while every random generator starts from ``seed``."""
+        spread = range(0, len(self.dataset), -(-len(self.dataset) // 32))
+        reading = dataclasses.replace(self, order=lambda epoch: [list(spread)], length=1, collate=list, workers=0, pin=False, loader=None)
+        return next(iter(self.build(reading).epoch(seed, 0)))
+
+    def fixed(self) -> bool:
+        """Whether some samples come out the same under three random seeds, so that reading them once is enough."""
+        first, *others = (self.some(seed) for seed in range(3))
+        return all(same(first, other) for other in others)
 
 
 @dataclass
@@ -75,6 +91,27 @@ class Batches:
             raise TypeError("these batches have no known length")
         return self.length
 
+    def with_samples(self, **changes) -> Batches:
+        """Batches of the same samples, read in another way: ``changes`` are fields of Samples."""
+        return self.samples.build(dataclasses.replace(self.samples, **changes))
+
     def mapped(self, function: Callable[[Iterator], Iterator]) -> Batches:
         """The same batches, each pass's iterator wrapped by ``function``."""
         return dataclasses.replace(self, epoch=lambda epoch, start: function(self.epoch(epoch, start)), samples=None)
+
+
+def same(a, b) -> bool:
+    """Whether two samples hold the same bits, whatever their nesting."""
+    if isinstance(a, (torch.Tensor, numpy.ndarray)) and type(a) is type(b):
+        return a.dtype == b.dtype and a.shape == b.shape and _bits(a) == _bits(b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a is b or bool(a == b) or (a != a and b != b)  # a missing number equals itself here
+
+
+def _bits(array: torch.Tensor | numpy.ndarray) -> bytes:
+    if isinstance(array, torch.Tensor):
+        array = array.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return array.tobytes()

@@ -83,6 +83,7 @@ class Run:
     kept: dict[str, Any] = field(default_factory=dict)  # name -> object with state_dict(); travels in checkpoints
     idle: list[tuple[str, str]] = field(default_factory=list)  # (method, why it had nothing to act on)
     agree: Callable[[bool], bool] = bool  # any rank's yes becomes every rank's yes
+    higher_is_better: Callable[[], bool] = lambda: True  # the direction of the task's metric
 
     def nothing_to_do(self, method: Method, why: str) -> None:
         """A method that found nothing to act on says so: a warning in ``train``, a refusal in ``tune``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -65,6 +66,27 @@ class Task:
 def optimizer_and_schedule(made) -> tuple[Any, Any]:
     """What a task's optimizer function returned, as (optimizer, schedule or None)."""
     return made if isinstance(made, tuple) else (made, None)
+
+
+def takes_steps(make_optimizer: Callable) -> bool:
+    """Whether a task's optimizer function is of the form ``(model, steps)`` and so builds its schedule for the run's length."""
+    try:
+        parameters = inspect.signature(make_optimizer).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    required = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(required) >= 2
+
+
+def scale_learning_rates(optimizer, schedule, factor: float) -> None:
+    """Multiplies every learning rate, and the base and peak rates from which a schedule computes them."""
+    for group in optimizer.param_groups:
+        for key in group.keys() & {"lr", "initial_lr", "max_lr", "min_lr"}:
+            group[key] = group[key] * factor
+    for each in (schedule, *getattr(schedule, "_schedulers", ())):
+        for name in ("base_lrs", "max_lrs"):
+            if hasattr(each, name):
+                setattr(each, name, [rate * factor for rate in getattr(each, name)])
 
 
 def _positive(field: str, value, kind, optional: bool = False) -> None:

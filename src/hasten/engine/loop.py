@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from hasten.contract.batch import size
+from hasten.contract.batch import map_tensors, size
 from hasten.engine.metrics import Measured, metric_of
 from hasten.engine.plan import Program, call_model, own_loss
 from hasten.engine.seeds import undisturbed
@@ -18,26 +18,37 @@ from hasten.engine.seeds import undisturbed
 
 def steps(program: Program) -> Iterator[torch.Tensor]:
     """Trains from where the clock stands to the end of the plan; yields each step's loss, still on the device."""
+    while not finished(program):
+        yield from rest_of_pass(program)
+
+
+def finished(program: Program) -> bool:
+    """Whether the plan has been carried out."""
+    clock, loop = program.run.clock, program.loop
+    return clock.epoch >= loop.epochs or (loop.steps is not None and clock.step >= loop.steps)
+
+
+def rest_of_pass(program: Program) -> Iterator[torch.Tensor]:
+    """As ``steps``, to the end of the pass over the data that the clock stands in."""
     clock, loop, schedule = program.run.clock, program.loop, program.schedule
     move, micro, gradients, update, clear = program.move, program.micro, program.gradients, program.update, program.clear
     last_step = loop.steps if loop.steps is not None else float("inf")
-    while clock.step < last_step and clock.epoch < loop.epochs:
-        for batch in program.train.epoch(clock.epoch, clock.batch):
-            batch = move(batch)
-            loss = micro(batch)
-            gradients()
-            update()
-            clear()
-            if schedule is not None:
-                schedule.step()
-            clock.step += 1
-            clock.batch += 1
-            clock.samples += size(batch)
-            yield loss
-            if clock.step >= last_step:
-                return
-        clock.epoch += 1
-        clock.batch = 0
+    for batch in program.train.epoch(clock.epoch, clock.batch):
+        batch = move(batch)
+        loss = micro(batch)
+        gradients()
+        update()
+        clear()
+        if schedule is not None:
+            schedule.step()
+        clock.step += 1
+        clock.batch += 1
+        clock.samples += size(batch)
+        yield loss
+        if clock.step >= last_step:
+            return
+    clock.epoch += 1
+    clock.batch = 0
 
 
 def evaluate(program: Program) -> Measured:
@@ -48,15 +59,20 @@ def evaluate(program: Program) -> Measured:
     """
     task, model = program.run.task, program.export()
     metric, own = metric_of(task), task.loss is None
-    was_training = model.training
-    loss_of = own_loss if own else task.loss
+    modes = [(module, module.training) for module in model.modules()]  # parts may be frozen in evaluation mode
+    loss_of, device = own_loss if own else task.loss, program.run.device
+
+    def to_device(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, non_blocking=True)
+
     model.eval()
     try:
         with undisturbed(), torch.inference_mode():
             for batch in program.validation.epoch(0, 0):
-                batch = program.move(batch) if program.run.device.type != "cpu" else batch
+                batch = map_tensors(to_device, batch)  # not program.move: that one may augment
                 output, target = call_model(model, batch, own)
                 metric.update(output, target, loss_of(output, target), size(batch))
         return metric.result()
     finally:
-        model.train(was_training)
+        for module, training in modes:
+            module.training = training

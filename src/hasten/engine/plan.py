@@ -9,6 +9,7 @@ import heapq
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -18,9 +19,10 @@ from hasten.contract import batch as batches
 from hasten.contract.data import Batches
 from hasten.contract.errors import Refusal
 from hasten.contract.method import Loop, Method, Run, hooks_of
-from hasten.contract.task import Task, optimizer_and_schedule
+from hasten.contract.task import Task, optimizer_and_schedule, takes_steps
 from hasten.engine import sources
-from hasten.engine.seeds import set_seeds
+from hasten.engine.metrics import higher_is_better
+from hasten.engine.seeds import set_seeds, undisturbed
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def build(task: Task, methods: list[Method] = (), *, device: str = "cpu", seed: 
     """
     methods = in_order(methods)
     refuse_conflicts(methods)
-    run = Run(torch.device(device), task, seed=seed)
+    run = Run(torch.device(device), task, seed=seed, higher_is_better=partial(higher_is_better, task))
 
     def fold(hook: str, thing):
         for method in sorted(methods, key=lambda m: hook not in m.card.replaces):  # a replacement goes innermost
@@ -64,9 +66,10 @@ def build(task: Task, methods: list[Method] = (), *, device: str = "cpu", seed: 
         run.loop = loop = fold("loop", sources.plan_of(task))
         train = sources.training(task, loop.batch_size, seed)
         validation = sources.validation(task, loop.batch_size, seed)
-        for method in methods:
-            if "data" in hooks_of(method):
-                train, validation = (each and sources.rewrapped(method, each, run) for each in (train, validation))
+        with undisturbed():  # a method may read samples to know them
+            for method in methods:
+                if "data" in hooks_of(method):
+                    train, validation = (each and sources.rewrapped(method, each, run) for each in (train, validation))
         if loop.steps is None and train.length is not None:
             loop.steps = max(1, round(loop.epochs * train.length))
 
@@ -76,7 +79,9 @@ def build(task: Task, methods: list[Method] = (), *, device: str = "cpu", seed: 
         _check_optimizer(run.optimizer)
 
         on_cpu = run.device.type == "cpu"
-        move = fold("batch", _as_it_is if on_cpu else lambda batch: batches.map_tensors(lambda t: t.to(run.device, non_blocking=True), batch))
+        move = fold(
+            "batch", _as_it_is if on_cpu else lambda batch: batches.map_tensors(lambda t: t.to(run.device, non_blocking=True), batch)
+        )
         loss = fold("loss", task.loss or own_loss)
         forward = fold("forward", _forward(model, loss, own=task.loss is None))
         clock, cut = run.clock, loop.microbatches > 1
@@ -192,22 +197,11 @@ def _model_of(task: Task) -> torch.nn.Module:
 
 def _bound(make_optimizer: Callable, steps: int | None) -> Callable:
     """``(model) -> optimizer`` whichever of the two forms the task gave."""
-    if not _takes_steps(make_optimizer):
+    if not takes_steps(make_optimizer):
         return make_optimizer
     if steps is None:
         raise Refusal("the optimizer's schedule wants the number of steps, but the training data has no length; give the dataset a __len__")
     return lambda model: make_optimizer(model, steps)
-
-
-def _takes_steps(make_optimizer: Callable) -> bool:
-    import inspect
-
-    try:
-        parameters = inspect.signature(make_optimizer).parameters.values()
-    except (TypeError, ValueError):
-        return False
-    required = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(required) >= 2
 
 
 def _check_optimizer(optimizer) -> None:

@@ -8,7 +8,7 @@ and any point of resumption. A ready DataLoader is used exactly as a hand-writte
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import count, islice
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
@@ -17,7 +17,7 @@ from hasten.contract.data import Batches, Samples
 from hasten.contract.errors import Failure, Refusal, one_line
 from hasten.contract.method import Loop, Method, Run
 from hasten.contract.task import Task
-from hasten.engine.seeds import derived, drawing_from
+from hasten.engine.seeds import derived, drawing_from, undisturbed
 
 
 def plan_of(task: Task) -> Loop:
@@ -42,7 +42,7 @@ def from_samples(samples: Samples) -> Batches:
     dataset = _Fetched(samples.dataset, samples.seed, samples.loader is None)
     loaders: dict[str, DataLoader] = {}  # a loader with persistent workers is made once
 
-    def loader(order: Iterable) -> DataLoader:
+    def loader(order: Iterable, number: int) -> DataLoader:
         if "kept" in loaders:
             loaders["kept"].batch_sampler.order = order
             return loaders["kept"]
@@ -54,6 +54,8 @@ def from_samples(samples: Samples) -> Batches:
             prefetch_factor=samples.prefetch if samples.workers else None,
             pin_memory=samples.pin,
             persistent_workers=samples.persistent and samples.workers > 0,
+            worker_init_fn=samples.loader and samples.loader.worker_init_fn,
+            generator=torch.Generator().manual_seed(derived(samples.seed, number)),  # its base seed; the run's own stream stays untouched
         )
         if made.persistent_workers:
             loaders["kept"] = made
@@ -61,15 +63,12 @@ def from_samples(samples: Samples) -> Batches:
 
     def epoch(epoch: int, start: int = 0) -> Iterator:
         keyed = ((epoch, number, indices) for number, indices in enumerate(samples.order(epoch)))
-        iterator = iter(loader(islice(keyed, start, None)))
-        return _with_clear_errors(iterator)
+        return _with_clear_errors(iter(loader(islice(keyed, start, None), epoch)))
 
-    def isolated(number: int, start: int = 0) -> Iterator:
-        with drawing_from(derived(samples.seed, number)):  # a DataLoader draws a base seed when it starts
-            iterator = epoch(number, start)
-        yield from iterator
-
-    return Batches(epoch=isolated, length=samples.length, samples=samples, training=samples.training)
+    return Batches(
+        epoch=epoch, length=samples.length, samples=samples, training=samples.training,
+        seekable=samples.loader is None, generators=_generators_of(samples.loader),
+    )  # fmt: skip
 
 
 def rewrapped(method: Method, inner: Batches, run: Run) -> Batches:
@@ -83,7 +82,7 @@ def rewrapped(method: Method, inner: Batches, run: Run) -> Batches:
         once = iter(outer) is outer  # a generator lives for one pass only: ask for a new one
         return islice(iter(method.data(inner, run) if once else outer), start, None)
 
-    return Batches(epoch=epoch, length=inner.length, training=inner.training, seekable=False)
+    return Batches(epoch=epoch, length=inner.length, training=inner.training, seekable=False, generators=inner.generators)
 
 
 def shuffled(length: int, batch_size: int, seed: int) -> Callable[[int], Iterable[list[int]]]:
@@ -113,7 +112,7 @@ def _opened(data, field: str):
 
 def _batches(data, task: Task, batch_size: int, seed: int, training: bool) -> Batches:
     if isinstance(data, DataLoader):
-        return _from_loader(data, batch_size, seed, training)
+        return _from_loader(data, task.batch_size, batch_size, seed, training)
     if batch_size is None or (task.batch_size is None and not isinstance(task.train_data, DataLoader)):
         raise Refusal("Task(batch_size=) is missing; only a ready DataLoader brings its own")
     length = _length(data)
@@ -126,11 +125,12 @@ def _batches(data, task: Task, batch_size: int, seed: int, training: bool) -> Ba
             length=-(-length // batch_size),
             training=training,
             seed=seed if training else derived(seed, 1),
+            build=from_samples,
         )
     )
 
 
-def _from_loader(loader: DataLoader, batch_size: int, seed: int, training: bool) -> Batches:
+def _from_loader(loader: DataLoader, task_size: int | None, batch_size: int, seed: int, training: bool) -> Batches:
     """A ready DataLoader, iterated as the user's own loop would; its samples are shown where they are indexed."""
     samples = _samples_of(loader, seed, training)
     if samples is not None and loader.batch_size is not None and batch_size != loader.batch_size and training:
@@ -141,11 +141,21 @@ def _from_loader(loader: DataLoader, batch_size: int, seed: int, training: bool)
             prefetch_factor=loader.prefetch_factor, persistent_workers=loader.persistent_workers,
         )  # fmt: skip
         samples = _samples_of(loader, seed, training)
+    elif training and batch_size != (loader.batch_size or task_size or 1):
+        raise Refusal("the batch size of this DataLoader cannot be changed: it has a sampler of its own")
 
     def epoch(epoch: int, start: int = 0) -> Iterator:
         return islice(_with_clear_errors(iter(loader)), start, None)
 
-    return Batches(epoch=epoch, length=_length(loader), samples=samples, training=training, seekable=False)
+    return Batches(
+        epoch=epoch, length=_length(loader), samples=samples, training=training,
+        seekable=False, generators=_generators_of(loader),
+    )  # fmt: skip
+
+
+def _generators_of(loader: DataLoader | None) -> tuple[torch.Generator, ...]:
+    own = dict.fromkeys((getattr(loader, "generator", None), getattr(getattr(loader, "sampler", None), "generator", None)))
+    return tuple(generator for generator in own if generator is not None)
 
 
 def _samples_of(loader: DataLoader, seed: int, training: bool) -> Samples | None:
@@ -154,13 +164,14 @@ def _samples_of(loader: DataLoader, seed: int, training: bool) -> Samples | None
         return None
 
     def order(epoch: int) -> Iterator[list[int]]:
-        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # the base seed that iter(loader) draws
+        if not (loader.persistent_workers and epoch):  # the base seed that iter(loader) draws; kept workers draw it once
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         return iter(loader.batch_sampler)
 
     return Samples(
         dataset=loader.dataset, order=order, length=len(loader), collate=loader.collate_fn, training=training, seed=seed,
         workers=loader.num_workers, prefetch=loader.prefetch_factor or 2, pin=loader.pin_memory,
-        persistent=loader.persistent_workers, loader=loader,
+        persistent=loader.persistent_workers, loader=loader, build=from_samples,
     )  # fmt: skip
 
 
@@ -168,12 +179,22 @@ def _from_stream(data, batch_size: int, training: bool, seed: int) -> Batches:
     """An iterable dataset, batched in the order in which it comes."""
 
     def epoch(number: int, start: int = 0) -> Iterator:
-        with drawing_from(derived(seed, number)):
+        with undisturbed(), drawing_from(derived(seed, number)):
             iterator = iter(DataLoader(_Stream(data), batch_size=batch_size))
-        return islice(_with_clear_errors(iterator), start, None)
+        return islice(_drawing_by_position(_with_clear_errors(iterator), seed, number), start, None)
 
     length = _length(data)
     return Batches(epoch=epoch, length=length and -(-length // batch_size), training=training, seekable=False)
+
+
+def _drawing_by_position(iterator: Iterator, seed: int, epoch: int) -> Iterator:
+    """The same batches; the random numbers drawn for each are a function of its position, so a replay draws the same."""
+    for number in count():
+        with drawing_from(derived(seed, epoch, number)):
+            batch = next(iterator, None)
+        if batch is None:
+            return
+        yield batch
 
 
 class _Order:
@@ -241,5 +262,3 @@ def _length(data) -> int | None:
         return len(data)
     except TypeError:
         return None
-
-

@@ -9,12 +9,13 @@ from itertools import islice
 
 import torch
 
-from hasten.contract.errors import Failure
+from hasten.contract.errors import Failure, Refusal
 from hasten.contract.recipe import Recipe
 from hasten.engine.find import make_methods
 from hasten.engine.loop import evaluate, steps
 from hasten.engine.plan import Program, build
 from hasten.engine.tasks import TaskRef
+from hasten.measure.workers import Worker
 
 READ_LOSSES_EVERY = 50  # steps; as a run does
 WARM_UP_STEPS = 3
@@ -24,7 +25,7 @@ EVALUATION_SECONDS = 1.0  # a timed evaluation is a slice of about this length, 
 class Arm:
     """A run that never ends, in blocks. Times are seconds."""
 
-    def __init__(self, task: dict, methods: dict, device: str, seed: int):
+    def __init__(self, task: str, methods: dict, device: str, seed: int):
         self.task, self.recipe, self.device, self.seed = TaskRef.from_json(task), Recipe(methods), device, seed
         self.unread: list[torch.Tensor] = []
 
@@ -36,6 +37,8 @@ class Arm:
         task = self.task.load()
         began = time.perf_counter()
         program = build(task, make_methods(self.recipe), device=self.device, seed=self.seed)
+        if program.run.idle:
+            raise Failure("; ".join(f"{method} has nothing to act on: {why}" for method, why in program.run.idle))
         program.process().__enter__()  # never left: the process ends with the arm
         self.program = _endless(program)
         self.steps = steps(self.program)
@@ -60,7 +63,6 @@ class Arm:
             "steps": loop.steps,
             "epochs": loop.epochs,
             "evaluate_every": loop.evaluate_every,
-            "idle": program.run.idle,
         }
 
     def train(self, count: int) -> dict:
@@ -112,6 +114,23 @@ class Arm:
     def _synchronise(self) -> None:
         if self.program.run.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def estimate(task: TaskRef, device: str, seed: int = 0) -> dict:
+    """Seconds that the task's own training will take, from a few steps and one evaluation of it.
+
+    Raises:
+        Failure, Refusal: the task's own training does not run.
+    """
+    with Worker("hasten.measure.arm:Arm", task=task.to_json(), methods={}, device=device, seed=seed) as worker:
+        plan = worker.call("build")
+    samples = plan["samples_a_pass"]
+    if samples is None:
+        raise Refusal("the training data has no length, so nobody can say how long a run is; give the dataset a __len__")
+    samples *= plan["epochs"]
+    evaluations = samples / (plan["evaluate_every"] or plan["samples_a_pass"])
+    seconds = plan["start"] + plan["step"] * samples / plan["batch_size"] + (plan["evaluation"] or 0.0) * evaluations
+    return {"seconds": seconds, "plan": plan}
 
 
 class _Rewound:

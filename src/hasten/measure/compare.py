@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from hasten.contract.errors import Failure
 from hasten.contract.recipe import Recipe
 from hasten.contract.watch import Watch, silent
 from hasten.engine.devices import pick_device
@@ -113,18 +112,13 @@ def take_turns(
         refuse_conflicts(in_order(make_methods(recipe)))
     began, noise, looks = time.monotonic(), Noise(), sorted(looks)
     with ExitStack() as stack:
-        arms = []
+        arms, sides = [], []
         for recipe in (a, b):
             watch(f"building {recipe}", 0.0, None)
             arms.append(stack.enter_context(_worker(task, recipe, device, seed)))
-            arms[-1].plan = arms[-1].call("build")
+            sides.append(Side(recipe, arms[-1].call("build")))
             arms[-1].freeze()
-        sides = [Side(recipe, arm.plan) for recipe, arm in zip((a, b), arms, strict=True)]
-        for side in sides:
-            if side.plan["idle"]:
-                method, why = side.plan["idle"][0]
-                raise Failure(f"{method} has nothing to act on: {why}")
-        lengths = [_block_steps(arm.plan) for arm in arms]
+        lengths = [_block_steps(side.plan) for side in sides]
         ready = time.monotonic()
         _take_evaluations(arms, sides, budget / 4)
         while True:
@@ -143,7 +137,7 @@ def take_turns(
                 if verdict != UNSURE or out_of_budget or pairs >= looks[-1]:
                     break
     why = _why(verdict, ratio, pairs, out_of_budget)
-    told = noise.told(spread_percent([s for s in sides[0].seconds_a_sample()]), sum(block["switches"] for block in sides[0].blocks))
+    told = noise.told(spread_percent(sides[0].seconds_a_sample()), sum(block["switches"] for block in sides[0].blocks))
     return Comparison(verdict, ratio, *sides, why, time.monotonic() - began, told)
 
 

@@ -1,0 +1,61 @@
+# make demo    sets up, tunes the digits task, says where the report is
+# make test    sets up, checks the style, runs the tests
+#
+# Everything is installed into .venv; a second call finds it done. PYTHON=python3.12 chooses another Python.
+
+PYTHON ?= python3
+BIN    := .venv/bin
+# The default package index offers PyTorch with CUDA, several GB of it. A machine without an NVIDIA driver gets the small CPU build.
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+.PHONY: demo test test-slow lint bench wheel clean
+
+demo: .venv/ready
+	$(BIN)/hasten tune digits --out runs/demo || [ $$? -eq 1 ]  # 1: an honest "leave it"; there is a report about that too
+	@$(BIN)/hasten report runs/demo | sed 's/^/The report: /'
+
+test: .venv/ready-dev lint
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: .venv/ready-dev
+	$(BIN)/python -m pytest -m slow
+
+lint: .venv/ready-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: .venv/ready-bench
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+wheel: .venv/ready-dev
+	rm -rf build dist
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+	@ls -l dist/*.whl
+
+clean:
+	rm -rf .venv build dist src/*.egg-info
+
+.venv/ready: constraints.txt pyproject.toml | .venv/torch
+	$(BIN)/pip install --quiet -c constraints.txt -e .
+	@touch $@
+
+.venv/ready-dev: constraints.txt pyproject.toml | .venv/torch
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@ .venv/ready
+
+.venv/ready-bench: constraints.txt pyproject.toml | .venv/torch
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,bench]'
+	@touch $@ .venv/ready .venv/ready-dev
+
+# Without a driver, and unless pip finds wheels of its own (PIP_FIND_LINKS), the CPU build is tried once and quickly;
+# where that fails, the ordinary installation that follows gets PyTorch from the package index.
+.venv/torch:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "hasten needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1 | head -1); try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv .venv
+	@if [ -z "$$PIP_FIND_LINKS" ] && ! nvidia-smi >/dev/null 2>&1; then \
+	  echo "no NVIDIA driver: trying PyTorch's CPU build"; \
+	  $(BIN)/pip install --quiet --no-deps --retries 0 --timeout 10 --index-url $(CPU_INDEX) -c constraints.txt torch \
+	    || echo "not there; the package index will do"; \
+	fi
+	@touch $@

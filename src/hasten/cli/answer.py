@@ -1,0 +1,76 @@
+"""What a command gives back, and how it reaches standard output: a page for people, one JSON object for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The result of a command.
+
+    Attributes:
+        result: the plain data behind ``--json``.
+        page: makes what a person sees: a rich renderable or a text. Only called where a person looks.
+        code: 0 done, 1 a result that is a "no".
+    """
+
+    result: dict
+    page: Callable[[], Any]
+    code: int = 0
+
+
+def show(answer: Answer) -> None:
+    """Prints an answer for a person. Plain text goes out as it is, so that it can be redirected into a file."""
+    page = answer.page()
+    if isinstance(page, str):
+        print(page)
+        return
+    from rich.console import Console
+
+    Console(highlight=False).print(page)
+
+
+def strict_json(value) -> str:
+    """One line of JSON that every parser takes: no NaN, no Infinity."""
+    return json.dumps(_plain(value), allow_nan=False)
+
+
+@contextmanager
+def stdout_kept_for_json() -> Iterator[Callable[[dict], None]]:
+    """Gives ``tell(result)``, the only thing that still reaches standard output.
+
+    Whatever else writes there (a task file's ``print``, a C library, a child process) goes to standard
+    error, so that a program that reads the answer finds one JSON object and nothing more.
+    """
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    told: list[dict] = []
+    try:
+        yield told.append
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+        for result in told[-1:]:
+            print(strict_json(result), flush=True)
+
+
+def _plain(value):
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in (sorted(value) if isinstance(value, (set, frozenset)) else value)]
+    return _plain(value.item()) if hasattr(value, "item") else str(value)

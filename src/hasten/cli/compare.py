@@ -1,0 +1,27 @@
+"""Measures two recipes against each other: both run in turns, so that the machine's moods hit both alike."""
+
+from hasten.cli import values
+from hasten.cli.answer import Answer
+
+HELP = "measure two recipes against each other, in turns"
+
+
+def arguments(parser) -> None:
+    parser.add_argument("task", metavar="TASK")
+    parser.add_argument("--a", required=True, metavar="R", help='a recipe file, "baseline", or methods as after --with')
+    parser.add_argument("--b", required=True, metavar="R", help="the other one; the ratio is the time of a over the time of b")
+    parser.add_argument("--budget", type=values.seconds, default=60.0, metavar="TIME", help="time to spend, such as 90s or 10m; 60s unless said")
+
+
+def run(options, watch) -> Answer:
+    """Exit code 0 where b is faster; 1 for every other verdict, so that a script can ask ``compare && use b``."""
+    from hasten.measure.compare import compare
+
+    result = compare(options.task, options.a, options.b, budget=options.budget, device=options.device, seed=options.seed, watch=watch)
+
+    def page():
+        from hasten.reporting.terminal import compare_answer
+
+        return compare_answer(result)
+
+    return Answer(result, page, code=0 if result["verdict"] == "faster" else 1)

@@ -1,0 +1,150 @@
+"""Reads the command line, runs one verb, and turns what comes of it into an exit code.
+
+0: done. 1: a result that is a "no", or a run that could not go on. 2: a wrong request. Whatever goes
+wrong is told in one line on standard error. Nothing heavy is imported before a verb needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import warnings
+from contextlib import nullcontext
+
+from hasten import __version__
+from hasten.cli import compare, diagnose, eject, methods, report, train, tune, values
+from hasten.cli.answer import Answer, show, stdout_kept_for_json
+from hasten.cli.progress import watching
+from hasten.contract.errors import Failure, Refusal, nearest, one_line
+
+VERBS = {
+    "methods": methods,
+    "diagnose": diagnose,
+    "train": train,
+    "compare": compare,
+    "tune": tune,
+    "report": report,
+    "eject": eject,
+}
+TASK_HELP = "TASK is the name of a workload (such as digits) or path/to/file.py:function"
+
+
+def main(words: list[str] | None = None) -> int:
+    """The program ``hasten``; returns the exit code."""
+    words = sys.argv[1:] if words is None else words
+    _quieten_libraries()
+    with stdout_kept_for_json() if "--json" in words else nullcontext() as tell:
+        try:
+            answer = _answer(words)
+            if answer is not None:
+                tell(answer.result) if tell else show(answer)
+                sys.stdout.flush()
+            return answer.code if answer else 0
+        except BrokenPipeError:  # the reader has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            return 0
+        except (Exception, KeyboardInterrupt) as error:
+            code, line = _verdict(error)
+            print(f"hasten: {line}", file=sys.stderr, flush=True)
+            if tell:
+                tell({"error": line})
+            return code
+
+
+def _answer(words: list[str]) -> Answer | None:
+    """What the verb answers; None where argparse has said all there is to say (``--help``, ``--version``)."""
+    try:
+        options = _read(words)
+    except SystemExit:
+        return None
+    if options is None:
+        return None
+    with watching(options.quiet) as watch:
+        return VERBS[options.verb].run(options, watch)
+
+
+def _verdict(error: BaseException) -> tuple[int, str]:
+    """(exit code, the one line) for whatever a verb raised."""
+    if os.environ.get("HASTEN_TRACEBACK"):
+        import traceback
+
+        traceback.print_exception(error)
+    if isinstance(error, Refusal):
+        return 2, " ".join(str(error).split())
+    if isinstance(error, Failure):
+        return 1, " ".join(str(error).split())
+    if isinstance(error, KeyboardInterrupt):
+        return 1, "stopped"
+    if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("hasten"):
+        return 1, f"the package {error.name} is not installed; pip install {error.name}"
+    return 1, f"internal error: {one_line(error)} (set HASTEN_TRACEBACK=1 for the traceback; please report it)"
+
+
+def _read(words: list[str]) -> argparse.Namespace | None:
+    """The options, or None where nothing was asked for and the help was shown instead."""
+    parser = _parser()
+    options, strangers = parser.parse_known_args(words)
+    if strangers:
+        _refuse_strangers(strangers, getattr(options, "verb", None))
+    if options.verb is None:
+        parser.print_help()
+        return None
+    usual = {"json": False, "device": None, "seed": 0, "quiet": False}
+    return argparse.Namespace(**(usual | vars(options)))
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, whose errors become one line and offer the nearest name."""
+
+    def error(self, message: str):
+        if unknown := re.search(r"invalid choice: '(.*?)' \(choose from", message):
+            raise Refusal(f"no command is called {unknown[1]!r}{nearest(unknown[1], VERBS)}")
+        message = re.sub(r"^argument (?:-\w, )?(\S+): ", r"\1 ", message)
+        raise Refusal(f"{message}; see {self.prog} --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    everywhere = _global_options()
+    parser = _Parser(
+        prog="hasten", description="Makes the training of neural networks faster, and proves it.", parents=[everywhere], allow_abbrev=False,
+        epilog=f"{TASK_HELP}. Exit code: 0 done, 1 a result that is a no, 2 a wrong request.",
+    )  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"hasten {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", title="commands")
+    for name, verb in VERBS.items():
+        one = verbs.add_parser(name, help=verb.HELP, description=verb.__doc__, parents=[everywhere], allow_abbrev=False, epilog=TASK_HELP)
+        verb.arguments(one)
+    return parser
+
+
+def _global_options() -> argparse.ArgumentParser:
+    """Options that may stand before or after the verb; without defaults, so that neither place overrides the other."""
+    parser = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    group = parser.add_argument_group("everywhere")
+    group.add_argument("--json", action="store_true", help="one JSON object on standard output, for programs")
+    group.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:1; an NVIDIA GPU where there is one, unless said")
+    group.add_argument("--seed", type=values.seed, metavar="N", help="of all random numbers; 0 unless said")
+    group.add_argument("--quiet", action="store_true", help="no progress")
+    return parser
+
+
+def _refuse_strangers(strangers: list[str], verb: str | None) -> None:
+    """One clear line about words that nobody asked for."""
+    options = [word.partition("=")[0] for word in strangers if word.startswith("-")]
+    if not options:
+        raise Refusal(f"do not know what to do with {strangers[0]!r}; see hasten {verb or ''} --help".replace("  ", " "))
+    known = set(_global_options()._option_string_actions)
+    if verb:
+        VERBS[verb].arguments(parser := argparse.ArgumentParser(add_help=False))
+        known |= set(parser._option_string_actions)
+    raise Refusal(f"there is no option {options[0]}{nearest(options[0], known)}")
+
+
+def _quieten_libraries() -> None:
+    """Warnings of libraries are for those who write them; here and in the processes we start they would bury the answer."""
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+        os.environ.setdefault("PYTHONWARNINGS", "ignore")
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

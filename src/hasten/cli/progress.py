@@ -1,0 +1,77 @@
+"""Draws progress on standard error: a bar on a terminal, a line now and then elsewhere, nothing when asked for quiet."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hasten.contract.watch import Watch, silent
+
+PATIENCE = 2.0  # seconds that may pass without a word
+REDRAW = 0.2  # seconds between two pictures of the bar
+BETWEEN_LINES = 15.0  # seconds between two lines where there is no terminal
+
+
+@contextmanager
+def watching(quiet: bool) -> Iterator[Watch]:
+    """A ``watch`` that draws what it is told; gone without a trace when the work is done."""
+    if quiet:
+        yield silent
+    elif sys.stderr.isatty():
+        yield from _bar()
+    else:
+        yield _lines()
+
+
+def _bar() -> Iterator[Watch]:
+    bar, due = None, time.monotonic() + PATIENCE
+
+    def watch(what: str, done: float, seconds_left: float | None = None) -> None:
+        nonlocal bar, due
+        now = time.monotonic()
+        if now < due:
+            return
+        due = now + REDRAW
+        bar = bar or _started_bar()
+        bar.update(bar.task_ids[0], description=what, completed=done, left=_left(seconds_left), refresh=True)
+
+    try:
+        yield watch
+    finally:
+        if bar:
+            bar.stop()
+
+
+def _started_bar():
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[left]}")
+    bar = Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False)  # no thread beside the training
+    bar.add_task("", total=1.0, left="")
+    bar.start()
+    return bar
+
+
+def _lines() -> Watch:
+    due = time.monotonic() + PATIENCE
+
+    def watch(what: str, done: float, seconds_left: float | None = None) -> None:
+        nonlocal due
+        now = time.monotonic()
+        if now < due:
+            return
+        due = now + BETWEEN_LINES
+        print(f"{what}: {done:.0%} {_left(seconds_left)}".rstrip(), file=sys.stderr, flush=True)
+
+    return watch
+
+
+def _left(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    if seconds < 90:
+        return f"{seconds:.0f} s left"
+    return f"{seconds / 60:.0f} min left" if seconds < 5400 else f"{seconds / 3600:.1f} h left"

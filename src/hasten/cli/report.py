@@ -1,0 +1,16 @@
+"""Writes the page about a search or a run: one HTML file that needs no network."""
+
+from hasten.cli.answer import Answer
+
+HELP = "write the page about a search or a run"
+
+
+def arguments(parser) -> None:
+    parser.add_argument("folder", metavar="DIR", help="what `hasten tune` or `hasten train` left")
+
+
+def run(options, watch) -> Answer:
+    from hasten.reporting.report import report
+
+    page = str(report(options.folder))
+    return Answer({"report": page}, lambda: page)

@@ -1,0 +1,38 @@
+"""Finds the methods that make a task faster at equal quality, and proves it; or says to leave it as it is."""
+
+from hasten.cli import values
+from hasten.cli.answer import Answer
+from hasten.contract.errors import Failure
+
+HELP = "find a faster recipe of equal quality, with evidence"
+
+
+def arguments(parser) -> None:
+    parser.add_argument("task", metavar="TASK")
+    parser.add_argument("--budget", type=values.seconds, metavar="TIME", help="time for the search, such as 10m; a few runs of the task unless said")
+    parser.add_argument("--margin", type=values.margin, metavar="M", help="how much worse the metric may be, in its own unit")
+    parser.add_argument("--consider", type=values.names, metavar="M1,M2", help="try these methods only")
+    parser.add_argument(
+        "--with", dest="extra", action="append", default=[], metavar="./file.py:Class", help="try a method from outside too; may be given several times"
+    )
+    parser.add_argument("--runs", type=values.count, default=10, metavar="N", help="runs you expect to do, which the search has to pay for; 10 unless said")
+    parser.add_argument("--out", metavar="DIR", help="where trials and the report go; a search that was stopped goes on there")
+
+
+def run(options, watch) -> Answer:
+    from hasten.tuning.tune import tune
+
+    try:
+        result = tune(
+            options.task, budget=options.budget, margin=options.margin, consider=options.consider, extra=tuple(options.extra),
+            out=options.out, runs=options.runs, device=options.device, seed=options.seed, watch=watch,
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        raise Failure("stopped; the same command goes on where it was, and no finished trial is lost") from None
+
+    def page():
+        from hasten.reporting.terminal import tune_answer
+
+        return tune_answer(result)
+
+    return Answer(result, page, code=0 if result["verdict"] == "faster" else 1)

@@ -1,0 +1,67 @@
+"""Reads the values of options: times, counts, lists. What does not fit is refused with the form that would."""
+
+from __future__ import annotations
+
+import math
+import re
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+
+from hasten.contract.recipe import Recipe
+
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
+
+
+def seconds(text: str) -> float:
+    """``90``, ``90s``, ``10m`` or ``1h`` as seconds."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
+    value = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    if not 0 < value < math.inf:
+        raise ArgumentTypeError(f"must be a time such as 90s, 10m or 1h, not {text!r}")
+    return value
+
+
+def count(text: str) -> int:
+    """A whole number from 1 on."""
+    if not re.fullmatch(r"\d{1,9}", text.strip()) or int(text) < 1:
+        raise ArgumentTypeError(f"must be a whole number from 1 on, not {text!r}")
+    return int(text)
+
+
+def seed(text: str) -> int:
+    """A whole number from 0 to 2**32 - 1: what every generator of random numbers takes."""
+    if not re.fullmatch(r"\d{1,10}", text.strip()) or int(text) >= 2**32:
+        raise ArgumentTypeError(f"must be a whole number from 0 to {2**32 - 1}, not {text!r}")
+    return int(text)
+
+
+def margin(text: str) -> float:
+    """How much worse the metric may be, in its own unit; a margin of nothing can never be passed with noise."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ArgumentTypeError(f"must be a positive number in the metric's unit, not {text!r}")
+    return value
+
+
+def names(text: str) -> list[str]:
+    """``a,b,c`` as a list."""
+    found = [name.strip() for name in text.split(",") if name.strip()]
+    if not found:
+        raise ArgumentTypeError("must be names separated by commas")
+    return found
+
+
+def add_recipe(parser: ArgumentParser) -> None:
+    """The options that say which methods: ``--recipe`` and ``--with``."""
+    parser.add_argument("--recipe", metavar="R.toml", help="a recipe file; without one, the task as it is")
+    parser.add_argument(
+        "--with", dest="methods", metavar="METHOD[:key=value,...]", action="append", default=[],
+        help="one method more, installed or ./file.py:Class; may be given several times",
+    )  # fmt: skip
+
+
+def recipe(options: Namespace) -> Recipe:
+    """What ``--recipe`` and ``--with`` say together; where both name a method, ``--with`` has the last word."""
+    return Recipe.read(options.recipe) | Recipe.parse(options.methods)

@@ -1,0 +1,151 @@
+"""The anatomy of a run: blocks of its real steps, timed phase by phase, and what a look at its operations shows."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+from hasten.contract.errors import Failure
+from hasten.contract.recipe import Recipe
+from hasten.contract.watch import Watch, silent
+from hasten.diagnosis.timeline import OUTSIDE_NAME
+from hasten.engine.tasks import TaskRef
+from hasten.measure.compare import _block_steps
+from hasten.measure.noise import Noise
+from hasten.measure.ratio import spread_percent
+from hasten.measure.workers import Worker
+
+LEAST_BLOCKS, MOST_BLOCKS = 6, 16  # timed and untimed in turn
+WATCHED_STEPS = 3
+LEAST_FAULTS = 100  # page faults a step; fewer are the machine's background
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """What a run showed of itself. Times in seconds, shares between 0 and 1.
+
+    Attributes:
+        plan: as the arm's ``build`` gave it, with ``build_seconds``.
+        phases: share of the run's wall clock of each phase; they sum to 1.
+        step, sample: of the training alone, without evaluations.
+        timing_cost: how much longer a step takes because its phases are timed.
+        system_share: of the processors' time, spent in the operating system.
+        flops: operations a second reached, the machine's peak and their quotient; None where they could not be counted.
+    """
+
+    plan: dict
+    phases: dict[str, float]
+    step: float
+    sample: float
+    evaluation: float | None
+    timing_cost: float
+    faults_per_step: float
+    system_share: float
+    host_reads_per_step: float | None
+    flops: dict | None
+    facts: frozenset[str]
+    noise: dict
+
+    @property
+    def faults_show(self) -> bool:
+        return self.faults_per_step >= LEAST_FAULTS
+
+    def seconds_a_run(self) -> float | None:
+        """Start + steps + evaluations; None where the data's length is unknown."""
+        plan = self.plan
+        if plan["steps"] is None:
+            return None
+        samples = plan["epochs"] * (plan["samples_a_pass"] or plan["steps"] * plan["batch_size"] / plan["epochs"])
+        return plan["start"] + samples * (self.sample + evaluation_a_sample(plan, self.evaluation))
+
+
+def examine(task: TaskRef, recipe: Recipe, *, device: str, seed: int, budget: float, watch: Watch = silent) -> Anatomy:
+    """The anatomy of a task under a recipe, from about ``budget`` seconds of its real steps.
+
+    Raises:
+        Failure: the run could not be built or trained.
+    """
+    methods = recipe.with_method(OUTSIDE_NAME).methods
+    watch("building the run", 0.0, budget)
+    with Worker("hasten.diagnosis.probe:Probe", task=task.to_json(), methods=methods, device=device, seed=seed) as probe:
+        began = time.monotonic()
+        plan = probe.call("build")
+        plan["build_seconds"] = time.monotonic() - began
+        noise, count = Noise(), _block_steps(plan)
+        timed, plain = _blocks(probe, count, budget, watch)
+        evaluation = None if plan["evaluation"] is None else min(plan["evaluation"], probe.call("evaluate"))
+        both = timed + plain
+        told = noise.told(spread_percent([_pace(block) for block in plain]), sum(block["switches"] for block in both))
+        samples, seconds = _sum(plain, "samples"), _sum(plain, "seconds")
+        facts = probe.call("facts")
+        operations = _if_possible(probe, "operations", count=WATCHED_STEPS) or {}
+        arithmetic = _if_possible(probe, "arithmetic", dtype=operations.get("dtype", "float32"))
+    return Anatomy(
+        plan=plan,
+        phases=_shares(timed, evaluation_a_sample(plan, evaluation)),
+        step=seconds / (count * len(plain)),
+        sample=seconds / samples,
+        evaluation=evaluation,
+        timing_cost=_middle([_pace(a) / _pace(b) for a, b in zip(timed, plain, strict=True)]) - 1,
+        faults_per_step=_sum(both, "faults") / (count * len(both)),
+        system_share=_sum(both, "system") / max(_sum(both, "seconds"), _sum(both, "cpu")),
+        host_reads_per_step=operations.get("host_reads_per_step"),
+        flops=arithmetic and _rates(arithmetic, samples / seconds),
+        facts=frozenset(facts),
+        noise=told,
+    )
+
+
+def evaluation_a_sample(plan: dict, evaluation: float | None) -> float:
+    """Seconds of evaluation that fall on one training sample."""
+    every = plan["evaluate_every"] or plan["samples_a_pass"]
+    return evaluation / every if evaluation and every else 0.0
+
+
+def _blocks(probe: Worker, count: int, budget: float, watch: Watch) -> tuple[list[dict], list[dict]]:
+    """Blocks with and without the phases being timed, in turn."""
+    timed, plain, began = [], [], time.monotonic()
+    while len(plain) < MOST_BLOCKS // 2:
+        spent = time.monotonic() - began
+        if len(plain) >= LEAST_BLOCKS // 2 and spent > budget:
+            break
+        watch("timing the phases of the step", min(1.0, spent / budget), max(0.0, budget - spent))
+        timed.append(probe.call("anatomy", count=count))
+        plain.append(probe.call("train", count=count))
+    return timed, plain
+
+
+def _shares(blocks: list[dict], evaluation: float) -> dict[str, float]:
+    """Of the whole wall clock, evaluations included; what no phase accounts for is the loop itself, its log and its reading of losses."""
+    samples = _sum(blocks, "samples")
+    whole = _sum(blocks, "seconds") + samples * evaluation
+    shares = {phase: sum(block["phases"][phase] for block in blocks) / whole for phase in blocks[0]["phases"]}
+    shares["evaluation"] = samples * evaluation / whole
+    shares["logging"] = max(0.0, 1.0 - math.fsum(shares.values()))
+    return {phase: share / math.fsum(shares.values()) for phase, share in shares.items()}
+
+
+def _rates(arithmetic: dict, samples_a_second: float) -> dict:
+    achieved, peak = arithmetic["flops_a_sample"] * samples_a_second, arithmetic["peak_flops"]
+    return {"achieved_gflops": achieved / 1e9, "peak_gflops": peak / 1e9, "share": achieved / peak}
+
+
+def _if_possible(probe: Worker, method: str, **arguments) -> dict | None:
+    """What a look inside gives; None for a run that does not bear being looked at (a captured graph, a compiled step)."""
+    try:
+        return probe.call(method, **arguments)
+    except Failure:
+        return None
+
+
+def _pace(block: dict) -> float:
+    return block["seconds"] / block["samples"]
+
+
+def _sum(blocks: list[dict], key: str) -> float:
+    return sum(block[key] for block in blocks)
+
+
+def _middle(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]

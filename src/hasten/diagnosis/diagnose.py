@@ -1,0 +1,86 @@
+"""Diagnoses a task: where the time of its real steps goes, what causes it, and what each part could give at most."""
+
+from __future__ import annotations
+
+import time
+
+from hasten.contract.recipe import Recipe
+from hasten.contract.watch import Watch, silent
+from hasten.diagnosis.advise import advise
+from hasten.diagnosis.anatomy import Anatomy, examine
+from hasten.diagnosis.headroom import experiments, measure_headroom
+from hasten.diagnosis.verdict import gains, verdict_of
+from hasten.engine.devices import pick_device
+from hasten.engine.find import make_methods, method_class, method_names
+from hasten.engine.plan import in_order, refuse_conflicts
+from hasten.engine.tasks import TaskRef
+
+TIMELINE_SHARE = 0.2  # of the budget; the rest is for the ceilings
+
+
+def diagnose(task, *, recipe=None, budget: float = 60.0, device: str | None = None, seed: int = 0, watch: Watch = silent) -> dict:
+    """Where a task's time goes and what could be gained.
+
+    Args:
+        task: a workload's name, ``file.py:function`` or a Task.
+        recipe: what it is trained with: a Recipe, a ``.toml`` file or ``--with`` text; None for the task as it is.
+        budget: seconds to spend, exceeded by one experiment at most.
+
+    Returns:
+        Plain data: ``verdict`` (a sentence), ``phases`` (share of the wall clock; they sum to 1), ``headroom``
+        (ceilings by replacement: time with / time without), ``advice`` and ``not_advised`` (methods), ``causes``,
+        ``flops``, ``facts``, and the pace of the run in seconds and samples.
+
+    Raises:
+        Refusal: a wrong request. Failure: the task could not run.
+    """
+    task, recipe, device = TaskRef.of(task), Recipe.read(recipe), pick_device(device)
+    refuse_conflicts(in_order(make_methods(recipe)))
+    cards = {name: method_class(name).card for name in method_names() if name not in recipe.methods}
+    began = time.monotonic()
+    anatomy = examine(task, recipe, device=device, seed=seed, budget=budget * TIMELINE_SHARE, watch=_part(watch, 0.0, TIMELINE_SHARE))
+    planned = experiments(anatomy.phases, anatomy.system_share, anatomy.flops and anatomy.flops["share"])
+    headroom = measure_headroom(
+        task, recipe, planned, device=device, seed=seed, plan=anatomy.plan,
+        budget=budget - (time.monotonic() - began), watch=_part(watch, TIMELINE_SHARE, 1.0),
+    )  # fmt: skip
+    possible = gains(anatomy, headroom.ceilings)
+    advice, against = advise(anatomy.phases, {"allocator": possible["allocator"]} | headroom.ceilings, anatomy.facts, cards)
+    return {
+        "kind": "diagnose",
+        "task": str(task),
+        "recipe": str(recipe),
+        "device": device,
+        "verdict": verdict_of(anatomy, headroom.ceilings),
+        "phases": anatomy.phases,
+        "headroom": headroom.ceilings,
+        "headroom_intervals": headroom.intervals,
+        "not_measured": headroom.not_measured,
+        "advice": advice,
+        "not_advised": against,
+        "causes": _causes(anatomy),
+        "flops": anatomy.flops,
+        "facts": sorted(anatomy.facts),
+        "batch_size": anatomy.plan["batch_size"],
+        "seconds_per_step": anatomy.step,
+        "seconds_a_run": anatomy.seconds_a_run(),
+        "samples_per_second": 1.0 / anatomy.sample,
+        "start_seconds": anatomy.plan["start"],
+        "evaluation_seconds": anatomy.evaluation,
+        "noise": anatomy.noise,
+        "seconds": time.monotonic() - began,
+    }
+
+
+def _causes(anatomy: Anatomy) -> dict:
+    return {
+        "page_faults_per_step": anatomy.faults_per_step,
+        "system_time_share": anatomy.system_share,
+        "host_reads_per_step": anatomy.host_reads_per_step,
+        "timing_cost": anatomy.timing_cost,
+    }
+
+
+def _part(watch: Watch, low: float, high: float) -> Watch:
+    """``watch`` for a part of the work, from ``low`` to ``high`` of the whole."""
+    return lambda what, done, left=None: watch(what, low + (high - low) * done, left)

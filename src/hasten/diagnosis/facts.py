@@ -1,0 +1,65 @@
+"""What holds for a run, in the words of the cards: the machine, the model, the data and the plan."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hasten.engine.plan import Program
+
+CONVOLUTIONS = (nn.modules.conv._ConvNd,)
+CPU_FLAGS = {  # matrix units by the names under which Linux lists them
+    "bfloat16 hardware": {"avx512_bf16", "amx_bf16", "bf16"},
+    "float16 hardware": {"avx512_fp16", "amx_fp16"},
+}
+GPU_CAPABILITIES = {"float16 hardware": (7, 0), "bfloat16 hardware": (8, 0), "tf32 hardware": (8, 0)}
+
+
+def facts_of(program: Program) -> frozenset[str]:
+    """The facts (keys of ``contract.card.FACTS``) that hold for a built run."""
+    run, loop = program.run, program.loop
+    samples = program.train.samples
+    held = {
+        "convolutions": any(isinstance(module, CONVOLUTIONS) for module in run.model.modules()),
+        "repeated blocks": any(_has_like_blocks(module) for module in run.model.modules()),
+        "matrix weights": any(parameter.ndim >= 2 for parameter in run.model.parameters()),
+        "indexed samples": samples is not None,
+        "several epochs": loop.epochs > 1,
+        "evaluations": program.validation is not None and _evaluations(program) > 1,
+    }
+    return hardware_facts(run.device) | {fact for fact, holds in held.items() if holds}
+
+
+def hardware_facts(device: torch.device) -> frozenset[str]:
+    """Which device it is, and the number formats that its matrix units take."""
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        return frozenset({"cuda"} | {fact for fact, least in GPU_CAPABILITIES.items() if capability >= least})
+    flags = _cpu_flags()
+    return frozenset({"cpu"} | {fact for fact, names in CPU_FLAGS.items() if names & flags})
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux: nothing is claimed
+        return set()
+    return {word for line in lines if line.lower().startswith(("flags", "features")) for word in line.partition(":")[2].split()}
+
+
+def _has_like_blocks(module: nn.Module) -> bool:
+    """A list of modules with two neighbours of one class that are made of parts themselves."""
+    if not isinstance(module, (nn.Sequential, nn.ModuleList)):
+        return False
+    return any(type(a) is type(b) and next(a.children(), None) is not None for a, b in pairwise(module))
+
+
+def _evaluations(program: Program) -> float:
+    """How many times the metric is measured in a whole run."""
+    loop, length = program.loop, program.train.length
+    if loop.evaluate_every is None or length is None:
+        return loop.epochs
+    return loop.epochs * length * loop.batch_size / loop.evaluate_every

@@ -1,0 +1,70 @@
+"""The arm that looks at itself: a run in a process of its own that tells its anatomy, its arithmetic and its facts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from itertools import islice
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from hasten.diagnosis.facts import facts_of
+from hasten.diagnosis.flops import flops_a_sample, peak_flops
+from hasten.engine.plan import build
+from hasten.measure.arm import Arm
+
+
+class Probe(Arm):
+    """An arm whose recipe holds the Timeline. ``operations`` and ``arithmetic`` disturb the run: they are the last calls."""
+
+    def anatomy(self, count: int) -> dict:
+        """A block of steps as ``train`` gives it, with the seconds of each of its ``phases``."""
+        tape = self.program.run.kept["timeline"]
+        tape.start()
+        block = self.train(count)
+        return {**block, "phases": tape.stop()}
+
+    def facts(self) -> list[str]:
+        return sorted(facts_of(self.program))
+
+    def operations(self, count: int) -> dict:
+        """How often the host reads a value back from the device in a step, and in which number format the products are made.
+
+        What the optimizer reads counts on a GPU only: on the CPU torch's optimizers keep their step counts in tensors.
+        """
+        program, taken = self.program, 0
+        device = program.run.device.type
+        watched = _Operations(device)
+        for batch in islice(program.train.epoch(program.run.clock.epoch, 0), count):
+            batch = program.move(batch)
+            with watched:
+                program.micro(batch)
+                program.gradients()
+            with watched if device == "cuda" else nullcontext():
+                program.update()
+            program.clear()
+            taken += 1
+        dtype = watched.dtypes.most_common(1)[0][0] if watched.dtypes else next(program.run.model.parameters()).dtype
+        return {"host_reads_per_step": watched.reads / max(1, taken), "dtype": str(dtype).removeprefix("torch.")}
+
+    def arithmetic(self, dtype: str) -> dict:
+        """Operations for a sample of the plain model, and the machine's peak in a number format, both in FLOP (per second)."""
+        plain = build(self.program.run.task, [], device=self.device, seed=self.seed)
+        return {"flops_a_sample": flops_a_sample(plain), "peak_flops": peak_flops(self.device, getattr(torch, dtype))}
+
+
+class _Operations(TorchDispatchMode):
+    """Counts what passes the dispatcher: values that the host reads, and matrix products by number format."""
+
+    def __init__(self, device: str):
+        super().__init__()
+        self.device, self.reads, self.dtypes = device, 0, Counter()
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        if function is torch.ops.aten._local_scalar_dense.default:
+            self.reads += arguments[0].device.type == self.device
+        elif function.overloadpacket in flop_registry:
+            self.dtypes[arguments[0].dtype] += 1
+        return function(*arguments, **(named or {}))

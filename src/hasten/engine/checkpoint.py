@@ -1,0 +1,144 @@
+"""Checkpoints: everything that a run needs to go on as if it had never stopped.
+
+The position is the state. Sources that can be sought start at the position; the others replay the pass
+from the random state it began with, drop the batches already seen, and go on with the random state of
+the moment. Files are renamed into place, proved by their checksums, and loaded without executing code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from hasten.contract.data import Batches
+from hasten.contract.errors import Failure, one_line
+from hasten.engine.folder import write_whole
+from hasten.engine.plan import Program
+from hasten.engine.seeds import random_state, restore_random_state
+
+KEPT = 2  # files: the newest, and the one before it in case the newest is damaged
+
+
+class Checkpoints:
+    """The folder of checkpoints of one run."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.whole: list[Path] = []  # known to be good, oldest first
+
+    def save(self, state: dict) -> None:
+        path = self.folder / f"step-{state['clock']['step']:010d}.pt"
+        write_whole(path, lambda file: torch.save(state, file))
+        if not self.whole:
+            self._warn_if_unloadable(path)
+        self.whole = [*(known for known in self.whole if known != path), path][-KEPT:]
+        for other in self.folder.glob("step-*.pt"):
+            if other not in self.whole:
+                other.unlink()
+
+    def newest(self, fits: Callable[[dict], bool]) -> dict | None:
+        """The newest checkpoint that is whole and ``fits``; warns about each that is passed over."""
+        for path in sorted(self.folder.glob("step-*.pt"), reverse=True):
+            try:
+                state = loaded(path)
+                if not fits(state):
+                    raise ValueError("it belongs to another run or to a longer log")
+            except Exception as error:
+                warnings.warn(f"{path.name} is passed over, an older state is used: {one_line(error, 120)}", stacklevel=2)
+                continue
+            self.whole = [path]
+            return state
+        return None
+
+    def _warn_if_unloadable(self, path: Path) -> None:
+        """Tells at once, not after the crash, where a state holds something that cannot be loaded safely."""
+        try:
+            loaded(path)
+        except Exception as error:
+            warnings.warn(f"this run cannot be resumed: its state does not load without executing code: {one_line(error, 160)}", stacklevel=2)
+
+
+def loaded(path: Path) -> dict:
+    """A checkpoint, proved whole by its checksums. Nothing in it is ever executed."""
+    with zipfile.ZipFile(path) as archive:
+        if damaged := archive.testzip():
+            raise ValueError(f"damaged at {damaged}")
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def state_of(program: Program) -> dict:
+    """The part of a checkpoint that the program itself holds."""
+    run = program.run
+    return {
+        "model": run.model.state_dict(),
+        "optimizer": run.optimizer.state_dict(),
+        "schedule": program.schedule.state_dict() if program.schedule is not None else None,
+        "kept": {name: thing.state_dict() for name, thing in run.kept.items()},
+        "clock": dataclasses.asdict(run.clock),
+        "random": random_now(program.train),
+    }
+
+
+def restore(program: Program, state: dict) -> None:
+    """Puts a program back to where ``state_of`` found it, all but the random state.
+
+    Raises:
+        Failure: the state does not fit the model, the optimizer or the methods.
+    """
+    run = program.run
+    try:
+        run.model.load_state_dict(state["model"])
+        run.optimizer.load_state_dict(state["optimizer"])
+        _keep_types(run.optimizer, state["optimizer"])
+        if program.schedule is not None:
+            program.schedule.load_state_dict(state["schedule"])
+        for name, thing in run.kept.items():
+            thing.load_state_dict(state["kept"][name])
+    except Exception as error:
+        raise Failure(f"the checkpoint does not fit the task as it is now: {one_line(error)}; choose another --out to start anew") from error
+    for name, value in state["clock"].items():
+        setattr(run.clock, name, value)
+
+
+def random_now(batches: Batches) -> dict:
+    """Every random state that the run draws from, the task's own generators too."""
+    return {"process": random_state(), "generators": [generator.get_state() for generator in batches.generators]}
+
+
+def restore_random(batches: Batches, state: dict) -> None:
+    restore_random_state(state["process"])
+    for generator, own in zip(batches.generators, state["generators"], strict=True):
+        generator.set_state(own)
+
+
+def taken_up(batches: Batches, start_of_pass: dict | None, now: dict) -> Callable[[int, int], Iterator]:
+    """``batches.epoch`` for the pass that was interrupted: its remaining batches, and every random state as it was."""
+
+    def epoch(number: int, start: int) -> Iterator:
+        if batches.seekable or start_of_pass is None or not start:
+            restore_random(batches, now)
+            return batches.epoch(number, start)
+        restore_random(batches, start_of_pass)
+        iterator = iter(batches.epoch(number, 0))
+        for _ in range(start):
+            next(iterator, None)
+        restore_random(batches, now)
+        return iterator
+
+    return epoch
+
+
+def _keep_types(optimizer, saved: dict) -> None:
+    """torch casts an optimizer's state to the type of its parameter when loading; a wider state stays as wide as it was."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    for parameter, number in zip(parameters, numbers, strict=True):
+        for name, value in saved["state"].get(number, {}).items():
+            now = optimizer.state[parameter].get(name)
+            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
+                optimizer.state[parameter][name] = value.to(now.device)

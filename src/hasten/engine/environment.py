@@ -1,0 +1,40 @@
+"""What a run was made on: versions, machine, device. Written beside every result, since a number without them means little."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import numpy
+import torch
+
+import hasten
+
+
+def environment(device: str = "cpu") -> dict:
+    """Versions and machine, as plain data."""
+    facts = {
+        "hasten": hasten.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "system": platform.platform(),
+        "machine": platform.machine(),
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": str(device),
+    }
+    if torch.device(device).type == "cuda":
+        facts |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
+    return facts
+
+
+def cpu_name() -> str:
+    """The processor's name for people, as ``Intel(R) Xeon(R) Processor @ 2.50GHz``."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,56 @@
+"""Turns what went wrong inside a run into one clear line: what, where, and what to do about it."""
+
+from __future__ import annotations
+
+import errno
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from hasten.contract.errors import Failure, Refusal, one_line
+
+NOT_THE_USERS = ("/torch/", "/hasten/engine/", "/hasten/methods/", "/hasten/contract/")
+LIGHTER = ("activation_checkpointing", "gradient_accumulation", "bfloat16")  # methods that save memory
+
+
+def explained(error: Exception, where: str, batch_size: int) -> Failure | Refusal:
+    """``error``, raised at ``where`` (as "step 12 (pass 1, batch 12)"), in one line; what is clear already stays as it is."""
+    if isinstance(error, (Failure, Refusal)):
+        return error
+    text = str(error)
+    if _out_of_memory(error):
+        return Failure(f"out of memory at {where} with batches of {batch_size}; take smaller batches, or add {', '.join(LIGHTER[:-1])} or {LIGHTER[-1]}")
+    hint = ""
+    if "out of bounds" in text or "device-side assert" in text:
+        hint = "; most often a label outside 0 to (number of classes - 1)"
+    return Failure(f"{where} failed: {one_line(error)}{_in_users_code(error)}{hint}")
+
+
+@contextmanager
+def disk_trouble(path: Path, advice: str) -> Iterator[None]:
+    """What the file system refuses inside becomes one line with ``advice``."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        cause = error  # torch hides the operating system's error behind one of its own
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        if cause is None:
+            raise
+        full = "the disk is full" if cause.errno in (errno.ENOSPC, errno.EDQUOT) else cause.strerror or str(cause)
+        raise Failure(f"cannot write {path}: {full}; {advice}") from error
+
+
+def _out_of_memory(error: Exception) -> bool:
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+
+
+def _in_users_code(error: Exception) -> str:
+    """`` (model.py line 12)``: the innermost line that is neither torch's nor ours."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not any(part in frame.filename for part in NOT_THE_USERS) and Path(frame.filename).is_file():
+            return f" ({Path(frame.filename).name} line {frame.lineno})"
+    return ""

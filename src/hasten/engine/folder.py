@@ -1,0 +1,150 @@
+"""A run's folder: the database of the run. Anything that can read a folder can read a run.
+
+::
+
+    recipe.toml         the methods
+    environment.json    task, seed, versions, machine
+    log.jsonl           every step's loss and every evaluation: append-only, the same bytes for the same run
+    times.jsonl         when: wall-clock seconds of the run at steps, evaluations and checkpoints
+    checkpoints/        the newest two
+    model.safetensors   the trained model as exported
+    result.json         written last: a folder with a result is a finished run
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from hasten.contract.errors import Failure, Refusal
+from hasten.engine.failures import disk_trouble
+
+OURS = {"recipe.toml", "environment.json", "log.jsonl", "times.jsonl", "checkpoints", "model.safetensors", "result.json"}
+TEMPORARY = ".part"
+GO_ON = "what was saved before is whole; free the disk and go on with --resume"
+
+
+class RunFolder:
+    """The files of one run."""
+
+    def __init__(self, path: str | Path, identity: dict, recipe: str, resume: bool):
+        """Looks, but does not touch.
+
+        Raises:
+            Refusal: the folder holds something else, or a run that must not be gone on with.
+        """
+        self.path = Path(path)
+        self.identity, self.recipe = identity, recipe
+        try:
+            found = set(os.listdir(self.path)) if self.path.exists() else set()
+        except OSError as error:
+            raise Refusal(f"cannot use {self.path} as a run's folder: {error.strerror}; choose another --out") from None
+        begun = "environment.json" in found
+        if not begun and {name for name in found if name.removesuffix(TEMPORARY) not in OURS}:
+            raise Refusal(f"{self.path} is not empty and holds no run; choose another --out")
+        if begun and not resume:
+            raise Refusal(f"{self.path} already holds a run; go on with it with --resume, or choose another --out")
+        if begun:
+            self._refuse_another_run()
+
+    def finished(self) -> dict | None:
+        """The result of a run that came to its end."""
+        try:
+            return json.loads((self.path / "result.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+
+    def begin(self, environment: dict) -> None:
+        """Makes the folder ready to be written to, and keeps other processes out of it."""
+        try:
+            (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
+            self._log = open(self.path / "log.jsonl", "ab", buffering=0)  # noqa: SIM115  open as long as the run
+            self._times = open(self.path / "times.jsonl", "ab", buffering=0)  # noqa: SIM115
+            fcntl.lockf(self._log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with the process, however it ends
+        except BlockingIOError:
+            raise Refusal(f"another process is training in {self.path}; wait for it or choose another --out") from None
+        except OSError as error:
+            raise Refusal(f"cannot write to {self.path}: {error.strerror}; choose another --out") from None
+        for half_written in (*self.path.glob(f"*{TEMPORARY}"), *(self.path / "checkpoints").glob(f"*{TEMPORARY}")):
+            half_written.unlink()
+        if not (self.path / "environment.json").exists():
+            self.write("recipe.toml", self.recipe)
+            self.write("environment.json", json.dumps({**self.identity, **environment}, indent=2) + "\n")
+
+    def log(self, records: list[dict]) -> None:
+        """Appends to the deterministic log."""
+        self._append(self._log, records)
+
+    def note_time(self, what: str, step: int, seconds: float) -> None:
+        """Appends ``{"what", "step", "seconds"}`` to the times; ``seconds`` since the run began."""
+        self._append(self._times, [{"what": what, "step": step, "seconds": round(seconds, 6)}])
+
+    def logged(self) -> int:
+        """The log's length in bytes, after it has reached the disk."""
+        os.fsync(self._log.fileno())
+        return os.fstat(self._log.fileno()).st_size
+
+    def cut_log(self, length: int) -> None:
+        """Forgets what was logged after a checkpoint."""
+        os.ftruncate(self._log.fileno(), length)
+
+    def write(self, name: str, text: str) -> None:
+        write_whole(self.path / name, lambda file: file.write(text.encode()))
+
+    def close(self) -> None:
+        self._log.close()
+        self._times.close()
+
+    def _append(self, file: BinaryIO, records: list[dict]) -> None:
+        left = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records).encode()
+        with disk_trouble(Path(file.name), GO_ON):
+            while left:
+                left = left[file.write(left) :]
+
+    def _refuse_another_run(self) -> None:
+        try:
+            then = json.loads((self.path / "environment.json").read_text(encoding="utf-8"))
+            then["recipe"] = (self.path / "recipe.toml").read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise Failure(f"the run in {self.path} cannot be read: {error}; choose another --out") from None
+        for name, value in {**self.identity, "recipe": self.recipe}.items():
+            if then.get(name) != value:
+                before, now = _shown(then.get(name)), _shown(value)
+                raise Refusal(f"the run in {self.path} has another {name.replace('_', ' ')}: {before} there, {now} here; say the same or choose another --out")
+
+
+def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Writes a file beside and renames it into place: at any instant there is the old one, or the new one, whole.
+
+    Raises:
+        Failure: the disk is full, the folder cannot be written to.
+    """
+    beside = path.with_name(path.name + TEMPORARY)
+    with disk_trouble(path, GO_ON):
+        try:
+            with open(beside, "wb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the new name, too, has to reach the disk
+        finally:
+            os.close(folder)
+
+
+def _shown(value) -> str:
+    """A value on one line; a recipe as one types it."""
+    from hasten.contract.recipe import Recipe
+
+    if isinstance(value, str) and (not value or "[methods" in value):
+        return str(Recipe.from_toml(value))
+    return str(value)

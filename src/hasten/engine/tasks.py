@@ -1,0 +1,192 @@
+"""Names a task, finds it, and hands it to another process.
+
+A task is called for by a workload's name (``digits``), by file and function (``mine.py:task``), or is
+there already: a Task, or a function that returns one. ``TaskRef`` is all of these as one thing.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib
+import inspect
+import json
+import pkgutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from hasten.contract.errors import Failure, Refusal, nearest, one_line
+from hasten.contract.task import Task
+from hasten.engine.find import _line_in, import_file
+
+ENTRY_POINTS = "hasten.workloads"
+OWN_FILES = "hasten_file_"  # how import_file names a user's file: no other process could import it under that name
+
+
+def load_task(what) -> Task:
+    """The task behind anything that ``TaskRef.of`` takes."""
+    return TaskRef.of(what).load()
+
+
+def workload_names() -> list[str]:
+    """Every installed workload: ours, then those that other packages bring."""
+    package = importlib.import_module("hasten_workloads")
+    ours = [module.name for module in pkgutil.iter_modules(package.__path__) if not module.name.startswith("_")]
+    return sorted(ours) + sorted(point.name for point in entry_points(group=ENTRY_POINTS))
+
+
+@dataclass(frozen=True)
+class TaskRef:
+    """Where a task comes from. ``str(ref)`` is its name for people.
+
+    Attributes:
+        name: ``digits``, ``mine.py:task`` or the name of a function or a Task.
+        file: the absolute path of the user's file, where the task is named by file and function.
+        given: the Task, or the function that returns one, where it was handed over as an object.
+    """
+
+    name: str
+    file: str | None = None
+    given: Any = None
+
+    @staticmethod
+    def of(what: TaskRef | Task | Callable[[], Task] | str | Path) -> TaskRef:
+        """A reference from anything that names a task. The user's file is not run yet.
+
+        Raises:
+            Refusal: no such workload or file, a file without ``:function``, or no task at all.
+        """
+        if isinstance(what, TaskRef):
+            return what
+        if isinstance(what, Task):
+            return TaskRef(what.name, given=what)
+        if isinstance(what, (str, Path)):
+            return _ref_of_text(str(what).strip())
+        if callable(what):
+            return TaskRef(getattr(what, "__name__", type(what).__name__), given=what)
+        raise Refusal(f"a task is a workload's name, path/to/file.py:function, a hasten.Task or a function that returns one, not {type(what).__name__}")
+
+    def load(self) -> Task:
+        """The task itself, under its name.
+
+        Raises:
+            Refusal: the file does not import, the function is not there, it raises, or it returns no Task.
+        """
+        if isinstance(self.given, Task):
+            return self.given
+        function = self.given or (self._from_file() if self.file else _workload(self.name))
+        return _called(function, self.name).named(self.name)
+
+    def to_json(self) -> str:
+        """One line of text for another process of this session; an object travels as a pickle in it.
+
+        Raises:
+            Refusal: the object cannot be pickled.
+        """
+        if self.given is None:
+            return json.dumps({"name": self.name, "file": self.file})
+        return json.dumps({"name": self.name, "pickle": _pickled(self.given), "path": sys.path})
+
+    @staticmethod
+    def from_json(text: str) -> TaskRef:
+        """What ``to_json`` told. It may execute code: only for what this session itself has written."""
+        told = json.loads(text)
+        if "pickle" not in told:
+            return TaskRef(told["name"], told["file"])
+        import cloudpickle
+
+        sys.path.extend(folder for folder in told["path"] if folder not in sys.path)  # where its modules were found
+        return TaskRef(told["name"], given=cloudpickle.loads(base64.b64decode(told["pickle"])))
+
+    def fingerprint(self) -> str:
+        """Changes when the task's code does: of its file, its workload's module, or the pickled object."""
+        if self.given is not None:
+            source = _pickled(self.given).encode()
+        else:
+            source = Path(self.file or inspect.getsourcefile(_workload(self.name))).read_bytes()
+        return f"{self.name}-{hashlib.sha256(source).hexdigest()[:16]}"
+
+    def __str__(self) -> str:
+        return self.name
+
+    def _from_file(self) -> Callable:
+        name, module = self.name.rpartition(":")[2], import_file(Path(self.file))
+        function = getattr(module, name, None)
+        if not callable(function):
+            there = _functions_in(module)
+            hint = nearest(name, there) if there else ", and no other function without arguments either"
+            raise Refusal(f"{Path(self.file).name} has no function {name!r}{hint}")
+        return function
+
+
+def _ref_of_text(text: str) -> TaskRef:
+    where, colon, function = text.rpartition(":")
+    if colon and where.endswith(".py"):
+        path = Path(where).expanduser().resolve()
+        if not path.is_file():
+            raise Refusal(f"there is no file {path}")
+        if not function.isidentifier():
+            raise Refusal(f"cannot read {text!r}; write {path.name}:function{_which(path)}")
+        return TaskRef(f"{path.name}:{function}", str(path))
+    if text.endswith(".py"):
+        path = Path(text).expanduser().resolve()
+        raise Refusal(f"say which function of {path.name} returns the task{_which(path)}")
+    if text not in workload_names():
+        raise Refusal(f"no workload is called {text!r}{nearest(text, workload_names())}; a task of your own is path/to/file.py:function")
+    return TaskRef(text)
+
+
+def _workload(name: str) -> Callable:
+    if point := {point.name: point for point in entry_points(group=ENTRY_POINTS)}.get(name):
+        try:
+            return point.load()
+        except Exception as error:
+            raise Refusal(f"the workload {name} cannot be imported: {one_line(error)}") from None
+    return getattr(importlib.import_module(f"hasten_workloads.{name}"), name)
+
+
+def _called(function: Callable, name: str) -> Task:
+    try:
+        task = function()
+    except (Refusal, Failure):
+        raise
+    except (Exception, SystemExit) as error:
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        raise Refusal(f"{name} raised {one_line(error)}{_line_in(error, code.co_filename) if code else ''}") from None
+    if not isinstance(task, Task):
+        raise Refusal(f"{name} must return a hasten.Task; it returned {'nothing' if task is None else type(task).__name__}")
+    return task
+
+
+def _which(path: Path) -> str:
+    """``: mine.py:task or mine.py:other``, the functions of a file that could be meant."""
+    there = _functions_in(import_file(path))
+    return f": {' or '.join(f'{path.name}:{name}' for name in there)}" if there else "; it has no function without arguments"
+
+
+def _functions_in(module) -> list[str]:
+    """The public functions that a file defines itself and that can be called without arguments."""
+    own = {name: value for name, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__}
+    return [name for name, value in own.items() if not name.startswith("_") and not _required(value)]
+
+
+def _required(function: Callable) -> list:
+    parameters = inspect.signature(function).parameters.values()
+    return [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def _pickled(thing) -> str:
+    import cloudpickle
+
+    for name in [name for name in sys.modules if name.startswith(OWN_FILES)]:
+        cloudpickle.register_pickle_by_value(sys.modules[name])
+    try:
+        return base64.b64encode(cloudpickle.dumps(thing)).decode()
+    except Exception as error:
+        raise Refusal(
+            f"the task cannot be handed to a measuring process: {one_line(error)}; put it into a file and name it path/to/file.py:function"
+        ) from None

@@ -1,0 +1,88 @@
+"""Larger batches, with the learning rate that goes with them: fewer steps, each better at filling the machine."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hasten.contract.card import Card, Exactness
+from hasten.contract.data import Batches
+from hasten.contract.errors import Refusal
+from hasten.contract.method import Loop, Method, Run
+from hasten.contract.task import optimizer_and_schedule, scale_learning_rates
+
+RULES = {"linear": float, "sqrt": math.sqrt, "none": lambda factor: 1.0}
+
+
+@dataclass(frozen=True)
+class BatchSize(Method):
+    """``factor`` times the batch; the learning rate grows by the factor (``linear``), its root (``sqrt``) or not (``none``).
+
+    Over the first ``warmup`` share of the steps it climbs from the task's own rate, a little in every step, to the
+    larger one (Goyal et al. 2017, section 2.2), on top of whatever schedule there is.
+    """
+
+    factor: int = 2
+    rule: str = "sqrt"
+    warmup: float = 0.05
+
+    card = Card(
+        summary="larger batches with a matching learning rate and warm-up",
+        exactness=Exactness.OTHER_MATHS,
+        source="https://arxiv.org/abs/1706.02677",
+        gain_when="a step's fixed costs weigh more than its arithmetic; linear for SGD, sqrt for Adam",
+        speeds={"steps", "forward", "backward", "update", "input"},
+        tries=tuple({"factor": factor, "rule": rule} for factor in (2, 4, 8) for rule in ("sqrt", "linear")),
+    )
+
+    def __post_init__(self):
+        if self.factor < 2:
+            raise ValueError("factor must be 2 or more")
+        if self.rule not in RULES:
+            raise ValueError(f"rule must be one of {', '.join(RULES)}, not {self.rule!r}")
+        if not 0 <= self.warmup < 1:
+            raise ValueError("warmup must be a share of the steps, from 0 to below 1")
+
+    @property
+    def scale(self) -> float:
+        """What the learning rate is multiplied by."""
+        return RULES[self.rule](self.factor)
+
+    def loop(self, loop: Loop, run: Run) -> Loop:
+        loop.batch_size *= self.factor
+        if loop.steps is not None:
+            loop.steps = math.ceil(loop.steps / self.factor)
+        return loop
+
+    def data(self, batches: Batches, run: Run) -> Batches:
+        if batches.training and batches.samples is not None and len(batches.samples.dataset) < run.loop.batch_size:
+            samples, size = len(batches.samples.dataset), run.loop.batch_size
+            raise Refusal(f"a batch of {size} is larger than the training data ({samples} samples); choose a factor below {self.factor}")
+        return batches
+
+    def optimizer(self, make: Callable, run: Run) -> Callable:
+        def with_scaled_rates(model):
+            optimizer, schedule = optimizer_and_schedule(make(model))
+            scale_learning_rates(optimizer, schedule, self.scale)
+            return optimizer, schedule
+
+        return with_scaled_rates
+
+    def update(self, update: Callable, run: Run) -> Callable:
+        if not self.warmup or self.scale == 1:
+            return update
+        if run.loop.steps is None:
+            raise Refusal("the warm-up of batch_size is a share of the steps, but the training data has no length; say warmup=0")
+        steps, clock, groups = round(self.warmup * run.loop.steps), run.clock, run.optimizer.param_groups
+
+        def warmed_up():
+            if clock.step >= steps:
+                return update()
+            planned = [group["lr"] for group in groups]
+            share = (1 + (self.scale - 1) * clock.step / steps) / self.scale
+            for group in groups:
+                group["lr"] = group["lr"] * share
+            update()
+            for group, rate in zip(groups, planned, strict=True):
+                group["lr"] = rate
+
+        return warmed_up

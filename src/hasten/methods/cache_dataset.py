@@ -1,0 +1,89 @@
+"""Keeps every sample in memory once it has been read: for samples that are costly to decode and cannot be stacked."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy
+import torch
+from torch.utils.data import TensorDataset
+
+from hasten.contract.batch import map_tensors
+from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.data import Batches
+from hasten.contract.method import Method, Run
+
+
+@dataclass(frozen=True)
+class CacheDataset(Method):
+    """The first pass reads, later passes remember, as long as ``gigabytes`` last (training and validation each)."""
+
+    gigabytes: float = 2.0
+
+    card = Card(
+        summary="keep decoded samples in memory after their first reading",
+        exactness=Exactness.BIT_EXACT,
+        gain_when="decoding a sample is slow, the data are seen several times and fit into memory",
+        speeds={"input"},
+        applies_to={"indexed samples", "several epochs"},
+        order=Order.EARLY,
+        replaces={"data"},
+    )
+
+    def __post_init__(self):
+        if not self.gigabytes > 0:
+            raise ValueError("gigabytes must be above 0")
+
+    def data(self, batches: Batches, run: Run) -> Batches:
+        if why_not := self._obstacle(batches):
+            if batches.training:
+                run.nothing_to_do(self, why_not)
+            return batches
+        remembering = Remembering(batches.samples.dataset, int(self.gigabytes * 1e9))
+        cached = batches.with_samples(dataset=remembering, workers=0)  # a worker's memory would die with the worker
+        return dataclasses.replace(cached, samples=None)
+
+    def _obstacle(self, batches: Batches) -> str | None:
+        if batches.samples is None:
+            return "the data are not read sample by sample"
+        if type(batches.samples.dataset) is TensorDataset:
+            return "the samples are in memory already"
+        return None if batches.samples.fixed() else "the samples are random: they differ each time they are read"
+
+
+class Remembering(torch.utils.data.Dataset):
+    """A dataset that reads each of its samples once, until ``room`` bytes are taken."""
+
+    def __init__(self, dataset, room: int):
+        self.dataset, self.room, self.kept = dataset, room, {}
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int):
+        if index not in self.kept:
+            sample = self.dataset[index]
+            self.room -= (weight := weight_of(sample))
+            if self.room < 0:
+                self.room += weight
+                return sample
+            self.kept[index] = sample
+        return map_tensors(_itself, self.kept[index])  # fresh containers: a collate function may take them apart
+
+
+def weight_of(sample) -> int:
+    """The bytes that a sample holds, near enough."""
+    if isinstance(sample, (torch.Tensor, numpy.ndarray)):
+        return sample.nbytes
+    if isinstance(sample, Mapping):
+        return sum(map(weight_of, sample.values()))
+    if isinstance(sample, (tuple, list)):
+        return sum(map(weight_of, sample))
+    return sys.getsizeof(sample)
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

@@ -1,0 +1,110 @@
+"""Forward and backward recorded once as a CUDA graph and replayed: one launch instead of thousands.
+
+What follows from the rules of https://docs.pytorch.org/docs/stable/notes/cuda.html (CUDA graphs):
+
+* A graph reads and writes fixed addresses. Each batch is copied into input buffers of its own, the loss is
+  copied out, and the gradients are zeroed in place instead of freed: this method owns ``clear``.
+* Capture comes after a few warm-up passes on a side stream. They would move running statistics, random numbers
+  and gradients, so all three are put back: the first replay is the first pass of the run.
+* Shapes are part of the graph. There is one graph for the first batch's shapes and each share of a step (pieces
+  of a cut batch weigh differently); a batch of another shape, such as the last of an epoch, runs as usual.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from hasten.contract.batch import map_tensors, tensors
+from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.method import Method
+
+WARM_UP = 3  # passes; torch's documents ask for a few, so that libraries have chosen their kernels
+
+
+@dataclass(frozen=True)
+class CudaGraph(Method):
+    card = Card(
+        summary="forward and backward replayed as one CUDA graph",
+        exactness=Exactness.SAME_MATHS,
+        source="https://docs.pytorch.org/docs/stable/notes/cuda.html, CUDA graphs",
+        gain_when="steps of a few milliseconds on a GPU, where launching kernels takes longer than running them",
+        speeds={"forward", "backward"},
+        applies_to={"cuda"},
+        needs={"captured step", "steady shapes"},
+        breaks={"python between kernels"},
+        order=Order.LAST,
+        replaces={"clear"},
+    )
+
+    def micro(self, micro, run):
+        if run.device.type != "cuda":
+            run.nothing_to_do(self, f"CUDA graphs need an NVIDIA GPU; this run is on {run.device}")
+            return micro
+        graphs = {}
+        shapes = None
+
+        def replayed(batch):
+            nonlocal shapes
+            shapes = shapes or _shapes(batch)
+            if _shapes(batch) != shapes:
+                return micro(batch)
+            share = run.clock.share
+            if share not in graphs:
+                graphs[share] = _recorded(micro, batch, run)
+            return graphs[share](batch)
+
+        return replayed
+
+    def clear(self, clear, run):
+        if run.device.type != "cuda":
+            return clear
+        parameters = list(run.model.parameters())
+
+        def zeroed():
+            torch._foreach_zero_([parameter.grad for parameter in parameters if parameter.grad is not None])
+
+        return zeroed
+
+
+def _recorded(micro, batch, run):
+    """``micro`` for batches shaped like this one, as a replay.
+
+    Gradients are there before the capture, so the recorded backward pass adds to them: pieces of a step sum up,
+    and passes outside the graph use the same buffers.
+    """
+    buffers = map_tensors(torch.clone, batch)
+    state = [value for value in run.model.buffers()]
+    before = [value.clone() for value in state]
+    gradients = {parameter: parameter.grad.clone() for parameter in run.model.parameters() if parameter.grad is not None}
+    random_state = torch.cuda.get_rng_state(run.device)
+
+    side = torch.cuda.Stream(run.device)
+    side.wait_stream(torch.cuda.current_stream(run.device))
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UP):
+            micro(buffers)
+    torch.cuda.current_stream(run.device).wait_stream(side)
+
+    with torch.no_grad():
+        for value, old in zip(state, before, strict=True):
+            value.copy_(old)
+        for parameter in run.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.copy_(gradients[parameter]) if parameter in gradients else parameter.grad.zero_()
+    torch.cuda.set_rng_state(random_state, run.device)
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = micro(buffers)
+
+    def replay(batch):
+        for buffer, value in zip(tensors(buffers), tensors(batch), strict=True):
+            buffer.copy_(value, non_blocking=True)
+        graph.replay()
+        return loss.clone()  # the next replay writes over it
+
+    return replay
+
+
+def _shapes(batch) -> tuple:
+    return tuple((tensor.shape, tensor.dtype) for tensor in tensors(batch))

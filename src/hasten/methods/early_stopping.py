@@ -1,0 +1,60 @@
+"""Stops when the target is reached and held, or when nothing gets better any more."""
+
+from dataclasses import dataclass
+
+from hasten.contract.card import Card, Exactness
+from hasten.contract.method import Evaluation, Loop, Method, Run
+
+
+@dataclass(frozen=True)
+class EarlyStopping(Method):
+    """Stops after ``hold`` looks in a row at or beyond the task's target, or ``patience`` looks without ``min_delta`` of progress.
+
+    The decision is a function of the evaluations so far, which travel in the checkpoint: so does the patience.
+    """
+
+    hold: int = 2
+    patience: int = 10
+    min_delta: float = 0.0
+
+    card = Card(
+        summary="stop once the target is reached and held, or progress has ended",
+        exactness=Exactness.OTHER_MATHS,
+        source="https://doi.org/10.1007/3-540-49430-8_3",  # Prechelt 1998
+        gain_when="the run goes on long after its target",
+        speeds={"steps"},
+        applies_to={"evaluations"},
+        tries=({"hold": 3}, {"hold": 2}),
+    )
+
+    def __post_init__(self):
+        if self.hold < 1:
+            raise ValueError("hold must be 1 or more looks")
+        if self.patience < 1:
+            raise ValueError("patience must be 1 or more looks")
+        if not self.min_delta >= 0:
+            raise ValueError("min_delta must be 0 or more, in the metric's unit")
+
+    def loop(self, loop: Loop, run: Run) -> Loop:
+        if run.task.validation_data is None:
+            run.nothing_to_do(self, "the task has no validation data, so nothing tells when to stop")
+            return loop
+        sign, target, inner = (1 if run.higher_is_better() else -1), run.task.target, loop.stop
+
+        def stop(history: list[Evaluation]) -> bool:
+            scores = [sign * look.metric for look in history]
+            done = self._target_held(scores, None if target is None else sign * target) or self._no_progress(scores)
+            wanted = inner is not None and inner(history)
+            return run.agree(done or wanted)
+
+        loop.stop = stop
+        return loop
+
+    def _target_held(self, scores: list[float], target: float | None) -> bool:
+        last = scores[-self.hold :]
+        return target is not None and len(last) == self.hold and min(last) >= target
+
+    def _no_progress(self, scores: list[float]) -> bool:
+        """Whether the last ``patience`` looks brought nothing that beats the best before them by ``min_delta``."""
+        earlier, later = scores[: -self.patience], scores[-self.patience :]
+        return bool(earlier) and max(later) <= max(earlier) + self.min_delta

@@ -1,0 +1,41 @@
+"""A batch in several pieces, each with its own forward and backward pass, their gradients added up.
+
+The step stays the same and takes a fraction of the memory, which makes room for a larger batch or model, or
+lets the pieces fit into the cache. Every piece counts by its share of the samples, so a loss that averages over
+samples gives the same gradient; batch normalisation does not, because each piece would be normalised alone.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from hasten.contract.card import Card, Exactness
+from hasten.contract.method import Method
+
+
+@dataclass(frozen=True)
+class GradientAccumulation(Method):
+    card = Card(
+        summary="each batch in pieces, one after the other, to save memory",
+        exactness=Exactness.SAME_MATHS,
+        source="https://docs.pytorch.org/docs/stable/notes/amp_examples.html, gradient accumulation",
+        gain_when="the batch does not fit into memory, or its activations not into the cache; otherwise it costs time",
+        speeds={"forward", "backward"},
+        breaks={"whole batch"},
+        tries=({}, {"pieces": 4}),
+    )
+    pieces: int = 2
+
+    def __post_init__(self):
+        if self.pieces < 1:
+            raise ValueError(f"pieces must be at least 1, not {self.pieces}")
+
+    def model(self, model, run):
+        """Cuts the plan here and not in ``loop``: whether pieces give the same gradient depends on the model."""
+        if any(isinstance(part, torch.nn.modules.batchnorm._BatchNorm) for part in model.modules()):
+            run.nothing_to_do(self, "the model has batch normalisation, which would see every piece alone: not the same formula")
+        elif min(self.pieces, run.loop.batch_size) < 2:
+            run.nothing_to_do(self, "the batch stays in one piece")
+        else:
+            run.loop.microbatches = self.pieces
+        return model

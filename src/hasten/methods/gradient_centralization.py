@@ -1,0 +1,43 @@
+"""Takes the mean out of every output unit's gradient."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hasten.contract.card import Card, Exactness
+from hasten.contract.method import Method, Run
+
+
+@dataclass(frozen=True)
+class GradientCentralization(Method):
+    """g <- g - mean over all axes but the first, for weights of two or more dimensions (``convolutions_only``: four or more)."""
+
+    convolutions_only: bool = False
+
+    card = Card(
+        summary="subtract the mean of each output unit's gradient",
+        exactness=Exactness.OTHER_MATHS,
+        source="https://arxiv.org/abs/2004.01461",
+        gain_when="convolutional networks; the paper reports accuracy (ResNet-50 on ImageNet: error 23.71 to 23.21), not time",
+        speeds={"steps"},
+        applies_to={"matrix weights"},
+        after=("float16",),
+        tries=({}, {"convolutions_only": True}),
+    )
+
+    def gradients(self, gradients: Callable, run: Run) -> Callable:
+        least = 4 if self.convolutions_only else 2
+        touched = [p for p in run.model.parameters() if p.requires_grad and p.ndim >= least]
+        if not touched:
+            run.nothing_to_do(self, f"no parameter has {least} or more dimensions")
+            return gradients
+
+        @torch.no_grad()
+        def centralized():
+            gradients()
+            for parameter in touched:
+                if (g := parameter.grad) is not None and not g.is_sparse:
+                    g.sub_(g.mean(dim=tuple(range(1, g.ndim)), keepdim=True))
+
+        return centralized

@@ -1,0 +1,39 @@
+"""All gradients together shortened to a greatest norm: g *= min(1, max_norm / ||g||).
+
+By itself it saves no time. It makes higher learning rates and lower precision survivable, and those do.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.method import Method
+
+
+@dataclass(frozen=True)
+class GradientClipping(Method):
+    card = Card(
+        summary="the norm of all gradients together limited to max_norm",
+        exactness=Exactness.OTHER_MATHS,
+        source="Pascanu et al. 2013, arXiv 1211.5063",
+        gain_when="recurrent nets and transformers with a learning rate at the edge of what is stable",
+        speeds={"steps"},
+        order=Order.LATE,
+        after=("float16",),
+        tries=({}, {"max_norm": 0.25}),
+    )
+    max_norm: float = 1.0
+
+    def __post_init__(self):
+        if not 0 < self.max_norm < float("inf"):
+            raise ValueError(f"max_norm must be a positive number, not {self.max_norm}")
+
+    def gradients(self, gradients, run):
+        parameters, max_norm = list(run.model.parameters()), self.max_norm
+
+        def clipped():
+            gradients()
+            torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+        return clipped

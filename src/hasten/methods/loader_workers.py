@@ -1,0 +1,48 @@
+"""Reads samples in processes of their own, so that the training process finds its batches ready."""
+
+from dataclasses import dataclass
+
+from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.data import Batches
+from hasten.contract.method import Method, Run
+
+
+@dataclass(frozen=True)
+class LoaderWorkers(Method):
+    """torch's DataLoader with ``workers`` processes, each ``prefetch`` batches ahead.
+
+    Random numbers that the dataset draws are a function of (seed, epoch, batch), so any number of workers
+    gives the same bits. A ready DataLoader's dataset draws from its own stream, as torch's workers always do.
+    ``pin`` puts batches into page-locked memory where the run is on a GPU; ``persistent`` keeps the processes
+    from one pass to the next.
+    """
+
+    workers: int = 2
+    prefetch: int = 2
+    pin: bool = True
+    persistent: bool = True
+
+    card = Card(
+        summary="read samples in worker processes",
+        exactness=Exactness.BIT_EXACT,
+        source="https://docs.pytorch.org/docs/stable/data.html",
+        gain_when="reading and decoding a sample takes longer than its share of the step, and cores are idle",
+        speeds={"input"},
+        applies_to={"indexed samples"},
+        order=Order.EARLY,
+        after=("batched_fetch", "cache_dataset"),  # what is in memory already needs no workers
+        tries=({"workers": 1}, {"workers": 2}, {"workers": 4}, {"workers": 8}),
+    )
+
+    def __post_init__(self):
+        if self.workers < 0:
+            raise ValueError("workers must be 0 or more")
+        if self.prefetch < 1:
+            raise ValueError("prefetch must be 1 or more batches a worker")
+
+    def data(self, batches: Batches, run: Run) -> Batches:
+        if batches.samples is None:
+            run.nothing_to_do(self, "the data are not read sample by sample")
+            return batches
+        pin = self.pin and run.device.type == "cuda"
+        return batches.with_samples(workers=self.workers, prefetch=self.prefetch, pin=pin, persistent=self.persistent)

@@ -1,0 +1,44 @@
+"""TF32: float32 matrix products on the tensor cores, with 10 bits of mantissa instead of 23.
+
+Inputs are rounded, sums are kept in float32, and nothing in the model changes. The switch is global to the
+process, so it is put back afterwards.
+"""
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from hasten.contract.card import Card, Exactness
+from hasten.contract.method import Method
+
+
+@dataclass(frozen=True)
+class TF32(Method):
+    card = Card(
+        summary="float32 matrix products and convolutions on the tensor cores, in TF32",
+        exactness=Exactness.FEWER_BITS,
+        source="https://docs.pytorch.org/docs/stable/notes/cuda.html, TensorFloat-32",
+        gain_when="NVIDIA GPUs from Ampere on, for what is still computed in float32",
+        speeds={"forward", "backward"},
+        applies_to={"cuda", "tf32 hardware", "matrix weights"},
+    )
+
+    def process(self, context, run):
+        if run.device.type != "cuda" or torch.cuda.get_device_capability(run.device) < (8, 0):
+            run.nothing_to_do(self, f"TF32 needs an NVIDIA GPU from Ampere on; this run is on {run.device}")
+            return context
+
+        @contextmanager
+        def with_tf32():
+            before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+            try:
+                torch.set_float32_matmul_precision("high")
+                torch.backends.cudnn.allow_tf32 = True
+                with context():
+                    yield
+            finally:
+                torch.set_float32_matmul_precision(before[0])
+                torch.backends.cudnn.allow_tf32 = before[1]
+
+        return with_tf32

@@ -1,0 +1,53 @@
+"""Sets how many threads torch computes with: small tensors are often faster on fewer, and shared machines always are."""
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from hasten.contract.card import Card, Exactness
+from hasten.contract.method import Method, Run
+
+
+@dataclass(frozen=True)
+class Threads(Method):
+    """``count`` threads inside operations. Sums are split among them, so another count may round differently."""
+
+    count: int = 1
+
+    card = Card(
+        summary="choose the number of threads inside operations",
+        exactness=Exactness.SAME_MATHS,
+        source="https://docs.pytorch.org/docs/stable/notes/cpu_threading_torchscript_inference.html",
+        gain_when="small tensors, or cores that others use too",
+        speeds={"forward", "backward", "update"},
+        applies_to={"cpu"},
+        tries=({"count": 1}, {"count": 2}, {"count": 4}, {"count": 8}),
+    )
+
+    def __post_init__(self):
+        if self.count < 1:
+            raise ValueError("count must be 1 or more")
+
+    def process(self, context: Callable[[], AbstractContextManager], run: Run):
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        if self.count == torch.get_num_threads():
+            run.nothing_to_do(self, f"torch computes with {self.count} threads already")
+            return context
+        if self.count > cores:
+            run.nothing_to_do(self, f"there are only {cores} cores for {self.count} threads")
+            return context
+
+        @contextmanager
+        def with_threads():
+            before = torch.get_num_threads()
+            with context():
+                torch.set_num_threads(self.count)
+                try:
+                    yield
+                finally:
+                    torch.set_num_threads(before)
+
+        return with_threads

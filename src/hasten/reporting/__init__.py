@@ -1,0 +1,1 @@
+"""What people see: the report's page and the answers in the terminal. Reads results, never a live training."""

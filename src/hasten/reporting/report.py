@@ -1,0 +1,187 @@
+"""``report(folder)``: a run's folder in, one self-contained page out. Computing is in figures.py, drawing in charts.py."""
+
+import os
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from hasten.contract.errors import Refusal
+from hasten.contract.recipe import Recipe
+from hasten.reporting import charts, figures, words
+from hasten.reporting.result import FACTS, fitted, read_json, read_result
+
+PAGE = "report.html"
+_UNITS = {"percent": "%", "gb": "GB", "mb": "MB", "seconds": "s"}  # of facts: memory_gb
+
+
+def report(folder: str | Path) -> Path:
+    """Writes ``report.html`` into the folder of a tune, train, compare or diagnose run.
+
+    Returns:
+        The path of the page: one file that loads nothing from anywhere.
+
+    Raises:
+        Refusal: there is no result in the folder, it is not whole, or the page cannot be written.
+    """
+    folder = Path(folder)
+    result = read_result(folder)
+    page = _render(result, **_CONTEXTS[result["kind"]](result), **_environment(folder, result), **_recipe(folder, result))
+    path = folder / PAGE
+    beside = folder / f".{PAGE}.{os.getpid()}"
+    try:
+        beside.write_text(page, encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise Refusal(f"cannot write {path}: {error.strerror}") from None
+    return path
+
+
+def _tune(result: dict) -> dict:
+    metric, times, quality = result["metric"], result["time_to_target"], result["quality"]
+    higher = metric["higher_is_better"] is not False
+    won = figures.won(result)
+    headline = figures.tune_headline(result)
+    arms = figures.arms(result["curves"], metric["target"], higher, times)
+    rows = figures.anatomy(result["anatomy"].get("baseline", {}), result["anatomy"].get("tuned", {}))
+    stairs = figures.staircase(times.get("baseline"), times.get("tuned"), result["shares"]) if won else []
+    return {
+        "title": f"{headline}: {result['task']}",
+        "headline": headline,
+        "won": won,
+        "times": {"baseline": times.get("baseline"), "tuned": times.get("tuned")},
+        "competent": words.shorten(str(Recipe(result["competent_recipe"])), 80) if result["competent_recipe"] else "",
+        "sentence": figures.tune_sentence(result),
+        "goal": figures.goal(metric),
+        "measured": sum(trial["ratio"]["median"] is not None for trial in result["trials"]),
+        "best": figures.best_trial(result["trials"]),
+        "arms": arms,
+        "curves": _drawn(charts.curves, arms, metric["target"], metric | {"higher_is_better": higher}) if arms else (),
+        "waterfall": _drawn(charts.waterfall, times["baseline"], times["tuned"], stairs) if stairs else (),
+        "idle": figures.without_gain(result["shares"]),
+        "gate": _gate(quality, metric["unit"]),
+        "anatomy": _drawn(charts.anatomy, _bars(result["anatomy"], rows)) if rows else (),
+        "anatomy_rows": rows,
+        "tuned_anatomy": bool(result["anatomy"].get("tuned")),
+        "speed": figures.sources_of_speed(result),
+        "stages": figures.stages(result["trials"]),
+        "domain": figures.ratio_domain([trial["ratio"] for trial in result["trials"]]),
+        "break_even": figures.break_even(result),
+    }
+
+
+def _train(result: dict) -> dict:
+    higher = result["higher_is_better"] is not False
+    curve = {"this run": [{"seed": result["seed"], "points": result["evaluations"]}]}
+    arms = figures.arms(curve, result["target"], higher, {})
+    metric = {"name": result["metric_name"], "higher_is_better": higher, "unit": ""}
+    return {
+        "title": f"{result['task'] or 'training'}: {words.metric(result['metric'])}",
+        "curves": _drawn(charts.curves, arms, result["target"], metric) if arms else (),
+    }
+
+
+def _compare(result: dict) -> dict:
+    headline = figures.compare_headline(result)
+    return {"title": f"{headline}: {result['task']}", "headline": headline}
+
+
+def _diagnose(result: dict) -> dict:
+    rows = figures.anatomy(result["phases"], {})
+    bar = [("a step", words.seconds(result["seconds_per_step"]), {row["phase"]: row["before"] for row in rows})]
+    return {
+        "title": f"Where the time goes: {result['task']}",
+        "anatomy": _drawn(charts.anatomy, bar) if rows else (),
+        "anatomy_rows": rows,
+        "causes": _facts(result["causes"]),
+    }
+
+
+_CONTEXTS = {"tune": _tune, "train": _train, "compare": _compare, "diagnose": _diagnose}
+
+
+def _drawn(chart, *data) -> tuple:
+    """The chart for a desk and for a phone; the page shows the one that fits."""
+    return chart(*data, width=charts.WIDE), chart(*data, width=charts.NARROW)
+
+
+def _gate(quality: dict, unit: str) -> tuple:
+    if quality["difference"]["mean"] is None or not quality["margin"] or quality["margin"] < 0:
+        return ()
+    return _drawn(charts.gate, quality["difference"], quality["margin"], unit, quality["passed"])
+
+
+def _bars(anatomy: dict, rows: list[dict]) -> list[tuple]:
+    bars = []
+    for arm, column in (("baseline", "before"), ("tuned", "after")):
+        phases = {row["phase"]: row[column] for row in rows if row[column] and row[column] > 0}
+        if phases:
+            bars.append((arm, words.seconds(sum(phases.values())), phases))
+    return bars
+
+
+def _environment(folder: Path, result: dict) -> dict:
+    """Machine, versions and noise as rows; a training's machine lies in environment.json beside its result."""
+    machine = result["machine"]
+    beside = folder / "environment.json"
+    if not machine and not result["versions"] and beside.is_file():
+        machine = _flat(read_json(beside))
+    return {"machine": _facts(machine), "versions": _facts(result["versions"]), "noise": _facts(result["noise"])}
+
+
+def _flat(content) -> dict:
+    """One level of nesting taken out."""
+    flat = {}
+    for key, value in (content if isinstance(content, dict) else {}).items():
+        flat |= value if isinstance(value, dict) else {key: value}
+    return fitted(flat, FACTS, "environment.json")
+
+
+def _facts(values: dict) -> list[tuple[str, str]]:
+    def told(value) -> str:
+        return ("yes" if value else "no") if isinstance(value, bool) else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    def named(name: str) -> str:
+        stem, _, unit = name.rpartition("_")
+        return (f"{stem} ({_UNITS[unit]})" if unit in _UNITS else name).replace("_", " ")
+
+    return [(named(name), told(value)) for name, value in values.items() if value is not None]
+
+
+def _recipe(folder: Path, result: dict) -> dict:
+    """The recipe's text and the command that trains with it; a recipe that lies in the folder is shown as it is."""
+    path = folder / "recipe.toml"
+    task = shlex.quote(result["task"] or "TASK")
+    if path.is_file():
+        recipe = Recipe.load(path)
+    else:
+        recipe = Recipe(result.get("recipe") or {})
+    try:
+        text = recipe.to_toml().strip() if recipe else ""
+        tomllib.loads(text)
+    except (TypeError, ValueError):
+        raise Refusal(f"{folder / 'result.json'}: recipe cannot be written as TOML") from None
+    command = f"hasten train {task} --recipe {shlex.quote(str(path))}" if recipe else f"hasten train {task}"
+    return {"recipe": text, "recipe_file": str(path), "command": command}
+
+
+def _unbroken(say):
+    """The same words, held on one line: a number never parts from its unit."""
+    return lambda *what: say(*what).replace(" ", "\u00a0")
+
+
+def _breakable(name: str) -> Markup:
+    """A name that may be broken behind its punctuation, not only anywhere."""
+    return Markup(re.sub(r"([:/,_])", r"\1<wbr>", str(escape(name))))
+
+
+def _render(result: dict, **context) -> str:
+    unbroken = (words.seconds, words.ratio, words.metric, words.plain, words.count, words.percent)
+    shown = (words.between, _breakable, charts.phase_class, charts.ratio_mark, figures.is_good)
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.globals |= {function.__name__.lstrip("_"): function for function in shown} | {function.__name__: _unbroken(function) for function in unbroken}
+    return environment.get_template(f"{result['kind']}.html.j2").render(result=result, kind=result["kind"], **context)

@@ -1,0 +1,235 @@
+"""What the command line prints, as rich renderables: the answer first, its evidence below, within 80 columns.
+
+Results go through the same shapes as the page's. Texts are Text objects, never markup: a bracket in a method's
+name is a bracket. Where the output is no terminal, rich leaves the colours out and the words carry everything.
+"""
+
+from collections.abc import Iterable
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from hasten.contract.card import FACTS, PHASES, TRAITS, Exactness
+from hasten.contract.method import Method, hooks_of
+from hasten.contract.recipe import Recipe
+from hasten.reporting import figures, words
+from hasten.reporting.result import shaped
+
+GOOD, QUIET, HEAD = "bold cyan", "dim", "bold"
+BAR = 40  # characters
+MOST_LOSERS = 8  # shown in the terminal; the page has them all
+
+CHANGES = {
+    Exactness.BIT_EXACT: "every weight is the same to the last bit",
+    Exactness.SAME_MATHS: "the same formula; rounding may differ",
+    Exactness.FEWER_BITS: "the same formula with fewer bits; quality is tested",
+    Exactness.OTHER_MATHS: "another way to train; quality is tested",
+}
+
+
+def tune_answer(result: dict) -> RenderableType:
+    """The verdict of ``tune``, what each method gave, and what was tried in vain."""
+    result = shaped(result)
+    won = figures.won(result)
+    parts = [_headline(figures.tune_headline(result), result["task"], won), Text(figures.tune_sentence(result)), Text()]
+    if won:
+        parts += [_before_and_after(result["time_to_target"]), _pairs(_sureness(result)), *_shares(result["shares"])]
+    else:
+        parts.append(_pairs([("the search", f"took {words.seconds(result['search_seconds'])}. {figures.break_even(result)}")]))
+    parts += _losers(result["trials"])
+    if won and result["recipe"]:
+        parts += [Text(), Text(f"Recipe: {Recipe(result['recipe'])}", style=QUIET)]
+        if result["recipe_file"]:
+            parts.append(Text(f"hasten train {result['task']} --recipe {result['recipe_file']}"))
+    return Group(*parts)
+
+
+def compare_answer(result: dict) -> RenderableType:
+    """The verdict of ``compare`` and both arms side by side."""
+    result = shaped(result)
+    good = result["verdict"] == "faster"
+    arms = _grid("", "recipe", ">1000 samples", ">evaluation", ">start")
+    for arm in ("a", "b"):
+        costs = (result[key].get(arm) for key in ("seconds_per_1000_samples", "evaluation_seconds", "start_seconds"))
+        arms.add_row(Text(arm, HEAD), Text(result[arm] or words.NOTHING), *map(words.seconds, costs))
+    evidence = [("time of a / b", f"{words.ratio(result['ratio']['median'])}  {words.between(result['ratio'])} (95 % interval)")]
+    if result["cpu_ratio"]["median"] is not None:
+        evidence.append(("in CPU seconds", f"{words.ratio(result['cpu_ratio']['median'])}  {words.between(result['cpu_ratio'])}"))
+    evidence.append(("measured", f"{words.count(result['blocks'], 'block', 'blocks')}, the arms taking turns{_noise(result['noise'])}"))
+    why = [Text(result["why"])] if result["why"] else []
+    return Group(_headline(figures.compare_headline(result), result["task"], good), *why, Text(), _pairs(evidence), Text(), _indented(arms))
+
+
+def diagnose_answer(result: dict) -> RenderableType:
+    """A bar for every phase with its share and ceiling, the verdict in words, and what could pay."""
+    result = shaped(result)
+    rows = figures.anatomy(result["phases"], {})
+    longest = max((row["before"] for row in rows), default=1) or 1
+    phases = _grid("phase", "", ">share", ">ceiling")
+    for row in rows:
+        phases.add_row(row["phase"], _bar(row["before"] / longest, BAR), words.percent(row["before"]), words.ratio(result["headroom"].get(row["phase"])))
+    parts = [_headline("Where the time goes", result["task"], False), Text(result["verdict"]), Text(), _indented(phases)]
+    parts += [Text(), _pairs(_step_facts(result)), Text("  ceiling: how much faster the whole would be if the phase cost nothing", style=QUIET)]
+    if result["advice"]:
+        advice = _grid("could pay", ">at most", "why")
+        for row in result["advice"]:
+            advice.add_row(Text(row["method"], HEAD), words.ratio(row["bound"]), Text(row["why"]))
+        parts += [Text(), _indented(advice)]
+    return Group(*parts)
+
+
+def train_answer(result: dict) -> RenderableType:
+    """The numbers that a training ended with."""
+    result = shaped(result | {"kind": "train"})
+    name = result["metric_name"] or "metric"
+    rows = [(name, f"{words.metric(result['metric'])}, at its best {words.metric(result['best_metric'])}")]
+    rows.append(("trained for", f"{words.count(result['steps'], 'step', 'steps')} in {words.seconds(result['seconds'])}"))
+    if result["seconds_to_target"] is not None:
+        rows.append(("target", f"reached after {words.seconds(result['seconds_to_target'])}"))
+    elif result["target"] is not None:
+        rows.append(("target", f"{words.plain(result['target'])} not reached"))
+    if isinstance(result["stopped"], str):
+        rows.append(("stopped", result["stopped"]))
+    if result["out"]:
+        rows.append(("folder", result["out"]))
+    return Group(_headline(f"{name.capitalize()} {words.metric(result['metric'])}", result["task"], True), _pairs(rows))
+
+
+def methods_table(methods: Iterable[type[Method]]) -> RenderableType:
+    """The catalogue, gathered by what a method may change."""
+    methods = sorted(methods, key=lambda method: method.name)
+    table = _grid("", ">claimed", "")
+    for exactness in Exactness:
+        members = [method for method in methods if method.card.exactness is exactness]
+        if members:
+            table.add_row(Text(exactness.value.capitalize(), HEAD), "", Text(CHANGES[exactness], QUIET))
+        for method in members:
+            table.add_row(Text(f"  {method.name}"), _claim(method), Text(method.card.summary))
+        if members:
+            table.add_row()
+    return Group(table, Text("Claims are their sources'; `hasten tune TASK` measures. `hasten methods NAME` tells more.", style=QUIET))
+
+
+def method_page(method: type[Method], settings: dict) -> RenderableType:
+    """One method's card.
+
+    Args:
+        settings: its settings with their defaults.
+    """
+    card = method.card
+    rows = [
+        ("changes", f"{card.exactness.value}: {CHANGES[card.exactness]}"),
+        ("claimed", f"{_claim(method)}{' when ' if card.gain_when and card.gain else ' '}{card.gain_when}".strip()),
+        ("source", card.source),
+        ("shortens", _meanings(card.speeds, PHASES)),
+        ("applies if", _meanings(card.applies_to, FACTS)),
+        ("needs", _meanings(card.needs, TRAITS)),
+        ("breaks", _meanings(card.breaks, TRAITS)),
+        ("replaces", ", ".join(sorted(card.replaces))),
+        ("after", ", ".join(card.after)),
+        ("hooks", ", ".join(hooks_of(method))),
+        ("settings", ", ".join(f"{name}={default}" for name, default in settings.items()) or "none"),
+        ("the tuner tries", "; ".join(str(Recipe({method.name: values})) for values in card.tries)),
+    ]
+    return Group(_headline(method.name, "", False), Text(card.summary), Text(), _pairs([row for row in rows if row[1]]))
+
+
+def _headline(text: str, task: str, good: bool) -> Text:
+    return Text.assemble((text, GOOD if good else HEAD), (f"  {task}" if task else "", QUIET))
+
+
+def _before_and_after(times: dict) -> RenderableType:
+    longest = max((value for value in times.values() if value), default=None)
+    table = Table.grid(padding=(0, 2))
+    for arm, style in (("baseline", QUIET), ("competent", QUIET), ("tuned", "cyan")):
+        if longest and times.get(arm) is not None:
+            table.add_row(arm, _bar(times[arm] / longest, BAR, style), Text(words.seconds(times[arm]), no_wrap=True))
+    return Group(_indented(table), Text()) if table.row_count else Text()
+
+
+def _sureness(result: dict) -> list[tuple[str, str]]:
+    metric, quality, over = result["metric"], result["quality"], result["speedup_over_competent"]
+    tested = f"{metric['name'] or 'metric'} {words.metric(quality['tuned'], metric['unit'])}, baseline {words.metric(quality['baseline'], metric['unit'])}"
+    rows = [("sure", f"{words.between(result['speedup'])}, 95 % interval{_noise(result['noise'])}")]
+    rows.append(("quality", f"{tested}, margin {words.plain(quality['margin'], metric['unit'])}: passed"))
+    if over["median"] is not None:
+        competent = Recipe(result["competent_recipe"])
+        rows.append(("competent", f"{words.ratio(over['median'])} ({words.between(over)}) over a set-up by hand{f': {competent}' if competent else ''}"))
+    rows.append(("the search", f"took {words.seconds(result['search_seconds'])}. {figures.break_even(result)}"))
+    return rows
+
+
+def _shares(shares: list[dict]) -> list[RenderableType]:
+    """What leaving each method out would cost, as bars that start at 1."""
+    shares = sorted((share for share in shares if share["speedup"]["median"]), key=lambda share: -share["speedup"]["median"])
+    if not shares:
+        return []
+    longest = max(shares[0]["speedup"]["median"] - 1, 1e-9)
+    table = _grid("without it, slower by", ">", "", "")
+    for share in shares:
+        middle = share["speedup"]["median"]
+        bar = _bar((middle - 1) / longest, 20, "cyan")
+        table.add_row(words.shorten(share["method"], 34), words.ratio(middle), Text(words.between(share["speedup"]), QUIET), bar)
+    return [Text(), _indented(table)]
+
+
+def _losers(trials: list[dict]) -> list[RenderableType]:
+    losers = [trial for trial in trials if not figures.is_good(trial)]
+    if not losers:
+        return []
+    table = _grid("tried in vain", "", ">", "")
+    for trial in losers[:MOST_LOSERS]:
+        table.add_row(words.shorten(trial["what"], 28), trial["verdict"], words.ratio(trial["ratio"]["median"]), Text(trial["why"], QUIET))
+    more = len(losers) - MOST_LOSERS
+    return [Text(), _indented(table), *([Text(f"  and {more} more; the report has them all", style=QUIET)] if more > 0 else [])]
+
+
+def _step_facts(result: dict) -> list[tuple[str, str]]:
+    flops = result["flops"]
+    rows = [("a step", words.seconds(result["seconds_per_step"]))]
+    if flops["share"] is not None:
+        of = f" ({words.plain(flops['achieved_gflops'])} of {words.plain(flops['peak_gflops'])} GFLOP/s)" if flops["peak_gflops"] else ""
+        rows.append(("arithmetic", f"{words.percent(flops['share'])} of the measured peak{of}"))
+    return rows + [(name, f"{value:.3g}" if isinstance(value, float) else str(value)) for name, value in result["causes"].items() if value is not None]
+
+
+def _noise(noise: dict) -> str:
+    spread = noise.get("spread_percent")
+    return f"; blocks spread by {spread:.1f} %" if isinstance(spread, (int, float)) else ""
+
+
+def _claim(method: type[Method]) -> str:
+    gain = method.card.gain
+    return words.between({"low": gain[0], "high": gain[1]}) if gain else words.NOTHING
+
+
+def _meanings(names: Iterable[str], known: dict[str, str]) -> str:
+    return "; ".join(f"{name} ({known[name]})" for name in sorted(names))
+
+
+def _bar(share: float, width: int, style: str = "cyan") -> Text:
+    """A bar of at most ``width`` characters, drawn to an eighth of one."""
+    eighths = round(min(max(share, 0.0), 1.0) * width * 8)
+    return Text("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip(), style=style, no_wrap=True, overflow="crop")
+
+
+def _grid(*heads: str) -> Table:
+    """A table without lines; a head that begins with ``>`` is a column of numbers, kept whole at the right."""
+    table = Table(box=None, show_header=any(head.strip(">") for head in heads), header_style=QUIET, padding=(0, 2, 0, 0), pad_edge=False)
+    for head in heads:
+        number = head.startswith(">")
+        table.add_column(head.removeprefix(">"), justify="right" if number else "left", no_wrap=number, overflow="fold")
+    return table
+
+
+def _pairs(rows: list[tuple[str, str]]) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows:
+        table.add_row(Text(name, QUIET, no_wrap=True), Text(value, overflow="fold"))
+    return _indented(table)
+
+
+def _indented(what: RenderableType) -> Padding:
+    return Padding(what, (0, 0, 0, 2))

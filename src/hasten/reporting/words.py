@@ -1,0 +1,82 @@
+"""Numbers as people read them. Everything that is not there is an en dash."""
+
+NOTHING, MINUS, TIMES = "\u2013", "\u2212", "\u00d7"  # en dash, minus and multiplication sign
+
+
+def seconds(value: float | None) -> str:
+    """``420 µs``, ``12 ms``, ``8.2 s``, ``2 min 31 s``, ``1 h 23 min``."""
+    if value is None:
+        return NOTHING
+    if value == 0:
+        return "0 s"
+    for unit, name in ((1e-6, "µs"), (1e-3, "ms"), (1.0, "s")):
+        if abs(value) < unit * (59.95 if name == "s" else 999.5):
+            return f"{_digits(value / unit, 3 if abs(value / unit) >= 100 else 2)} {name}"
+    whole = round(value)
+    if whole < 3600:
+        return _two(whole, "min", "s")
+    return _two(round(value / 60), "h", "min")
+
+
+def ratio(value: float | None) -> str:
+    """``1.04x``, ``5.1x``, ``23x``, with a true multiplication sign."""
+    return NOTHING if value is None else f"{_ratio_digits(value)}{TIMES}"
+
+
+def between(interval: dict) -> str:
+    """``4.6 to 5.7x`` of an interval with ``low`` and ``high``; one-sided where one end is open."""
+    low, high = interval["low"], interval["high"]
+    if low is None and high is None:
+        return NOTHING
+    if low is None or high is None:
+        return f"at least {ratio(low)}" if high is None else f"at most {ratio(high)}"
+    return f"{_ratio_digits(low)} to {ratio(high)}"
+
+
+def metric(value: float | None, unit: str = "", signed: bool = False) -> str:
+    """Four digits behind the point for small numbers, four significant ones for others."""
+    if value is None:
+        return NOTHING
+    text = f"{value:+.4f}" if signed else f"{value:.4f}"
+    if abs(value) >= 10:
+        text = f"{value:+.4g}" if signed else f"{value:.4g}"
+    return f"{text.replace('-', MINUS)} {unit}".strip()
+
+
+def plain(value: float | None, unit: str = "") -> str:
+    """As few digits as the number needs: targets and margins that somebody chose."""
+    return NOTHING if value is None else f"{value:.6g} {unit}".strip()
+
+
+def count(value: float | None, one: str, many: str) -> str:
+    """``1 run``, ``23 runs``."""
+    return NOTHING if value is None else f"{value:,.0f} {one if round(value) == 1 else many}"
+
+
+def percent(share: float | None) -> str:
+    if share is None:
+        return NOTHING
+    return "<1 %" if 0 < share < 0.005 else f"{share * 100:.0f} %"
+
+
+def shorten(text: str, length: int) -> str:
+    """The middle left out: of a file and its class both ends tell something."""
+    if len(text) <= length:
+        return text
+    head = (length - 1) // 2
+    return f"{text[:head]}…{text[head + 1 - length :]}"
+
+
+def _two(amount: int, large: str, small: str) -> str:
+    return f"{amount // 60} {large} {amount % 60} {small}".removesuffix(f" 0 {small}")
+
+
+def _ratio_digits(value: float) -> str:
+    if abs(value) < 1.995:
+        return f"{value:.2f}"
+    return f"{value:.1f}" if abs(value) < 99.95 and abs(value) < 19.95 else f"{value:,.0f}"
+
+
+def _digits(value: float, significant: int) -> str:
+    text = f"{value:.{significant}g}"
+    return f"{value:.0f}" if "e" in text else text

@@ -1,0 +1,236 @@
+"""The checks themselves. Each takes a Subject and raises AssertionError, or SkipTest where it cannot be judged here."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+from collections.abc import Callable
+from unittest import SkipTest
+
+import torch
+
+from hasten.contract.card import Exactness
+from hasten.contract.errors import one_line
+from hasten.contract.method import Method, hooks_of
+from hasten.contract.recipe import Recipe
+from hasten.contract.task import Task
+from hasten.engine.find import make_method, make_methods, method_class, settings_of
+from hasten.engine.loop import evaluate, steps
+from hasten.engine.plan import Program, build
+from hasten.engine.seeds import random_state
+from hasten.measure.exactness import prove
+from hasten.measure.process_state import differences, process_state, restored, same
+from hasten.testing import tasks
+
+COMPANIONS = {"gradient_clipping": {"max_norm": 0.25}, "fused_optimizer": {}}  # to be typed before or after the subject
+
+
+def check_method(what: str | type[Method], task: Task | None = None, **settings) -> dict[str, str]:
+    """Holds a method against the contract.
+
+    Args:
+        what: its name, ``./file.py:Class``, or the class.
+        task: what to train; None: the first of three small tasks on which the method has something to do.
+        settings: the method's settings; None of them: its defaults, or the first of the card's tries that has an effect.
+
+    Returns:
+        ``{check: "passed" or "skipped: why"}``.
+
+    Raises:
+        AssertionError: it broke the contract; every broken check is listed.
+    """
+    subject, results, broken = Subject(what, task, **settings), {}, []
+    for check in CHECKS:
+        try:
+            check(subject)
+            results[check.__name__] = "passed"
+        except SkipTest as why:
+            results[check.__name__] = f"skipped: {why}"
+        except AssertionError as error:
+            broken.append(f"{check.__name__}: {error}")
+        except Exception as error:
+            broken.append(f"{check.__name__}: {one_line(error)}")
+    assert not broken, f"{subject.name} breaks the contract of methods: " + "; ".join(broken)
+    return results
+
+
+class Subject:
+    """A method on trial: its class, its settings and the task it is tried on."""
+
+    def __init__(self, what: str | type[Method], task: Task | None = None, **settings):
+        self.name = what if isinstance(what, str) else _address(what)
+        self.method = method_class(self.name)
+        self.settings, self.given_task = settings, task
+        self.recipe = Recipe().with_method(self.name, **settings)
+        self._task: Task | None = None
+
+    @property
+    def tasks(self) -> list[Task]:
+        return [self.given_task] if self.given_task else [tasks.perceptron(), tasks.convolutional(), tasks.transformer()]
+
+    @property
+    def task(self) -> Task:
+        """The first task on which the method has something to do.
+
+        Raises:
+            SkipTest: there is none on this machine.
+        """
+        if self._task is None:
+            idle = []
+            for task in self.tasks:
+                with restored():
+                    program = trained(task, self.recipe)
+                if not program.run.idle:
+                    self._task = task
+                    break
+                idle = program.run.idle
+            else:
+                raise SkipTest(f"{idle[0][0]} has nothing to do here: {idle[0][1]}")
+        return self._task
+
+    @property
+    def recipes(self) -> list[Recipe]:
+        """The recipe asked for; without settings, one for each of the card's tries."""
+        return [self.recipe] if self.settings else [Recipe().with_method(self.name, **tried) for tried in self.method.card.tries]
+
+
+def trained(task: Task, recipe: Recipe, seed: int = 0) -> Program:
+    """The program of a finished run."""
+    program = build(task, make_methods(recipe), seed=seed)
+    with program.process():
+        for loss in steps(program):
+            assert math.isfinite(loss.item()), f"the loss is {loss.item()} under {recipe}"
+    return program
+
+
+def has_a_complete_card(subject: Subject) -> None:
+    card = subject.method.card
+    missing = [field for field in ("summary", "source", "gain_when") if not getattr(card, field).strip()]
+    assert not missing, f"the card lacks {', '.join(missing)}"
+    assert card.speeds, "the card names no phase that it speeds up"
+    assert card.gain is None or 0 < card.gain[0] <= card.gain[1], f"a gain is (low, high), not {card.gain}"
+    assert hooks_of(subject.method), "it overrides no hook"
+    assert card.tries, "the card names no settings to try; at least ({},) for the defaults"
+    for tried in card.tries:
+        make_method(subject.name, tried)  # refuses unknown keys and wrong types
+
+
+def has_settings_that_are_data(subject: Subject) -> None:
+    defaults = settings_of(subject.method)
+    for key, value in defaults.items():
+        assert value is not dataclasses.MISSING, f"the setting {key} has no default"
+        assert value is None or isinstance(value, (bool, int, float, str)), f"the setting {key} is a {type(value).__name__}; settings are data"
+    written = Recipe().with_method(subject.name, **{key: value for key, value in defaults.items() if value is not None})
+    assert Recipe.from_toml(written.to_toml()) == written, "its settings do not survive a recipe file"
+    assert not defaults or subject.method.__dataclass_params__.frozen, "a method is a frozen dataclass: settings do not change during a run"
+
+
+def trains(subject: Subject) -> None:
+    with restored():
+        assert trained(subject.task, subject.recipe).run.clock.step > 0, "not one step was done"
+
+
+def leaves_no_trace(subject: Subject) -> None:
+    """Flags, threads and environment are as before, and an exact method has drawn no random number of its own."""
+    with restored():
+        before = process_state()
+        trained(subject.task, subject.recipe)
+        changed = [name for name in differences(before, process_state()) if name != "random numbers"]  # which every run seeds
+        assert not changed, f"it leaves the process changed: {', '.join(changed)}"
+        if subject.method.card.exactness in (Exactness.BIT_EXACT, Exactness.SAME_MATHS):
+            after = random_state()
+            trained(subject.task, Recipe())
+            assert torch.equal(random_state()["torch"], after["torch"]), "it draws random numbers of its own"
+
+
+def is_the_same_in_any_order(subject: Subject) -> None:
+    with restored():
+        for companion, settings in COMPANIONS.items():
+            if companion == subject.name:
+                continue
+            pair = [(subject.name, subject.settings), (companion, settings)]
+            first, second = (weights(trained(subject.task, Recipe(dict(order)))) for order in (pair, pair[::-1]))
+            assert _same_bits(first, second), f"it matters whether {subject.name} or {companion} is typed first"
+
+
+def is_as_exact_as_its_card_says(subject: Subject) -> None:
+    task, proofs = subject.task, []
+    for recipe in subject.recipes:
+        proofs.append(prove(task, Recipe(), recipe, subject.method.card.exactness, device="cpu"))
+        if proofs[-1].passed:
+            return
+    raise AssertionError(f"the card says {subject.method.card.exactness.value!r}, but {proofs[0].why}")
+
+
+def survives_a_checkpoint(subject: Subject) -> None:
+    """What it keeps in ``run.kept`` loads without executing code, into a run that has just been built."""
+    with restored():
+        old = trained(subject.task, subject.recipe).run.kept
+        saved = {name: kept.state_dict() for name, kept in old.items()}
+        file = io.BytesIO()
+        torch.save(saved, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        new = build(subject.task, make_methods(subject.recipe), seed=1).run.kept
+        assert new.keys() == old.keys(), f"a new run keeps {sorted(new)}, the old one kept {sorted(old)}"
+        for name, kept in new.items():
+            kept.load_state_dict(loaded[name])
+            assert same(kept.state_dict(), saved[name]), f"what is kept as {name} does not come back as it was saved"
+
+
+def exports_a_plain_module(subject: Subject) -> None:
+    with restored():
+        program = trained(subject.task, subject.recipe)
+        exported = program.export()
+        fresh = subject.task.model()
+        assert isinstance(exported, torch.nn.Module), f"it exports a {type(exported).__name__}"
+        assert exported.state_dict().keys() == fresh.state_dict().keys(), "it exports weights under other names than the task's model has"
+        fresh.load_state_dict(exported.state_dict())
+        training = program.run.model.training
+        assert math.isfinite(evaluate(program).metric), "the exported module cannot be evaluated"
+        assert program.run.model.training == training, "an evaluation leaves the model in another mode"
+
+
+def says_so_when_idle(subject: Subject) -> None:
+    """Where it has nothing to act on it gives a reason, and trains exactly as if it were not there."""
+    found = False
+    with restored():
+        for task in subject.tasks:
+            program = trained(task, subject.recipe)
+            for name, why in program.run.idle:
+                found = True
+                assert name == subject.name and why.strip(), f"{name!r} is idle for the reason {why!r}"
+            if program.run.idle:
+                same = _same_bits(weights(program), weights(trained(task, Recipe())))
+                assert same, f"it says that it has nothing to do on {task.name}, and yet the weights differ"
+    if not found:
+        raise SkipTest(f"{subject.name} has something to do on every task")
+
+
+CHECKS: tuple[Callable[[Subject], None], ...] = (
+    has_a_complete_card,
+    has_settings_that_are_data,
+    trains,
+    leaves_no_trace,
+    is_the_same_in_any_order,
+    is_as_exact_as_its_card_says,
+    survives_a_checkpoint,
+    exports_a_plain_module,
+    says_so_when_idle,
+)
+
+
+def weights(program: Program) -> dict[str, torch.Tensor]:
+    """A copy of the exported weights."""
+    return {name: value.detach().clone() for name, value in program.export().state_dict().items()}
+
+
+def _same_bits(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def _address(cls: type[Method]) -> str:
+    """The name under which a class can be found again."""
+    ours, _, module = cls.__module__.rpartition(".")
+    return module if ours == "hasten.methods" else f"{cls.__module__}:{cls.__qualname__}"

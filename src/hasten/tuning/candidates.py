@@ -1,0 +1,92 @@
+"""Which methods are worth a trial, in which order, and why the others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from hasten.contract.card import Exactness
+from hasten.contract.recipe import Recipe
+from hasten.engine.find import make_methods
+from hasten.tuning.search import EXACT, Candidate, candidate
+
+NEVER_SOONER = {
+    "early_stopping": "it ends a run at its target and does not reach it sooner; add it to the recipe to save the rest of the run",
+}
+FEWEST_STEPS_FIRST = ("compressed_schedule", "batch_size")  # what shortens all trials after it comes first
+
+
+@dataclass
+class Candidates:
+    """What to try: ``systems`` is judged by pace, ``training`` by time to the target."""
+
+    systems: list[Candidate] = field(default_factory=list)
+    training: list[Candidate] = field(default_factory=list)
+    not_tried: list[tuple[str, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the user said about methods: ``only`` these (None: all), and ``offered`` ones from outside."""
+
+    only: Recipe | None
+    offered: Recipe
+
+    @staticmethod
+    def of(consider: Iterable[str] | None, extra: Iterable[str]) -> Wanted:
+        """Checks every name and setting before anything is measured.
+
+        Raises:
+            Refusal: an unknown method, a wrong setting.
+        """
+        only, offered = Recipe.parse(list(consider)) if consider else None, Recipe.parse(list(extra))
+        for recipe in (only or Recipe(), offered):
+            make_methods(recipe)
+        return Wanted(only, offered)
+
+
+def candidates_for(story: dict, wanted: Wanted) -> Candidates:
+    """Candidates from a diagnosis: those with room to pay, cheapest proofs and highest bounds first.
+
+    Args:
+        story: what ``diagnose`` told; its advice carries the bounds, its ``not_advised`` the reasons.
+    """
+    found = Candidates()
+    chosen = [candidate(name, settings=settings, offered=True) for name, settings in wanted.offered.methods.items()]
+    for advice in story["advice"]:
+        name = advice["method"]
+        if wanted.only is not None and name not in wanted.only.methods:
+            continue
+        if why := NEVER_SOONER.get(name):
+            found.not_tried.append((name, why))
+        else:
+            chosen.append(candidate(name, advice["bound"], wanted.only.methods[name] if wanted.only is not None else None))
+    for advice in story.get("not_advised", ()):
+        name = advice["method"]
+        if wanted.only is None:
+            found.not_tried.append((name, advice["why"]))
+        elif name in wanted.only.methods:  # the user insists
+            chosen.append(candidate(name, None, wanted.only.methods[name]))
+    if wanted.only is not None:
+        told = {each.name for each in chosen} | {name for name, _ in found.not_tried}
+        chosen += [candidate(name, settings=settings) for name, settings in wanted.only.methods.items() if name not in told]
+    for each in sorted(chosen, key=_rank):
+        (found.training if each.card.exactness is Exactness.OTHER_MATHS else found.systems).append(each)
+    return found
+
+
+def competent_recipes(device: str, cores: int) -> list[Recipe]:
+    """What a competent user sets by hand, in its usual forms: a fused optimizer and TF32, with loader workers or without."""
+    by_hand = Recipe().with_method("fused_optimizer")
+    if device != "cpu":
+        by_hand = by_hand.with_method("tf32")
+    return [Recipe(), by_hand, by_hand.with_method("loader_workers", workers=cores, persistent=True)]
+
+
+def _rank(each: Candidate) -> tuple:
+    """Offered ones first; then exact before inexact, high bounds first, and what cuts steps before the rest."""
+    classes = (*EXACT, Exactness.FEWER_BITS, Exactness.OTHER_MATHS)
+    kind = 0 if each.card.exactness in EXACT else classes.index(each.card.exactness)
+    first = FEWEST_STEPS_FIRST.index(each.name) if each.name in FEWEST_STEPS_FIRST else len(FEWEST_STEPS_FIRST)
+    claimed = each.card.gain[1] if each.card.gain else 1.0
+    return (not each.offered, kind, first, -(each.bound or 1.0), -claimed, each.name)

@@ -1,0 +1,61 @@
+"""Every finished trial, written down at once, so that no search measures anything twice.
+
+One JSON line a trial, keyed by everything that its outcome depends on. A search that was killed goes
+on where it stopped: it walks the same path and finds the answers already here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from hasten.contract.errors import Failure
+
+FILE = "trials.jsonl"
+
+
+class Ledger:
+    """The trials of one search. ``setting``: what all of them share (task, device, versions, machine)."""
+
+    def __init__(self, folder: Path, setting: dict):
+        self.path, self.setting = folder / FILE, setting
+        self.known: dict[str, dict] = {}
+        self.found = 0  # trials answered from the file
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        except OSError as error:
+            raise Failure(f"cannot use {folder}: {error.strerror}") from None
+        for line in lines:
+            try:
+                entry = json.loads(line)
+                self.known[entry["key"]] = entry
+            except (ValueError, KeyError, TypeError):
+                continue  # the line that was being written when the search was killed
+
+    def trial(self, kind: str, what: dict, measure: Callable[[], dict]) -> dict:
+        """The outcome of a trial: remembered, or measured now and written down before anything else happens."""
+        key = hashlib.sha256(json.dumps([kind, what, self.setting], sort_keys=True, default=str).encode()).hexdigest()[:24]
+        if key in self.known:
+            self.found += 1
+            return self.known[key]["outcome"]
+        outcome = measure()
+        self.known[key] = entry = {"key": key, "kind": kind, "what": what, "outcome": outcome}
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                if file.tell() and not self._ends_whole():
+                    file.write("\n")
+                file.write(json.dumps(entry) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise Failure(f"cannot write {self.path}: {error.strerror}") from None
+        return outcome
+
+    def _ends_whole(self) -> bool:
+        with self.path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) == b"\n"

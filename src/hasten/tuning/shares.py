@@ -1,0 +1,40 @@
+"""What each member of a recipe gives: the recipe without it, against the whole."""
+
+from __future__ import annotations
+
+from hasten.contract.card import Exactness
+from hasten.contract.recipe import Recipe
+from hasten.tuning.search import SEARCH_SEED, Ladder
+from hasten.tuning.study import OutOfBudget, Study, exactness_of
+
+NOTHING = 1.01  # a member whose share is below this leaves
+
+
+def leave_one_out(study: Study, ladder: Ladder) -> list[dict]:
+    """[{method, speedup}] of the best recipe; members that give nothing leave it first, one at a time."""
+    shares: list[dict] = []
+    try:
+        while len(ladder.best.methods) > 1:
+            shares = [share for name in ladder.best.methods if (share := _share(study, ladder.best, name))]
+            idle = [share for share in shares if share["speedup"]["median"] < NOTHING]
+            if not idle:
+                break
+            worst = min(idle, key=lambda share: share["speedup"]["median"])
+            why = f"without it the recipe is as fast ({worst['speedup']['median']:.3f}x)"
+            study.note(worst["method"], "composition", "left out", why, ratio=worst["speedup"])
+            ladder.climb(ladder.best.without(worst["method"]))
+    except OutOfBudget:
+        pass
+    return [share for share in shares if share["method"] in ladder.best.methods]
+
+
+def _share(study: Study, recipe: Recipe, name: str) -> dict | None:
+    without = recipe.without(name)
+    if exactness_of(name) is Exactness.OTHER_MATHS:
+        whole, part = study.run(recipe, SEARCH_SEED), study.run(without, SEARCH_SEED)
+        times = [run.get("seconds_to_target") for run in (part, whole)]
+        if None in times:
+            return None
+        return {"method": name, "speedup": {"median": times[0] / times[1], "low": None, "high": None}}
+    outcome = study.pace(without, recipe)
+    return None if "failed" in outcome else {"method": name, "speedup": outcome["ratio"]}

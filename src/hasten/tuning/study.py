@@ -1,0 +1,142 @@
+"""The instruments of a search: whole runs, paces and proofs of one task, each paid for and written down.
+
+A Study knows what has been tried and what it cost. It decides nothing; ``search`` and ``confirm`` do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hasten.contract.card import Exactness
+from hasten.contract.errors import Failure, Refusal
+from hasten.contract.recipe import Recipe
+from hasten.contract.watch import Watch
+from hasten.engine.find import make_method
+from hasten.engine.tasks import TaskRef
+from hasten.engine.train import reached_at
+from hasten.measure.compare import take_turns
+from hasten.measure.workers import Worker
+from hasten.tuning.ledger import Ledger
+
+SHORT_LOOKS = (6, 9, 14)  # pairs; the search screens, the confirmation measures
+PROOF_SECONDS = 20.0
+
+
+class OutOfBudget(Exception):
+    """The search has to end; what is proven by now is the answer."""
+
+
+@dataclass
+class Budget:
+    """Seconds a search may take. Remembered trials count what they took when they were measured."""
+
+    total: float
+    spent: float = 0.0
+    reserved: float = 0.0  # kept back for the confirmation
+
+    def left(self) -> float:
+        return self.total - self.spent - self.reserved
+
+    def ask(self) -> None:
+        """Before each trial: one that has begun is finished, none is begun when nothing is left."""
+        if self.left() <= 0:
+            raise OutOfBudget
+
+
+@dataclass
+class Study:
+    """One task under examination."""
+
+    task: TaskRef
+    device: str
+    ledger: Ledger
+    budget: Budget
+    watch: Watch
+    seed: int = 0
+    higher_is_better: bool = True
+    target: float | None = None
+    trials: list[dict] = field(default_factory=list)  # for the report: every trial, losers too
+
+    def run(self, recipe: Recipe, seed: int, give_up_after: float | None = None) -> dict:
+        """A whole run: evaluations, metric, and when the target was reached; ``failed`` says why there is none."""
+        what = {"recipe": recipe.methods, "seed": seed, "give_up_after": give_up_after}
+        limits = {"target": self.target, "give_up_after": give_up_after} if give_up_after is not None else {}
+        outcome = self._paid("run", what, f"training {recipe}, seed {seed}", lambda watch: self._in_worker(recipe, seed, "run", watch, **limits))
+        return outcome if "failed" in outcome else {**outcome, **self._reached(outcome["evaluations"])}
+
+    def _reached(self, evaluations: list[dict]) -> dict:
+        at = reached_at([look["metric"] for look in evaluations], self.target, self.higher_is_better)
+        look = evaluations[at] if at is not None else {}
+        return {"seconds_to_target": look.get("seconds"), "samples_to_target": look.get("samples")}
+
+    def pace(self, a: Recipe, b: Recipe, *, looks=SHORT_LOOKS, seconds: float = 12.0, salt: str = "", last: bool = False) -> dict:
+        """Which of two recipes trains the same samples faster: ``measure.compare`` as a dict, or ``failed``.
+
+        ``last``: the one trial by which a search may exceed its budget.
+        """
+
+        def measure(watch: Watch) -> dict:
+            return take_turns(self.task, a, b, budget=seconds, device=self.device, looks=looks, watch=watch).to_json()
+
+        what = {"a": a.methods, "b": b.methods, "looks": list(looks), "seconds": round(seconds, 1), "salt": salt}
+        return self._paid("pace", what, f"{b} against {a}", measure, ask=not last)
+
+    def once(self, kind: str, words: str, measure: Callable[[Watch], dict]) -> dict:
+        """Anything else that is measured once a search: the probe, the diagnosis."""
+        outcome = self._paid(kind, {}, words, measure)
+        if "failed" in outcome:
+            raise Failure(outcome["failed"])
+        return outcome
+
+    def proof(self, base: Recipe, candidate: Recipe, exactness: Exactness) -> dict:
+        """{"passed", "why"}: does the candidate keep the promise of its exactness class on this very task?"""
+        what = {"base": base.methods, "candidate": candidate.methods, "exactness": exactness.name}
+
+        def measure(watch: Watch) -> dict:
+            return self._in_worker(candidate, 0, "prove", watch, base=base.methods, exactness=exactness.name, seconds=PROOF_SECONDS)
+
+        return self._paid("proof", what, f"proving {candidate}", measure)
+
+    def anatomy(self, recipe: Recipe) -> dict:
+        """Seconds of each phase per 1000 training samples; empty where they cannot be told."""
+        from hasten.diagnosis.timeline import anatomy
+
+        def measure(watch: Watch) -> dict:
+            return {"phases": anatomy(self.task, recipe, device=self.device)}
+
+        return self._paid("anatomy", {"recipe": recipe.methods}, f"anatomy of {recipe}", measure).get("phases", {})
+
+    def note(self, what: str, stage: str, verdict: str, why: str, *, ratio: dict | None = None, seconds: float = 0.0) -> None:
+        """Puts a trial into the story that the report tells."""
+        self.trials.append({"what": what, "stage": stage, "verdict": verdict, "why": why, "ratio": ratio, "seconds": round(seconds, 2)})
+
+    def _in_worker(self, recipe: Recipe, seed: int, method: str, watch: Watch, **arguments) -> dict:
+        with Worker("hasten.tuning.trial:Trial", task=self.task.to_json(), methods=recipe.methods, device=self.device, seed=seed) as worker:
+            return worker.call(method, watch=watch, **arguments)
+
+    def _paid(self, kind: str, what: dict, words: str, measure: Callable[[Watch], dict], ask: bool = True) -> dict:
+        if ask:
+            self.budget.ask()
+
+        def told(_: str, done: float, left: float | None = None) -> None:
+            share = min(1.0, self.budget.spent / self.budget.total)
+            self.watch(words, share, max(0.0, self.budget.total - self.budget.spent))
+
+        def timed() -> dict:
+            told("", 0.0)
+            began = time.monotonic()
+            try:
+                outcome = measure(told)
+            except (Failure, Refusal) as error:  # out of memory, a NaN, nothing to act on: a result, not a crash
+                outcome = {"failed": str(error)}
+            return {**outcome, "trial_seconds": time.monotonic() - began}
+
+        outcome = self.ledger.trial(kind, what, timed)
+        self.budget.spent += outcome["trial_seconds"]
+        return outcome
+
+
+def exactness_of(name: str) -> Exactness:
+    return make_method(name).card.exactness

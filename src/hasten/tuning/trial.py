@@ -1,0 +1,67 @@
+"""A trial, inside its own process: a whole run, or a proof. Nothing that it changes survives it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+
+from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.errors import Failure
+from hasten.contract.method import Evaluation, Loop, Method, Run
+from hasten.contract.recipe import Recipe
+from hasten.contract.watch import silent
+from hasten.engine.tasks import TaskRef
+from hasten.engine.train import reached_at, train
+from hasten.measure.exactness import prove
+
+
+class Trial:
+    """One task, one recipe, one seed."""
+
+    def __init__(self, task: str, methods: dict, device: str, seed: int):
+        self.task, self.recipe, self.device, self.seed = TaskRef.from_json(task), Recipe(methods), device, seed
+        self.watch = silent
+
+    def run(self, target: float | None = None, give_up_after: float | None = None) -> dict:
+        """A whole run: metric, evaluations (with the stopwatch's seconds), best_metric, seconds, gave_up.
+
+        ``give_up_after``: seconds after which a run that has not reached the target can no longer win, and ends.
+        """
+        task, recipe = self.task.load(), self.recipe
+        if give_up_after is not None and target is not None:
+            recipe = recipe.with_method(f"{__name__}:GiveUp", seconds=float(give_up_after), target=float(target))
+        result = train(task, recipe, device=self.device, seed=self.seed, watch=self.watch)
+        if result["idle"]:
+            raise Failure("; ".join(f"{method} has nothing to act on: {why}" for method, why in result["idle"]))
+        if result["metric"] is None:
+            raise Failure("the metric is missing or not a finite number")
+        kept = ("metric", "best_metric", "evaluations", "steps", "samples", "seconds", "split", "stopped")
+        late = give_up_after is not None and result["seconds"] >= give_up_after
+        never = reached_at([look["metric"] for look in result["evaluations"]], target, result["higher_is_better"]) is None
+        return {**{key: result[key] for key in kept}, "gave_up": result["stopped"] and late and never}
+
+    def prove(self, base: dict, exactness: str, seconds: float) -> dict:
+        """{"passed", "number", "why"}: what the candidate's exactness class promises, held against this very task."""
+        proof = prove(self.task.load(), Recipe(base), self.recipe, Exactness[exactness], device=self.device, seed=self.seed, seconds=seconds)
+        return asdict(proof)
+
+
+@dataclass(frozen=True)
+class GiveUp(Method):
+    """Ends a run that has missed its chance: ``seconds`` are over and the target has not been reached."""
+
+    seconds: float = 0.0
+    target: float = 0.0
+
+    card = Card(summary="end a run that can no longer win", exactness=Exactness.BIT_EXACT, order=Order.LAST)
+
+    def loop(self, loop: Loop, run: Run) -> Loop:
+        inner, began, sign = loop.stop, time.monotonic(), 1 if run.higher_is_better() else -1
+
+        def stop(history: list[Evaluation]) -> bool:
+            reached = any(sign * look.metric >= sign * self.target for look in history)
+            late = time.monotonic() - began > self.seconds
+            return (late and not reached) or (inner is not None and inner(history))
+
+        loop.stop = stop
+        return loop

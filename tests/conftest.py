@@ -1,0 +1,13 @@
+"""What every test relies on: where the real data are, and one thread, so that tests do not fight for the machine."""
+
+import os
+from pathlib import Path
+
+import torch
+
+BESIDE = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+if "HASTEN_DATA" not in os.environ and BESIDE.is_dir():
+    os.environ["HASTEN_DATA"] = str(BESIDE)
+
+torch.set_num_threads(1)

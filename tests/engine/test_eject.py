@@ -1,0 +1,242 @@
+"""An ejected script trains to the very bits that ``train`` trains to, and does not know hasten."""
+
+import ast
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import hasten
+from hasten.engine.find import method_names
+
+TASKS = '''
+import dataclasses
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+import hasten
+from hasten import Task, Method, Card, Exactness
+
+LENGTH = 50
+torch.set_num_threads(1)
+
+
+class Noisy(Dataset):
+    """Samples that are drawn anew each time: the position has to seed them alike."""
+
+    def __len__(self):
+        return LENGTH
+
+    def __getitem__(self, index):
+        return torch.full((6,), index / LENGTH) + 0.1 * torch.randn(6), index % 3
+
+
+class Fixed(Noisy):
+    def __getitem__(self, index):
+        return torch.arange(6) / 6 + index / LENGTH, index % 3
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return (Noisy()[index] for index in range(LENGTH))
+
+
+class OwnLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x, labels):
+        scores = self.layer(x)
+        return {"loss": nn.functional.cross_entropy(scores, labels), "logits": scores}
+
+
+def net():
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+
+
+def scheduled(model, steps):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+
+
+def usual(**changes):
+    fields = dict(
+        model=net, train_data=Noisy(), validation_data=Fixed(), loss=nn.functional.cross_entropy,
+        optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=0.01), metric="accuracy", batch_size=8, epochs=3,
+    )
+    return Task(**(fields | changes))
+
+
+def plain():
+    return usual()
+
+
+def fixed():
+    return usual(train_data=Fixed())
+
+
+def with_schedule():
+    return usual(optimizer=scheduled, metric="perplexity")
+
+
+def with_loader():
+    return usual(train_data=lambda: DataLoader(Noisy(), batch_size=8, shuffle=True, drop_last=True))
+
+
+def with_stream():
+    return hasten.Task(**{f.name: getattr(usual(), f.name) for f in dataclasses.fields(Task) if f.name != "train_data"}, train_data=Stream())
+
+
+def often_evaluated():
+    return usual(evaluate_every=20, target=0.2)
+
+
+def rows(samples):
+    return {"x": torch.stack([x for x, _ in samples]), "labels": torch.tensor([y for _, y in samples])}
+
+
+def own_loss():
+    loader = DataLoader(Fixed(), batch_size=8, collate_fn=rows)
+    return usual(model=OwnLoss, loss=None, train_data=loader, validation_data=loader, batch_size=None)
+
+
+def without_validation():
+    return usual(validation_data=None, metric="loss")
+
+
+def size(batch):
+    """Has the name of a part of the engine."""
+    return 0.5
+
+
+class Shrunk(Method):
+    card = Card(summary="shrinks the gradients", exactness=Exactness.OTHER_MATHS, source="", gain=None, gain_when="never")
+
+    def gradients(self, gradients, run):
+        def shrunk():
+            gradients()
+            for parameter in run.model.parameters():
+                parameter.grad.mul_(size(None))
+
+        return shrunk
+
+
+class EveryOther(Method):
+    """Its batches are a plain generator."""
+
+    card = Card(summary="takes every other batch", exactness=Exactness.OTHER_MATHS)
+
+    def data(self, batches, run):
+        for number, batch in enumerate(batches):
+            if number % 2 == 0 or not batches.training:
+                yield batch
+
+
+if __name__ == "__main__":
+    raise SystemExit("must not run in the script")
+'''
+
+CASES = [
+    ("plain", []),
+    ("with_schedule", []),
+    ("with_loader", []),
+    ("with_stream", []),
+    ("own_loss", []),
+    ("without_validation", []),
+    ("often_evaluated", []),
+    ("often_evaluated", ["early_stopping:hold=2"]),
+    ("plain", ["early_stopping:patience=1,min_delta=0.5"]),
+    ("plain", ["ema:decay=0.9", "gradient_clipping", "znorm"]),
+    ("plain", ["gradient_accumulation:pieces=3"]),
+    ("plain", ["threads:count=1", "allocator", "fused_optimizer"]),
+    ("fixed", ["batched_fetch"]),
+    ("fixed", ["cache_dataset", "gradient_centralization"]),
+    ("with_schedule", ["compressed_schedule:factor=0.5"]),
+    ("plain", ["compressed_schedule:factor=0.5", "batch_size:factor=2", "ema"]),
+    ("plain", ["FILE:Shrunk", "ema"]),
+    ("plain", ["FILE:EveryOther"]),
+]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("eject") / "mine.py"
+    file.write_text(TASKS)
+    return file
+
+
+@pytest.mark.parametrize(("name", "methods"), CASES, ids=lambda value: value if isinstance(value, str) else "+".join(value) or "baseline")
+def test_same_weights_as_train(name, methods, file, tmp_path, monkeypatch):
+    methods = [method.replace("FILE", str(file)) for method in methods]
+    result = hasten.train(f"{file}:{name}", methods, out=tmp_path / "run", device="cpu", seed=3)
+    script = tmp_path / "script.py"
+    script.write_text(hasten.eject(f"{file}:{name}", methods, device="cpu"))
+    assert "hasten" not in imported_by(script.read_text())
+
+    monkeypatch.setattr(sys, "argv", ["script.py", "--seed", "3", "--out", str(tmp_path / "model.pt")])
+    runpy.run_path(str(script), run_name="__main__")
+    trained, ejected = load_file(tmp_path / "run" / "model.safetensors"), torch.load(tmp_path / "model.pt", weights_only=True)
+    assert trained.keys() == ejected.keys()
+    assert all(torch.equal(trained[key], ejected[key]) for key in trained), "the script trains to other weights"
+    assert result["steps"] > 0
+
+
+def test_runs_where_hasten_is_not_installed(file, tmp_path):
+    (tmp_path / "script.py").write_text(hasten.eject(f"{file}:plain", "ema"))
+    without = "import sys, runpy; sys.modules['hasten'] = None; sys.argv = ['script.py']; runpy.run_path('script.py', run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", without], cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert "accuracy" in done.stdout and (tmp_path / "model.pt").exists()
+
+
+def test_only_what_is_used_is_written(file):
+    script = hasten.eject(f"{file}:plain", None)
+    assert "EveryOther" not in script and "class Ema" not in script and "must not run" not in script
+    assert "def _from_stream" not in script and "def _accumulated" not in script
+    assert "class Ema" in hasten.eject(f"{file}:plain", "ema")
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_every_method_can_be_written(name, file):
+    script = hasten.eject(f"{file}:fixed", name)
+    assert "hasten" not in imported_by(script)
+    assert not undefined_in(script)
+
+
+def test_what_has_no_source_is_refused():
+    task = hasten.Task(model=torch.nn.Identity, train_data=[1], loss=None, optimizer=torch.optim.SGD)
+    with pytest.raises(hasten.Refusal, match="object without source"):
+        hasten.eject(task)
+    with pytest.raises(hasten.Refusal, match="top level"):
+        hasten.eject(lambda: task)
+
+
+def test_two_methods_in_conflict_are_refused(file):
+    with pytest.raises(hasten.Refusal):
+        hasten.eject(f"{file}:plain", "nonesuch")
+
+
+def imported_by(script: str) -> set[str]:
+    """The top-level packages that a script imports anywhere."""
+    roots = set()
+    for node in ast.walk(ast.parse(script)):
+        if isinstance(node, ast.Import):
+            roots |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            roots.add((node.module or "").partition(".")[0])
+    return roots
+
+
+def undefined_in(script: str) -> str:
+    """What ruff finds to be undefined or unused in a script; empty when all is well."""
+    check = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821,F811,F401", "--output-format", "concise", "-"]
+    done = subprocess.run(check, input=script, capture_output=True, text=True)
+    return "" if done.returncode == 0 else done.stdout + done.stderr

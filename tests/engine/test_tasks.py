@@ -1,0 +1,144 @@
+"""Naming a task: every way that works, and one clear line for every way that does not."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from hasten import Refusal, Task
+from hasten.engine.tasks import TaskRef, load_task, workload_names
+
+MINE = """
+import torch
+from torch import nn
+from hasten import Task
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, i): return torch.tensor([float(i)]), torch.tensor([float(i * i)])
+
+def small():
+    return Task(model=lambda: nn.Linear(1, 1), train_data=Squares(), loss=nn.functional.mse_loss,
+                optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1), batch_size=4)
+
+def number(): return 3
+def nothing(): pass
+def named(width): return None
+def falls():
+    raise KeyError("no such column")
+def refuses():
+    from hasten import Refusal
+    raise Refusal("the disk with the data is not there")
+def leaves():
+    raise SystemExit("bye")
+wide = 7
+"""
+
+
+@pytest.fixture
+def mine(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "broken.py").write_text("import torch\nimport no_such_package_at_all\n")
+    (tmp_path / "unreadable.py").write_text("def task(:\n")
+    (tmp_path / "empty.py").write_text("")
+    return tmp_path
+
+
+def task_with(data) -> Task:
+    return Task(
+        model=lambda: nn.Linear(1, 1),
+        train_data=data,
+        loss=nn.functional.mse_loss,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        batch_size=1,
+    )
+
+
+WRONG = {
+    "digit": ["no workload is called 'digit'", "did you mean digits?", "path/to/file.py:function"],
+    "": ["no workload is called ''", "digits"],
+    "_data": ["no workload is called '_data'"],
+    "os:system": ["no workload is called 'os:system'"],
+    "{dir}/gone.py:task": ["there is no file", "gone.py"],
+    "{dir}/gone.py": ["there is no file", "gone.py"],
+    "{dir}/broken.py:task": ["broken.py does not import", "no_such_package_at_all", "line 2"],
+    "{dir}/unreadable.py:task": ["unreadable.py does not import", "SyntaxError", "line 1"],
+    "{dir}/mine.py:smal": ["mine.py has no function 'smal'", "did you mean small"],
+    "{dir}/mine.py:wide": ["mine.py has no function 'wide'"],
+    "{dir}/mine.py": ["which function of mine.py", "mine.py:small or mine.py:number"],
+    "{dir}/mine.py:": ["mine.py:function", "mine.py:small"],
+    "{dir}/empty.py": ["which function of empty.py", "no function without arguments"],
+    "{dir}/mine.py:number": ["mine.py:number must return a hasten.Task", "int"],
+    "{dir}/mine.py:nothing": ["mine.py:nothing must return a hasten.Task", "nothing"],
+    "{dir}/mine.py:named": ["mine.py:named raised TypeError", "width"],
+    "{dir}/mine.py:falls": ["mine.py:falls raised KeyError", "no such column", "line 18"],
+    "{dir}/mine.py:refuses": ["the disk with the data is not there"],
+    "{dir}/mine.py:leaves": ["mine.py:leaves raised SystemExit: bye"],
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_bad_input_is_told_in_one_clear_line(what, mine):
+    with pytest.raises(Refusal) as refused:
+        load_task(what.format(dir=mine))
+    message = str(refused.value)
+    assert "\n" not in message
+    for words in WRONG[what]:
+        assert words in message
+
+
+@pytest.mark.parametrize("what", [None, 3, ["digits"]])
+def test_what_names_no_task_is_refused(what):
+    with pytest.raises(Refusal, match="a task is a workload's name"):
+        TaskRef.of(what)
+
+
+def test_the_files_of_the_workloads_are_their_names():
+    names = workload_names()
+    assert names[0] == min(names) and {"digits", "fashion_mnist", "cifar10", "tiny_shakespeare", "adult", "imdb"} <= {*names}
+    assert not [name for name in names if name.startswith("_")]
+
+
+def test_a_workload_a_file_a_function_and_a_task_all_load_and_have_names(mine):
+    task = load_task("digits")
+    assert (task.name, load_task(task), str(TaskRef.of("digits"))) == ("digits", task, "digits")
+    assert load_task(f"{mine}/mine.py:small").name == "mine.py:small"
+    assert load_task(f"{mine}/mine.py:small").train_data[3][1].item() == 9.0
+
+    def made_here():
+        return task_with([(torch.zeros(1), torch.zeros(1))])
+
+    assert (load_task(made_here).name, str(TaskRef.of(made_here))) == ("made_here", "made_here")
+
+
+def test_a_reference_to_a_file_holds_wherever_the_other_process_stands(mine, monkeypatch):
+    monkeypatch.chdir(mine)
+    text = TaskRef.of("mine.py:small").to_json()
+    monkeypatch.chdir("/")
+    assert TaskRef.from_json(text).load().name == "mine.py:small"
+
+
+READER = """
+import sys
+from hasten.engine.tasks import TaskRef
+for line in sys.stdin:
+    task = TaskRef.from_json(line).load()
+    print(task.name, len(task.train_data), float(task.train_data[1][1]))
+"""
+
+
+def test_objects_travel_to_another_process(mine):
+    height = torch.tensor([5.0])
+    closure = lambda: task_with([(torch.zeros(1), torch.zeros(1)), (torch.ones(1), height)])  # noqa: E731
+    from_a_file = load_task(f"{mine}/mine.py:small")  # its dataset's class lives in a file that nobody else can import
+    references = [TaskRef.of(closure), TaskRef.of(closure().named("shown")), TaskRef.of(from_a_file)]
+    told = "\n".join(reference.to_json() for reference in references)
+    read = subprocess.run([sys.executable, "-c", READER], input=told, capture_output=True, text=True, cwd=mine)
+    assert read.stdout.splitlines() == ["<lambda> 2 5.0", "shown 2 5.0", "mine.py:small 8 1.0"], read.stderr
+
+
+def test_what_cannot_travel_is_refused(tmp_path):
+    with open(tmp_path / "open", "w") as handle, pytest.raises(Refusal, match="cannot be handed to a measuring process.*file.py:function"):
+        TaskRef.of(task_with([handle])).to_json()

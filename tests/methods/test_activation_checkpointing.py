@@ -1,0 +1,61 @@
+"""activation_checkpointing: less is kept, the same is computed, to the bit."""
+
+import copy
+
+import torch
+
+from hasten.engine.find import make_methods
+from hasten.engine.plan import build
+from hasten.contract.recipe import Recipe
+from hasten.methods.activation_checkpointing import repeated_blocks
+
+
+def test_dropout_repeats_itself(transformer, trained):
+    usual, less = (trained(transformer(dropout=0.3), recipe) for recipe in ("baseline", "activation_checkpointing"))
+    assert usual.same_bits(less)
+
+
+def test_batch_normalisation_counts_each_batch_once(convolutional, trained):
+    usual, less = (trained(convolutional(), recipe) for recipe in ("baseline", "activation_checkpointing"))
+    assert less.run.idle == [] and usual.same_bits(less)
+    assert less.weights["0.1.num_batches_tracked"] == 12
+
+
+def _bytes_kept(task, recipe: str) -> int:
+    """What autograd holds on to between forward and backward, the weights aside."""
+    program = build(task, make_methods(Recipe.read(recipe)))
+    weights, kept = {parameter.data_ptr() for parameter in program.run.model.parameters()}, {}
+
+    def pack(tensor):
+        if tensor.data_ptr() not in weights:
+            kept[tensor.data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        program.forward(next(iter(program.train)))
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def test_less_is_kept(transformer):
+    assert _bytes_kept(transformer(), "activation_checkpointing") < 0.5 * _bytes_kept(transformer(), "baseline")
+
+
+def test_blocks_are_the_outermost_ones_that_repeat(transformer, convolutional, perceptron):
+    model = transformer().model()
+    assert repeated_blocks(model) == list(model.blocks)
+    images = convolutional().model()
+    assert repeated_blocks(images) == [images[0], images[1]]
+    assert repeated_blocks(perceptron().model()) == []
+
+
+def test_a_copy_computes_with_its_own_weights(transformer, trained):
+    model = trained(transformer(), "activation_checkpointing", 1).run.model
+    copied, letters = copy.deepcopy(model), torch.zeros(1, 8, dtype=torch.long)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert model(letters).abs().max() == 0 and copied(letters).abs().max() > 0
+
+
+def test_without_blocks_it_says_so(perceptron, trained):
+    assert trained(perceptron(), "activation_checkpointing", 1).run.idle == [("activation_checkpointing", "the model has no sequence of like blocks")]

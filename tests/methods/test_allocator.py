@@ -1,0 +1,59 @@
+"""allocator: fewer page faults, the same bits, and a process that can go on."""
+
+import platform
+import resource
+import subprocess
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from hasten.contract.method import Run
+from hasten.methods.allocator import Allocator
+
+needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this machine's C library is not glibc")
+
+FAULTS = """
+import resource, sys, torch
+from contextlib import nullcontext
+from hasten.contract.method import Run
+from hasten.methods.allocator import Allocator
+torch.set_num_threads(1)
+process = Allocator().process(nullcontext, Run(torch.device("cpu"), None)) if sys.argv[1] == "with" else nullcontext
+with process():
+    for step in range(6):
+        if step == 3:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        sum(torch.ones(12 << 20).sum() for _ in range(4))  # 48 MiB each
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@needs_glibc
+def test_large_tensors_are_not_faulted_in_again():
+    with_it, without = (
+        int(subprocess.run([sys.executable, "-c", FAULTS, word], capture_output=True, text=True, check=True).stdout) for word in ("with", "without")
+    )
+    assert with_it < without / 10
+
+
+def test_the_same_bits(convolutional, trained):
+    task = convolutional(epochs=5)
+    assert trained(task).same_bits(trained(task, "allocator"))
+
+
+@needs_glibc
+def test_afterwards_memory_goes_back_to_the_system():
+    with Allocator().process(nullcontext, Run(torch.device("cpu"), None))():
+        torch.ones(16 << 20)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(3):
+        torch.ones(16 << 20)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before > 3 * 32  # faulted in anew, huge pages or not
+
+
+def test_a_run_on_the_gpu_has_nothing_to_keep():
+    run = Run(torch.device("cuda"), None)
+    assert Allocator().process(nullcontext, run) is nullcontext
+    assert "GPU" in run.idle[0][1]

@@ -1,0 +1,40 @@
+"""bfloat16: products in bfloat16, weights and loss in float32, gradients close to float64's."""
+
+import torch
+from torch import nn
+
+
+def test_products_are_lowered_and_the_loss_is_not(perceptron, trained):
+    seen = {}
+    model = nn.Sequential(nn.Linear(12, 4))
+    model[0].register_forward_hook(lambda module, inputs, output: seen.update(output=output.dtype))
+    run = trained(perceptron(model=lambda: model), "bfloat16", 3)
+    assert seen["output"] == torch.bfloat16
+    assert all(weight.dtype == torch.float32 for weight in run.weights.values())
+    assert all(parameter.grad is None or parameter.grad.dtype == torch.float32 for parameter in run.run.model.parameters())
+    assert run.program.forward(next(iter(run.program.train))).dtype == torch.float32
+
+
+def test_it_learns_as_float32_does(convolutional, trained):
+    usual, lower = (trained(convolutional(epochs=5), recipe) for recipe in ("baseline", "bfloat16"))
+    assert not usual.same_bits(lower)
+    assert lower.losses[-1] < lower.losses[0]
+    assert abs(usual.losses[-1] - lower.losses[-1]) < 0.1
+
+
+def test_a_model_that_is_bfloat16_already_has_nothing_to_lower(perceptron, trained):
+    model = nn.Sequential(nn.Linear(12, 4)).to(torch.bfloat16)
+
+    def loss(output, target):
+        return nn.functional.cross_entropy(output.float(), target)
+
+    class Lowered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x):
+            return self.inner(x.to(torch.bfloat16))
+
+    run = trained(perceptron(model=Lowered, loss=loss), "bfloat16", 1).run
+    assert run.idle == [("bfloat16", "the model has no float32 matrix that could be multiplied in bfloat16")]

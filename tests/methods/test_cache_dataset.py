@@ -1,0 +1,84 @@
+"""cache_dataset: every sample is read once, as long as the memory lasts, and training does not notice."""
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from hasten.contract.recipe import Recipe
+from hasten.engine.find import make_methods
+from hasten.engine.plan import build
+
+RECIPE = Recipe().with_method("cache_dataset")
+
+
+class Ragged(Dataset):
+    """Samples of unequal length, as text has them; counts its readings."""
+
+    def __init__(self, length=60):
+        self.length, self.readings = length, 0
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        self.readings += 1
+        return {"x": numpy.full(1 + index % 12, index / 60, dtype="float32"), "label": index % 4}
+
+
+def padded(samples: list[dict]):
+    """A collate function that takes its samples apart, as those of transformers do."""
+    labels = torch.tensor([sample.pop("label") for sample in samples])
+    rows = [torch.nn.functional.pad(torch.from_numpy(sample["x"]), (0, 12 - len(sample["x"]))) for sample in samples]
+    return torch.stack(rows), labels
+
+
+def ragged(perceptron, data, **changes):
+    return perceptron(train_data=DataLoader(data, batch_size=10, shuffle=True, collate_fn=padded), batch_size=None, epochs=5, **changes)
+
+
+def test_the_same_bits_with_one_reading_a_sample(perceptron, trained):
+    plain = trained(ragged(perceptron, Ragged()))
+    data = Ragged()
+    cached = trained(ragged(perceptron, data), RECIPE)
+    assert len(plain.losses) == 30
+    assert cached.run.idle == []
+    assert plain.same_bits(cached)
+    assert data.readings == 60 + 3 * 30  # once each, after three looks at every other one
+
+
+def test_a_plain_dataset(perceptron, trained):
+    task = perceptron(epochs=5)
+    assert trained(task).same_bits(trained(task, RECIPE))
+
+
+def test_the_budget_is_kept(perceptron, trained):
+    data = Ragged()
+    small = trained(ragged(perceptron, data), "cache_dataset:gigabytes=1e-6")  # about a dozen samples of 76 bytes
+    assert small.same_bits(trained(ragged(perceptron, Ragged())))
+    assert 60 + 4 * 40 < data.readings - 90 < 5 * 60
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (TensorDataset(torch.randn(32, 12), torch.zeros(32, dtype=torch.long)), "in memory already"),
+        ([(lambda: None, 0)], "random"),
+    ],
+    ids=["tensors", "random"],
+)
+def test_what_it_leaves_alone_and_why(perceptron, data, reason):
+    class Noise(Dataset):
+        def __len__(self):
+            return 32
+
+        def __getitem__(self, index):
+            return torch.rand(12), 0
+
+    program = build(perceptron(train_data=Noise() if reason == "random" else data, validation_data=None), make_methods(RECIPE))
+    assert [reason in why for _, why in program.run.idle] == [True]
+
+
+def test_bad_settings():
+    with pytest.raises(ValueError, match="gigabytes"):
+        make_methods(Recipe.read("cache_dataset:gigabytes=-1.0"))

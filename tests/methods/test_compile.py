@@ -1,0 +1,45 @@
+"""compile: the compiled model trains, the exported one is plain and shares its weights."""
+
+import copy
+
+import pytest
+import torch
+
+from hasten.contract.errors import Refusal
+from hasten.engine.find import make_method
+from hasten.engine.loop import evaluate
+
+
+def test_the_model_is_compiled_and_the_exported_one_is_not(transformer, trained):
+    torch._dynamo.reset()
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    run = trained(transformer(), "compile:backend=eager", 3)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > graphs, "nothing was compiled"
+    exported = run.program.export()
+    assert exported._compiled_call_impl is None and run.run.model._compiled_call_impl is not None
+    assert exported.state_dict().keys() == transformer().model().state_dict().keys()
+    assert all(a is b for a, b in zip(exported.parameters(), run.run.model.parameters(), strict=True))
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    evaluate(run.program)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled, "the evaluation compiled something"
+
+
+def test_an_average_of_the_weights_can_be_copied_from_it(perceptron, trained):
+    run = trained(perceptron(), "compile:backend=eager", 2).run
+    copied = copy.deepcopy(run.model)
+    assert copied._compiled_call_impl is None
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(Refusal, match="compile: mode must be one of default, reduce-overhead"):
+        make_method("compile", {"mode": "fastest"})
+
+
+@pytest.mark.slow
+def test_the_real_backend_gives_the_same_formula(transformer):
+    from hasten.contract.card import Exactness
+    from hasten.contract.recipe import Recipe
+    from hasten.measure.exactness import prove
+
+    proof = prove(transformer(), Recipe(), Recipe.parse("compile"), Exactness.SAME_MATHS, device="cpu")
+    assert proof.passed, proof.why

@@ -1,0 +1,38 @@
+"""cuda_graph: replays are the run; what warm-up and capture disturb is put back. Most of it needs a GPU."""
+
+import pytest
+import torch
+
+from hasten.engine.find import make_methods
+from hasten.engine.loop import steps
+from hasten.engine.plan import build
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+def test_without_a_gpu_it_says_so_and_changes_nothing(perceptron, trained):
+    usual, graph = trained(perceptron()), trained(perceptron(), "cuda_graph")
+    assert graph.run.idle == [("cuda_graph", "CUDA graphs need an NVIDIA GPU; this run is on cpu")]
+    assert usual.same_bits(graph)
+
+
+@needs_gpu
+@pytest.mark.parametrize("more", ["", " + gradient_accumulation:pieces=3", " + float16", " + bfloat16", " + fused_optimizer"])
+@pytest.mark.parametrize("name", ["perceptron", "convolutional", "transformer"])
+def test_it_trains_as_without_it(name, more, request):
+    """Batches of 20 from 96 samples: the last of each epoch has another shape and runs outside the graph."""
+    task = request.getfixturevalue(name)(batch_size=20)
+    usual = _weights(task, more.removeprefix(" + ") or "baseline")
+    graph = _weights(task, "cuda_graph" + more)
+    for key in usual:
+        torch.testing.assert_close(graph[key], usual[key], rtol=1e-3, atol=1e-4)
+
+
+def _weights(task, recipe):
+    from hasten.contract.recipe import Recipe
+
+    program = build(task, make_methods(Recipe.read(recipe)), device="cuda")
+    with program.process():
+        for _ in steps(program):
+            pass
+    return {name: value.float().cpu() for name, value in program.export().state_dict().items()}

@@ -1,0 +1,102 @@
+"""float16: the loss scale finds its level, overflowing steps change nothing, the state travels."""
+
+import pytest
+import torch
+
+from hasten.contract.errors import Failure, Refusal
+from hasten.contract.method import Run
+from hasten.contract.recipe import Recipe
+from hasten.engine.find import make_method
+from hasten.engine.loop import steps
+from hasten.engine.plan import build
+from hasten.methods.float16 import GOOD_STEPS, Float16, Scale
+
+
+def test_gradients_are_unscaled_before_anybody_sees_them(perceptron, trained):
+    """With a clipping that never bites the run is the same to the bit, whatever the scale (a power of two)."""
+    scaled, clipped = (trained(perceptron(), f"float16:scale=256{more}") for more in ("", " + gradient_clipping:max_norm=1e6"))
+    assert scaled.same_bits(clipped)
+
+
+def test_an_overflow_skips_the_update_and_halves_the_scale(perceptron):
+    task = perceptron(loss=lambda output, target: 1e4 * torch.nn.functional.cross_entropy(output, target))
+    program = build(task, [make_method("float16")])
+    scale = program.run.kept["float16"]
+    before = [parameter.detach().clone() for parameter in program.run.model.parameters()]
+    running = steps(program)
+    next(running)
+    assert scale.overflow and scale.value == 2.0**15
+    assert all(map(torch.equal, before, program.run.model.parameters())), "a step that overflowed moved the weights"
+    for _ in running:
+        pass
+    assert not scale.overflow and scale.value < 2.0**15
+    assert not any(map(torch.equal, before, program.run.model.parameters()))
+
+
+def test_the_scale_doubles_after_many_good_steps_and_starts_counting_again_after_a_bad_one():
+    scale = Scale("dynamic", torch.device("cpu"))
+    for _ in range(GOOD_STEPS - 1):
+        scale.adapt()
+    assert scale.value == 2.0**16
+    scale.overflow = True
+    scale.adapt()
+    assert (scale.value, scale.good) == (2.0**15, 0)
+    scale.overflow = False
+    for _ in range(GOOD_STEPS):
+        scale.adapt()
+    assert scale.value == scale.tensor.item() == 2.0**16
+
+
+def test_a_constant_scale_stays(perceptron, trained):
+    assert trained(perceptron(), "float16:scale=128").run.kept["float16"].value == 128.0
+
+
+def test_the_scale_rescues_small_gradients(perceptron, trained):
+    """A loss of 1e-7 gives float16 gradients below 2**-24 without a scale: they vanish, and nothing is learned."""
+
+    def task():
+        return perceptron(
+            loss=lambda output, target: 1e-7 * torch.nn.functional.cross_entropy(output, target),
+            optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e6),
+        )
+
+    usual, plain, scaled = (trained(task(), recipe) for recipe in ("baseline", "float16:scale=1", "float16"))
+    first = "0.weight"
+    assert (usual.weights[first] - scaled.weights[first]).norm() < 0.02 * usual.weights[first].norm()
+    assert (usual.weights[first] - plain.weights[first]).norm() > 0.1 * usual.weights[first].norm()
+
+
+def test_gradients_that_never_become_finite_end_the_run(perceptron, trained):
+    task = perceptron(epochs=20, loss=lambda output, target: output.sum() * float("nan"))
+    with pytest.raises(Failure, match="overflowed 30 steps in a row"):
+        trained(task, "float16")
+
+
+def test_the_scale_survives_a_checkpoint(perceptron, trained):
+    saved = trained(perceptron(), "float16").run.kept["float16"]
+    saved.overflow = True
+    saved.adapt()
+    loaded = Scale("dynamic", torch.device("cpu"))
+    loaded.load_state_dict(saved.state_dict())
+    assert loaded.state_dict() == saved.state_dict() and loaded.tensor.item() == saved.value
+
+
+def test_one_ranks_overflow_is_every_ranks():
+    model = torch.nn.Linear(2, 2)
+    model.weight.grad = torch.ones(2, 2)
+    run = Run(torch.device("cpu"), task=None, model=model, agree=lambda mine: True)
+    method = Float16()
+    method.backward(lambda loss: None, run)
+    method.gradients(lambda: None, run)()
+    method.update(lambda: pytest.fail("the update ran although another rank overflowed"), run)()
+
+
+@pytest.mark.parametrize("scale", [0, -1, "constant", float("inf")])
+def test_a_scale_out_of_range_is_refused(scale):
+    with pytest.raises(Refusal, match="float16: scale must be"):
+        make_method("float16", {"scale": scale})
+
+
+def test_a_recipe_holds_the_setting():
+    recipe = Recipe.parse("float16:scale=1024")
+    assert make_method("float16", recipe.methods["float16"]).scale == 1024

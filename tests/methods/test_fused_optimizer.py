@@ -1,0 +1,54 @@
+"""fused_optimizer: the same object, told to use torch's fused kernels; the same formula."""
+
+import pytest
+import torch
+
+OPTIMIZERS = {
+    "Adam": lambda model: torch.optim.Adam(model.parameters(), lr=1e-2, amsgrad=True),
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, nesterov=True),
+    "Adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_fused_optimizer_of_torch_gives_the_same_weights(name, perceptron, trained):
+    usual, fused = (trained(perceptron(optimizer=OPTIMIZERS[name]), recipe) for recipe in ("baseline", "fused_optimizer"))
+    assert fused.run.idle == [] and all(group["fused"] for group in fused.run.optimizer.param_groups)
+    for key in usual.weights:
+        torch.testing.assert_close(fused.weights[key], usual.weights[key], rtol=1e-4, atol=1e-6)
+
+
+def test_the_schedule_keeps_its_optimizer(perceptron, trained):
+    def optimizer(model, number):
+        adam = torch.optim.Adam(model.parameters(), lr=1.0)
+        return adam, torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 1e-3 * (step + 1))
+
+    run = trained(perceptron(optimizer=optimizer), "fused_optimizer", 3)
+    assert run.program.schedule.optimizer is run.run.optimizer
+    assert run.run.optimizer.param_groups[0]["lr"] == pytest.approx(3e-3)
+
+
+def test_the_state_is_loaded_into_a_fused_optimizer(perceptron, trained):
+    first = trained(perceptron(), "fused_optimizer", 3).run.optimizer
+    second = trained(perceptron(), "fused_optimizer", 1).run.optimizer
+    second.load_state_dict(first.state_dict())
+    second.step()
+    assert next(iter(second.state.values()))["step"].item() == 4
+
+
+class OwnAdam(torch.optim.Adam):
+    """A subclass may have a step of its own."""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "why"),
+    [
+        (lambda model: torch.optim.RMSprop(model.parameters(), lr=1e-3), "torch has no fused RMSprop"),
+        (lambda model: OwnAdam(model.parameters(), lr=1e-3), "torch has no fused OwnAdam"),
+        (lambda model: torch.optim.Adam(model.parameters(), lr=1e-3, fused=True), "the task's Adam is fused already"),
+    ],
+)
+def test_it_says_what_it_cannot_fuse(optimizer, why, perceptron, trained):
+    ((name, reason),) = trained(perceptron(optimizer=optimizer), "fused_optimizer", 1).run.idle
+    assert name == "fused_optimizer" and why in reason

@@ -1,0 +1,34 @@
+"""gradient_clipping: the norm of all gradients together never exceeds max_norm, and short ones stay."""
+
+import pytest
+import torch
+
+from hasten.contract.errors import Refusal
+from hasten.engine.find import make_method
+from hasten.engine.plan import build
+
+
+def _norms(task, max_norm: float) -> tuple[float, float]:
+    """The norm of the first step's gradients before and after."""
+    program = build(task, [make_method("gradient_clipping", {"max_norm": max_norm})])
+    gradients = lambda: torch.cat([parameter.grad.flatten() for parameter in program.run.model.parameters()]).norm().item()  # noqa: E731
+    program.micro(next(iter(program.train)))
+    before = gradients()
+    program.gradients()
+    return before, gradients()
+
+
+def test_long_gradients_are_shortened(perceptron):
+    before, after = _norms(perceptron(), 0.1)
+    assert before > 0.1 and after == pytest.approx(0.1, rel=1e-4)
+
+
+def test_short_gradients_stay(perceptron):
+    before, after = _norms(perceptron(), 100.0)
+    assert before == after
+
+
+@pytest.mark.parametrize("max_norm", [0, -1, float("nan")])
+def test_a_norm_that_is_none_is_refused(max_norm):
+    with pytest.raises(Refusal, match="max_norm must be a positive number"):
+        make_method("gradient_clipping", {"max_norm": max_norm})

@@ -1,0 +1,79 @@
+"""loader_workers: the same bits for any number of workers, with the task's own loader too."""
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from hasten.contract.recipe import Recipe
+from hasten.engine.find import make_methods
+from hasten.engine.plan import build
+from hasten.engine.sources import from_samples
+
+
+class Noisy(Dataset):
+    """Draws from torch's and NumPy's generators for every sample, as an augmenting dataset does."""
+
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        return torch.randn(12) + numpy.random.rand() + index / 96, index % 4
+
+
+def with_workers(number: int) -> Recipe:
+    return Recipe().with_method("loader_workers", workers=number, persistent=False)
+
+
+def test_any_number_of_workers_reads_a_random_dataset_alike(perceptron, trained):
+    task = perceptron(train_data=Noisy(), epochs=2, batch_size=8)
+    plain, *others = (trained(task, recipe) for recipe in (Recipe(), with_workers(0), with_workers(1), with_workers(3)))
+    assert len(plain.losses) == 24
+    assert all(plain.same_bits(other) for other in others)
+
+
+def test_persistent_workers_read_alike(perceptron, trained):
+    task = perceptron(train_data=Noisy(), epochs=3)
+    assert trained(task).same_bits(trained(task, "loader_workers:workers=1,prefetch=1"))
+
+
+def test_a_ready_loader_keeps_its_order_and_the_models_random_numbers(transformer, trained):
+    def task():
+        data = transformer().train_data
+        return transformer(dropout=0.2, train_data=DataLoader(data, batch_size=16, shuffle=True), batch_size=None, epochs=5)
+
+    assert trained(task()).same_bits(trained(task(), with_workers(2), number=None))
+
+
+def test_a_run_taken_up_in_the_middle_sees_the_rest_of_the_pass(perceptron):
+    program = build(perceptron(train_data=Noisy()), make_methods(with_workers(1)))
+    whole = [x for x, _ in program.train.epoch(1, 0)]
+    rest = [x for x, _ in program.train.epoch(1, 4)]
+    assert len(rest) == len(whole) - 4
+    assert all(torch.equal(a, b) for a, b in zip(whole[4:], rest, strict=True))
+
+
+def test_settings_reach_the_loader(perceptron):
+    samples = build(perceptron(), make_methods(Recipe.read("loader_workers:workers=3,prefetch=5"))).train.samples
+    assert (samples.workers, samples.prefetch, samples.persistent, samples.pin) == (3, 5, True, False)
+    assert from_samples(samples).length == 6
+
+
+def test_a_stream_has_nothing_to_read_by_index(perceptron, trained):
+    stream = [(torch.randn(12), torch.tensor(index % 4)) for index in range(32)]
+    task = perceptron(train_data=DataLoader(_Stream(stream), batch_size=8), batch_size=None)
+    assert [name for name, _ in trained(task, with_workers(2)).run.idle] == ["loader_workers"]
+
+
+class _Stream(torch.utils.data.IterableDataset):
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        return iter(self.samples)
+
+
+@pytest.mark.parametrize("settings", ["workers=-1", "prefetch=0"])
+def test_bad_settings(settings):
+    with pytest.raises(ValueError, match=settings.partition("=")[0]):
+        make_methods(Recipe.read(f"loader_workers:{settings}"))

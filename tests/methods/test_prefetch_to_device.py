@@ -1,0 +1,56 @@
+"""prefetch_to_device: the same batches, one ahead; on the CPU a reason."""
+
+import pytest
+import torch
+
+from hasten.contract.method import Run
+from hasten.methods.prefetch_to_device import PrefetchToDevice, one_ahead
+
+
+def test_on_the_cpu_there_is_nothing_to_copy(perceptron, trained):
+    task = perceptron()
+    run = trained(task, "prefetch_to_device")
+    assert [(name, "nothing to copy" in why) for name, why in run.run.idle] == [("prefetch_to_device", True)]
+    assert run.same_bits(trained(task))
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+
+
+@needs_gpu
+def test_the_same_batches_in_the_same_order_one_ahead():
+    taken = []
+
+    def batches():
+        buffer = torch.empty(1 << 20)  # used again and again, as batched_fetch does
+        for number in range(20):
+            taken.append(number)
+            yield {"x": buffer.fill_(number), "n": torch.tensor(number)}
+
+    for number, batch in enumerate(one_ahead(batches(), torch.device("cuda"))):
+        assert batch["x"].is_cuda and int(batch["n"]) == number
+        assert len(taken) == min(number + 2, 20)
+        assert (batch["x"] == number).all()
+
+
+@needs_gpu
+def test_training_on_the_gpu_ends_in_the_same_bits(perceptron):
+    from hasten.engine.loop import steps
+    from hasten.engine.plan import build
+
+    def weights(*methods):
+        program = build(perceptron(epochs=5), list(methods), device="cuda")
+        list(steps(program))
+        return [value.clone() for value in program.run.model.parameters()]
+
+    assert all(map(torch.equal, weights(), weights(PrefetchToDevice())))
+
+
+def test_a_run_without_data_to_wrap_is_told_once():
+    run = Run(torch.device("cpu"), None)
+    from hasten.contract.data import Batches
+
+    batches = Batches(epoch=lambda epoch, start: iter(()))
+    assert PrefetchToDevice().data(batches, run) is batches
+    PrefetchToDevice().data(batches, run)
+    assert len(run.idle) == 1

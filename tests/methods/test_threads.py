@@ -1,0 +1,60 @@
+"""threads: the count holds inside and is restored outside."""
+
+import os
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from hasten.contract.method import Run
+from hasten.contract.recipe import Recipe
+from hasten.engine.find import make_methods
+from hasten.engine.plan import build
+from hasten.methods.threads import Threads
+
+two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: there is no other count to choose")
+
+
+@two_cores
+def test_the_count_holds_inside_only(perceptron):
+    program = build(perceptron(), [Threads(2)])
+    assert torch.get_num_threads() == 1
+    with pytest.raises(KeyError), program.process():
+        assert torch.get_num_threads() == 2
+        raise KeyError
+    assert torch.get_num_threads() == 1
+
+
+@two_cores
+def test_the_same_maths(convolutional, trained):
+    def task():
+        return convolutional(model=lambda: convolutional().model().double(), train_data=Double(convolutional().train_data), epochs=5)
+
+    plain, other = trained(task()), trained(task(), [Threads(2)])
+    assert other.run.idle == []
+    for name, value in plain.weights.items():
+        torch.testing.assert_close(value, other.weights[name], rtol=1e-10, atol=1e-12)
+
+
+class Double(torch.utils.data.Dataset):
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        x, y = self.data[index]
+        return x.double(), y
+
+
+@pytest.mark.parametrize(("count", "reason"), [(1, "already"), (4096, "cores")])
+def test_what_it_leaves_alone_and_why(count, reason):
+    run = Run(torch.device("cpu"), None)
+    assert Threads(count).process(nullcontext, run) is nullcontext
+    assert reason in run.idle[0][1]
+
+
+def test_bad_settings():
+    with pytest.raises(ValueError, match="count"):
+        make_methods(Recipe.read("threads:count=0"))

@@ -1,0 +1,159 @@
+"""Results as the verbs write them, made up from a few numbers. The tests change them; nothing here is a measurement."""
+
+from math import exp
+
+
+def interval(median: float, spread: float = 0.08) -> dict:
+    return {"median": median, "low": median * (1 - spread), "high": median * (1 + spread)}
+
+
+def curve(seed: int, total: float, best: float, points: int = 14) -> dict:
+    """A metric that rises towards ``best`` over ``total`` seconds, a little different for each seed."""
+    shape = [
+        (k / points, best - 0.12 * exp(-6 * k / points) + 0.002 * ((seed * 7 + k * 3) % 5 - 2) / 2) for k in range(1, points + 1)
+    ]
+    return {"seed": seed, "points": [{"seconds": share * total, "samples": int(share * 43110), "metric": value} for share, value in shape]}
+
+
+def trial(what: str, stage: str, verdict: str, ratio: float | None, why: str = "") -> dict:
+    return {"what": what, "stage": stage, "verdict": verdict, "ratio": ratio and interval(ratio, 0.03), "seconds": 3.2, "why": why}
+
+
+ENVIRONMENT = {
+    "machine": {"cpu": "Ordinary CPU @ 2.50GHz", "cores": 2, "memory_gb": 24, "device": "cpu", "gpu": None, "os": "Linux 6.1"},
+    "versions": {"python": "3.11.7", "torch": "2.13.0", "hasten": "0.1.0"},
+    "noise": {"spread_percent": 3.1, "steal_percent": 0.2, "involuntary_switches": 120},
+    "seed": 0,
+}
+
+BASELINE = {"input": 0.52, "forward": 0.031, "backward": 0.046, "update": 0.052, "evaluation": 0.081, "logging": 0.002}
+TUNED = {"input": 0.012, "forward": 0.027, "backward": 0.041, "update": 0.019, "evaluation": 0.03, "logging": 0.002}
+
+
+def faster() -> dict:
+    """``hasten tune digits`` that won."""
+    return ENVIRONMENT | {
+        "kind": "tune",
+        "task": "digits",
+        "verdict": "faster",
+        "why": "four methods together, confirmed on three fresh seeds",
+        "metric": {"name": "accuracy", "higher_is_better": True, "target": 0.97, "unit": ""},
+        "recipe": {"batched_fetch": {}, "fused_optimizer": {}, "threads": {"count": 1}, "compressed_schedule": {"factor": 0.35}},
+        "recipe_file": "recipe.toml",
+        "competent_recipe": {"fused_optimizer": {}},
+        "speedup": {"median": 5.12, "low": 4.63, "high": 5.71},
+        "speedup_over_competent": {"median": 4.43, "low": 4.02, "high": 4.9},
+        "time_to_target": {"baseline": 8.2, "competent": 7.1, "tuned": 1.6},
+        "samples_to_target": {"baseline": [24000, 25500, 23000], "tuned": [17000, 18200, 16800]},
+        "quality": {
+            "baseline": 0.9731,
+            "tuned": 0.9752,
+            "margin": 0.005,
+            "difference": {"mean": 0.0021, "low": -0.0011, "high": 0.0053},
+            "seeds": [100, 101, 102],
+            "passed": True,
+        },
+        "curves": {
+            "baseline": [curve(seed, 14.0, 0.976) for seed in (100, 101, 102)],
+            "tuned": [curve(seed, 3.1, 0.978) for seed in (100, 101, 102)],
+        },
+        "anatomy": {"baseline": BASELINE, "tuned": TUNED},
+        "shares": [
+            {"method": "batched_fetch", "speedup": interval(2.6, 0.05)},
+            {"method": "compressed_schedule", "speedup": interval(1.7, 0.06)},
+            {"method": "fused_optimizer", "speedup": interval(1.12, 0.03)},
+            {"method": "threads", "speedup": interval(1.04, 0.02)},
+        ],
+        "trials": [
+            trial("batched_fetch", "systems", "kept", 2.7),
+            trial("threads:count=1", "systems", "kept", 1.06),
+            trial("loader_workers:workers=2", "systems", "slower", 0.71, "the workers cost more than they bring on two cores"),
+            trial("cache_dataset", "systems", "no gain", 1.003, "batched_fetch already reads from memory"),
+            trial("channels_last", "systems", "not tried", None, "the model has no convolutions"),
+            trial("fused_optimizer", "systems", "kept", 1.14),
+            trial("bfloat16", "precision", "slower", 0.42, "this CPU emulates bfloat16"),
+            trial("compressed_schedule:factor=0.35", "training", "kept", 1.72),
+            trial("batch_size:factor=4", "training", "refused", 1.31, "accuracy 0.021 below the baseline, margin 0.005"),
+            trial("znorm", "training", "no gain", 0.98, "the target came no sooner"),
+            trial("all that was kept", "composition", "won", 5.1),
+            trial("all that was kept", "confirmation", "won", 5.12, "three fresh seeds, both arms from start to end"),
+        ],
+        "headroom": {"input": 3.4, "forward": 1.04, "backward": 1.07, "update": 1.08, "evaluation": 1.12, "logging": 1.0},
+        "phases": {"input": 0.71, "forward": 0.04, "backward": 0.06, "update": 0.07, "evaluation": 0.11, "logging": 0.003},
+        "facts": ["cpu", "indexed samples", "several epochs"],
+        "search_seconds": 151.0,
+        "budget_seconds": 170.0,
+        "pays_after_runs": 23.0,
+        "runs_expected": 10,
+    }
+
+
+def leave_it() -> dict:
+    """``hasten tune`` that found nothing."""
+    won = faster()
+    lost = [one | {"verdict": "no gain", "ratio": interval(1.004, 0.01)} if one["verdict"] in ("kept", "won") else one for one in won["trials"][:10]]
+    return won | {
+        "verdict": "leave it",
+        "why": "The step is arithmetic from end to end; no method that applies made it faster by more than the noise.",
+        "recipe": {},
+        "recipe_file": None,
+        "speedup": None,
+        "speedup_over_competent": None,
+        "time_to_target": {"baseline": 8.2},
+        "quality": {"baseline": 0.9731, "margin": 0.005},
+        "curves": {"baseline": won["curves"]["baseline"]},
+        "anatomy": {"baseline": BASELINE | {"input": 0.004, "backward": 0.4, "forward": 0.22}},
+        "headroom": {"input": 1.01, "update": 1.07, "evaluation": 1.12, "logging": 1.0},
+        "shares": [],
+        "trials": lost,
+        "pays_after_runs": None,
+    }
+
+
+def compared() -> dict:
+    return ENVIRONMENT | {
+        "kind": "compare",
+        "task": "digits",
+        "a": "baseline",
+        "b": "batched_fetch + threads:count=1",
+        "verdict": "faster",
+        "ratio": interval(2.7, 0.03),
+        "cpu_ratio": interval(2.6, 0.02),
+        "blocks": 24,
+        "seconds_per_1000_samples": {"a": 0.73, "b": 0.27},
+        "evaluation_seconds": {"a": 0.08, "b": 0.03},
+        "start_seconds": {"a": 0.4, "b": 0.4},
+        "why": "",
+    }
+
+
+def diagnosed() -> dict:
+    return ENVIRONMENT | {
+        "kind": "diagnose",
+        "task": "digits",
+        "verdict": "The training waits for its data: 71 % of the time goes into reading samples one at a time.",
+        "phases": {"input": 0.71, "forward": 0.04, "backward": 0.06, "update": 0.07, "evaluation": 0.11, "logging": 0.01},
+        "headroom": {"input": 3.4, "forward": 1.04, "backward": 1.07, "update": 1.08, "evaluation": 1.12, "logging": 1.01},
+        "advice": [
+            {"method": "batched_fetch", "bound": 3.4, "why": "samples can be read by index"},
+            {"method": "loader_workers", "bound": 2.0, "why": "two cores, one of them idle"},
+        ],
+        "seconds_per_step": 0.0231,
+        "flops": {"achieved_gflops": 1.9, "peak_gflops": 88.0, "share": 0.0216},
+        "causes": {"page faults": 12.5, "system time": 0.04},
+    }
+
+
+def trained() -> dict:
+    points = curve(0, 3.1, 0.978)["points"]
+    return {
+        "task": "digits",
+        "metric": 0.9778,
+        "best_metric": 0.9791,
+        "steps": 680,
+        "seconds": 3.1,
+        "seconds_to_target": 1.6,
+        "stopped": None,
+        "out": "runs/digits",
+        "evaluations": [{"step": index * 48} | point for index, point in enumerate(points, 1)],
+    }

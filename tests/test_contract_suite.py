@@ -1,0 +1,127 @@
+"""Every method of ours is held against the contract suite, and the suite against methods that break it."""
+
+import warnings
+from functools import cache
+
+import pytest
+
+from hasten.engine.find import method_names
+from hasten.testing import CHECKS, Subject, check_method
+
+SETTINGS = {
+    "compile": {"backend": "eager"},  # the real backend compiles C++ for half a minute; it has a slow test of its own
+    "gradient_clipping": {"max_norm": 0.25},
+}
+
+
+@cache
+def subject(name: str) -> Subject:
+    return Subject(name, **SETTINGS.get(name, {}))
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("name", method_names())
+def test_our_methods_keep_the_contract(name, check):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        check(subject(name))
+
+
+LIARS = '''
+"""Methods that break the contract, each in its own way."""
+import os
+from dataclasses import dataclass
+
+import torch
+
+from hasten import Card, Exactness, Method
+
+def card(exactness, **more):
+    return Card(summary="faster", exactness=exactness, source="a friend", gain_when="always", speeds={"forward"}, **more)
+
+class NoCardFacts(Method):
+    card = Card(summary="faster", exactness=Exactness.OTHER_MATHS)
+    def batch(self, move, run):
+        return lambda batch: [-move(batch)[0], batch[1]]
+
+class LeavesThreads(Method):
+    card = card(Exactness.BIT_EXACT)
+    def model(self, model, run):
+        torch.set_num_threads(torch.get_num_threads() + 1)
+        return model
+
+class LeavesEnvironment(Method):
+    card = card(Exactness.BIT_EXACT)
+    def model(self, model, run):
+        os.environ["FASTER"] = "yes"
+        return model
+
+class DrawsNumbers(Method):
+    card = card(Exactness.SAME_MATHS)
+    def update(self, update, run):
+        return lambda: (torch.rand(1), update())
+
+class ChangesLabels(Method):
+    card = card(Exactness.BIT_EXACT)
+    def batch(self, move, run):
+        return lambda batch: [move(batch)[0], torch.zeros_like(batch[1])]
+
+class ForgetsItsState(Method):
+    card = card(Exactness.OTHER_MATHS)
+    def update(self, update, run):
+        class Count:
+            steps = 0
+            def state_dict(self):
+                return {"steps": self.steps}
+            def load_state_dict(self, state):
+                pass
+        count = run.kept[self.name] = Count()
+        def counted():
+            update()
+            count.steps += 1
+        return counted
+
+class ExportsAWrapper(Method):
+    card = card(Exactness.OTHER_MATHS)
+    def export(self, model, run):
+        return torch.nn.Sequential(model)
+
+class IdleButBusy(Method):
+    card = card(Exactness.OTHER_MATHS)
+    def batch(self, move, run):
+        run.nothing_to_do(self, "nothing here")
+        return lambda batch: [2 * move(batch)[0], batch[1]]
+'''
+
+BROKEN = {
+    "NoCardFacts": "has_a_complete_card: the card lacks source, gain_when",
+    "LeavesThreads": "leaves_no_trace: it leaves the process changed: threads",
+    "LeavesEnvironment": "leaves_no_trace: it leaves the process changed: environment",
+    "DrawsNumbers": "leaves_no_trace: it draws random numbers of its own",
+    "ChangesLabels": "is_as_exact_as_its_card_says: the card says 'same bits', but",
+    "ForgetsItsState": "survives_a_checkpoint: what is kept as",
+    "ExportsAWrapper": "exports_a_plain_module: it exports weights under other names",
+    "IdleButBusy": "says_so_when_idle: it says that it has nothing to do",
+}
+
+
+@pytest.fixture(scope="module")
+def liars(tmp_path_factory):
+    path = tmp_path_factory.mktemp("methods") / "liars.py"
+    path.write_text(LIARS)
+    return path
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_the_suite_catches(name, liars):
+    with pytest.raises(AssertionError) as caught:
+        check_method(f"{liars}:{name}")
+    assert BROKEN[name] in str(caught.value)
+
+
+def test_the_suite_passes_an_honest_method_given_as_a_class():
+    from hasten.methods.gradient_accumulation import GradientAccumulation
+
+    results = check_method(GradientAccumulation, pieces=3)
+    assert set(results.values()) == {"passed"}, results
+    assert results.keys() == {check.__name__ for check in CHECKS}

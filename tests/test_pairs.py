@@ -1,0 +1,71 @@
+"""Every pair of methods either trains two steps, the same to the bit in whichever order they are typed, or is refused
+with both names and a reason. What the cards do not know, this finds."""
+
+import math
+import warnings
+from functools import cache
+from itertools import combinations, islice
+
+import pytest
+import torch
+
+from hasten.contract.errors import Refusal
+from hasten.contract.recipe import Recipe
+from hasten.engine.find import make_method, make_methods, method_names
+from hasten.engine.loop import steps
+from hasten.engine.plan import build
+from hasten.measure.process_state import restored
+from hasten.testing import tasks
+
+SETTINGS = {
+    "compile": {"backend": "eager"},  # the tracing without half a minute of C++
+    "gradient_clipping": {"max_norm": 0.25},
+}
+TASKS = (tasks.perceptron, tasks.convolutional, tasks.transformer, lambda: tasks.convolutional(batch_norm=False))
+
+
+@cache
+def busy(name: str) -> tuple:
+    """The small tasks on which a method has something to do."""
+    return tuple(task for task in TASKS if not _two_steps(task, [name])[1])
+
+
+@pytest.mark.parametrize("pair", list(combinations(method_names(), 2)), ids=" and ".join)
+def test_a_pair_trains_together_in_any_order_or_is_refused(pair):
+    for name in pair:
+        if not busy(name):
+            pytest.skip(f"{name} has nothing to do here: {_two_steps(tasks.perceptron, [name])[1]}")
+    task = next((task for task in TASKS if task in busy(pair[0]) and task in busy(pair[1])), None)
+    if task is None:
+        pytest.skip(f"no small task gives both {pair[0]} and {pair[1]} something to do")
+    try:
+        weights, _ = _two_steps(task, pair)
+    except Refusal as reason:
+        assert all(name in str(reason) for name in pair), f"the refusal of {pair} names not both: {reason}"
+        with pytest.raises(Refusal, match=str(reason).split(";")[0][:20]):
+            _two_steps(task, pair[::-1])
+        return
+    reversed_weights, _ = _two_steps(task, pair[::-1])
+    assert all(math.isfinite(value.sum()) for value in weights.values()), f"{pair} together give weights that are not finite"
+    assert weights.keys() == reversed_weights.keys()
+    different = [name for name in weights if not torch.equal(weights[name], reversed_weights[name])]
+    assert not different, f"the order in which {pair} are typed matters for {different}"
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_a_method_with_itself_is_refused(name):
+    with pytest.raises(Refusal, match="named twice"):
+        Recipe.parse([name, name])
+    assert make_method(name).name == name
+
+
+def _two_steps(task, names) -> tuple[dict, list]:
+    """(exported weights, idle) after two steps with the methods in this order."""
+    with restored(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        program = build(task(), make_methods(Recipe({name: SETTINGS.get(name, {}) for name in names})))
+        with program.process():
+            for _ in islice(steps(program), 2):
+                pass
+            weights = {name: value.detach().clone() for name, value in program.export().state_dict().items()}
+    return weights, program.run.idle

@@ -1,0 +1,164 @@
+"""Where data come from: found, fetched from a real server, checked; and what is said when they are not right."""
+
+import hashlib
+import http.server
+import io
+import tarfile
+import threading
+from functools import partial
+
+import numpy
+import pytest
+
+from hasten import Failure, Refusal
+from hasten_workloads import cifar10, imdb
+from hasten_workloads._data import File, fetched, found, members
+
+CONTENT = b"forty-two\n" * 5000
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """An empty data folder and an empty home."""
+    monkeypatch.setenv("HASTEN_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "data").mkdir()
+    return tmp_path
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server(folders):
+    """The address of a real server with one file on it."""
+    (folders / "served").mkdir()
+    (folders / "served" / "numbers.txt").write_bytes(CONTENT)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folders / "served"))) as http_server:
+        threading.Thread(target=http_server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{http_server.server_port}/"
+        http_server.shutdown()
+
+
+def numbers_at(address: str, content: bytes = CONTENT) -> File:
+    return File("numbers/numbers.txt", address, hashlib.sha256(content).hexdigest())
+
+
+def everything_in(folder) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*") if path.is_file()) if folder.exists() else []
+
+
+def test_a_file_is_fetched_once_and_found_ever_after(server, folders, capfd):
+    path = fetched(numbers_at(server + "numbers.txt"))
+    assert path == folders / "home/.cache/hasten/numbers/numbers.txt" and path.read_bytes() == CONTENT
+    assert fetched(numbers_at("http://127.0.0.1:1/nobody-listens")) == path
+    assert everything_in(folders / "home") == ["numbers.txt"] and capfd.readouterr().out == ""
+
+
+def test_the_data_folder_comes_first(server, folders):
+    fetched(numbers_at(server + "numbers.txt"))
+    own = folders / "data/numbers/numbers.txt"
+    own.parent.mkdir()
+    own.write_bytes(CONTENT)
+    assert fetched(numbers_at("")) == found("numbers/numbers.txt") == own
+
+
+def test_what_a_server_sends_is_checked_and_not_kept(server, folders):
+    with pytest.raises(Failure, match=r"numbers\.txt sent is not the expected file.*put the right one at .*/numbers/numbers\.txt$"):
+        fetched(numbers_at(server + "numbers.txt", content=b"something else"))
+    assert everything_in(folders / "home") == []
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:1/numbers.txt", "{server}missing.txt"])
+def test_what_cannot_be_fetched_says_from_where_and_where_to_put_it(server, folders, address):
+    address = address.format(server=server)
+    with pytest.raises(Failure) as failed:
+        fetched(numbers_at(address))
+    message = str(failed.value)
+    assert address in message and str(folders / "home/.cache/hasten/numbers/numbers.txt") in message and "\n" not in message
+    assert everything_in(folders / "home") == []
+
+
+def test_another_file_in_its_place_is_refused(folders):
+    wrong = folders / "data/numbers/numbers.txt"
+    wrong.parent.mkdir()
+    wrong.write_bytes(CONTENT[:-1])
+    with pytest.raises(Refusal, match=r"numbers\.txt is not the expected file \(sha256 .*remove it"):
+        fetched(numbers_at("http://127.0.0.1:1/"))
+    assert wrong.read_bytes() == CONTENT[:-1]
+
+
+def test_a_folder_that_cannot_be_written_is_told(server, folders):
+    (folders / "home").write_text("a file, where a folder should be")
+    with pytest.raises(Failure, match="cannot write .*set HASTEN_DATA"):
+        fetched(numbers_at(server + "numbers.txt"))
+
+
+def archive(path, files: dict[str, bytes]):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w:gz") as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return path
+
+
+def test_archives_are_read_by_name_and_nothing_is_written(folders, monkeypatch):
+    files = {"a/one.txt": b"1", "../outside.txt": b"x" * 600, "/etc/absolute": b"", "a/two.txt": b"22"}
+    path = archive(folders / "some.tar.gz", files)
+    monkeypatch.chdir(folders)
+    before = everything_in(folders)
+    assert dict(members(path)) == files
+    assert everything_in(folders) == before
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"not an archive", lambda b: b"", lambda b: b[:200] + b"\xff" * 40 + b[240:]])
+def test_a_damaged_archive_is_refused(folders, damage):
+    path = archive(folders / "some.tar.gz", {f"a/{n}.txt": hashlib.sha256(b"%d" % n).digest() * 40 for n in range(50)})
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(Refusal, match=r"some\.tar\.gz cannot be read"):
+        list(members(path))
+
+
+def official(folders, workload, monkeypatch, files: dict[str, bytes]):
+    """A small archive in the official form, where the workload looks for the official one."""
+    path = archive(folders / "data" / workload.OFFICIAL.path, files)
+    monkeypatch.setattr(workload, "OFFICIAL", File(workload.OFFICIAL.path, "", hashlib.sha256(path.read_bytes()).hexdigest()))
+
+
+def test_cifar10_is_made_from_the_official_archive_once(folders, monkeypatch):
+    red, blue = numpy.zeros((3, 32, 32), numpy.uint8), numpy.zeros((3, 32, 32), numpy.uint8)
+    red[0], blue[2] = 200, 100
+    rows = bytes([9]) + red.tobytes() + bytes([0]) + blue.tobytes()
+    official(folders, cifar10, monkeypatch, {"cifar-10-batches-bin/test_batch.bin": rows, "cifar-10-batches-bin/readme.html": b"?"})
+    monkeypatch.setattr(cifar10, "PICTURES", {"test": 2})
+    dataset = cifar10.Photographs("test")
+    assert dataset.labels == [9, 0]
+    for index, pixels in enumerate((red, blue)):
+        seen = (dataset[index][0] * cifar10.SPREAD + cifar10.MEAN) * 255
+        assert abs(seen.numpy() - pixels).max() < 6  # what JPEG loses
+    assert everything_in(folders / "home") == ["test.tar.gz"]
+    (folders / "data" / cifar10.OFFICIAL.path).unlink()
+    assert cifar10.Photographs("test").files == dataset.files
+
+
+def test_imdb_takes_its_part_of_the_official_archive(folders, monkeypatch):
+    names = ["train/pos/0_9.txt", "train/neg/1_2.txt", "train/pos/2_8.txt", "train/unsup/0_0.txt", "test/pos/0_10.txt", "test/neg/0_1.txt", "test/neg/1_1.txt"]
+    official(folders, imdb, monkeypatch, {f"aclImdb/{name}": name.encode() for name in names})
+    monkeypatch.setattr(imdb, "BELOW", {"train": 1, "test": 1})
+    with pytest.raises(Refusal, match="holds 1 and 2 reviews"):
+        imdb._reviews()
+    monkeypatch.setattr(imdb, "BELOW", {"train": 2, "test": 1})
+    imdb_part = folders / "home/.cache/hasten" / imdb.PART
+    imdb_part.unlink()
+    with pytest.raises(Refusal, match="holds 2 and 2 reviews"):  # train/pos has no second review
+        imdb._reviews()
+
+
+def test_too_few_pictures_are_refused(folders):
+    archive(folders / "data/cifar10-jpeg/test.tar.gz", {"test/cat/0000.jpg": b"?"})
+    with pytest.raises(Refusal, match=r"holds 1 pictures test/CLASS/NUMBER\.jpg, not 10000"):
+        cifar10.Photographs("test")
