@@ -47,13 +47,13 @@ clean:
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,bench]'
 	@touch $@ .venv/ready .venv/ready-dev
 
-# Without a driver, and unless pip finds wheels of its own (PIP_FIND_LINKS), the CPU build is tried once and quickly;
-# where that fails, the ordinary installation that follows gets PyTorch from the package index.
+# Without a driver, and unless pip is told where wheels lie (PIP_FIND_LINKS, or find-links in its configuration), the CPU
+# build is tried once and quickly; where that fails, the ordinary installation that follows gets PyTorch from the package index.
 .venv/torch:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 	  { echo "hasten needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1 | head -1); try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv .venv
-	@if [ -z "$$PIP_FIND_LINKS" ] && ! nvidia-smi >/dev/null 2>&1; then \
+	@if ! $(BIN)/pip config list | grep -q find-links && ! nvidia-smi >/dev/null 2>&1; then \
 	  echo "no NVIDIA driver: trying PyTorch's CPU build"; \
 	  $(BIN)/pip install --quiet --no-deps --retries 0 --timeout 10 --index-url $(CPU_INDEX) -c constraints.txt torch \
 	    || echo "not there; the package index will do"; \

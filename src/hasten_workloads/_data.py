@@ -7,7 +7,6 @@ import gzip
 import hashlib
 import http.client
 import os
-import sys
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterator
@@ -52,17 +51,22 @@ def found(path: str) -> Path | None:
 
 
 def made_once(path: str, make: Callable[[Path], None]) -> Path:
-    """The file at ``path`` of the download folder, written by ``make`` and put in place only when it is whole."""
-    place = _folders()[-1] / path
+    """The file at ``path`` of the download folder, written by ``make`` and put in place only when it is whole.
+
+    Raises:
+        Failure: it cannot be written.
+    """
+    place = _downloads() / path
     unfinished = place.with_name(f".{place.name}.{os.getpid()}")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        make(unfinished)
-        os.replace(unfinished, place)
+        try:
+            make(unfinished)
+            os.replace(unfinished, place)
+        finally:
+            unfinished.unlink(missing_ok=True)
     except OSError as error:
         raise Failure(f"cannot write {place}: {error.strerror or error}; set HASTEN_DATA to a folder that has {path}") from None
-    finally:
-        unfinished.unlink(missing_ok=True)
     return place
 
 
@@ -89,42 +93,49 @@ def members(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _folders() -> list[Path]:
-    own = [Path(os.environ["HASTEN_DATA"]).expanduser()] if os.environ.get("HASTEN_DATA") else []
-    return [*own, Path.home() / ".cache" / "hasten"]
+    own = os.environ.get("HASTEN_DATA")
+    return [Path(own).expanduser(), _downloads()] if own else [_downloads()]
+
+
+def _downloads() -> Path:
+    return Path.home() / ".cache" / "hasten"
 
 
 def _download(file: File, to: Path) -> None:
     digest = hashlib.sha256()
-    try:
-        with urllib.request.urlopen(file.address, timeout=PATIENCE) as source, _progress(file, source) as advance:
-            with to.open("wb") as sink:
-                while chunk := source.read(CHUNK):
-                    sink.write(chunk)
-                    digest.update(chunk)
-                    advance(len(chunk))
-    except (OSError, http.client.HTTPException) as error:
-        raise Failure(f"cannot fetch {file.address}: {getattr(error, 'reason', None) or error}; fetch it by hand and put it at {_by_hand(file)}") from None
+    with to.open("wb") as sink:
+        for chunk in _chunks(file):
+            sink.write(chunk)
+            digest.update(chunk)
     if digest.hexdigest() != file.sha256:
-        raise Failure(f"what {file.address} sent is not the expected file (sha256 {digest.hexdigest()[:12]}…); put the right one at {_by_hand(file)}")
+        raise Failure(f"what {file.address} sent is not the expected file (sha256 {digest.hexdigest()[:12]}…); put the right one at {_downloads() / file.path}")
 
 
-def _by_hand(file: File) -> Path:
-    return _folders()[-1] / file.path
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as source:
-        return hashlib.file_digest(source, "sha256").hexdigest()
+def _chunks(file: File) -> Iterator[bytes]:
+    """What the file's address sends, piece by piece, with a bar on stderr."""
+    try:
+        with urllib.request.urlopen(file.address, timeout=PATIENCE) as source, _bar(file, source) as advance:
+            while chunk := source.read(CHUNK):
+                advance(len(chunk))
+                yield chunk
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        why = getattr(error, "reason", None) or error
+        raise Failure(f"cannot fetch {file.address}: {why}; fetch it by hand and put it at {_downloads() / file.path}") from None
 
 
 @contextmanager
-def _progress(file: File, source) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr with the size and the time left; what it gives is told how many bytes have come."""
+def _bar(file: File, source) -> Iterator[Callable[[int], None]]:
+    """A bar with the size and the time left; what it gives is told how many bytes have come."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     total = source.headers.get("Content-Length")
     columns = TextColumn("fetching {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(file.path, total=int(total) if total else None)
         yield lambda count: bar.advance(task, count)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as source:
+        return hashlib.file_digest(source, "sha256").hexdigest()

@@ -8,12 +8,12 @@ from hasten import Task
 
 
 def digits() -> Task:
-    """A multilayer perceptron on scikit-learn's digits: 1257 to learn from, 540 to be judged by."""
+    """A perceptron with one hidden layer on scikit-learn's digits: half of them to learn from, half to be judged by."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
     images, labels = load_digits(return_X_y=True)
-    train_images, test_images, train_labels, test_labels = train_test_split(images, labels, test_size=0.3, stratify=labels, random_state=0)
+    train_images, test_images, train_labels, test_labels = train_test_split(images, labels, test_size=0.5, stratify=labels, random_state=0)
     return Task(
         model=Perceptron,
         train_data=Digits(train_images, train_labels),
@@ -21,9 +21,9 @@ def digits() -> Task:
         loss=nn.functional.cross_entropy,
         optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=1e-3),
         metric="accuracy",
-        target=0.97,
+        target=0.9625,
         batch_size=32,
-        epochs=60,
+        epochs=80,
     )
 
 
@@ -41,13 +41,7 @@ class Digits(Dataset):
 
 
 class Perceptron(nn.Sequential):
-    """64 pixels, two hidden layers of 128, 10 digits."""
+    """64 pixels, one hidden layer of 64, 10 digits."""
 
     def __init__(self):
-        super().__init__(
-            nn.Linear(64, 128),
-            nn.ReLU(),
-            nn.Linear(128, 128),
-            nn.ReLU(),
-            nn.Linear(128, 10),
-        )
+        super().__init__(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))

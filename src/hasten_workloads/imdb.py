@@ -47,7 +47,7 @@ def imdb() -> Task:
         metric="accuracy",
         target=0.80,
         batch_size=32,
-        epochs=5,
+        epochs=4,
     )
 
 
@@ -80,6 +80,7 @@ def classifier():
         num_attention_heads=4,
         intermediate_size=128,
         max_position_embeddings=LENGTH,
+        attention_probs_dropout_prob=0.0,
         pad_token_id=PADDING,
         num_labels=2,
     )

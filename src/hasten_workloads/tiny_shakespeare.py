@@ -33,7 +33,7 @@ def tiny_shakespeare() -> Task:
         loss=loss_per_character,
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
         metric="loss",
-        target=1.75,
+        target=1.85,
         batch_size=32,
         epochs=3,
         evaluate_every=3200,

@@ -27,7 +27,9 @@ class Trained:
     run: Run
 
     def same_bits(self, other: "Trained") -> bool:
-        return self.weights.keys() == other.weights.keys() and all(torch.equal(self.weights[name], other.weights[name]) for name in self.weights)
+        return self.weights.keys() == other.weights.keys() and all(
+            torch.equal(self.weights[name], other.weights[name]) for name in self.weights
+        )
 
 
 @pytest.fixture
@@ -69,4 +71,9 @@ def nothing_left_behind():
     """A method must undo what it did to the process, in its own tests too."""
     before = (torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, torch.get_default_dtype())
     yield
-    assert before == (torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, torch.get_default_dtype())
+    assert before == (
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.allow_tf32,
+        torch.get_default_dtype(),
+    )

@@ -4,9 +4,9 @@ import copy
 
 import torch
 
+from hasten.contract.recipe import Recipe
 from hasten.engine.find import make_methods
 from hasten.engine.plan import build
-from hasten.contract.recipe import Recipe
 from hasten.methods.activation_checkpointing import repeated_blocks
 
 
@@ -58,4 +58,6 @@ def test_a_copy_computes_with_its_own_weights(transformer, trained):
 
 
 def test_without_blocks_it_says_so(perceptron, trained):
-    assert trained(perceptron(), "activation_checkpointing", 1).run.idle == [("activation_checkpointing", "the model has no sequence of like blocks")]
+    assert trained(perceptron(), "activation_checkpointing", 1).run.idle == [
+        ("activation_checkpointing", "the model has no sequence of like blocks")
+    ]

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from hasten.contract.batch import tensors
+from hasten.contract.batch import map_tensors, tensors
 from hasten.contract.data import same
 from hasten.contract.errors import Failure, Refusal
 from hasten.contract.recipe import Recipe
@@ -51,8 +51,6 @@ def batches_of(task, recipe=RECIPE, passes=2, validation=False, start=0):
 
 
 def _copied(batch):
-    from hasten.contract.batch import map_tensors
-
     return map_tensors(torch.clone, batch)
 
 
@@ -131,8 +129,7 @@ def test_the_models_own_random_numbers_are_not_disturbed(transformer, trained):
 
 
 IDLE = {
-    "random": (lambda i: (torch.randn(3), i), {}),
-    "random": (lambda i: (vector(i) * numpy.random.rand(), i), {}),
+    "random": (lambda i: (vector(i) * torch.rand(()) * numpy.random.rand(), i), {}),
     "unequal shapes": (lambda i: (torch.zeros(1 + i % 3), i), {}),
     "no tensor": (lambda i: (vector(i), str(i)), {}),
     "GB": (lambda i: (torch.zeros(10_000), i), {"gigabytes": 1e-3}),

@@ -26,15 +26,15 @@ def test_the_schedule_keeps_its_optimizer(perceptron, trained):
 
     run = trained(perceptron(optimizer=optimizer), "fused_optimizer", 3)
     assert run.program.schedule.optimizer is run.run.optimizer
-    assert run.run.optimizer.param_groups[0]["lr"] == pytest.approx(3e-3)
+    assert run.run.optimizer.param_groups[0]["lr"] == pytest.approx(4e-3)  # the fourth step's
 
 
 def test_the_state_is_loaded_into_a_fused_optimizer(perceptron, trained):
-    first = trained(perceptron(), "fused_optimizer", 3).run.optimizer
-    second = trained(perceptron(), "fused_optimizer", 1).run.optimizer
-    second.load_state_dict(first.state_dict())
-    second.step()
-    assert next(iter(second.state.values()))["step"].item() == 4
+    first, second = (trained(perceptron(), "fused_optimizer", number) for number in (3, 1))
+    second.run.optimizer.load_state_dict(first.run.optimizer.state_dict())
+    second.program.micro(next(iter(second.program.train)))
+    second.program.update()
+    assert next(iter(second.run.optimizer.state.values()))["step"].item() == 4
 
 
 class OwnAdam(torch.optim.Adam):

@@ -30,7 +30,9 @@ def test_batch_normalisation_is_another_formula_so_nothing_is_cut(convolutional,
 
 
 def test_one_piece_is_nothing_to_do(perceptron, trained):
-    assert trained(perceptron(), "gradient_accumulation:pieces=1", 1).run.idle == [("gradient_accumulation", "the batch stays in one piece")]
+    assert trained(perceptron(), "gradient_accumulation:pieces=1", 1).run.idle == [
+        ("gradient_accumulation", "the batch stays in one piece")
+    ]
 
 
 def test_no_piece_is_refused():

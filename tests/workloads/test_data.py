@@ -1,5 +1,6 @@
 """Where data come from: found, fetched from a real server, checked; and what is said when they are not right."""
 
+import gzip
 import hashlib
 import http.server
 import io
@@ -115,10 +116,19 @@ def test_archives_are_read_by_name_and_nothing_is_written(folders, monkeypatch):
     assert everything_in(folders) == before
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"not an archive", lambda b: b"", lambda b: b[:200] + b"\xff" * 40 + b[240:]])
+DAMAGE = {
+    "cut in half": lambda content: content[: len(content) // 2],
+    "something else": lambda content: b"not an archive",
+    "some bytes changed": lambda content: content[:200] + b"\xff" * 40 + content[240:],
+    "zipped, but no archive": lambda content: gzip.compress(b"x" * 5000),
+    "an archive without its end": lambda content: gzip.compress(gzip.decompress(content)[:3000]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_archive_is_refused(folders, damage):
     path = archive(folders / "some.tar.gz", {f"a/{n}.txt": hashlib.sha256(b"%d" % n).digest() * 40 for n in range(50)})
-    path.write_bytes(damage(path.read_bytes()))
+    path.write_bytes(DAMAGE[damage](path.read_bytes()))
     with pytest.raises(Refusal, match=r"some\.tar\.gz cannot be read"):
         list(members(path))
 

@@ -38,19 +38,25 @@ def main(words: list[str] | None = None) -> int:
     with stdout_kept_for_json() if "--json" in words else nullcontext() as tell:
         try:
             answer = _answer(words)
-            if answer is not None:
-                tell(answer.result) if tell else show(answer)
-                sys.stdout.flush()
-            return answer.code if answer else 0
-        except BrokenPipeError:  # the reader has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            return 0
+            if answer is None:
+                return 0
+            tell(answer.result) if tell else _show_to_whoever_reads(answer)
+            return answer.code
         except (Exception, KeyboardInterrupt) as error:
             code, line = _verdict(error)
             print(f"hasten: {line}", file=sys.stderr, flush=True)
             if tell:
                 tell({"error": line})
             return code
+
+
+def _show_to_whoever_reads(answer: Answer) -> None:
+    """Prints the answer; a reader that has seen enough (``hasten methods | head``) is no mistake."""
+    try:
+        show(answer)
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit):  # rich turns the one into the other
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _answer(words: list[str]) -> Answer | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from hasten.contract.watch import Watch, silent
@@ -26,14 +26,12 @@ def watching(quiet: bool) -> Iterator[Watch]:
 
 
 def _bar() -> Iterator[Watch]:
-    bar, due = None, time.monotonic() + PATIENCE
+    bar, is_due = None, _regularly(REDRAW)
 
     def watch(what: str, done: float, seconds_left: float | None = None) -> None:
-        nonlocal bar, due
-        now = time.monotonic()
-        if now < due:
+        nonlocal bar
+        if not is_due():
             return
-        due = now + REDRAW
         bar = bar or _started_bar()
         bar.update(bar.task_ids[0], description=what, completed=done, left=_left(seconds_left), refresh=True)
 
@@ -56,17 +54,29 @@ def _started_bar():
 
 
 def _lines() -> Watch:
-    due = time.monotonic() + PATIENCE
+    is_due = _regularly(BETWEEN_LINES)
 
     def watch(what: str, done: float, seconds_left: float | None = None) -> None:
-        nonlocal due
-        now = time.monotonic()
-        if now < due:
-            return
-        due = now + BETWEEN_LINES
-        print(f"{what}: {done:.0%} {_left(seconds_left)}".rstrip(), file=sys.stderr, flush=True)
+        if is_due():
+            print(f"{what}: {done:.0%} {_left(seconds_left)}".rstrip(), file=sys.stderr, flush=True)
 
     return watch
+
+
+def _regularly(seconds: float) -> Callable[[], bool]:
+    """``is_due()``: true every so many seconds, for the first time when patience is over since it was first asked."""
+    due = None
+
+    def is_due() -> bool:
+        nonlocal due
+        now = time.monotonic()
+        due = now + PATIENCE if due is None else due
+        if now < due:
+            return False
+        due = now + seconds
+        return True
+
+    return is_due
 
 
 def _left(seconds: float | None) -> str:

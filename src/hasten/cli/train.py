@@ -4,7 +4,7 @@ import shlex
 
 from hasten.cli import values
 from hasten.cli.answer import Answer
-from hasten.contract.errors import Failure
+from hasten.contract.errors import Failure, Refusal
 
 HELP = "train a task, with a recipe if one is given"
 
@@ -12,13 +12,15 @@ HELP = "train a task, with a recipe if one is given"
 def arguments(parser) -> None:
     parser.add_argument("task", metavar="TASK")
     values.add_recipe(parser)
-    parser.add_argument("--out", metavar="DIR", help="the run's folder")
+    parser.add_argument("--out", type=values.folder, metavar="DIR", help="the run's folder")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out where it stopped")
 
 
 def run(options, watch) -> Answer:
     from hasten.engine.train import train
 
+    if options.resume and not options.out:
+        raise Refusal("--resume goes on with the run in --out DIR; say which folder that is")
     recipe = values.recipe(options)
     try:
         result = train(

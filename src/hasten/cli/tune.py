@@ -16,7 +16,7 @@ def arguments(parser) -> None:
         "--with", dest="extra", action="append", default=[], metavar="./file.py:Class", help="try a method from outside too; may be given several times"
     )
     parser.add_argument("--runs", type=values.count, default=10, metavar="N", help="runs you expect to do, which the search has to pay for; 10 unless said")
-    parser.add_argument("--out", metavar="DIR", help="where trials and the report go; a search that was stopped goes on there")
+    parser.add_argument("--out", type=values.folder, metavar="DIR", help="where trials and the report go; a search that was stopped goes on there")
 
 
 def run(options, watch) -> Answer:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 import re
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hasten.contract.recipe import Recipe
+if TYPE_CHECKING:
+    from hasten.contract.recipe import Recipe
 
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
@@ -45,6 +48,13 @@ def margin(text: str) -> float:
     return value
 
 
+def folder(text: str) -> str:
+    """The path of a folder, or of nothing yet."""
+    if Path(text).exists() and not Path(text).is_dir():
+        raise ArgumentTypeError(f"must be a folder, but {text} is a file")
+    return text
+
+
 def names(text: str) -> list[str]:
     """``a,b,c`` as a list."""
     found = [name.strip() for name in text.split(",") if name.strip()]
@@ -64,4 +74,6 @@ def add_recipe(parser: ArgumentParser) -> None:
 
 def recipe(options: Namespace) -> Recipe:
     """What ``--recipe`` and ``--with`` say together; where both name a method, ``--with`` has the last word."""
+    from hasten.contract.recipe import Recipe  # TOML is not needed to show the help
+
     return Recipe.read(options.recipe) | Recipe.parse(options.methods)

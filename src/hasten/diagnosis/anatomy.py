@@ -9,14 +9,17 @@ from dataclasses import dataclass
 from hasten.contract.errors import Failure
 from hasten.contract.recipe import Recipe
 from hasten.contract.watch import Watch, silent
-from hasten.diagnosis.timeline import OUTSIDE_NAME
+from hasten.diagnosis.headroom import Headroom, switch_off
+from hasten.diagnosis.replacements import BATCH_SIZE, NoUpdate, ReplayedBatch, outside_name
+from hasten.diagnosis.timeline import Timeline
 from hasten.engine.tasks import TaskRef
 from hasten.measure.compare import _block_steps
 from hasten.measure.noise import Noise
 from hasten.measure.ratio import spread_percent
 from hasten.measure.workers import Worker
 
-LEAST_BLOCKS, MOST_BLOCKS = 6, 16  # timed and untimed in turn
+TIMELINE_SHARE = 0.4  # of the budget; the rest is for switching phases off
+LEAST_PAIRS, MOST_PAIRS = 3, 8  # of blocks with and without the phases being timed
 WATCHED_STEPS = 3
 LEAST_FAULTS = 100  # page faults a step; fewer are the machine's background
 
@@ -60,30 +63,34 @@ class Anatomy:
         return plan["start"] + samples * (self.sample + evaluation_a_sample(plan, self.evaluation))
 
 
-def examine(task: TaskRef, recipe: Recipe, *, device: str, seed: int, budget: float, watch: Watch = silent) -> Anatomy:
-    """The anatomy of a task under a recipe, from about ``budget`` seconds of its real steps.
+def examine(task: TaskRef, recipe: Recipe, *, device: str, seed: int, budget: float, watch: Watch = silent) -> tuple[Anatomy, Headroom]:
+    """The anatomy of a task under a recipe and the ceilings of what can be switched off, from about ``budget`` seconds of its real steps.
 
     Raises:
         Failure: the run could not be built or trained.
     """
-    methods = recipe.with_method(OUTSIDE_NAME).methods
-    watch("building the run", 0.0, budget)
+    methods = {**recipe.methods, **{outside_name(method): {} for method in (Timeline, ReplayedBatch, NoUpdate)}}
+    watch("building the run", 0.0, None)
     with Worker("hasten.diagnosis.probe:Probe", task=task.to_json(), methods=methods, device=device, seed=seed) as probe:
         began = time.monotonic()
         plan = probe.call("build")
         plan["build_seconds"] = time.monotonic() - began
         noise, count = Noise(), _block_steps(plan)
-        timed, plain = _blocks(probe, count, budget, watch)
+        watch("timing the phases of the step", 0.1, budget)
+        timed, plain = _blocks(probe, count, budget * TIMELINE_SHARE)
         evaluation = None if plan["evaluation"] is None else min(plan["evaluation"], probe.call("evaluate"))
-        both = timed + plain
-        told = noise.told(spread_percent([_pace(block) for block in plain]), sum(block["switches"] for block in both))
-        samples, seconds = _sum(plain, "samples"), _sum(plain, "seconds")
+        extra = evaluation_a_sample(plan, evaluation)
+        phases = _shares(timed, extra)
+        shares = {"input": phases["input"], "update": phases["update"], BATCH_SIZE: 1.0 - phases["evaluation"]}
+        headroom = switch_off(probe, shares, count=count, step=plan["step"], extra=extra, budget=budget * (1 - TIMELINE_SHARE), watch=watch)
         facts = probe.call("facts")
         operations = _if_possible(probe, "operations", count=WATCHED_STEPS) or {}
         arithmetic = _if_possible(probe, "arithmetic", dtype=operations.get("dtype", "float32"))
-    return Anatomy(
+    both = timed + plain
+    samples, seconds = _sum(plain, "samples"), _sum(plain, "seconds")
+    anatomy = Anatomy(
         plan=plan,
-        phases=_shares(timed, evaluation_a_sample(plan, evaluation)),
+        phases=phases,
         step=seconds / (count * len(plain)),
         sample=seconds / samples,
         evaluation=evaluation,
@@ -93,8 +100,9 @@ def examine(task: TaskRef, recipe: Recipe, *, device: str, seed: int, budget: fl
         host_reads_per_step=operations.get("host_reads_per_step"),
         flops=arithmetic and _rates(arithmetic, samples / seconds),
         facts=frozenset(facts),
-        noise=told,
+        noise=noise.told(spread_percent([_pace(block) for block in plain]), int(_sum(both, "switches"))),
     )
+    return anatomy, headroom
 
 
 def evaluation_a_sample(plan: dict, evaluation: float | None) -> float:
@@ -103,16 +111,12 @@ def evaluation_a_sample(plan: dict, evaluation: float | None) -> float:
     return evaluation / every if evaluation and every else 0.0
 
 
-def _blocks(probe: Worker, count: int, budget: float, watch: Watch) -> tuple[list[dict], list[dict]]:
+def _blocks(probe: Worker, count: int, budget: float) -> tuple[list[dict], list[dict]]:
     """Blocks with and without the phases being timed, in turn."""
     timed, plain, began = [], [], time.monotonic()
-    while len(plain) < MOST_BLOCKS // 2:
-        spent = time.monotonic() - began
-        if len(plain) >= LEAST_BLOCKS // 2 and spent > budget:
-            break
-        watch("timing the phases of the step", min(1.0, spent / budget), max(0.0, budget - spent))
+    while len(plain) < LEAST_PAIRS or (time.monotonic() - began < budget and len(plain) < MOST_PAIRS):
         timed.append(probe.call("anatomy", count=count))
-        plain.append(probe.call("train", count=count))
+        plain.append(probe.call("block", count=count))
     return timed, plain
 
 

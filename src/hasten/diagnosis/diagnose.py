@@ -6,16 +6,16 @@ import time
 
 from hasten.contract.recipe import Recipe
 from hasten.contract.watch import Watch, silent
-from hasten.diagnosis.advise import advise
+from hasten.diagnosis.advise import advise, amdahl
 from hasten.diagnosis.anatomy import Anatomy, examine
-from hasten.diagnosis.headroom import experiments, measure_headroom
+from hasten.diagnosis.headroom import exchange_allocator
 from hasten.diagnosis.verdict import gains, verdict_of
 from hasten.engine.devices import pick_device
 from hasten.engine.find import make_methods, method_class, method_names
 from hasten.engine.plan import in_order, refuse_conflicts
 from hasten.engine.tasks import TaskRef
 
-TIMELINE_SHARE = 0.2  # of the budget; the rest is for the ceilings
+INSIDE = 0.6  # of the budget, for what one process can tell; the rest is for another allocator
 
 
 def diagnose(task, *, recipe=None, budget: float = 60.0, device: str | None = None, seed: int = 0, watch: Watch = silent) -> dict:
@@ -38,24 +38,25 @@ def diagnose(task, *, recipe=None, budget: float = 60.0, device: str | None = No
     refuse_conflicts(in_order(make_methods(recipe)))
     cards = {name: method_class(name).card for name in method_names() if name not in recipe.methods}
     began = time.monotonic()
-    anatomy = examine(task, recipe, device=device, seed=seed, budget=budget * TIMELINE_SHARE, watch=_part(watch, 0.0, TIMELINE_SHARE))
-    planned = experiments(anatomy.phases, anatomy.system_share, anatomy.flops and anatomy.flops["share"])
-    headroom = measure_headroom(
-        task, recipe, planned, device=device, seed=seed, plan=anatomy.plan,
-        budget=budget - (time.monotonic() - began), watch=_part(watch, TIMELINE_SHARE, 1.0),
-    )  # fmt: skip
-    possible = gains(anatomy, headroom.ceilings)
-    advice, against = advise(anatomy.phases, {"allocator": possible["allocator"]} | headroom.ceilings, anatomy.facts, cards)
+    anatomy, inside = examine(task, recipe, device=device, seed=seed, budget=budget * INSIDE, watch=_part(watch, 0.0, INSIDE))
+    left = budget - (time.monotonic() - began)
+    outside = exchange_allocator(
+        task, recipe, anatomy.system_share, device=device, seed=seed, budget=left, plan=anatomy.plan, watch=_part(watch, INSIDE, 1.0)
+    )
+    ratios = inside.ceilings | outside.ceilings
+    headroom = {"evaluation": amdahl(anatomy.phases["evaluation"])} | {name: ratio.median for name, ratio in ratios.items()}
+    possible = gains(anatomy, headroom)
+    advice, against = advise(anatomy.phases, {"allocator": possible["allocator"]} | headroom, anatomy.facts, cards)
     return {
         "kind": "diagnose",
         "task": str(task),
         "recipe": str(recipe),
         "device": device,
-        "verdict": verdict_of(anatomy, headroom.ceilings),
+        "verdict": verdict_of(anatomy, possible),
         "phases": anatomy.phases,
-        "headroom": headroom.ceilings,
-        "headroom_intervals": headroom.intervals,
-        "not_measured": headroom.not_measured,
+        "headroom": headroom,
+        "intervals": {name: ratio.to_json() for name, ratio in ratios.items()},
+        "not_measured": inside.not_measured | outside.not_measured,
         "advice": advice,
         "not_advised": against,
         "causes": _causes(anatomy),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from contextlib import nullcontext
+from functools import cached_property
 from itertools import islice
 
 import torch
@@ -12,15 +14,39 @@ from torch.utils.flop_counter import flop_registry
 
 from hasten.diagnosis.facts import facts_of
 from hasten.diagnosis.flops import flops_a_sample, peak_flops
+from hasten.diagnosis.replacements import BATCH_SIZE, LargerBatch, outside_name, taken_away
 from hasten.engine.plan import build
+from hasten.engine.tasks import TaskRef
 from hasten.measure.arm import Arm
 
 
 class Probe(Arm):
-    """An arm whose recipe holds the Timeline. ``operations`` and ``arithmetic`` disturb the run: they are the last calls."""
+    """An arm whose recipe holds the Timeline and the replacements that can be switched.
+
+    ``operations`` and ``arithmetic`` disturb the run: they are the last calls.
+    """
+
+    def block(self, count: int, away: str | None = None) -> dict:
+        """A block of steps as ``train`` gives it; ``away``: without that phase, or (batch_size) of the run with larger batches."""
+        if away == BATCH_SIZE:
+            return self.larger.train(count)
+        switched_off = taken_away(self.program.run)
+        switched_off.update({away} if away else ())
+        try:
+            return self.train(count)
+        finally:
+            switched_off.clear()
+
+    @cached_property
+    def larger(self) -> Arm:
+        """The same run with larger batches, in the same process: the task need not be loaded again."""
+        arm = Arm(self.task.to_json(), self.recipe.with_method(outside_name(LargerBatch)).methods, self.device, self.seed)
+        arm.task = TaskRef.of(dataclasses.replace(self.program.run.task, validation_data=None))
+        arm.build()
+        return arm
 
     def anatomy(self, count: int) -> dict:
-        """A block of steps as ``train`` gives it, with the seconds of each of its ``phases``."""
+        """A block of steps with the seconds of each of its ``phases``."""
         tape = self.program.run.kept["timeline"]
         tape.start()
         block = self.train(count)

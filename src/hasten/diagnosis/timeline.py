@@ -16,7 +16,6 @@ from hasten.contract.card import Card, Exactness, Order
 from hasten.contract.method import Method
 from hasten.engine.find import method_names
 
-OUTSIDE_NAME = "hasten.diagnosis.timeline:Timeline"
 BACKWARD_OVER_FORWARD = 2.0  # two matrix products for every one of forward: used where a replayed graph hides which is which
 
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 from hasten.diagnosis.advise import amdahl
 from hasten.diagnosis.anatomy import Anatomy
-from hasten.diagnosis.headroom import BATCH_FACTOR
+from hasten.diagnosis.replacements import BATCH_FACTOR, BATCH_SIZE
 
 LEAST_GAIN = 1.1  # below it a cause is not worth naming first
+MOST_OF_THE_TIME = 2.0  # the gain from which on a phase is the cause, even if a larger batch would hide it and give more
 
 CAUSES = {
     "input": "waiting for the next batch takes {input:.0%} of the time; if batches came for free, training would be {gain:.2f}x as fast",
@@ -20,24 +21,27 @@ CAUSES = {
     "the samples would pass {gain:.2f}x as fast (whether they teach as much, only training can tell)",
 }
 ARITHMETIC = "the model's own arithmetic, forward and backward, takes {compute:.0%} of the time{rate}; only faster arithmetic or fewer steps can help"
-HOST_READS = "; the step also reads a value back from the device {reads:.0f} times, and {cost}"
+HOST_READS = "; the step also reads values back from the device ({reads:.0f} a step), and {cost}"
 COST_OF_READING = {
     "cuda": "each time the processor waits for the GPU",
     "cpu": "on the CPU that costs little (on a GPU it would make the processor wait)",
 }
 
 
-def gains(anatomy: Anatomy, ceilings: Mapping[str, float]) -> dict[str, float]:
-    """What every possible cause could give: as measured, or else as the timeline bounds it."""
-    possible = {phase: amdahl(anatomy.phases[phase]) for phase in ("input", "update", "evaluation")}
-    possible["allocator"] = amdahl(anatomy.system_share) if anatomy.faults_show else 1.0
-    return possible | {name: gain for name, gain in ceilings.items() if name != "allocator" or anatomy.faults_show}
+def gains(anatomy: Anatomy, headroom: Mapping[str, float]) -> dict[str, float]:
+    """What every possible cause could give: as measured, or else as the timeline and the system time bound it."""
+    bounds = {phase: amdahl(anatomy.phases[phase]) for phase in ("input", "update", "evaluation")}
+    return bounds | {"allocator": amdahl(anatomy.system_share) if anatomy.faults_show else 1.0} | dict(headroom)
 
 
-def verdict_of(anatomy: Anatomy, ceilings: Mapping[str, float]) -> str:
-    """One sentence that names the largest cause and what it could give."""
-    possible, phases = gains(anatomy, ceilings), anatomy.phases
-    cause = max(possible, key=possible.get)
+def verdict_of(anatomy: Anatomy, possible: Mapping[str, float]) -> str:
+    """One sentence that names the largest cause and what it could give.
+
+    Args:
+        possible: as ``gains`` tells.
+    """
+    phases = anatomy.phases
+    cause = _largest(possible)
     if possible[cause] >= LEAST_GAIN:
         sentence = CAUSES[cause].format(
             **phases, gain=possible[cause], system=anatomy.system_share, faults=anatomy.faults_per_step,
@@ -49,3 +53,9 @@ def verdict_of(anatomy: Anatomy, ceilings: Mapping[str, float]) -> str:
     if (reads := anatomy.host_reads_per_step or 0) >= 0.5:
         sentence += HOST_READS.format(reads=reads, cost=COST_OF_READING["cuda" if "cuda" in anatomy.facts else "cpu"])
     return sentence[0].upper() + sentence[1:] + "."
+
+
+def _largest(possible: Mapping[str, float]) -> str:
+    phases = {name: gain for name, gain in possible.items() if name != BATCH_SIZE}
+    first = max(phases, key=phases.get)
+    return first if phases[first] >= MOST_OF_THE_TIME else max(possible, key=possible.get)

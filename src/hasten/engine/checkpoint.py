@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from safetensors.torch import save
 
 from hasten.contract.data import Batches
 from hasten.contract.errors import Failure, one_line
@@ -60,7 +61,9 @@ class Checkpoints:
         try:
             loaded(path)
         except Exception as error:
-            warnings.warn(f"this run cannot be resumed: its state does not load without executing code: {one_line(error, 160)}", stacklevel=2)
+            warnings.warn(
+                f"this run cannot be resumed: its state does not load without executing code: {one_line(error, 160)}", stacklevel=2
+            )
 
 
 def loaded(path: Path) -> dict:
@@ -100,9 +103,29 @@ def restore(program: Program, state: dict) -> None:
         for name, thing in run.kept.items():
             thing.load_state_dict(state["kept"][name])
     except Exception as error:
-        raise Failure(f"the checkpoint does not fit the task as it is now: {one_line(error)}; choose another --out to start anew") from error
+        raise Failure(
+            f"the checkpoint does not fit the task as it is now: {one_line(error)}; choose another --out to start anew"
+        ) from error
     for name, value in state["clock"].items():
         setattr(run.clock, name, value)
+
+
+def exported(model: torch.nn.Module) -> bytes:
+    """A model in the safetensors format; tensors that are shared are stored once.
+
+    ``safetensors.torch.load_model`` puts them back.
+    """
+    kept, twins, seen = {}, {}, {}
+    for name, tensor in model.state_dict().items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else name
+        if same in seen:
+            twins[name] = seen[same]
+        else:
+            seen[same] = name
+            kept[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return save(kept, metadata=twins or None)
 
 
 def random_now(batches: Batches) -> dict:

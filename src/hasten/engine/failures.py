@@ -22,7 +22,9 @@ def explained(error: Exception, where: str, batch_size: int) -> Failure | Refusa
         return error
     text = str(error)
     if _out_of_memory(error):
-        return Failure(f"out of memory at {where} with batches of {batch_size}; take smaller batches, or add {', '.join(LIGHTER[:-1])} or {LIGHTER[-1]}")
+        return Failure(
+            f"out of memory at {where} with batches of {batch_size}; take smaller batches, or add {', '.join(LIGHTER[:-1])} or {LIGHTER[-1]}"
+        )
     hint = ""
     if "out of bounds" in text or "device-side assert" in text:
         hint = "; most often a label outside 0 to (number of classes - 1)"

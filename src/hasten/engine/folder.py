@@ -114,7 +114,9 @@ class RunFolder:
         for name, value in {**self.identity, "recipe": self.recipe}.items():
             if then.get(name) != value:
                 before, now = _shown(then.get(name)), _shown(value)
-                raise Refusal(f"the run in {self.path} has another {name.replace('_', ' ')}: {before} there, {now} here; say the same or choose another --out")
+                raise Refusal(
+                    f"the run in {self.path} has another {name.replace('_', ' ')}: {before} there, {now} here; say the same or choose another --out"
+                )
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:

@@ -86,7 +86,7 @@ def higher_is_better(task: Task) -> bool:
     return direction
 
 
-class metric_of:  # noqa: N801  reads as a function: metric_of(task).update(...)
+class metric_of:
     """An accumulator for the task's metric and its loss."""
 
     def __init__(self, task: Task):

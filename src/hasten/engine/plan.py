@@ -69,7 +69,7 @@ def build(task: Task, methods: list[Method] = (), *, device: str = "cpu", seed: 
         with undisturbed():  # a method may read samples to know them
             for method in methods:
                 if "data" in hooks_of(method):
-                    train, validation = (each and sources.rewrapped(method, each, run) for each in (train, validation))
+                    train, validation = (each if each is None else sources.rewrapped(method, each, run) for each in (train, validation))
         if loop.steps is None and train.length is not None:
             loop.steps = max(1, round(loop.epochs * train.length))
 

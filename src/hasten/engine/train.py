@@ -8,18 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import signal
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 
-import torch
-
 from hasten.contract.batch import tensors
-from hasten.contract.errors import Failure, Refusal
+from hasten.contract.errors import Failure
 from hasten.contract.method import Evaluation
 from hasten.contract.recipe import Recipe
 from hasten.contract.watch import Watch, silent
@@ -32,7 +26,9 @@ from hasten.engine.folder import RunFolder, write_whole
 from hasten.engine.loop import evaluate, finished, rest_of_pass
 from hasten.engine.metrics import higher_is_better
 from hasten.engine.observers import PROGRESS_EVERY, Observer, number_or_none, numbers_of, progress
+from hasten.engine.outcome import outcome
 from hasten.engine.plan import Program, build
+from hasten.engine.stopping import stop_requests
 from hasten.engine.tasks import TaskRef
 
 STEPS_BETWEEN_LOGS = 50
@@ -91,6 +87,8 @@ def train(
         try:
             with program.process():
                 return Training(program, recipe, folder, observers, watch, checkpoint_seconds, asked, began).to_the_end()
+        except KeyboardInterrupt:
+            raise Failure(f"stopped at once{'; go on from the newest checkpoint with --resume' if folder else ''}") from None
         finally:
             if folder:
                 folder.close()
@@ -99,7 +97,9 @@ def train(
 class Training:
     """One run on its way. ``to_the_end`` is the story; the rest are its sentences."""
 
-    def __init__(self, program: Program, recipe: Recipe, folder: RunFolder | None, observers, watch: Watch, every: float, asked: list, began: float):
+    def __init__(
+        self, program: Program, recipe: Recipe, folder: RunFolder | None, observers, watch: Watch, every: float, asked: list, began: float
+    ):
         self.run, self.task, self.recipe, self.folder = program.run, program.run.task, recipe, folder
         self.asked, self.observers = asked, [*([folder.log] if folder else []), *observers]
         self.began, self.earlier = began, 0.0  # seconds that runs before this resumption took
@@ -130,7 +130,9 @@ class Training:
             self._train_one_pass()
             self._fetch_losses()
             if before == (self.run.clock.step, 0):
-                raise Failure(f"the training data gave no batch in pass {self.run.clock.epoch}; a generator can be read only once, give a dataset or a function")
+                raise Failure(
+                    f"the training data gave no batch in pass {self.run.clock.epoch}; a generator can be read only once, give a dataset or a function"
+                )
             if not self.stopped and self.run.loop.evaluate_every is None:
                 self._evaluate()
         self._refuse_bad_weights()
@@ -147,8 +149,6 @@ class Training:
                 loss = advance()
             except StopIteration:
                 return
-            except KeyboardInterrupt:
-                raise Failure(f"stopped in the middle of {self._place(epoch, batch)}{self._how_to_go_on()}") from None
             except Exception as error:
                 raise explained(error, self._place(epoch, batch), self.run.loop.batch_size) from error
             pending.append((loss, epoch, batch))
@@ -253,48 +253,23 @@ class Training:
             take_up, self.interrupted = self.interrupted, None
             return take_up(number, start)
         if not self.source.seekable:
-            self.start_of_pass = checkpoint.random_now(self.source)
+            self.start_of_pass = {"epoch": number, **checkpoint.random_now(self.source)}
         return self.source.epoch(number, start)
 
     def _finish(self) -> dict:
         if self.folder:
-            write_whole(self.folder.path / "model.safetensors", lambda file: file.write(exported(self.program)))
-        result = self._result()
+            write_whole(self.folder.path / "model.safetensors", lambda file: file.write(checkpoint.exported(self.program.export())))
+        seconds = self._seconds()
+        result = outcome(self.run, self.history, self.seconds_at) | {
+            "seconds": seconds,
+            "split": {**self.split, "training": seconds - sum(self.split.values())},
+            "stopped": self.stopped,
+            "recipe": str(self.recipe),
+            "out": str(self.folder.path) if self.folder else None,
+        }
         if self.folder:
             self.folder.write("result.json", json.dumps(result, indent=2, allow_nan=False) + "\n")
         return result
-
-    def _result(self) -> dict:
-        """Plain data that JSON can hold."""
-        clock, target, higher = self.run.clock, self.task.target, higher_is_better(self.task)
-        metrics = [number_or_none(evaluation.metric) for evaluation in self.history]
-        known = [metric for metric in metrics if metric is not None]
-        at = reached_at(metrics, target, higher)
-        seconds = self._seconds()
-        return {
-            "metric": metrics[-1] if metrics else None,
-            "best_metric": (max if higher else min)(known, default=None),
-            "higher_is_better": higher,
-            "target": target,
-            "reached": at is not None,
-            "steps": clock.step,
-            "samples": clock.samples,
-            "seconds": seconds,
-            "split": {**self.split, "training": seconds - sum(self.split.values())},
-            "seconds_to_target": self.seconds_at[at] if at is not None else None,
-            "samples_to_target": self.history[at].samples if at is not None else None,
-            "stopped": self.stopped,
-            "evaluations": [
-                {"step": e.step, "samples": e.samples, "metric": metric, "seconds": seconds}
-                for e, metric, seconds in zip(self.history, metrics, self.seconds_at, strict=True)
-            ],
-            "idle": [list(pair) for pair in self.run.idle],
-            "task": self.task.name,
-            "recipe": str(self.recipe),
-            "seed": self.run.seed,
-            "device": str(self.run.device),
-            "out": str(self.folder.path) if self.folder else None,
-        }
 
     def _observe(self, records: list[dict]) -> None:
         for observer in self.observers:
@@ -341,60 +316,6 @@ class Training:
     def _again(self, epoch: int, batch: int) -> Iterator:
         if self.source.seekable:
             return self.source.epoch(epoch, batch)
-        if epoch != self.run.clock.epoch:
+        if epoch != self.start_of_pass["epoch"]:
             raise LookupError("its pass is over")
         return checkpoint.taken_up(self.source, self.start_of_pass, checkpoint.random_now(self.source))(epoch, batch)
-
-
-def reached_at(metrics: Sequence[float | None], target: float | None, higher: bool) -> int | None:
-    """The first evaluation that reaches the target and whose successor holds it; the last one needs no successor."""
-    if target is None:
-        return None
-    there = [metric is not None and (metric >= target if higher else metric <= target) for metric in metrics]
-    return next((i for i, yes in enumerate(there) if yes and all(there[i + 1 : i + 2])), None)
-
-
-def exported(program: Program) -> bytes:
-    """The model as evaluation sees it, in the safetensors format; tensors that are shared are stored once.
-
-    ``safetensors.torch.load_model`` puts them back.
-    """
-    from safetensors.torch import save
-
-    kept, twins, seen = {}, {}, {}
-    for name, tensor in program.export().state_dict().items():
-        if not isinstance(tensor, torch.Tensor):
-            continue
-        same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else name
-        if same in seen:
-            twins[name] = seen[same]
-        else:
-            seen[same] = name
-            kept[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
-    return save(kept, metadata=twins or None)
-
-
-@contextmanager
-def stop_requests() -> Iterator[list[int]]:
-    """Inside, SIGINT and SIGTERM are noted in the list instead of acted upon; a second one interrupts at once."""
-    asked: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
-    owner = os.getpid()
-
-    def note(number: int, frame) -> None:
-        if os.getpid() != owner:  # a loader's worker: its parent tells it when to end
-            if number == signal.SIGTERM:
-                os._exit(1)
-            return
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -113,11 +113,11 @@ def take_turns(
     began, noise, looks = time.monotonic(), Noise(), sorted(looks)
     with ExitStack() as stack:
         arms, sides = [], []
-        for recipe in (a, b):
+        for recipe in (b, a):  # the newcomer first: one with nothing to act on is found out at once
             watch(f"building {recipe}", 0.0, None)
-            arms.append(stack.enter_context(_worker(task, recipe, device, seed)))
-            sides.append(Side(recipe, arms[-1].call("build")))
-            arms[-1].freeze()
+            arms.insert(0, stack.enter_context(_worker(task, recipe, device, seed)))
+            sides.insert(0, Side(recipe, arms[0].call("build")))
+            arms[0].freeze()
         lengths = [_block_steps(side.plan) for side in sides]
         ready = time.monotonic()
         _take_evaluations(arms, sides, budget / 4)

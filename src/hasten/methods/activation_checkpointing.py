@@ -54,6 +54,8 @@ def _recomputed(forward, *inputs, **named):
     if not torch.is_grad_enabled():
         return forward(*inputs, **named)
     norms = [part for part in forward.__self__.modules() if isinstance(part, BatchNorm) and part.track_running_stats]
+    if norms and torch.compiler.is_compiling():  # which takes no contexts, and chooses itself what to compute again
+        return forward(*inputs, **named)
     contexts = {"context_fn": lambda: (nullcontext(), _not_counting(norms))} if norms else {}
     return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=True, **contexts, **named)
 
@@ -61,10 +63,11 @@ def _recomputed(forward, *inputs, **named):
 @contextmanager
 def _not_counting(norms: list[BatchNorm]):
     """The running statistics have seen this batch in the first computation; the second leaves them alone."""
+    before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
-        norm.track_running_stats = False
+        norm.momentum, norm.num_batches_tracked = 0.0, None
     try:
         yield
     finally:
-        for norm in norms:
-            norm.track_running_stats = True
+        for norm, momentum, counted in before:
+            norm.momentum, norm.num_batches_tracked = momentum, counted

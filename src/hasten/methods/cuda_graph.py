@@ -16,6 +16,7 @@ import torch
 
 from hasten.contract.batch import map_tensors, tensors
 from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.errors import Failure, one_line
 from hasten.contract.method import Method
 
 WARM_UP = 3  # passes; torch's documents ask for a few, so that libraries have chosen their kernels
@@ -73,7 +74,7 @@ def _recorded(micro, batch, run):
     and passes outside the graph use the same buffers.
     """
     buffers = map_tensors(torch.clone, batch)
-    state = [value for value in run.model.buffers()]
+    state = list(run.model.buffers())
     before = [value.clone() for value in state]
     gradients = {parameter: parameter.grad.clone() for parameter in run.model.parameters() if parameter.grad is not None}
     random_state = torch.cuda.get_rng_state(run.device)
@@ -94,8 +95,13 @@ def _recorded(micro, batch, run):
     torch.cuda.set_rng_state(random_state, run.device)
 
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = micro(buffers)
+    try:
+        with torch.cuda.graph(graph):
+            loss = micro(buffers)
+    except RuntimeError as error:
+        raise Failure(
+            f"cuda_graph: the step cannot be recorded, a .item() or a copy to the CPU in the model is the usual cause ({one_line(error)})"
+        ) from error
 
     def replay(batch):
         for buffer, value in zip(tensors(buffers), tensors(batch), strict=True):

@@ -49,6 +49,8 @@ class Float16(Method):
     def forward(self, forward, run):
         if all(parameter.ndim < 2 or parameter.dtype != torch.float32 for parameter in run.model.parameters()):
             run.nothing_to_do(self, "the model has no float32 matrix that could be multiplied in float16")
+            return forward
+        run.kept[self.name] = Scale(self.scale, run.device)  # the hooks below, asked later, act if it is there
         device = run.device.type
 
         def in_float16(batch):
@@ -58,11 +60,13 @@ class Float16(Method):
         return in_float16
 
     def backward(self, backward, run):
-        scale = run.kept[self.name] = Scale(self.scale, run.device)
-        return lambda loss: backward(loss * scale.tensor)
+        scale = run.kept.get(self.name)
+        return (lambda loss: backward(loss * scale.tensor)) if scale else backward
 
     def gradients(self, gradients, run):
-        scale, parameters = run.kept[self.name], list(run.model.parameters())
+        scale, parameters = run.kept.get(self.name), list(run.model.parameters())
+        if scale is None:
+            return gradients
 
         def unscaled():
             gradients()
@@ -73,7 +77,9 @@ class Float16(Method):
         return unscaled
 
     def update(self, update, run):
-        scale = run.kept[self.name]
+        scale = run.kept.get(self.name)
+        if scale is None:
+            return update
 
         def unless_overflown():
             if not scale.overflow:
@@ -97,7 +103,9 @@ class Scale:
         """After every step: halve after an overflow, double after a long time without one."""
         self.good, self.bad = (0, self.bad + 1) if self.overflow else (self.good + 1, 0)
         if self.bad == GIVE_UP_AFTER:
-            raise Failure(f"float16: the gradients overflowed {self.bad} steps in a row; use bfloat16, or check the data and the loss for NaN")
+            raise Failure(
+                f"float16: the gradients overflowed {self.bad} steps in a row; use bfloat16, or check the data and the loss for NaN"
+            )
         if self.dynamic and self.overflow:
             self._set(self.value * BACKOFF)
         elif self.dynamic and self.good == GOOD_STEPS:

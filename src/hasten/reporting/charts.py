@@ -41,7 +41,9 @@ def curves(arms: list[dict], target: float | None, metric: dict, width: int) -> 
     parts += [_line(left, floor_y, width - right, floor_y, "axis"), _text(width - right, height - 3, unit, "tick end")]
     parts.append(_text(0, 13, f"{metric['name'] or 'metric'} ({'higher' if metric['higher_is_better'] else 'lower'} is better)", "tick"))
     lines = [
-        _element("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in thinned(line))), class_=f"curve {_arm(arm)}")
+        _element(
+            "polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in thinned(line))), class_=f"curve {_arm(arm)}"
+        )
         for arm in arms
         for line in arm["lines"]
     ]
@@ -70,11 +72,15 @@ def anatomy(bars: list[tuple[str, str, dict]], width: int) -> Markup:
         parts += [_text(0, y - 7, name, "label"), _text(width, y - 7, note, "tick end")]
         for phase, seconds in phases.items():
             length = seconds / longest * width
-            parts.append(_box(x, y, max(length - 1, 0.75), thick, f"phase {phase_class(phase)}", f"{name}, {phase}: {words.seconds(seconds)}"))
+            parts.append(
+                _box(x, y, max(length - 1, 0.75), thick, f"phase {phase_class(phase)}", f"{name}, {phase}: {words.seconds(seconds)}")
+            )
             if length > 7.2 * len(phase) + 8:
                 parts.append(_text(x + length / 2, y + 20, phase, f"small middle on {phase_class(phase)}"))
             x += length
-    told = "; ".join(f"{name}: " + ", ".join(f"{phase} {words.seconds(value)}" for phase, value in phases.items()) for name, _, phases in bars)
+    told = "; ".join(
+        f"{name}: " + ", ".join(f"{phase} {words.seconds(value)}" for phase, value in phases.items()) for name, _, phases in bars
+    )
     return _svg(width, len(bars) * row - 10, "Where the time of a step goes", told, parts)
 
 
@@ -128,14 +134,14 @@ def gate(difference: dict, margin: float, unit: str, passed: bool | None, width:
         _text(8, 14, "too much worse: fails", "tick"),
         _line(0, 78, width, 78, "axis"),
         _line(at(-margin), 22, at(-margin), 84, "limit"),
-        _text(at(-margin), 100, f"margin {words.MINUS}{words.plain(margin, unit)}", "tick end" if at(-margin) > 100 else "tick"),
+        _text(at(-margin), 100, f"margin {words.MINUS}{words.plain(margin, unit, 2)}", "tick end" if at(-margin) > 100 else "tick"),
         _line(at(0), 22, at(0), 84, "axis"),
         _text(at(0), 100, "no change", "tick"),
         *_whisker(at(low), at(high), y, 8, f"interval {kind}"),
         _dot(at(mean), y, 6, f"dot {kind}"),
         _text(min(max(at(mean), 40), width - 40), y - 14, words.metric(mean, unit, signed=True), f"value middle halo {kind}"),
     ]
-    told = f"The difference is {words.metric(mean, unit, signed=True)}, interval {words.metric(low, unit, signed=True)} to {words.metric(high, unit, signed=True)}; the margin is {words.plain(margin, unit)}."
+    told = f"The difference is {words.metric(mean, unit, signed=True)}, interval {words.metric(low, unit, signed=True)} to {words.metric(high, unit, signed=True)}; the margin is {words.plain(margin, unit, 2)}."
     return _svg(width, height, "Quality against the margin", told, parts)
 
 
@@ -153,7 +159,7 @@ def ratio_mark(ratio: dict, domain: tuple[float, float], good: bool) -> Markup:
     ends = [ratio[key] if ratio[key] is not None else ratio["median"] for key in ("low", "high")]
     parts = [_line(at(1), 1, at(1), height - 1, "axis"), *_whisker(at(ends[0]), at(ends[1]), middle, 3, f"interval thin {kind}")]
     parts.append(_dot(at(ratio["median"]), middle, 3.5, f"dot {kind}"))
-    return _svg(width, height, f"{words.ratio(ratio['median'])}, {words.between(ratio)}", "", parts, class_="mark")
+    return _svg(width, height, words.with_interval(ratio), "", parts, class_="mark")
 
 
 def phase_class(phase: str) -> str:
@@ -182,7 +188,8 @@ def thinned(line: list, most: int = MOST_POINTS) -> list:
 
 
 def _ratio_with_interval(ratio: dict) -> Markup:
-    return escape(words.ratio(ratio["median"])) + _element("tspan", f"  {words.between(ratio)}", class_="aside", dx=6)
+    interval = "" if words.between(ratio) == words.NOTHING else words.between(ratio)
+    return escape(words.ratio(ratio["median"])) + _element("tspan", interval, class_="aside", dx=8)
 
 
 def _metric_range(values: list[float], target: float | None, higher: bool) -> tuple[float, float]:
@@ -214,7 +221,9 @@ def _time_unit(longest: float) -> tuple[str, float]:
 def _curves_in_words(arms: list[dict], target: float | None) -> str:
     if target is None:
         return ""
-    return "; ".join(f"{arm['name']} reaches {target:g} {'after ' + words.seconds(arm['time']) if arm['time'] is not None else 'never'}" for arm in arms)
+    return "; ".join(
+        f"{arm['name']} reaches {target:g} {'after ' + words.seconds(arm['time']) if arm['time'] is not None else 'never'}" for arm in arms
+    )
 
 
 def _arm(arm: dict) -> str:

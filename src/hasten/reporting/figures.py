@@ -64,7 +64,7 @@ def quality_in_words(quality: dict, unit: str) -> str:
         return "Its quality was not tested."
     if not quality["passed"]:
         return "It did not pass the quality gate."
-    margin = f" within the margin of {words.plain(quality['margin'], unit)}" if quality["margin"] is not None else ""
+    margin = f" within the margin of {words.plain(quality['margin'], unit, 2)}" if quality["margin"] is not None else ""
     return f"Its quality holds{margin}."
 
 
@@ -113,8 +113,15 @@ def anatomy(before: dict, after: dict) -> list[dict]:
     for name in names:
         old, new = before.get(name), after.get(name)
         if old or new:
-            rows.append({"phase": name, "meaning": PHASES.get(name, ""), "before": old, "after": new, "ratio": old / new if old and new else None})
+            rows.append(
+                {"phase": name, "meaning": PHASES.get(name, ""), "before": old, "after": new, "ratio": old / new if old and new else None}
+            )
     return rows
+
+
+def other_ceilings(headroom: dict, phases: dict) -> dict:
+    """Ceilings of what is no phase of the step (the allocator, a larger batch), as far as they promise anything."""
+    return {name: value for name, value in headroom.items() if name not in phases and value and value > SMALLEST_GAIN}
 
 
 def staircase(start: float | None, end: float | None, shares: list[dict]) -> list[dict]:
@@ -154,6 +161,13 @@ def staircase(start: float | None, end: float | None, shares: list[dict]) -> lis
     return stairs
 
 
+def shares_of(result: dict) -> list[dict]:
+    """What each member of the recipe gives; a recipe of one method gives what that method gives."""
+    if not result["shares"] and len(result["recipe"]) == 1:
+        return [{"method": next(iter(result["recipe"])), "speedup": result["speedup"]}]
+    return result["shares"]
+
+
 def without_gain(shares: list[dict]) -> list[str]:
     """Members of the recipe that gave nothing measurable."""
     return [share["method"] for share in shares if share["speedup"]["median"] is not None and share["speedup"]["median"] <= SMALLEST_GAIN]
@@ -177,11 +191,17 @@ def best_trial(trials: list[dict]) -> dict | None:
 
 
 def stages(trials: list[dict]) -> list[tuple[str, list[dict]]]:
-    """The trials in their order, gathered by stage."""
+    """The trials in their order, gathered by stage; a stage in which nothing was measured comes last."""
     gathered: dict[str, list[dict]] = {}
     for trial in trials:
         gathered.setdefault(trial["stage"] or "trials", []).append(trial)
-    return list(gathered.items())
+    return sorted(gathered.items(), key=lambda stage: all(trial["verdict"] == "not tried" for trial in stage[1]))
+
+
+def in_vain(trials: list[dict]) -> list[dict]:
+    """The candidates that did not make it, the measured ones first."""
+    lost = [trial for trial in trials if not is_good(trial) and trial["stage"] not in ("baseline", "search")]
+    return sorted(lost, key=lambda trial: trial["verdict"] == "not tried")
 
 
 def is_good(trial: dict) -> bool:

@@ -3,7 +3,7 @@
 import os
 import re
 import shlex
-import tomllib
+from functools import cache
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -15,6 +15,7 @@ from hasten.reporting import charts, figures, words
 from hasten.reporting.result import FACTS, fitted, read_json, read_result
 
 PAGE = "report.html"
+_SOFTWARE = ("hasten", "python", "torch", "numpy", "cuda")
 _UNITS = {"percent": "%", "gb": "GB", "mb": "MB", "seconds": "s"}  # of facts: memory_gb
 
 
@@ -48,7 +49,8 @@ def _tune(result: dict) -> dict:
     headline = figures.tune_headline(result)
     arms = figures.arms(result["curves"], metric["target"], higher, times)
     rows = figures.anatomy(result["anatomy"].get("baseline", {}), result["anatomy"].get("tuned", {}))
-    stairs = figures.staircase(times.get("baseline"), times.get("tuned"), result["shares"]) if won else []
+    times = {arm["name"]: arm["time"] for arm in arms} | {arm: seconds for arm, seconds in times.items() if seconds is not None}
+    stairs = figures.staircase(times.get("baseline"), times.get("tuned"), figures.shares_of(result)) if won else []
     return {
         "title": f"{headline}: {result['task']}",
         "headline": headline,
@@ -66,6 +68,7 @@ def _tune(result: dict) -> dict:
         "gate": _gate(quality, metric["unit"]),
         "anatomy": _drawn(charts.anatomy, _bars(result["anatomy"], rows)) if rows else (),
         "anatomy_rows": rows,
+        "other_ceilings": figures.other_ceilings(result["headroom"], result["anatomy"].get("baseline", {})),
         "tuned_anatomy": bool(result["anatomy"].get("tuned")),
         "speed": figures.sources_of_speed(result),
         "stages": figures.stages(result["trials"]),
@@ -79,9 +82,11 @@ def _train(result: dict) -> dict:
     curve = {"this run": [{"seed": result["seed"], "points": result["evaluations"]}]}
     arms = figures.arms(curve, result["target"], higher, {})
     metric = {"name": result["metric_name"], "higher_is_better": higher, "unit": ""}
+    split = {name: seconds for name, seconds in result["split"].items() if seconds and seconds > 0}
     return {
         "title": f"{result['task'] or 'training'}: {words.metric(result['metric'])}",
         "curves": _drawn(charts.curves, arms, result["target"], metric) if arms else (),
+        "split": _drawn(charts.anatomy, [("this run", words.seconds(sum(split.values())), split)]) if split else (),
     }
 
 
@@ -97,6 +102,7 @@ def _diagnose(result: dict) -> dict:
         "title": f"Where the time goes: {result['task']}",
         "anatomy": _drawn(charts.anatomy, bar) if rows else (),
         "anatomy_rows": rows,
+        "other_ceilings": figures.other_ceilings(result["headroom"], result["phases"]),
         "causes": _facts(result["causes"]),
     }
 
@@ -125,12 +131,14 @@ def _bars(anatomy: dict, rows: list[dict]) -> list[tuple]:
 
 
 def _environment(folder: Path, result: dict) -> dict:
-    """Machine, versions and noise as rows; a training's machine lies in environment.json beside its result."""
-    machine = result["machine"]
+    """Machine, versions and noise as rows; a training's lie in environment.json beside its result."""
+    machine, versions = result["machine"], result["versions"]
     beside = folder / "environment.json"
-    if not machine and not result["versions"] and beside.is_file():
-        machine = _flat(read_json(beside))
-    return {"machine": _facts(machine), "versions": _facts(result["versions"]), "noise": _facts(result["noise"])}
+    if not machine and not versions and beside.is_file():
+        found = _flat(read_json(beside))
+        versions = {name: found.pop(name) for name in _SOFTWARE if name in found}
+        machine = found
+    return {"machine": _facts(machine), "versions": _facts(versions), "noise": _facts(result["noise"])}
 
 
 def _flat(content) -> dict:
@@ -155,18 +163,14 @@ def _facts(values: dict) -> list[tuple[str, str]]:
 def _recipe(folder: Path, result: dict) -> dict:
     """The recipe's text and the command that trains with it; a recipe that lies in the folder is shown as it is."""
     path = folder / "recipe.toml"
+    told = result.get("recipe")
+    recipe = Recipe.load(path) if path.is_file() else Recipe(told if isinstance(told, dict) else {})
     task = shlex.quote(result["task"] or "TASK")
-    if path.is_file():
-        recipe = Recipe.load(path)
-    else:
-        recipe = Recipe(result.get("recipe") or {})
-    try:
-        text = recipe.to_toml().strip() if recipe else ""
-        tomllib.loads(text)
-    except (TypeError, ValueError):
-        raise Refusal(f"{folder / 'result.json'}: recipe cannot be written as TOML") from None
     command = f"hasten train {task} --recipe {shlex.quote(str(path))}" if recipe else f"hasten train {task}"
-    return {"recipe": text, "recipe_file": str(path), "command": command}
+    try:
+        return {"recipe": recipe.to_toml().strip() if recipe else "", "recipe_file": str(path), "command": command}
+    except (TypeError, ValueError):
+        raise Refusal(f"{folder / 'result.json'}: its recipe cannot be written as TOML") from None
 
 
 def _unbroken(say):
@@ -176,12 +180,20 @@ def _unbroken(say):
 
 def _breakable(name: str) -> Markup:
     """A name that may be broken behind its punctuation, not only anywhere."""
-    return Markup(re.sub(r"([:/,_])", r"\1<wbr>", str(escape(name))))
+    return Markup(re.sub(r"([:/,_])", r"\1<wbr/>", str(escape(name))))
+
+
+@cache
+def _templates() -> Environment:
+    unbroken = (words.seconds, words.ratio, words.metric, words.plain, words.count, words.percent)
+    helpers = {"between": words.between, "breakable": _breakable}
+    helpers |= {function.__name__: function for function in (charts.phase_class, charts.ratio_mark, figures.is_good)}
+    helpers |= {function.__name__: _unbroken(function) for function in unbroken}
+    here = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=here, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.globals |= helpers
+    return environment
 
 
 def _render(result: dict, **context) -> str:
-    unbroken = (words.seconds, words.ratio, words.metric, words.plain, words.count, words.percent)
-    shown = (words.between, _breakable, charts.phase_class, charts.ratio_mark, figures.is_good)
-    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.globals |= {function.__name__.lstrip("_"): function for function in shown} | {function.__name__: _unbroken(function) for function in unbroken}
-    return environment.get_template(f"{result['kind']}.html.j2").render(result=result, kind=result["kind"], **context)
+    return _templates().get_template(f"{result['kind']}.html.j2").render(result=result, kind=result["kind"], **context)

@@ -6,16 +6,16 @@ result never has to ask twice. Texts lose control characters: a method's name ca
 """
 
 import json
-import math
 from pathlib import Path
 
 from hasten.contract.errors import Refusal
 
-NUMBER, TEXT, YES_NO, SCALAR, FACT = "a number", "a text", "true or false", "a number or a text", "a fact"  # a fact may be anything
-INTERVAL = {"median": NUMBER, "low": NUMBER, "high": NUMBER}
-NUMBERS, FACTS = {str: NUMBER}, {str: FACT}  # {str: ...}: any keys
+NUMBER, AMOUNT = "a number", "a number from 0 up"
+TEXT, YES_NO, SCALAR, FACT = "a text", "true or false", "a number or a text", "a fact"  # a fact may be anything
+INTERVAL = {"median": AMOUNT, "low": AMOUNT, "high": AMOUNT}
+AMOUNTS, FACTS = {str: AMOUNT}, {str: FACT}  # {str: ...}: any keys
 RECIPE = {str: {str: SCALAR}}
-POINT = {"seconds": NUMBER, "samples": NUMBER, "metric": NUMBER}
+POINT = {"seconds": AMOUNT, "samples": AMOUNT, "metric": NUMBER}
 METRIC = {"name": TEXT, "higher_is_better": YES_NO, "target": NUMBER, "unit": TEXT}
 
 COMMON = {"task": TEXT, "verdict": TEXT, "why": TEXT, "machine": FACTS, "versions": FACTS, "noise": FACTS, "seed": NUMBER}
@@ -29,27 +29,27 @@ SHAPES = {
         "competent_recipe": RECIPE,
         "speedup": INTERVAL,
         "speedup_over_competent": INTERVAL,
-        "time_to_target": NUMBERS,
-        "samples_to_target": {str: [NUMBER]},
+        "time_to_target": AMOUNTS,
+        "samples_to_target": {str: [AMOUNT]},
         "quality": {
             "baseline": NUMBER,
             "tuned": NUMBER,
-            "margin": NUMBER,
+            "margin": AMOUNT,
             "difference": {"mean": NUMBER, "low": NUMBER, "high": NUMBER},
             "seeds": [NUMBER],
             "passed": YES_NO,
         },
         "curves": {str: [{"seed": NUMBER, "points": [POINT]}]},
-        "anatomy": {str: NUMBERS},
+        "anatomy": {str: AMOUNTS},
         "shares": [{"method": TEXT, "speedup": INTERVAL}],
-        "trials": [{"what": TEXT, "stage": TEXT, "verdict": TEXT, "ratio": INTERVAL, "seconds": NUMBER, "why": TEXT}],
-        "headroom": NUMBERS,
-        "phases": NUMBERS,
+        "trials": [{"what": TEXT, "stage": TEXT, "verdict": TEXT, "ratio": INTERVAL, "seconds": AMOUNT, "why": TEXT}],
+        "headroom": AMOUNTS,
+        "phases": AMOUNTS,
         "facts": [TEXT],
-        "search_seconds": NUMBER,
-        "budget_seconds": NUMBER,
-        "pays_after_runs": NUMBER,
-        "runs_expected": NUMBER,
+        "search_seconds": AMOUNT,
+        "budget_seconds": AMOUNT,
+        "pays_after_runs": AMOUNT,
+        "runs_expected": AMOUNT,
     },
     "compare": COMMON
     | {
@@ -57,18 +57,19 @@ SHAPES = {
         "b": TEXT,
         "ratio": INTERVAL,
         "cpu_ratio": INTERVAL,
-        "blocks": NUMBER,
-        "seconds_per_1000_samples": NUMBERS,
-        "evaluation_seconds": NUMBERS,
-        "start_seconds": NUMBERS,
+        "blocks": AMOUNT,
+        "seconds_per_1000_samples": AMOUNTS,
+        "evaluation_seconds": AMOUNTS,
+        "start_seconds": AMOUNTS,
     },
     "diagnose": COMMON
     | {
-        "phases": NUMBERS,
-        "headroom": NUMBERS,
-        "advice": [{"method": TEXT, "bound": NUMBER, "why": TEXT}],
-        "seconds_per_step": NUMBER,
-        "flops": {"achieved_gflops": NUMBER, "peak_gflops": NUMBER, "share": NUMBER},
+        "phases": AMOUNTS,
+        "headroom": AMOUNTS,
+        "advice": [{"method": TEXT, "bound": AMOUNT, "why": TEXT}],
+        "seconds_per_step": AMOUNT,
+        "flops": {"achieved_gflops": AMOUNT, "peak_gflops": AMOUNT, "share": AMOUNT},
+        "not_advised": [{"method": TEXT, "why": TEXT}],
         "causes": FACTS,
     },
     "train": COMMON
@@ -78,17 +79,21 @@ SHAPES = {
         "metric_name": TEXT,
         "higher_is_better": YES_NO,
         "target": NUMBER,
-        "steps": NUMBER,
-        "seconds": NUMBER,
-        "seconds_to_target": NUMBER,
+        "steps": AMOUNT,
+        "seconds": AMOUNT,
+        "seconds_to_target": AMOUNT,
         "stopped": FACT,
         "out": TEXT,
-        "recipe": RECIPE,
-        "evaluations": [{"step": NUMBER} | POINT],
+        "device": TEXT,
+        "split": AMOUNTS,
+        "idle": [[TEXT]],
+        "recipe": TEXT,
+        "evaluations": [{"step": AMOUNT} | POINT],
     },
 }
 
 LARGEST_FILE = 32 << 20  # bytes
+LARGEST_NUMBER = 1e18  # what is beyond it, or beneath its inverse, nobody has measured
 LONGEST_TEXT = 400  # characters
 
 
@@ -146,6 +151,8 @@ def fitted(value, shape, where: str):
     wanted = type(shape)
     if value is None:
         value = wanted()
+    if shape is INTERVAL and isinstance(value, (int, float)):
+        value = {"median": value}  # measured, but without an interval
     if not isinstance(value, wanted):
         raise Refusal(f"{where} must be {'a list' if wanted is list else 'an object'}, not {_kind_name(value)}")
     if wanted is list:
@@ -162,18 +169,20 @@ def _scalar(value, kind: str, where: str):
         return _clean(value)
     if isinstance(value, bool) and kind in (YES_NO, SCALAR, FACT):
         return value
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and kind in (NUMBER, SCALAR, FACT):
-        return _finite(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and kind in (NUMBER, AMOUNT, SCALAR, FACT):
+        if kind == AMOUNT and value < 0:
+            raise Refusal(f"{where} must be {kind}, not below it")
+        return _sane(value)
     if kind == FACT:
         return None  # lists and objects among the facts are left out
     raise Refusal(f"{where} must be {kind}, not {_kind_name(value)}")
 
 
-def _finite(value: int | float) -> int | float | None:
-    try:
-        return value if math.isfinite(value) else None
-    except OverflowError:
+def _sane(value: int | float) -> int | float | None:
+    """None for what is no number or beyond all measure."""
+    if not abs(value) <= LARGEST_NUMBER:  # NaN too
         return None
+    return value if abs(value) >= 1 / LARGEST_NUMBER else 0
 
 
 def _clean(text: str) -> str:

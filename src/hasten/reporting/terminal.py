@@ -4,15 +4,12 @@ Results go through the same shapes as the page's. Texts are Text objects, never 
 name is a bracket. Where the output is no terminal, rich leaves the colours out and the words carry everything.
 """
 
-from collections.abc import Iterable
-
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from hasten.contract.card import FACTS, PHASES, TRAITS, Exactness
-from hasten.contract.method import Method, hooks_of
 from hasten.contract.recipe import Recipe
 from hasten.reporting import figures, words
 from hasten.reporting.result import shaped
@@ -35,9 +32,11 @@ def tune_answer(result: dict) -> RenderableType:
     won = figures.won(result)
     parts = [_headline(figures.tune_headline(result), result["task"], won), Text(figures.tune_sentence(result)), Text()]
     if won:
-        parts += [_before_and_after(result["time_to_target"]), _pairs(_sureness(result)), *_shares(result["shares"])]
+        parts += [_before_and_after(result["time_to_target"]), _pairs(_sureness(result)), *_shares(figures.shares_of(result))]
     else:
-        parts.append(_pairs([("the search", f"took {words.seconds(result['search_seconds'])}. {figures.break_even(result)}")]))
+        best = figures.best_trial(figures.in_vain(result["trials"]))
+        closest = [("the best", f"{best['what']}, {words.with_interval(best['ratio'])}: {best['verdict']}")] if best else []
+        parts.append(_pairs([*closest, ("the search", f"took {words.seconds(result['search_seconds'])}. {figures.break_even(result)}")]))
     parts += _losers(result["trials"])
     if won and result["recipe"]:
         parts += [Text(), Text(f"Recipe: {Recipe(result['recipe'])}", style=QUIET)]
@@ -54,9 +53,9 @@ def compare_answer(result: dict) -> RenderableType:
     for arm in ("a", "b"):
         costs = (result[key].get(arm) for key in ("seconds_per_1000_samples", "evaluation_seconds", "start_seconds"))
         arms.add_row(Text(arm, HEAD), Text(result[arm] or words.NOTHING), *map(words.seconds, costs))
-    evidence = [("time of a / b", f"{words.ratio(result['ratio']['median'])}  {words.between(result['ratio'])} (95 % interval)")]
+    evidence = [("time of a / b", f"{words.with_interval(result['ratio'])}, 95 % interval")]
     if result["cpu_ratio"]["median"] is not None:
-        evidence.append(("in CPU seconds", f"{words.ratio(result['cpu_ratio']['median'])}  {words.between(result['cpu_ratio'])}"))
+        evidence.append(("in CPU seconds", words.with_interval(result["cpu_ratio"])))
     evidence.append(("measured", f"{words.count(result['blocks'], 'block', 'blocks')}, the arms taking turns{_noise(result['noise'])}"))
     why = [Text(result["why"])] if result["why"] else []
     return Group(_headline(figures.compare_headline(result), result["task"], good), *why, Text(), _pairs(evidence), Text(), _indented(arms))
@@ -69,20 +68,32 @@ def diagnose_answer(result: dict) -> RenderableType:
     longest = max((row["before"] for row in rows), default=1) or 1
     phases = _grid("phase", "", ">share", ">ceiling")
     for row in rows:
-        phases.add_row(row["phase"], _bar(row["before"] / longest, BAR), words.percent(row["before"]), words.ratio(result["headroom"].get(row["phase"])))
+        phases.add_row(
+            row["phase"],
+            _bar(row["before"] / longest, BAR),
+            words.percent(row["before"]),
+            words.ratio(result["headroom"].get(row["phase"])),
+        )
+    for name, value in figures.other_ceilings(result["headroom"], result["phases"]).items():
+        phases.add_row(Text(name.replace("_", " ")), "", "", words.ratio(value))
     parts = [_headline("Where the time goes", result["task"], False), Text(result["verdict"]), Text(), _indented(phases)]
-    parts += [Text(), _pairs(_step_facts(result)), Text("  ceiling: how much faster the whole would be if the phase cost nothing", style=QUIET)]
+    parts += [
+        Text(),
+        _pairs(_step_facts(result)),
+        Text("  ceiling: how much faster the whole would be if the phase cost nothing", style=QUIET),
+    ]
     if result["advice"]:
         advice = _grid("could pay", ">at most", "why")
         for row in result["advice"]:
-            advice.add_row(Text(row["method"], HEAD), words.ratio(row["bound"]), Text(row["why"]))
-        parts += [Text(), _indented(advice)]
+            if row["bound"] is not None:
+                advice.add_row(Text(row["method"], HEAD), words.ratio(row["bound"]), Text(row["why"]))
+        parts += [Text(), _indented(advice), *_unbounded(result["advice"])]
     return Group(*parts)
 
 
 def train_answer(result: dict) -> RenderableType:
     """The numbers that a training ended with."""
-    result = shaped(result | {"kind": "train"})
+    result = shaped({**result, "kind": "train"})
     name = result["metric_name"] or "metric"
     rows = [(name, f"{words.metric(result['metric'])}, at its best {words.metric(result['best_metric'])}")]
     rows.append(("trained for", f"{words.count(result['steps'], 'step', 'steps')} in {words.seconds(result['seconds'])}"))
@@ -92,48 +103,57 @@ def train_answer(result: dict) -> RenderableType:
         rows.append(("target", f"{words.plain(result['target'])} not reached"))
     if isinstance(result["stopped"], str):
         rows.append(("stopped", result["stopped"]))
+    rows += [("idle", ": ".join(pair)) for pair in result["idle"]]
     if result["out"]:
         rows.append(("folder", result["out"]))
     return Group(_headline(f"{name.capitalize()} {words.metric(result['metric'])}", result["task"], True), _pairs(rows))
 
 
-def methods_table(methods: Iterable[type[Method]]) -> RenderableType:
-    """The catalogue, gathered by what a method may change."""
-    methods = sorted(methods, key=lambda method: method.name)
+def methods_table(methods: list[dict]) -> RenderableType:
+    """The catalogue, gathered by what a method may change.
+
+    Args:
+        methods: ``{"name", "summary", "exactness": its words, "gain": (low, high) or None, "not_here": why, or None}``.
+    """
     table = _grid("", ">claimed", "")
-    for exactness in Exactness:
-        members = [method for method in methods if method.card.exactness is exactness]
+    for exactness, changes in CHANGES.items():
+        members = [method for method in methods if method["exactness"] == exactness.value]
         if members:
-            table.add_row(Text(exactness.value.capitalize(), HEAD), "", Text(CHANGES[exactness], QUIET))
+            table.add_row(Text(exactness.value.capitalize(), HEAD), "", Text(changes, QUIET))
         for method in members:
-            table.add_row(Text(f"  {method.name}"), _claim(method), Text(method.card.summary))
+            not_here = f" ({method['not_here']})" if method.get("not_here") else ""
+            table.add_row(Text(f"  {method['name']}"), _claim(method), Text.assemble(method["summary"], (not_here, QUIET)))
         if members:
             table.add_row()
     return Group(table, Text("Claims are their sources'; `hasten tune TASK` measures. `hasten methods NAME` tells more.", style=QUIET))
 
 
-def method_page(method: type[Method], settings: dict) -> RenderableType:
-    """One method's card.
+def method_page(method: dict) -> RenderableType:
+    """One method: its card, settings, place among the others, conflicts and records.
 
     Args:
-        settings: its settings with their defaults.
+        method: the card's fields by name, with ``text``, ``hooks``, ``settings`` ([{name, type, default}]), ``wraps``,
+            ``wrapped_by``, ``conflicts`` ([{method, why}]), ``records`` ([{folder}]) and ``not_here`` where they are known.
     """
-    card = method.card
+    known = {exactness.value: changes for exactness, changes in CHANGES.items()}
     rows = [
-        ("changes", f"{card.exactness.value}: {CHANGES[card.exactness]}"),
-        ("claimed", f"{_claim(method)}{' when ' if card.gain_when and card.gain else ' '}{card.gain_when}".strip()),
-        ("source", card.source),
-        ("shortens", _meanings(card.speeds, PHASES)),
-        ("applies if", _meanings(card.applies_to, FACTS)),
-        ("needs", _meanings(card.needs, TRAITS)),
-        ("breaks", _meanings(card.breaks, TRAITS)),
-        ("replaces", ", ".join(sorted(card.replaces))),
-        ("after", ", ".join(card.after)),
-        ("hooks", ", ".join(hooks_of(method))),
-        ("settings", ", ".join(f"{name}={default}" for name, default in settings.items()) or "none"),
-        ("the tuner tries", "; ".join(str(Recipe({method.name: values})) for values in card.tries)),
+        ("changes", f"{method['exactness']}: {known.get(method['exactness'], '')}"),
+        ("claimed", f"{_claim(method)}{'; ' if method.get('gain_when') else ''}{method.get('gain_when', '')}"),
+        ("source", method.get("source")),
+        ("not here", method.get("not_here")),
+        ("shortens", _meanings(method, "speeds", PHASES)),
+        ("applies if", _meanings(method, "applies_to", FACTS)),
+        ("needs", _meanings(method, "needs", TRAITS)),
+        ("breaks", _meanings(method, "breaks", TRAITS)),
+        ("settings", "\n".join(f"{each['name']} = {each['default']} ({each['type']})" for each in method.get("settings", ()))),
+        ("tuner tries", "\n".join(str(Recipe({method["name"]: values})) for values in method.get("tries", ()))),
+        *((name.replace("_", " "), ", ".join(sorted(method.get(name, ())))) for name in ("hooks", "replaces", "wraps", "wrapped_by")),
+        ("conflicts", "\n".join(f"{each['method']}: {each['why']}" for each in method.get("conflicts", ()))),
+        ("records", "\n".join(each["folder"] for each in method.get("records", ()))),
     ]
-    return Group(_headline(method.name, "", False), Text(card.summary), Text(), _pairs([row for row in rows if row[1]]))
+    paragraphs = [" ".join(each.replace("``", "").split()) for each in (method.get("text") or "").split("\n\n")]
+    told = [Text("\n".join(paragraphs)), Text()] if any(paragraphs) else []
+    return Group(_headline(method["name"], "", False), Text(method["summary"]), Text(), *told, _pairs([row for row in rows if row[1]]))
 
 
 def _headline(text: str, task: str, good: bool) -> Text:
@@ -153,10 +173,10 @@ def _sureness(result: dict) -> list[tuple[str, str]]:
     metric, quality, over = result["metric"], result["quality"], result["speedup_over_competent"]
     tested = f"{metric['name'] or 'metric'} {words.metric(quality['tuned'], metric['unit'])}, baseline {words.metric(quality['baseline'], metric['unit'])}"
     rows = [("sure", f"{words.between(result['speedup'])}, 95 % interval{_noise(result['noise'])}")]
-    rows.append(("quality", f"{tested}, margin {words.plain(quality['margin'], metric['unit'])}: passed"))
+    rows.append(("quality", f"{tested}, margin {words.plain(quality['margin'], metric['unit'], 2)}: passed"))
     if over["median"] is not None:
         competent = Recipe(result["competent_recipe"])
-        rows.append(("competent", f"{words.ratio(over['median'])} ({words.between(over)}) over a set-up by hand{f': {competent}' if competent else ''}"))
+        rows.append(("competent", f"{words.with_interval(over)} over a set-up by hand{f': {competent}' if competent else ''}"))
     rows.append(("the search", f"took {words.seconds(result['search_seconds'])}. {figures.break_even(result)}"))
     return rows
 
@@ -176,7 +196,7 @@ def _shares(shares: list[dict]) -> list[RenderableType]:
 
 
 def _losers(trials: list[dict]) -> list[RenderableType]:
-    losers = [trial for trial in trials if not figures.is_good(trial)]
+    losers = figures.in_vain(trials)
     if not losers:
         return []
     table = _grid("tried in vain", "", ">", "")
@@ -192,7 +212,20 @@ def _step_facts(result: dict) -> list[tuple[str, str]]:
     if flops["share"] is not None:
         of = f" ({words.plain(flops['achieved_gflops'])} of {words.plain(flops['peak_gflops'])} GFLOP/s)" if flops["peak_gflops"] else ""
         rows.append(("arithmetic", f"{words.percent(flops['share'])} of the measured peak{of}"))
-    return rows + [(name, f"{value:.3g}" if isinstance(value, float) else str(value)) for name, value in result["causes"].items() if value is not None]
+    return rows + [
+        (name.replace("_", " "), f"{value:.3g}" if isinstance(value, float) else str(value))
+        for name, value in result["causes"].items()
+        if value is not None
+    ]
+
+
+def _unbounded(advice: list[dict]) -> list[RenderableType]:
+    """Advice whose gain nobody can bound, gathered by its reason."""
+    reasons: dict[str, list[str]] = {}
+    for row in advice:
+        if row["bound"] is None:
+            reasons.setdefault(row["why"], []).append(row["method"])
+    return [Text(), _pairs([("could pay too", f"{', '.join(methods)}: {why}") for why, methods in reasons.items()])] if reasons else []
 
 
 def _noise(noise: dict) -> str:
@@ -200,13 +233,15 @@ def _noise(noise: dict) -> str:
     return f"; blocks spread by {spread:.1f} %" if isinstance(spread, (int, float)) else ""
 
 
-def _claim(method: type[Method]) -> str:
-    gain = method.card.gain
+def _claim(method: dict) -> str:
+    gain = method.get("gain")
+    if gain and gain[0] <= 1:
+        return f"up to {words.ratio(gain[1])}"
     return words.between({"low": gain[0], "high": gain[1]}) if gain else words.NOTHING
 
 
-def _meanings(names: Iterable[str], known: dict[str, str]) -> str:
-    return "; ".join(f"{name} ({known[name]})" for name in sorted(names))
+def _meanings(method: dict, field: str, known: dict[str, str]) -> str:
+    return "; ".join(f"{name} ({known[name]})" if name in known else name for name in sorted(method.get(field, ())))
 
 
 def _bar(share: float, width: int, style: str = "cyan") -> Text:

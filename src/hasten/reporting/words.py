@@ -23,6 +23,11 @@ def ratio(value: float | None) -> str:
     return NOTHING if value is None else f"{_ratio_digits(value)}{TIMES}"
 
 
+def with_interval(interval: dict) -> str:
+    """``5.1x (4.6 to 5.7x)``; without the brackets where no interval is known."""
+    return ratio(interval["median"]) + ("" if between(interval) == NOTHING else f" ({between(interval)})")
+
+
 def between(interval: dict) -> str:
     """``4.6 to 5.7x`` of an interval with ``low`` and ``high``; one-sided where one end is open."""
     low, high = interval["low"], interval["high"]
@@ -30,6 +35,8 @@ def between(interval: dict) -> str:
         return NOTHING
     if low is None or high is None:
         return f"at least {ratio(low)}" if high is None else f"at most {ratio(high)}"
+    if low < 1.995 <= high < 9.995:  # both ends with as many digits as the smaller one needs
+        return f"{low:.2f} to {high:.2f}{TIMES}"
     return f"{_ratio_digits(low)} to {ratio(high)}"
 
 
@@ -43,9 +50,9 @@ def metric(value: float | None, unit: str = "", signed: bool = False) -> str:
     return f"{text.replace('-', MINUS)} {unit}".strip()
 
 
-def plain(value: float | None, unit: str = "") -> str:
-    """As few digits as the number needs: targets and margins that somebody chose."""
-    return NOTHING if value is None else f"{value:.6g} {unit}".strip()
+def plain(value: float | None, unit: str = "", digits: int = 4) -> str:
+    """As few digits as the number needs, and no more than ``digits``: targets and margins."""
+    return NOTHING if value is None else f"{value:.{digits}g} {unit}".strip()
 
 
 def count(value: float | None, one: str, many: str) -> str:
@@ -74,7 +81,7 @@ def _two(amount: int, large: str, small: str) -> str:
 def _ratio_digits(value: float) -> str:
     if abs(value) < 1.995:
         return f"{value:.2f}"
-    return f"{value:.1f}" if abs(value) < 99.95 and abs(value) < 19.95 else f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) < 19.95 else f"{value:,.0f}"
 
 
 def _digits(value: float, significant: int) -> str:

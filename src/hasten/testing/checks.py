@@ -23,6 +23,7 @@ from hasten.measure.exactness import prove
 from hasten.measure.process_state import differences, process_state, restored, same
 from hasten.testing import tasks
 
+SMALL_TASKS = (tasks.perceptron, tasks.convolutional, tasks.transformer)
 COMPANIONS = {"gradient_clipping": {"max_norm": 0.25}, "fused_optimizer": {}}  # to be typed before or after the subject
 
 
@@ -67,7 +68,7 @@ class Subject:
 
     @property
     def tasks(self) -> list[Task]:
-        return [self.given_task] if self.given_task else [tasks.perceptron(), tasks.convolutional(), tasks.transformer()]
+        return [self.given_task] if self.given_task else [task(batch_size=32) for task in SMALL_TASKS]
 
     @property
     def task(self) -> Task:
@@ -120,7 +121,9 @@ def has_settings_that_are_data(subject: Subject) -> None:
     defaults = settings_of(subject.method)
     for key, value in defaults.items():
         assert value is not dataclasses.MISSING, f"the setting {key} has no default"
-        assert value is None or isinstance(value, (bool, int, float, str)), f"the setting {key} is a {type(value).__name__}; settings are data"
+        assert value is None or isinstance(value, (bool, int, float, str)), (
+            f"the setting {key} is a {type(value).__name__}; settings are data"
+        )
     written = Recipe().with_method(subject.name, **{key: value for key, value in defaults.items() if value is not None})
     assert Recipe.from_toml(written.to_toml()) == written, "its settings do not survive a recipe file"
     assert not defaults or subject.method.__dataclass_params__.frozen, "a method is a frozen dataclass: settings do not change during a run"

@@ -13,15 +13,17 @@ from hasten.contract.card import Exactness
 from hasten.contract.errors import Failure, Refusal
 from hasten.contract.recipe import Recipe
 from hasten.contract.watch import Watch
+from hasten.diagnosis.anatomy import evaluation_a_sample, examine
 from hasten.engine.find import make_method
 from hasten.engine.tasks import TaskRef
-from hasten.engine.train import reached_at
+from hasten.engine.outcome import reached_at
 from hasten.measure.compare import take_turns
 from hasten.measure.workers import Worker
 from hasten.tuning.ledger import Ledger
 
 SHORT_LOOKS = (6, 9, 14)  # pairs; the search screens, the confirmation measures
 PROOF_SECONDS = 20.0
+ANATOMY_SECONDS = 3.0
 
 
 class OutOfBudget(Exception):
@@ -99,14 +101,15 @@ class Study:
 
         return self._paid("proof", what, f"proving {candidate}", measure)
 
-    def anatomy(self, recipe: Recipe) -> dict:
+    def anatomy(self, recipe: Recipe, last: bool = False) -> dict[str, float]:
         """Seconds of each phase per 1000 training samples; empty where they cannot be told."""
-        from hasten.diagnosis.timeline import anatomy
 
         def measure(watch: Watch) -> dict:
-            return {"phases": anatomy(self.task, recipe, device=self.device)}
+            seen = examine(self.task, recipe, device=self.device, seed=self.seed, budget=ANATOMY_SECONDS, watch=watch)
+            seconds = 1000 * (seen.sample + evaluation_a_sample(seen.plan, seen.evaluation))
+            return {"phases": {phase: share * seconds for phase, share in seen.phases.items()}}
 
-        return self._paid("anatomy", {"recipe": recipe.methods}, f"anatomy of {recipe}", measure).get("phases", {})
+        return self._paid("anatomy", {"recipe": recipe.methods}, f"the anatomy of {recipe}", measure, ask=not last).get("phases", {})
 
     def note(self, what: str, stage: str, verdict: str, why: str, *, ratio: dict | None = None, seconds: float = 0.0) -> None:
         """Puts a trial into the story that the report tells."""

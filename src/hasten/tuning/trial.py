@@ -11,7 +11,8 @@ from hasten.contract.method import Evaluation, Loop, Method, Run
 from hasten.contract.recipe import Recipe
 from hasten.contract.watch import silent
 from hasten.engine.tasks import TaskRef
-from hasten.engine.train import reached_at, train
+from hasten.engine.outcome import reached_at
+from hasten.engine.train import train
 from hasten.measure.exactness import prove
 
 

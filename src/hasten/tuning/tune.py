@@ -93,6 +93,7 @@ def tune(
         for name, why in candidates.not_tried:
             study.note(name, "diagnosis", "not tried", why)
         baseline = _baseline(study, margin)
+        anatomy = {"baseline": study.anatomy(Recipe())}
         study.budget.reserved = min(study.budget.total / 2, RESERVED_RUNS * baseline.runs[0]["seconds"])
         pace_seconds = min(30.0, max(6.0, study.budget.total / 18))
         competent = _competent(study, pace_seconds / 2)
@@ -105,6 +106,8 @@ def tune(
             study.note("search", "search", "stopped", "the search's part of the budget is spent; what was found is confirmed")
         study.budget.reserved = 0.0
         confirmed = confirm(study, ladder, competent, baseline, pace_seconds) if ladder.best else None
+        if confirmed and confirmed.gate.passed:
+            anatomy["tuned"] = study.anatomy(confirmed.recipe, last=True)
     except OutOfBudget:
         raise Failure(f"the budget of {_words(study.budget.total)} ended before the task's own training was measured; give --budget {_words(2 * RESERVED_RUNS * textbook['seconds'])} or more") from None
 
@@ -115,7 +118,7 @@ def tune(
         "metric": {"name": name_of(loaded), "higher_is_better": direction, "target": baseline.target},
         "competent_recipe": competent.methods,
         "shares": shares if confirmed and confirmed.gate.passed else [],
-        "anatomy": _anatomy(study, confirmed),
+        "anatomy": anatomy,
         "trials": study.trials,
         "phases": story.get("phases"),
         "headroom": story.get("headroom"),
@@ -209,14 +212,6 @@ def _fate(text: str, trials: list[dict], recipe: Recipe) -> dict:
     told = [trial for trial in trials if trial["what"].startswith(name) or name in trial["what"]]
     why = told[-1]["why"] if told else "the budget ended before it was tried"
     return {"method": name, "accepted": name in recipe.methods, "why": why}
-
-
-def _anatomy(study: Study, confirmed: Confirmed | None) -> dict:
-    try:
-        arms = {"baseline": Recipe()} | ({"tuned": confirmed.recipe} if confirmed and confirmed.gate.passed else {})
-        return {arm: study.anatomy(recipe) for arm, recipe in arms.items()}
-    except OutOfBudget:
-        return {}
 
 
 def _pays_after(result: dict) -> float | None:

@@ -9,9 +9,7 @@ def interval(median: float, spread: float = 0.08) -> dict:
 
 def curve(seed: int, total: float, best: float, points: int = 14) -> dict:
     """A metric that rises towards ``best`` over ``total`` seconds, a little different for each seed."""
-    shape = [
-        (k / points, best - 0.12 * exp(-6 * k / points) + 0.002 * ((seed * 7 + k * 3) % 5 - 2) / 2) for k in range(1, points + 1)
-    ]
+    shape = [(k / points, best - 0.12 * exp(-6 * k / points) + 0.002 * ((seed * 7 + k * 3) % 5 - 2) / 2) for k in range(1, points + 1)]
     return {"seed": seed, "points": [{"seconds": share * total, "samples": int(share * 43110), "metric": value} for share, value in shape]}
 
 
@@ -91,7 +89,10 @@ def faster() -> dict:
 def leave_it() -> dict:
     """``hasten tune`` that found nothing."""
     won = faster()
-    lost = [one | {"verdict": "no gain", "ratio": interval(1.004, 0.01)} if one["verdict"] in ("kept", "won") else one for one in won["trials"][:10]]
+    lost = [
+        one | {"verdict": "no gain", "ratio": interval(1.004, 0.01)} if one["verdict"] in ("kept", "won") else one
+        for one in won["trials"][:10]
+    ]
     return won | {
         "verdict": "leave it",
         "why": "The step is arithmetic from end to end; no method that applies made it faster by more than the noise.",
@@ -118,7 +119,7 @@ def compared() -> dict:
         "b": "batched_fetch + threads:count=1",
         "verdict": "faster",
         "ratio": interval(2.7, 0.03),
-        "cpu_ratio": interval(2.6, 0.02),
+        "cpu_ratio": 2.6,
         "blocks": 24,
         "seconds_per_1000_samples": {"a": 0.73, "b": 0.27},
         "evaluation_seconds": {"a": 0.08, "b": 0.03},

@@ -1,0 +1,147 @@
+"""What the benchmarks share: turns, intervals, tables, the verdict on a figure, and the record of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PEERS = ("pytorch-ignite", "accelerate", "lightning", "mosaicml", "loadtune", "scipy")  # told in every record, where installed
+MISS = 0.05  # chance that an interval misses
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A median and where it lies with 95 % certainty."""
+
+    median: float
+    low: float
+    high: float
+
+    def __format__(self, form: str) -> str:
+        return f"{self.median:{form}} ({self.low:{form}} to {self.high:{form}})"
+
+
+def interval(values: Iterable[float]) -> Interval:
+    """The median with the interval of the sign test: it asks nothing of the distribution, and bursts do not move it.
+
+    Below six values no interval reaches 95 %; then it is the whole range.
+    """
+    ordered = sorted(values)
+    count, left_out, tail = len(ordered), 0, 0.5 ** len(ordered)
+    while 2 * tail <= MISS:
+        left_out += 1
+        tail += math.comb(count, left_out) * 0.5**count
+    low = max(left_out - 1, 0)
+    return Interval(statistics.median(ordered), ordered[low], ordered[count - 1 - low])
+
+
+def in_turns(arms: dict[str, Callable[[], object]], rounds: int) -> dict[str, list]:
+    """What each arm returned, round by round. Every other round goes backwards, so that a drift hits all alike."""
+    taken: dict[str, list[float]] = {name: [] for name in arms}
+    for number in range(rounds):
+        for name in list(arms) if number % 2 == 0 else reversed(arms):
+            tell(f"round {number + 1} of {rounds}: {name}")
+            taken[name].append(arms[name]())
+    return taken
+
+
+def installed(module: str) -> str | None:
+    """None if the module can be imported; else what to print in its row."""
+    try:
+        import_module(module)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        return "not installed" if missing == module.partition(".")[0] else f"does not import: {missing} is missing"
+    except Exception as error:
+        return f"does not import: {type(error).__name__}: {str(error).splitlines()[0][:80]}"
+    return None
+
+
+def tell(text: str) -> None:
+    """Progress, on standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def watch(what: str, done: float, seconds_left: float | None = None) -> None:
+    """Progress of the library's verbs, a line when there is something new to say."""
+    if what != watch.last:
+        watch.last = what
+        tell(f"  {done:4.0%} {what}")
+
+
+watch.last = None
+
+
+def show(headings: tuple[str, ...], rows: Iterable[tuple]) -> None:
+    """A table in plain text."""
+    lines = [headings, *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
+    for number, line in enumerate(lines):
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        if number == 0:
+            print("  ".join("-" * width for width in widths))
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the raw numbers there")
+    return made
+
+
+def finish(options: argparse.Namespace, figure: str, reached: bool | None, numbers: dict) -> int:
+    """Says whether the figure was reached, writes the record, gives the exit code. ``reached=None``: it could not be measured."""
+    words = {True: "reached", False: "NOT reached", None: "not measured"}[reached]
+    print(f"\nFigure: {figure}: {words}.")
+    if options.json:
+        record = {"figure": figure, "reached": reached, **circumstances(), **plain(numbers)}
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        print(f"The raw numbers are in {options.json}.")
+    return 0 if reached else 1
+
+
+def circumstances() -> dict:
+    """When, by which command, on which machine, with which versions."""
+    from hasten.engine.environment import environment
+
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "command": " ".join(["python", *sys.argv]),
+        "environment": environment(),
+        "peers": {name: found for name in PEERS if (found := _version(name))},
+    }
+
+
+def machine_name() -> str:
+    """The machine as a part of a folder's name, such as ``intel-xeon-processor-2-cores``."""
+    from hasten.engine.environment import environment
+
+    here = environment()
+    cpu = here["cpu"].lower().partition("@")[0].replace("(r)", "").replace("(tm)", "")
+    words = "".join(letter if letter.isalnum() else " " for letter in cpu).split()
+    return "-".join([*words[:4], str(here["cores"]), "cores"])
+
+
+def plain(thing):
+    """Intervals and tuples as JSON knows them."""
+    if isinstance(thing, Interval):
+        return asdict(thing)
+    if isinstance(thing, dict):
+        return {str(key): plain(value) for key, value in thing.items()}
+    return [plain(each) for each in thing] if isinstance(thing, (list, tuple)) else thing
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

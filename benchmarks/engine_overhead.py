@@ -1,0 +1,177 @@
+"""What an engine costs when it has nothing to do: microseconds a step over the loop written by hand.
+
+A toy step (Linear 8x8, batch 4, SGD, CPU, one thread), so that only the engine is left. All read the same
+DataLoader and are timed by their data (``_steps.py``); they take turns, block by block. Peers are set up as
+lean as their documents allow. "by hand, again" tells how far a difference can be believed.
+
+Figure: hasten's engine without a method costs at most 5 microseconds a step.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from functools import partial
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
+
+import torch
+from _common import finish, in_turns, installed, interval, parser, show
+from _steps import CLASSES, as_task, by_hand, sgd, timed
+from torch import nn
+
+WIDTH, BATCH = 8, 4
+FIGURE = 5.0  # microseconds
+
+
+def model() -> nn.Module:
+    return nn.Linear(WIDTH, CLASSES)
+
+
+def hasten_engine(loader) -> None:
+    from hasten.engine.loop import steps
+    from hasten.engine.plan import build
+
+    program = build(as_task(model, loader))
+    with program.process():
+        for _ in steps(program):
+            pass
+
+
+def hasten_train(loader) -> None:
+    from hasten import train
+
+    train(as_task(model, loader), device="cpu")
+
+
+def ignite(loader) -> None:
+    """With a step function of our own, which is leaner than ``create_supervised_trainer``."""
+    from ignite.engine import Engine
+
+    net = model()
+    optimizer = sgd(net)
+
+    def step(engine, batch):
+        inputs, targets = batch
+        loss = nn.functional.cross_entropy(net(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    Engine(step).run(loader, max_epochs=1)
+
+
+def accelerate(loader) -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    net = model()
+    net, optimizer, loader = accelerator.prepare(net, sgd(net), loader)
+    for inputs, targets in loader:
+        loss = nn.functional.cross_entropy(net(inputs), targets)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def lightning(loader) -> None:
+    """``barebones=True``: no progress bar, logger, checkpoints or checks."""
+    import lightning as L
+
+    class Module(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = model()
+
+        def training_step(self, batch, _):
+            inputs, targets = batch
+            return nn.functional.cross_entropy(self.net(inputs), targets)
+
+        def configure_optimizers(self):
+            return sgd(self)
+
+    L.Trainer(barebones=True, max_epochs=1, accelerator="cpu", devices=1).fit(Module(), loader)
+
+
+def composer(loader) -> None:
+    """No algorithm, no callback, no logger. Its last release does not support the PyTorch that is used here; it runs all the same."""
+    from composer import ComposerModel, Trainer
+
+    class Module(ComposerModel):
+        def __init__(self):
+            super().__init__()
+            self.net = model()
+
+        def forward(self, batch):
+            return self.net(batch[0])
+
+        def loss(self, outputs, batch):
+            return nn.functional.cross_entropy(outputs, batch[1])
+
+    net = Module()
+    Trainer(
+        model=net, train_dataloader=loader, optimizers=sgd(net), max_duration="1ep", device="cpu",
+        algorithms=[], callbacks=[], loggers=[], progress_bar=False, console_log_interval="1000ep",
+    ).fit()  # fmt: skip
+
+
+OURS = {
+    "by hand": lambda loader: by_hand(model(), loader),
+    "by hand, again": lambda loader: by_hand(model(), loader),
+    "hasten, engine": hasten_engine,
+    "hasten, train()": hasten_train,
+}
+PEERS = {"ignite": ignite, "accelerate": accelerate, "lightning": lightning, "composer": composer}
+
+
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("--rounds", type=int, default=12, help="blocks of each arm")
+    options.add_argument("--steps", type=int, default=2000, help="steps of a block")
+    options = options.parse_args()
+    _quieten()
+    missing = {name: why for name in PEERS if (why := installed(name))}
+    arms = OURS | {name: arm for name, arm in PEERS.items() if name not in missing}
+    for name, arm in list(arms.items()):  # a peer that does not run here is told, not dropped
+        try:
+            timed(arm, WIDTH, BATCH, 50)
+        except Exception as error:
+            if name in OURS:
+                raise
+            missing[name] = f"does not run: {type(error).__name__}: {str(error).splitlines()[0][:80]}"
+            del arms[name]
+
+    taken = in_turns({name: partial(timed, arm, WIDTH, BATCH, options.steps) for name, arm in arms.items()}, options.rounds)
+    wall, cpu = ({name: [1e6 * block[clock] for block in blocks] for name, blocks in taken.items()} for clock in (0, 1))
+    extra, of_processor = _over_by_hand(wall), _over_by_hand(cpu)
+    rows = [
+        (name, f"{interval(blocks).median:.1f}", f"{min(blocks):.1f}", *(_words(extra[name], of_processor[name]) if name != "by hand" else ("", "")))
+        for name, blocks in wall.items()
+    ]
+    rows += [(name, why, "", "", "") for name, why in missing.items()]
+    show(("engine", "us a step", "fastest block", "more than by hand, us", "of the processor, us"), rows)
+    ours = extra["hasten, engine"]
+    figure = f"hasten's engine at most {FIGURE:g} us a step over the loop by hand; it is {ours:.1f} (bound: 0)"
+    return finish(options, figure, ours.median <= FIGURE, {"wall_us": wall, "cpu_us": cpu, "extra": extra, "extra_cpu": of_processor, "missing": missing})
+
+
+def _over_by_hand(micro: dict[str, list[float]]) -> dict:
+    """Round by round, what each arm took more than the loop by hand."""
+    return {name: interval(a - b for a, b in zip(blocks, micro["by hand"], strict=True)) for name, blocks in micro.items()}
+
+
+def _words(*intervals) -> tuple[str, ...]:
+    return tuple(f"{each:.1f}" for each in intervals)
+
+
+def _quieten() -> None:
+    warnings.filterwarnings("ignore")
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric", "composer", "ignite"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

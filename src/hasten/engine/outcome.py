@@ -1,0 +1,44 @@
+"""What a run came to, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hasten.contract.method import Evaluation, Run
+from hasten.engine.metrics import higher_is_better
+from hasten.engine.observers import number_or_none
+
+
+def outcome(run: Run, history: list[Evaluation], seconds_at: list[float]) -> dict:
+    """The metrics of a run and when its target was reached; ``seconds_at``: of each evaluation, since the run began."""
+    target, higher = run.task.target, higher_is_better(run.task)
+    metrics = [number_or_none(evaluation.metric) for evaluation in history]
+    known = [metric for metric in metrics if metric is not None]
+    at = reached_at(metrics, target, higher)
+    return {
+        "metric": metrics[-1] if metrics else None,
+        "best_metric": (max if higher else min)(known, default=None),
+        "higher_is_better": higher,
+        "target": target,
+        "reached": at is not None,
+        "seconds_to_target": seconds_at[at] if at is not None else None,
+        "samples_to_target": history[at].samples if at is not None else None,
+        "steps": run.clock.step,
+        "samples": run.clock.samples,
+        "evaluations": [
+            {"step": evaluation.step, "samples": evaluation.samples, "metric": metric, "seconds": seconds}
+            for evaluation, metric, seconds in zip(history, metrics, seconds_at, strict=True)
+        ],
+        "idle": [list(pair) for pair in run.idle],
+        "task": run.task.name,
+        "seed": run.seed,
+        "device": str(run.device),
+    }
+
+
+def reached_at(metrics: Sequence[float | None], target: float | None, higher: bool) -> int | None:
+    """The first evaluation that reaches the target and whose successor holds it; the last one needs no successor."""
+    if target is None:
+        return None
+    there = [metric is not None and (metric >= target if higher else metric <= target) for metric in metrics]
+    return next((i for i, yes in enumerate(there) if yes and all(there[i + 1 : i + 2])), None)

@@ -1,0 +1,35 @@
+"""Stopping when asked to: Ctrl-C and the termination signal wait for the end of a step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def stop_requests() -> Iterator[list[int]]:
+    """Inside, SIGINT and SIGTERM are noted in the list instead of acted upon; a second one interrupts at once."""
+    asked: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    owner = os.getpid()
+
+    def note(number: int, frame) -> None:
+        if os.getpid() != owner:  # a loader's worker: its parent tells it when to end
+            if number == signal.SIGTERM:
+                os._exit(1)
+            return
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,173 @@
+"""Two arms of a proof, run one after the other from one seed: what they exported, and their first gradients."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from itertools import chain, islice
+
+import torch
+from torch.utils.data import DataLoader
+
+from hasten.contract.batch import map_tensors, tensors
+from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.errors import Failure
+from hasten.contract.method import Loop, Method
+from hasten.contract.recipe import Recipe
+from hasten.engine.find import make_methods
+from hasten.engine.loop import steps as training_steps
+from hasten.engine.plan import Program, build
+from hasten.engine.seeds import undisturbed
+
+GRADIENT_BATCHES = 3
+
+
+class Case:
+    """What is held against what, and how much time it may take."""
+
+    def __init__(self, task, base, candidate, exactness, device, seed, steps, seconds):
+        self.task, self.base, self.candidate, self.exactness = task, base, candidate, exactness
+        self.device, self.seed, self.steps, self.seconds = device, seed, steps, seconds
+        self.new = {name for name, settings in candidate.methods.items() if base.methods.get(name) != settings}
+        loaders = [data for data in (task.train_data, task.validation_data) if isinstance(data, DataLoader)]
+        generators = [owner.generator for loader in loaders for owner in (loader, loader.sampler) if getattr(owner, "generator", None)]
+        self.generators = [(generator, generator.get_state()) for generator in generators]
+
+    def program(self, recipe: Recipe, *extra: Method) -> Program:
+        for generator, state in self.generators:  # a ready DataLoader would go on where the other arm stopped
+            generator.set_state(state)
+        return build(self.task, [*make_methods(recipe), *extra], device=self.device, seed=self.seed)
+
+    def refuse_idle(self, program: Program) -> None:
+        for name, why in program.run.idle:
+            if name in self.new:
+                raise Failure(f"{name} has nothing to act on: {why}")
+
+
+@dataclass(frozen=True)
+class Laboratory(Method):
+    """Takes what is random out of the model and, if asked, runs it in float64."""
+
+    card = Card(summary="no dropout, float64", exactness=Exactness.OTHER_MATHS, order=Order.FIRST)
+    double: bool
+
+    def model(self, model, run):
+        for module in model.modules():
+            for name, value in vars(module).items():
+                if isinstance(value, float) and ("drop" in name or isinstance(module, torch.nn.modules.dropout._DropoutNd)):
+                    setattr(module, name, 0.0)
+        return model.double() if self.double else model
+
+    def batch(self, move, run):
+        if not self.double:
+            return move
+        return lambda batch: map_tensors(lambda t: t.double() if t.is_floating_point() else t, move(batch))
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One run: how far it came, its exported weights before and after, its plan and its first validation batches."""
+
+    steps: int
+    start: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+    plan: dict[str, object]
+    validation: list[list[torch.Tensor]]
+    in_time: bool
+
+
+def both_arms(case: Case, *extra: Method, steps: int | None = None) -> tuple[Arm, Arm]:
+    a = _run(case, case.base, extra, min(case.steps, steps or case.steps))
+    b = _run(case, case.candidate, extra, a.steps)
+    if not b.in_time and b.steps < a.steps:
+        a = _run(case, case.base, extra, b.steps)
+    return a, b
+
+
+def _run(case: Case, recipe: Recipe, extra: tuple[Method, ...], steps: int) -> Arm:
+    program = case.program(recipe, *extra)
+    deadline = time.monotonic() + case.seconds / 2
+    done, in_time = 0, True
+    with program.process():
+        start = _weights(program)
+        validation = _first_batches(program)
+        for _ in training_steps(program):
+            done += 1
+            in_time = time.monotonic() < deadline
+            if done == steps or not in_time:
+                break
+        weights = _weights(program)
+    if case.exactness is not Exactness.FEWER_BITS:  # which has nothing to act on in float64, and is asked elsewhere
+        case.refuse_idle(program)
+    if bad := [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]:
+        raise Failure(f"{bad[0]} is not finite after {done} steps of {recipe}")
+    return Arm(done, start, weights, _plan(program.loop), validation, in_time)
+
+
+def _weights(program: Program) -> dict[str, torch.Tensor]:
+    return {name: value.detach().to("cpu", copy=True) for name, value in program.export().state_dict().items()}
+
+
+def _first_batches(program: Program) -> list[list[torch.Tensor]]:
+    if program.validation is None:
+        return []
+    with undisturbed():
+        return [[tensor.to("cpu", copy=True) for tensor in tensors(batch)] for batch in islice(program.validation.epoch(0, 0), 2)]
+
+
+def _plan(loop: Loop) -> dict[str, object]:
+    return {"samples a step": loop.batch_size, "passes": loop.epochs, "steps": loop.steps, "stops early": loop.stop is not None}
+
+
+def told(plan: dict, usual: dict) -> str:
+    return ", ".join(f"{name}: {plan[name]} instead of {usual[name]}" for name in plan if plan[name] != usual[name])
+
+
+def other_run(a: Arm, b: Arm) -> str | None:
+    """Why two runs that should train the same thing are not the same run; None if they are."""
+    if a.plan != b.plan:
+        return f"the plan of steps is another: {told(b.plan, a.plan)}"
+    if a.weights.keys() != b.weights.keys():
+        return f"other weights are exported, such as {min(a.weights.keys() ^ b.weights.keys())}"
+    if a.steps != b.steps:
+        return f"the data ended after {b.steps} steps instead of {a.steps}"
+    pairs = ((one, other) for x, y in zip(a.validation, b.validation, strict=True) for one, other in zip(x, y, strict=True))
+    if any(one.shape != other.shape or not torch.equal(one.double(), other.double()) for one, other in pairs):
+        return "the validation data are not the same"
+    return None
+
+
+def first_gradients(case: Case, recipe: Recipe, laboratory: Method, batches: int) -> tuple[list[dict | None], int]:
+    """Each parameter's gradient on the first batches, always at the initial weights, and how many batches count.
+
+    None stands for a batch whose gradients overflowed and were not used: loss scaling at work. Ends early
+    when enough batches count.
+    """
+    program = case.program(recipe, laboratory)
+    model, found, good = program.run.model, [], 0
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    deadline = time.monotonic() + case.seconds / 4
+    passes = chain.from_iterable(program.train.epoch(number, 0) for number in range(batches))
+    with program.process():
+        for batch in islice(passes, batches):
+            program.micro(program.move(batch))
+            program.gradients()
+            gradients = {_plain(name): p.grad.detach().double().cpu() for name, p in model.named_parameters() if p.grad is not None}
+            finite = all(gradient.isfinite().all() for gradient in gradients.values())
+            program.update()
+            used = any(not torch.equal(value, start[name]) for name, value in model.named_parameters())
+            program.clear()
+            model.load_state_dict(start)
+            found.append(gradients if finite or used else None)
+            good += found[-1] is not None
+            if good == GRADIENT_BATCHES or (good and time.monotonic() > deadline):
+                break
+    case.refuse_idle(program)
+    if not good:
+        raise Failure(f"no batch of the first {len(found)} gave finite gradients")
+    return found, good
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without what wrappers put before it."""
+    return name.removeprefix("module.").replace("_orig_mod.", "")

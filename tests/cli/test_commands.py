@@ -1,0 +1,183 @@
+"""The program itself, in a process of its own: answers, JSON, exit codes, interruption."""
+
+import json
+import math
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+
+import pytest
+
+from hasten.cli import methods
+from hasten.cli.answer import strict_json
+from hasten.cli.main import _read, main
+from hasten.cli.values import seconds
+from hasten.contract.watch import silent
+from hasten.engine.find import method_names
+
+NOISY = '''
+import os, subprocess
+import torch
+from torch import nn
+from hasten import Task
+
+print("a task file that prints")
+os.write(1, b"and writes to file descriptor 1\\n")
+subprocess.run(["echo", "and starts a child that prints"])
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        torch.ones(1).numpy()
+        import time
+        time.sleep({nap})
+        return torch.full((2,), index / 64), index % 2
+
+def task():
+    print("and prints once more")
+    import warnings
+    warnings.warn("a library's warning")
+    return Task(
+        model=lambda: nn.Linear(2, 2), train_data=Slow(), validation_data=Slow(), loss=nn.functional.cross_entropy,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1), metric="accuracy", batch_size=8, epochs={epochs}, target=2.0,
+    )
+'''
+
+
+def program(*words: str, cwd, **options) -> subprocess.CompletedProcess:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, "-m", "hasten", *words], cwd=cwd, capture_output=True, text=True, env=environment, timeout=120, **options)
+
+
+@pytest.fixture
+def here(tmp_path):
+    (tmp_path / "noisy.py").write_text(NOISY.format(nap=0, epochs=2))
+    (tmp_path / "slow.py").write_text(NOISY.format(nap=0.01, epochs=1000))
+    return tmp_path
+
+
+def test_json_is_one_object_whatever_the_task_prints(here):
+    done = program("train", "noisy.py:task", "--json", "--with", "ema", "--out", "run", "--seed", "3", cwd=here)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == 1
+    result = json.loads(done.stdout, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert result.keys() >= {"metric", "best_metric", "steps", "seconds", "seconds_to_target", "out"}
+    assert result["steps"] == 16 and result["seed"] == 3 and result["seconds_to_target"] is None
+    for said in ("a task file that prints", "file descriptor 1", "starts a child", "once more"):
+        assert said in done.stderr
+    assert "library's warning" not in done.stderr
+    assert (here / "run" / "model.safetensors").exists()
+
+
+def test_an_answer_for_people_says_that_the_target_was_missed(here):
+    done = program("--seed", "3", "train", "noisy.py:task", cwd=here)
+    assert done.returncode == 0 and "not reached" in done.stdout
+    assert done.stderr == ""
+
+
+def test_an_error_is_json_too(here):
+    done = program("train", "nowhere.py:task", "--json", cwd=here)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "no file" in json.loads(done.stdout)["error"]
+
+
+@pytest.mark.parametrize("words", ["--json --seed 7 train TASK", "train --json --seed 7 TASK", "train TASK --seed 7 --json", "--seed 7 train TASK --json"])
+def test_global_options_before_and_after_the_verb(words):
+    options = _read(words.split())
+    assert (options.json, options.seed, options.verb, options.task, options.device, options.quiet) == (True, 7, "train", "TASK", None, False)
+
+
+def test_one_method_told_as_data():
+    method = methods.run(Namespace(name="znorm", device="cpu"), silent).result
+    assert {"name": "eps", "type": "float", "default": 1e-8} in method["settings"]
+    assert "float16" in method["wraps"] and "znorm" not in method["wraps"]
+    both = methods.run(Namespace(name="batched_fetch", device="cpu"), silent).result
+    assert "cache_dataset" in [conflict["method"] for conflict in both["conflicts"]]
+    json.loads(strict_json(both))
+
+
+def test_the_catalogue(here, monkeypatch, capfd):
+    listed = {method["name"]: method for method in methods.run(Namespace(name=None, device="cpu"), silent).result["methods"]}
+    assert listed.keys() == set(method_names())
+    assert listed["tf32"]["not_here"] and not listed["ema"]["not_here"]
+    assert main(["methods"]) == 0
+    assert set(method_names()) <= set(capfd.readouterr().out.split())
+
+
+def test_a_method_page_shows_its_records(here, monkeypatch, capfd):
+    (here / "records" / "2026-01-01_ema_digits_laptop").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    assert main(["methods", "ema"]) == 0
+    page = capfd.readouterr().out
+    assert "decay" in page and "2026-01-01_ema_digits_laptop" in page
+
+
+def test_a_reader_that_has_seen_enough_is_no_mistake(here):
+    command = f"{sys.executable} -m hasten methods | head -n 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=here, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == ""
+
+
+def test_the_script_that_eject_writes_runs(here):
+    done = program("eject", "noisy.py:task", "--with", "ema", "--out", "script.py", cwd=here)
+    assert done.returncode == 0, done.stderr
+    assert "a task file that prints" in done.stdout and "script.py" in done.stdout
+    ran = subprocess.run([sys.executable, "script.py"], cwd=here, capture_output=True, text=True)
+    assert ran.returncode == 0 and (here / "model.pt").exists(), ran.stderr
+
+
+def test_interruption_stops_cleanly_and_says_how_to_go_on(here):
+    words = [sys.executable, "-m", "hasten", "train", "slow.py:task", "--out", "run"]
+    process = subprocess.Popen(words, cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: (here / "run" / "log.jsonl").exists() and (here / "run" / "log.jsonl").stat().st_size > 0)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    last = err.strip().splitlines()[-1]
+    assert process.returncode == 1 and last.startswith("hasten: stopped") and "--resume" in last
+    assert "Traceback" not in err
+
+
+def test_a_terminal_gets_a_bar_with_the_time_left(here):
+    ours, theirs = pty.openpty()
+    words = [sys.executable, "-m", "hasten", "train", "slow.py:task"]
+    process = subprocess.Popen(words, cwd=here, stdout=subprocess.DEVNULL, stderr=theirs, env=os.environ | {"TERM": "xterm", "COLUMNS": "100"})
+    os.close(theirs)
+    seen = b""
+    try:
+        until = time.monotonic() + 60
+        while b"left" not in seen and time.monotonic() < until:
+            seen += os.read(ours, 4096)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    assert b"%" in seen and b" left" in seen
+
+
+@pytest.mark.parametrize(("text", "expected"), [("90", 90), ("90s", 90), ("10m", 600), ("1h", 3600), ("1.5m", 90)])
+def test_times(text, expected):
+    assert seconds(text) == expected
+
+
+def test_json_has_no_number_that_json_cannot_hold():
+    told = strict_json({"a": math.nan, "b": [math.inf, 1.5], "c": {"d": (1, None, True)}, "e": {"y", "x"}})
+    assert json.loads(told) == {"a": None, "b": [None, 1.5], "c": {"d": [1, None, True]}, "e": ["x", "y"]}
+
+
+def test_version_and_help(here):
+    assert program("--version", cwd=here).stdout == "hasten 0.1.0\n"
+    assert "--resume" in program("train", "--help", cwd=here).stdout
+    assert "tune" in program(cwd=here).stdout
+
+
+def wait_for(ready, patience: float = 60.0) -> None:
+    until = time.monotonic() + patience
+    while not ready():
+        assert time.monotonic() < until, "it did not come in time"
+        time.sleep(0.05)

@@ -1,0 +1,39 @@
+"""What the README shows is true: its example runs as it stands, its commands and options exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import hasten
+from hasten.cli.main import VERBS, _parser
+
+README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_example_trains_to_its_target(tmp_path, monkeypatch):
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (name,) = re.findall(r"save it as `(\S+)`", README)
+    (tmp_path / name).write_text(example)
+    monkeypatch.chdir(tmp_path)
+    assert len(example.splitlines()) <= 35
+    result = hasten.train(f"{name}:task", device="cpu")
+    assert result["best_metric"] >= result["target"], f"the example reaches {result['best_metric']:.3f} only"
+
+
+def test_every_command_is_named():
+    assert set(re.findall(r"^\| `hasten (\w+)", README, re.MULTILINE)) == set(VERBS)
+
+
+@pytest.mark.parametrize("line", re.findall(r"^\| `hasten (.+?)` \|", README, re.MULTILINE))
+def test_options_shown_exist(line):
+    verb = line.split()[0]
+    options = re.findall(r"--\w+", line)
+    known = _parser()._subparsers._group_actions[0].choices[verb]._option_string_actions
+    assert set(options) <= set(known), f"hasten {verb} has no {set(options) - set(known)}"
+
+
+def test_the_commands_of_make_exist():
+    makefile = (Path(__file__).resolve().parents[2] / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"^make ([\w-]+)", README, re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"

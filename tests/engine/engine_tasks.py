@@ -1,0 +1,109 @@
+"""Small tasks whose every part draws random numbers, so that a resumption that forgets one of them is caught."""
+
+import random
+
+import numpy
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from hasten import Card, Exactness, Method, Task
+
+SAMPLES = 24
+
+
+class Augmented(Dataset):
+    """Samples with noise from all three generators."""
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        noise = torch.rand(6) + random.random() + numpy.random.rand()
+        return torch.linspace(-1, 1, 6) * (index % 5 - 2) + 0.1 * noise.float(), index % 3
+
+
+class Stream(IterableDataset):
+    """The same, in the order in which a shuffling buffer lets them go."""
+
+    def __iter__(self):
+        buffer = []
+        for index in range(SAMPLES):
+            buffer.append(Augmented()[index])
+            if len(buffer) > 5:
+                yield buffer.pop(int(torch.randint(len(buffer), ())))
+        yield from buffer
+
+
+def model():
+    return torch.nn.Sequential(
+        torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Dropout(0.3), torch.nn.Linear(8, 3)
+    )
+
+
+def optimizer(model):
+    made = torch.optim.Adam(model.parameters(), lr=0.02)
+    return made, torch.optim.lr_scheduler.StepLR(made, 5, gamma=0.7)
+
+
+def task(train_data, **changes) -> Task:
+    plan = {"batch_size": 4, "epochs": 2, "metric": "accuracy", "target": 0.5, "validation_data": Augmented()}
+    return Task(model=model, train_data=train_data, loss=torch.nn.functional.cross_entropy, optimizer=optimizer, **(plan | changes))
+
+
+def map_style():
+    return task(Augmented())
+
+
+def ready_loader():
+    return task(DataLoader(Augmented(), batch_size=4, shuffle=True))
+
+
+def loader_with_its_own_generator():
+    return task(DataLoader(Augmented(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5)))
+
+
+def loader_with_workers():
+    return task(DataLoader(Augmented(), batch_size=4, shuffle=True, num_workers=2))
+
+
+def stream():
+    return task(Stream())
+
+
+def evaluated_often():
+    return task(Augmented(), evaluate_every=7)
+
+
+def longer():
+    return task(Augmented(), epochs=12, evaluate_every=40)
+
+
+class Averaging(Method):
+    """A method with a state of its own: the weights' running average is what gets exported."""
+
+    card = Card(summary="averages", exactness=Exactness.OTHER_MATHS)
+
+    def update(self, update, run):
+        average = run.kept["average"] = torch.optim.swa_utils.AveragedModel(run.model)
+
+        def averaging():
+            update()
+            average.update_parameters(run.model)
+
+        return averaging
+
+    def export(self, model, run):
+        return run.kept["average"].module
+
+
+class Mixing(Method):
+    """A method that draws from NumPy during the step."""
+
+    card = Card(summary="mixes", exactness=Exactness.OTHER_MATHS)
+
+    def batch(self, move, run):
+        def mixing(batch):
+            x, y = move(batch)
+            return x + float(numpy.random.rand()) * 0.1, y
+
+        return mixing

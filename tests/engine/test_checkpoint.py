@@ -1,0 +1,167 @@
+"""Damaged, hostile and half-written checkpoints, full disks and folders that cannot be written to."""
+
+import json
+import os
+import pickle
+import resource
+import shutil
+import zipfile
+
+import engine_tasks
+import pytest
+import torch
+
+import hasten
+from hasten import Failure, Refusal
+from hasten.engine.checkpoint import loaded
+
+
+@pytest.fixture
+def broken_off(tmp_path):
+    """The folder of a run broken off after some steps, and its undisturbed twin."""
+    whole, off = tmp_path / "whole", tmp_path / "off"
+
+    def copy(records):
+        if records[-1].get("step") == 9 and not off.exists():
+            shutil.copytree(whole, off)
+
+    hasten.train(engine_tasks.map_style(), out=whole, checkpoint_seconds=0, observers=[copy], device="cpu")
+    assert len(list((off / "checkpoints").iterdir())) == 2
+    return off, whole
+
+
+class Hostile:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def _half(path, mark):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _flipped(path, mark):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+
+
+def _garbage(path, mark):
+    path.write_bytes(os.urandom(5000))
+
+
+def _empty(path, mark):
+    path.write_bytes(b"")
+
+
+def _hostile(path, mark):
+    torch.save({"model": Hostile(mark)}, path)
+
+
+def _hostile_old_format(path, mark):
+    path.write_bytes(pickle.dumps(Hostile(mark)))
+
+
+def _of_another_run(path, mark):
+    state = loaded(path)
+    state["identity"]["seed"] = 99
+    torch.save(state, path)
+
+
+@pytest.mark.parametrize("damage", [_half, _flipped, _garbage, _empty, _hostile, _hostile_old_format, _of_another_run])
+def test_the_newest_whole_checkpoint_is_used(damage, broken_off):
+    off, whole = broken_off
+    mark = off.parent / "executed"
+    _, newest = sorted((off / "checkpoints").iterdir())
+    damage(newest, mark)
+    with pytest.warns(UserWarning, match=rf"{newest.name} is passed over"):
+        hasten.train(engine_tasks.map_style(), out=off, resume=True, device="cpu")
+    assert not mark.exists()
+    assert _starts(off) == [0, 7]  # the newest was of step 8
+    assert (off / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert (off / "log.jsonl").read_bytes() == (whole / "log.jsonl").read_bytes()
+
+
+def _starts(folder) -> list[int]:
+    """The steps at which the run in a folder was begun and taken up."""
+    times = [json.loads(line) for line in (folder / "times.jsonl").read_text().splitlines()]
+    return [time["step"] for time in times if time["what"] == "start"]
+
+
+def test_without_any_whole_checkpoint_the_run_starts_again(broken_off):
+    off, whole = broken_off
+    for path in (off / "checkpoints").iterdir():
+        _garbage(path, None)
+    with pytest.warns(UserWarning, match="passed over"):
+        hasten.train(engine_tasks.map_style(), out=off, resume=True, device="cpu")
+    assert (off / "log.jsonl").read_bytes() == (whole / "log.jsonl").read_bytes()
+
+
+def test_a_half_written_file_is_swept_away(broken_off):
+    off, _ = broken_off
+    stale = off / "checkpoints" / "step-0000000099.pt.part"
+    stale.write_bytes(b"half")
+    hasten.train(engine_tasks.map_style(), out=off, resume=True, device="cpu")
+    assert not stale.exists()
+
+
+def test_only_two_are_kept_and_they_hold_plain_data(broken_off):
+    _, whole = broken_off
+    kept = sorted((whole / "checkpoints").iterdir())
+    assert [path.name for path in kept] == ["step-0000000011.pt", "step-0000000012.pt"]
+    with zipfile.ZipFile(kept[-1]) as archive:
+        assert archive.testzip() is None
+    assert loaded(kept[-1])["clock"]["step"] == 12
+
+
+def test_full_disk_keeps_the_newest_whole_checkpoint(tmp_path):
+    """A limit on the size of files stands in for the full disk: the system refuses the write in the same place."""
+    out, limit = tmp_path / "r", resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(records):
+        if records[-1]["step"] == 5:
+            size = max(path.stat().st_size for path in (out / "checkpoints").iterdir())
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, limit[1]))
+
+    try:
+        with pytest.raises(Failure, match=r"cannot write .*step-0000000005.pt.*--resume"):
+            hasten.train(engine_tasks.map_style(), out=out, checkpoint_seconds=0, observers=[fill], device="cpu")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-0000000003.pt", "step-0000000004.pt"]
+    assert hasten.train(engine_tasks.map_style(), out=out, resume=True, device="cpu")["steps"] == 12
+
+
+def test_a_file_in_place_of_the_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(Refusal, match="choose another --out"):
+            hasten.train(engine_tasks.map_style(), out=out, device="cpu")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to a read-only folder")
+def test_a_read_only_folder(tmp_path):
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(Refusal, match="cannot write to"):
+            hasten.train(engine_tasks.map_style(), out=tmp_path / "r", device="cpu")
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_state_wider_than_its_parameter_keeps_its_width(tmp_path):
+    """torch casts an optimizer's state to the parameter's type when it loads it."""
+    from hasten.engine.checkpoint import restore, state_of
+    from hasten.engine.plan import build
+
+    program = build(engine_tasks.map_style())
+    weight = next(program.run.model.parameters())
+    wide = torch.full(weight.shape, 1 / 3, dtype=torch.float64)
+    program.run.optimizer.state[weight] = {"step": torch.tensor(1.0), "exp_avg": wide, "exp_avg_sq": wide}
+    path = tmp_path / "state.pt"
+    torch.save(state_of(program), path)
+    again = build(engine_tasks.map_style())
+    restore(again, loaded(path))
+    assert torch.equal(again.run.optimizer.state[next(again.run.model.parameters())]["exp_avg"], wide)

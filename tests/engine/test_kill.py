@@ -1,0 +1,62 @@
+"""``kill -9`` at any instant, during a checkpoint too: taken up again, the run ends with the same bits."""
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import engine_tasks
+import pytest
+
+import hasten
+
+METHOD = f"{engine_tasks.__file__}:Averaging"
+TASK = f"{Path(engine_tasks.__file__)}:longer"
+RUN = """
+import sys, torch
+torch.set_num_threads(1)
+import hasten
+hasten.train(sys.argv[1], sys.argv[2], out=sys.argv[3], resume=True, device="cpu", checkpoint_seconds=0)
+"""
+
+
+def start(out: Path) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-W", "error", "-c", RUN, TASK, METHOD, str(out)])
+
+
+def killed_and_taken_up(folder: Path, kills: int, seed: int) -> int:
+    """Runs until it is done, killed ``kills`` times on the way; how many kills found it running."""
+    chance, out, found = random.Random(seed), folder / "killed", 0
+    for _ in range(kills):
+        process = start(out)
+        while not (out / "times.jsonl").exists() and process.poll() is None:
+            time.sleep(0.01)
+        began = (out / "times.jsonl").stat().st_size
+        while process.poll() is None and (out / "times.jsonl").stat().st_size == began:
+            time.sleep(0.001)  # until it trains
+        time.sleep(chance.random() * 0.05)
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            found += 1
+        process.wait()
+    assert start(out).wait() == 0
+    return found
+
+
+def compare_with_undisturbed(folder: Path, kills: int, seed: int) -> None:
+    hasten.train(TASK, METHOD, out=folder / "undisturbed", device="cpu")
+    assert killed_and_taken_up(folder, kills, seed) > kills // 2, "the run was over before it could be killed"
+    for name in ("model.safetensors", "log.jsonl"):
+        assert (folder / "killed" / name).read_bytes() == (folder / "undisturbed" / name).read_bytes(), name
+
+
+def test_two_kills(tmp_path):
+    compare_with_undisturbed(tmp_path, 2, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("round_", range(4))
+def test_twenty_kills(round_, tmp_path):
+    compare_with_undisturbed(tmp_path, 5, seed=round_)

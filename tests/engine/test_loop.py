@@ -1,0 +1,128 @@
+"""The engine with no method against the loop one would write by hand: the same bits."""
+
+import engine_tasks
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from hasten import Task
+from hasten.engine.loop import evaluate, steps
+from hasten.engine.plan import build
+from hasten.engine.seeds import random_state, set_seeds
+
+x = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
+y = torch.arange(24) % 3
+PLAIN = TensorDataset(x, y)
+
+
+def by_hand(batches_of, task, epochs=2):
+    """Weights and losses of the hand-written loop."""
+    set_seeds(3)
+    model = task.model()
+    optimizer, schedule = task.optimizer(model)
+    losses = []
+    for epoch in range(epochs):
+        for batch in batches_of(epoch):
+            optimizer.zero_grad()
+            output = model(**batch) if task.loss is None else model(batch[0])
+            loss = output["loss"] if task.loss is None else task.loss(output, batch[1])
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.detach())
+    return model.state_dict(), losses
+
+
+def by_engine(task):
+    program = build(task, seed=3)
+    losses = list(steps(program))
+    return program.run.model.state_dict(), losses
+
+
+def assert_same(one, other):
+    assert len(one[1]) == len(other[1]) > 0
+    assert all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
+    assert one[0].keys() == other[0].keys()
+    assert all(torch.equal(one[0][name], other[0][name]) for name in one[0])
+
+
+def test_map_style_data_follow_the_distributed_sampler():
+    task = engine_tasks.task(PLAIN)
+    sampler = DistributedSampler(PLAIN, num_replicas=1, rank=0, seed=3, shuffle=True)
+    apart = torch.Generator()  # so that the loader's own draws do not disturb the dropout
+
+    def batches_of(epoch):
+        sampler.set_epoch(epoch)
+        return DataLoader(PLAIN, batch_size=4, sampler=sampler, generator=apart)
+
+    assert_same(by_engine(task), by_hand(batches_of, task))
+
+
+def test_ready_loader_draws_from_the_global_generator():
+    loader = DataLoader(engine_tasks.Augmented(), batch_size=5, shuffle=True)
+    task = engine_tasks.task(loader)
+    assert_same(by_engine(task), by_hand(lambda epoch: loader, task))
+
+
+class OwnLoss(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = engine_tasks.model()
+
+    def forward(self, inputs, labels):
+        logits = self.inner(inputs)
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_dict_batches_with_the_models_own_loss():
+    samples = [{"inputs": a, "labels": b} for a, b in zip(x, y, strict=True)]
+    loader = DataLoader(samples, batch_size=4, shuffle=True)
+    task = Task(
+        model=OwnLoss, train_data=loader, validation_data=samples, loss=None, optimizer=engine_tasks.optimizer, metric="accuracy", epochs=2
+    )
+    assert_same(by_engine(task), by_hand(lambda epoch: loader, task))
+    assert 0 <= evaluate(build(task)).metric <= 1
+
+
+@pytest.mark.parametrize("make", [engine_tasks.map_style, engine_tasks.ready_loader, engine_tasks.stream])
+def test_evaluation_leaves_no_trace(make):
+    def run(looking: bool):
+        program = build(make(), seed=3)
+        losses = []
+        for loss in steps(program):
+            losses.append(loss)
+            if looking:
+                before = random_state()
+                evaluate(program)
+                assert torch.equal(before["torch"], random_state()["torch"])
+                assert before["python"] == random_state()["python"]
+        return program.run.model.state_dict(), losses
+
+    assert_same(run(looking=True), run(looking=False))
+
+
+def test_evaluation_keeps_frozen_parts_frozen():
+    def partly_frozen():
+        model = engine_tasks.model()
+        model[1].eval()
+        return model
+
+    task = Task(
+        model=partly_frozen,
+        train_data=PLAIN,
+        validation_data=PLAIN,
+        loss=torch.nn.functional.cross_entropy,
+        optimizer=engine_tasks.optimizer,
+        metric="accuracy",
+        batch_size=4,
+    )
+    program = build(task)
+    evaluate(program)
+    assert not program.run.model[1].training
+    assert program.run.model[3].training
+
+
+def test_steps_stop_where_the_plan_ends_in_the_middle_of_a_pass():
+    program = build(engine_tasks.task(PLAIN, epochs=1.5))
+    assert len(list(steps(program))) == 9
+    assert (program.run.clock.epoch, program.run.clock.batch, program.run.clock.samples) == (1, 3, 36)

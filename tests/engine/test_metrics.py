@@ -1,0 +1,82 @@
+"""Metrics by name against their definition; torchmetrics and functions; directions."""
+
+import math
+
+import pytest
+import torch
+
+from hasten import Refusal, Task
+from hasten.engine.metrics import higher_is_better, metric_of
+
+
+def task(metric, **changes):
+    options = {"model": torch.nn.Identity, "train_data": [1], "loss": None, "optimizer": lambda model: None}
+    return Task(metric=metric, **options, **changes)
+
+
+def measured(metric, batches, **changes):
+    accumulator = metric_of(task(metric, **changes))
+    for output, target, loss in batches:
+        accumulator.update(output, target, torch.tensor(loss), len(target))
+    return accumulator.result()
+
+
+SCORES = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]])
+RIGHT = torch.tensor([1, 0, 0])
+PREDICTED, WANTED = torch.tensor([[1.0], [3.0]]), torch.tensor([2.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("metric", "batches", "value"),
+    [
+        ("accuracy", [(SCORES, RIGHT, 0.5)], 2 / 3),
+        ("accuracy", [(SCORES[:2], RIGHT[:2], 0.5), (SCORES[2:], RIGHT[2:], 0.5)], 2 / 3),
+        ("error", [(SCORES, RIGHT, 0.5)], 1 / 3),
+        ("accuracy", [(torch.tensor([[-1.0], [2.0]]), torch.tensor([0, 1]), 0.1)], 1.0),
+        ("accuracy", [({"logits": SCORES}, RIGHT, 0.5)], 2 / 3),
+        ("loss", [(SCORES, RIGHT, 0.5), (SCORES[:1], RIGHT[:1], 0.9)], 0.6),
+        ("perplexity", [(SCORES, RIGHT, 2.0)], math.exp(2)),
+        ("bits per character", [(SCORES, RIGHT, math.log(2))], 1.0),
+        ("mse", [(PREDICTED, WANTED, 0.0)], 2.5),
+        ("rmse", [(PREDICTED, WANTED, 0.0)], math.sqrt(2.5)),
+        ("mae", [(PREDICTED, WANTED, 0.0)], 1.5),
+    ],
+)
+def test_by_name(metric, batches, value):
+    assert measured(metric, batches).metric == pytest.approx(value, rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 32])
+def test_nine_of_ten_reach_a_target_of_nine_tenths(size):
+    """Sums of means in single precision fall a little short."""
+    target = torch.zeros(540, dtype=torch.long)
+    scores = torch.tensor([[0.0, 1.0]] * 54 + [[1.0, 0.0]] * 486)
+    pieces = [(scores[i : i + size], target[i : i + size], 0.1) for i in range(0, 540, size)]
+    assert measured("accuracy", pieces).metric == 0.9
+
+
+def test_torchmetrics_is_started_anew_each_time():
+    torchmetrics = pytest.importorskip("torchmetrics")
+    metric = torchmetrics.classification.MulticlassAccuracy(num_classes=2, average="micro")
+    metric.update(torch.tensor([0, 0]), torch.tensor([1, 1]))
+    assert measured(metric, [(SCORES, RIGHT, 0.5)]).metric == pytest.approx(2 / 3, rel=1e-6)
+    assert higher_is_better(task(metric)) is True
+
+
+def test_directions():
+    assert higher_is_better(task("accuracy")) is True
+    assert higher_is_better(task("perplexity")) is False
+    assert higher_is_better(task("accuracy", higher_is_better=False)) is False
+    with pytest.raises(Refusal, match="nobody says"):
+        higher_is_better(task(lambda output, target: 1.0))
+
+
+@pytest.mark.parametrize("value", ["good", None, torch.zeros(3)])
+def test_a_metric_that_is_no_number_is_refused(value):
+    with pytest.raises(Refusal, match="must give one number"):
+        measured(lambda output, target: value, [(SCORES, RIGHT, 0.5)])
+
+
+def test_an_unknown_name_offers_the_nearest():
+    with pytest.raises(Refusal, match="did you mean accuracy"):
+        metric_of(task("acuracy"))

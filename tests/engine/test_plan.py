@@ -1,0 +1,96 @@
+"""Order, conflicts and the folding of hooks."""
+
+from itertools import permutations
+
+import engine_tasks
+import pytest
+import torch
+
+from hasten import Card, Exactness, Method, Order, Refusal, Task
+from hasten.engine.plan import build, in_order, refuse_conflicts
+
+
+def method(name: str, hooks: dict | None = None, **card) -> Method:
+    facts = {"summary": name, "exactness": Exactness.OTHER_MATHS} | card
+    made = type(name, (Method,), {"card": Card(**facts), **(hooks or {})})
+    made.name = name
+    return made()
+
+
+FOUR = [method("late", order=Order.LATE), method("b"), method("a"), method("first_after_b", order=Order.FIRST, after=("b",))]
+
+
+@pytest.mark.parametrize("given", permutations(FOUR))
+def test_the_order_given_never_matters(given):
+    assert [m.name for m in in_order(list(given))] == ["a", "b", "first_after_b", "late"]
+
+
+def test_a_circle_is_refused():
+    with pytest.raises(Refusal, match="a and b each want to come after the other"):
+        in_order([method("a", after=("b",)), method("b", after=("a",))])
+
+
+def test_two_that_replace_one_hook():
+    with pytest.raises(Refusal, match="a and b both replace data"):
+        refuse_conflicts([method("a", replaces={"data"}), method("b", replaces={"data"})])
+
+
+def test_needs_against_breaks_either_way_round():
+    needy, breaker = method("needy", needs={"whole batch"}), method("breaker", breaks={"whole batch"})
+    for pair in ([needy, breaker], [breaker, needy]):
+        with pytest.raises(Refusal, match="needy needs whole batch, which breaker takes away"):
+            refuse_conflicts(pair)
+
+
+def test_later_levels_wrap_earlier_ones_and_a_replacement_is_innermost():
+    told = []
+
+    def telling(name, throws_away=False):
+        def update(self, inner, run):
+            def outer():
+                told.append(name)
+                if not throws_away:
+                    inner()
+
+            return outer
+
+        return {"update": update}
+
+    methods = [
+        method("inner", telling("inner", throws_away=True), order=Order.LAST, replaces={"update"}),
+        method("early", telling("early"), order=Order.EARLY),
+        method("late", telling("late"), order=Order.LATE),
+    ]
+    build(engine_tasks.map_style(), methods).update()
+    assert told == ["late", "early", "inner"]
+
+
+def test_a_hook_is_asked_once_and_never_again():
+    asked = []
+
+    def forward(self, inner, run):
+        asked.append("forward")
+        return inner
+
+    program = build(engine_tasks.map_style(), [method("counting", {"forward": forward})])
+    from hasten.engine.loop import steps
+
+    assert len(list(steps(program))) == 12
+    assert asked == ["forward"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": lambda: "no module"}, "must return an nn.Module; it returned a str"),
+        ({"model": torch.nn.ReLU}, "no parameters to train"),
+        ({"optimizer": lambda model: None}, "must return a torch optimizer"),
+        ({"train_data": []}, r"Task\(train_data=\) is empty"),
+        ({"train_data": "folder"}, "must be a dataset"),
+        ({"batch_size": None}, r"Task\(batch_size=\) is missing"),
+        ({"train_data": engine_tasks.Stream(), "optimizer": lambda model, steps: None}, "no length"),
+    ],
+)
+def test_a_task_whose_parts_do_not_fit_is_refused(changes, words):
+    with pytest.raises(Refusal, match=words):
+        build(Task(**(vars(engine_tasks.map_style()) | changes)))

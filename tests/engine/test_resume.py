@@ -1,0 +1,93 @@
+"""A run that is taken up again, from every one of its steps, ends with the same bits."""
+
+import shutil
+from pathlib import Path
+
+import engine_tasks
+import pytest
+
+import hasten
+from hasten import Refusal
+
+METHODS = f"{engine_tasks.__file__}:Averaging + {engine_tasks.__file__}:Mixing"
+ENDS = ("model.safetensors", "log.jsonl")
+
+
+def copied_at_every_step(task, recipe, folder: Path) -> list[Path]:
+    """Trains in ``folder/whole``; the folder as a kill would leave it is copied at every step."""
+    copies = []
+
+    def copy(records):
+        copies.append(folder / f"copy{len(copies)}")
+        shutil.copytree(folder / "whole", copies[-1])
+
+    hasten.train(task, recipe, out=folder / "whole", checkpoint_seconds=0, observers=[copy], device="cpu")
+    return copies
+
+
+def same_ends(one: Path, other: Path) -> bool:
+    return all((one / name).read_bytes() == (other / name).read_bytes() for name in ENDS)
+
+
+@pytest.mark.parametrize(
+    ("make", "recipe"),
+    [
+        (engine_tasks.map_style, None),
+        (engine_tasks.map_style, METHODS),
+        (engine_tasks.map_style, f"{METHODS} + loader_workers:workers=2"),
+        (engine_tasks.ready_loader, METHODS),
+        (engine_tasks.loader_with_its_own_generator, None),
+        (engine_tasks.loader_with_workers, METHODS),
+        (engine_tasks.stream, METHODS),
+        (engine_tasks.evaluated_often, METHODS),
+        (engine_tasks.map_style, "ema"),
+        (engine_tasks.map_style, "batched_fetch"),
+        (engine_tasks.map_style, "gradient_accumulation"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) or str(value).replace(METHODS, "methods").replace(" ", ""),
+)
+def test_every_step_can_be_taken_up(make, recipe, tmp_path):
+    copies = copied_at_every_step(make(), recipe, tmp_path)
+    assert len(copies) >= 12
+    worker_runs = "workers" in f"{make.__name__}{recipe}"
+    for copy in copies[:: 4 if worker_runs else 1]:  # starting workers is slow
+        result = hasten.train(make(), recipe, out=copy, resume=True, device="cpu")
+        assert result["steps"] == 12
+        assert same_ends(copy, tmp_path / "whole"), copy.name
+
+
+def test_finished_run_gives_its_result_again(tmp_path):
+    first = hasten.train(engine_tasks.map_style(), out=tmp_path / "r", device="cpu")
+    assert hasten.train(engine_tasks.map_style(), out=tmp_path / "r", resume=True, device="cpu") == first
+
+
+def test_resume_with_nothing_there_starts(tmp_path):
+    assert hasten.train(engine_tasks.map_style(), out=tmp_path / "new", resume=True, device="cpu")["steps"] == 12
+
+
+@pytest.mark.parametrize(
+    ("again", "words"),
+    [
+        ({}, "--resume"),
+        ({"resume": True, "seed": 4}, "another seed: 0 there, 4 here"),
+        ({"resume": True, "recipe": "gradient_clipping"}, "another recipe: baseline there, gradient_clipping here"),
+        ({"resume": True, "task": "other"}, "another task: task there, other here"),
+        ({"resume": True, "epochs": 3}, "another epochs: 2 there, 3 here"),
+    ],
+)
+def test_another_run_is_refused_by_its_difference(again, words, tmp_path):
+    hasten.train(engine_tasks.map_style(), out=tmp_path, device="cpu")
+    log = (tmp_path / "log.jsonl").read_bytes()
+    changes = {"epochs": again.pop("epochs")} if "epochs" in again else {}
+    task = engine_tasks.task(engine_tasks.Augmented(), name=again.pop("task", "task"), **changes)
+    with pytest.raises(Refusal, match=words):
+        hasten.train(task, again.pop("recipe", None), out=tmp_path, device="cpu", **again)
+    assert (tmp_path / "log.jsonl").read_bytes() == log
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "thesis.txt").write_text("do not touch")
+    for resume in (False, True):
+        with pytest.raises(Refusal, match="holds no run"):
+            hasten.train(engine_tasks.map_style(), out=tmp_path, resume=resume, device="cpu")
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]

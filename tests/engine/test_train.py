@@ -1,0 +1,215 @@
+"""``train``: what it returns, what it writes, and what it says when the run cannot go on."""
+
+import json
+import math
+import os
+import signal
+
+import engine_tasks
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import hasten
+from hasten import Failure, Refusal, Task
+from hasten.engine.outcome import reached_at
+
+x, y = torch.randn(24, 6, generator=torch.Generator().manual_seed(1)), torch.arange(24) % 3
+
+
+def train(task, recipe=None, **options):
+    return hasten.train(task, recipe, device="cpu", **options)
+
+
+def test_result_and_folder_agree(tmp_path):
+    result = train(engine_tasks.evaluated_often(), out=tmp_path / "r")
+    assert json.loads((tmp_path / "r" / "result.json").read_text()) == result
+    log = [json.loads(line) for line in (tmp_path / "r" / "log.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in log if "loss" in record] == list(range(1, 13))
+    seen = [record["samples"] for record in log if "metric" in record]
+    assert seen == [8, 16, 24, 28, 36, 44, 48]  # the steps at which multiples of 7 are crossed, and the end
+    assert [each["samples"] for each in result["evaluations"]] == seen
+    assert result["metric"] == log[-1]["metric"]
+    assert sum(result["split"].values()) == pytest.approx(result["seconds"])
+    assert all(math.isfinite(part) and part >= 0 for part in result["split"].values())
+    environment = json.loads((tmp_path / "r" / "environment.json").read_text())
+    assert environment["torch"] == torch.__version__
+    assert (tmp_path / "r" / "recipe.toml").read_text().strip() in ("", "[methods]")
+
+
+def test_without_a_folder_the_same_and_nothing_is_written(tmp_path, monkeypatch):
+    with_folder = train(engine_tasks.map_style(), out=tmp_path / "r")
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    without = train(engine_tasks.map_style())
+    assert sorted(tmp_path.rglob("*")) == before
+    assert without["out"] is None
+    assert [e["metric"] for e in without["evaluations"]] == [e["metric"] for e in with_folder["evaluations"]]
+
+
+def test_stream_of_unknown_length_is_evaluated_at_the_end_of_each_pass():
+    assert [e["samples"] for e in train(engine_tasks.stream())["evaluations"]] == [24, 48]
+
+
+def test_exported_weights_are_the_models(tmp_path):
+    def tied():
+        model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 6), torch.nn.Linear(6, 3))
+        model[1].weight = model[0].weight
+        return model
+
+    task = Task(
+        model=tied,
+        train_data=TensorDataset(x, y),
+        loss=torch.nn.functional.cross_entropy,
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), 0.1),
+        batch_size=4,
+    )
+    result = train(task, out=tmp_path / "r")
+    weights = load_file(tmp_path / "r" / "model.safetensors")
+    assert "0.weight" in weights
+    assert "1.weight" not in weights
+    assert result["metric"] is None  # no validation data
+    from safetensors.torch import load_model
+
+    assert load_model(tied(), tmp_path / "r" / "model.safetensors") == (set(), [])
+
+
+@pytest.mark.parametrize(
+    ("metrics", "target", "higher", "at"),
+    [
+        ([0.5, 0.9, 0.8, 0.9, 0.91], 0.9, True, 3),
+        ([0.5, 0.8, 0.9], 0.9, True, 2),
+        ([0.9, 0.5], 0.9, True, None),
+        ([2.0, 0.9, 0.8], 1.0, False, 1),
+        ([None, 1.0, None, 1.0], 1.0, True, 3),
+        ([1.0, 1.0], None, True, None),
+        ([], 0.5, True, None),
+    ],
+)
+def test_reached_and_held(metrics, target, higher, at):
+    assert reached_at(metrics, target, higher) == at
+
+
+def test_never_reached_is_a_result():
+    result = train(engine_tasks.task(engine_tasks.Augmented(), target=2.0))
+    assert result["reached"] is False
+    assert result["seconds_to_target"] is None
+
+
+def test_observers_get_plain_numbers_and_a_record_a_step():
+    records = []
+    train(engine_tasks.map_style(), observers=[records.extend])
+    assert [record["step"] for record in records if "loss" in record] == list(range(1, 13))
+    assert all(type(value) in (int, float) for record in records for value in record.values())
+
+
+def test_progress_is_told():
+    told = []
+    train(engine_tasks.longer(), watch=lambda what, done, left: told.append((what, done)))
+    assert told
+    assert all(what == "training" and 0 <= done <= 1 for what, done in told)
+    assert told == sorted(told)
+
+
+class Bad(Dataset):
+    """Sample 10 is bad, in a way to be chosen."""
+
+    def __init__(self, how):
+        self.how = how
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        if index != 10:
+            return x[index], y[index]
+        if self.how == "raises":
+            raise KeyError("missing.png")
+        return (x[index] * math.nan, y[index]) if self.how == "nan" else (x[index], torch.tensor(7))
+
+
+def in_workers(how):
+    return DataLoader(Bad(how), batch_size=4, num_workers=1)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (lambda: DataLoader(Bad("nan"), batch_size=4), r"the loss is nan at step 3 \(pass 1, batch 3\): the batch itself holds NaN"),
+        (lambda: DataLoader(Bad("label"), batch_size=4), r"step 3 \(pass 1, batch 3\).*Target 7 is out of bounds.*label outside"),
+        (lambda: Bad("nan"), r"the loss is nan at step \d+ \(pass 1, batch \d+\): the batch itself holds NaN"),
+        (lambda: Bad("raises"), r"sample 10: KeyError: 'missing.png'"),
+        (lambda: in_workers("raises"), r"missing.png"),
+    ],
+)
+def test_bad_data_are_told_in_one_line(data, words):
+    with pytest.raises(Failure, match=words) as caught:
+        train(engine_tasks.task(data(), validation_data=TensorDataset(x, y)))
+    assert "\n" not in str(caught.value)
+
+
+def test_raising_dataset_in_a_worker_names_the_index():
+    with pytest.raises(Failure, match=r"sample 10: KeyError: 'missing.png'"):
+        train(engine_tasks.task(Bad("raises"), validation_data=TensorDataset(x, y)), "loader_workers:workers=1")
+
+
+def test_diverging_training_is_not_blamed_on_the_data(tmp_path):
+    task = engine_tasks.task(TensorDataset(x, y))
+    wild = Task(
+        **{**vars(task), "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=1e38), "model": lambda: torch.nn.Linear(6, 3)}
+    )
+    with pytest.raises(Failure, match="the training diverged"):
+        train(wild, out=tmp_path / "r", checkpoint_seconds=0)
+    from hasten.engine.checkpoint import loaded
+
+    for path in (tmp_path / "r" / "checkpoints").iterdir():
+        assert all(bool(value.isfinite().all()) for value in loaded(path)["model"].values())
+
+
+def test_wrong_shapes_are_told_in_one_line():
+    task = engine_tasks.task(TensorDataset(x[:, :5], y))
+    with pytest.raises(Failure, match=r"step 1 \(pass 1, batch 1\) failed: RuntimeError: .*shapes cannot be multiplied"):
+        train(task)
+
+
+def test_out_of_memory_names_what_helps():
+    def hungry(output, target):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(Failure, match=r"out of memory at step 1 .* batches of 4.*gradient_accumulation"):
+        train(Task(**{**vars(engine_tasks.map_style()), "loss": hungry}))
+
+
+def test_a_generator_that_is_used_up_is_told():
+    task = engine_tasks.task(pair for pair in TensorDataset(x, y))
+    with pytest.raises(Failure, match="no batch in pass 2"):
+        train(task)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop_it_saves_and_says_how_to_go_on(number, tmp_path):
+    def ask(records):
+        if records[-1]["step"] == 50 and "loss" in records[-1]:
+            os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    with pytest.raises(Failure, match=r"stopped at step 5\d of 72; go on with --resume"):
+        train(engine_tasks.longer(), out=tmp_path / "r", observers=[ask])
+    assert signal.getsignal(number) == before
+    assert train(engine_tasks.longer(), out=tmp_path / "r", resume=True)["steps"] == 72
+    train(engine_tasks.longer(), out=tmp_path / "undisturbed")
+    for name in ("model.safetensors", "log.jsonl"):
+        assert (tmp_path / "r" / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
+
+
+def test_unknown_metric_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(Refusal, match="did you mean accuracy"):
+        train(engine_tasks.task(TensorDataset(x, y), metric="acuracy"), out=tmp_path / "r")
+    assert not (tmp_path / "r").exists()
+
+
+def test_metric_that_gives_a_text_is_refused():
+    task = engine_tasks.task(TensorDataset(x, y), metric=lambda output, target: "good", higher_is_better=True)
+    with pytest.raises(Refusal, match="must give one number"):
+        train(task)

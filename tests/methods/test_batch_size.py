@@ -1,0 +1,119 @@
+"""batch_size: larger batches, rates and warm-up as computed by hand, step by step, under any schedule."""
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, IterableDataset
+
+from hasten.contract.batch import size
+from hasten.contract.errors import Refusal
+from hasten.contract.recipe import Recipe
+from hasten.engine.find import make_methods
+from hasten.engine.loop import steps
+from hasten.engine.plan import build
+
+
+def sgd(model, rate=0.1):
+    weights, biases = [p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim == 1]
+    return torch.optim.SGD([{"params": weights}, {"params": biases, "lr": rate / 10}], lr=rate)
+
+
+SCHEDULES = {
+    "none": lambda optimizer: None,
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 2, 0.5),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 12),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, [0.1, 0.01], total_steps=40, cycle_momentum=False),
+    "sequence": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer, 0.25, total_iters=4), lr_scheduler.ExponentialLR(optimizer, 0.9)],
+        milestones=[4],
+    ),
+}
+
+
+def with_schedule(make):
+    def optimizer(model):
+        made = sgd(model)
+        schedule = make(made)
+        return made if schedule is None else (made, schedule)
+
+    return optimizer
+
+
+def rates_of(task, recipe):
+    """The rates of every group as the optimizer saw them, step by step."""
+    seen = []
+    recipe = make_methods(Recipe.read(recipe))
+    original = torch.optim.SGD.step
+
+    def watched(self, *args, **kwargs):
+        seen.append([group["lr"] for group in self.param_groups])
+        return original(self, *args, **kwargs)
+
+    torch.optim.SGD.step = watched
+    try:
+        for _ in steps(build(task, recipe)):
+            pass
+    finally:
+        torch.optim.SGD.step = original
+    return torch.tensor(seen, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("rule", "scale"), [("linear", 4.0), ("sqrt", 2.0), ("none", 1.0)])
+def test_rates_step_by_step(perceptron, name, rule, scale):
+    optimizer = with_schedule(SCHEDULES[name])
+    plain = rates_of(perceptron(optimizer=optimizer, batch_size=8, epochs=1), "baseline")
+    large = rates_of(perceptron(optimizer=optimizer, batch_size=2, epochs=1), f"batch_size:factor=4,rule={rule},warmup=0.34")
+    assert len(plain) == len(large) == 12
+    climb = [(1 + (scale - 1) * min(step / 4, 1)) for step in range(12)]  # 4 = 0.34 of 12 steps; from 1 to the whole scale
+    torch.testing.assert_close(large, plain * torch.tensor(climb, dtype=torch.float64)[:, None])
+
+
+def test_the_rate_is_the_planned_one_again_after_the_step(perceptron):
+    program = build(perceptron(optimizer=sgd), make_methods(Recipe.read("batch_size:factor=2,rule=linear,warmup=0.9")))
+    for _ in steps(program):
+        assert [group["lr"] for group in program.run.optimizer.param_groups] == [0.2, 0.02]
+
+
+def test_batches_and_steps(perceptron, trained):
+    run = trained(perceptron(batch_size=8, epochs=2), "batch_size:factor=3")
+    assert (run.run.loop.batch_size, run.run.loop.steps, len(run.losses)) == (24, 8, 8)
+
+
+def test_a_ready_loader_gets_larger_batches_too(perceptron):
+    task = perceptron(train_data=DataLoader(perceptron().train_data, batch_size=16, shuffle=True), batch_size=None)
+    program = build(task, make_methods(Recipe.read("batch_size:factor=2")))
+    assert [size(batch) for batch in program.train.epoch(0, 0)] == [32, 32, 32]
+
+
+def test_a_batch_larger_than_the_data_is_refused(perceptron):
+    with pytest.raises(Refusal, match=r"batch of 128 is larger.*96 samples.*factor below 8"):
+        build(perceptron(batch_size=16), make_methods(Recipe.read("batch_size:factor=8")))
+
+
+def test_a_loader_that_batches_by_itself_is_refused(perceptron):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([(torch.randn(12), 0)] * 32)
+
+    for loader in (DataLoader(Stream(), batch_size=8), DataLoader(perceptron().train_data, batch_sampler=[[0, 1], [2, 3]])):
+        with pytest.raises(Refusal, match="cannot be changed"):
+            build(perceptron(train_data=loader, batch_size=None), make_methods(Recipe.read("batch_size:factor=2,warmup=0")))
+
+
+def test_a_stream_has_no_share_of_the_steps_to_warm_up(perceptron):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([(torch.randn(12), 0)] * 32)
+
+    with pytest.raises(Refusal, match="say warmup=0"):
+        build(perceptron(train_data=Stream()), make_methods(Recipe.read("batch_size")))
+    assert build(perceptron(train_data=Stream()), make_methods(Recipe.read("batch_size:warmup=0"))).loop.batch_size == 32
+
+
+@pytest.mark.parametrize("settings", ["factor=1", "rule=cubic", "warmup=1.0", "warmup=-0.1"])
+def test_bad_settings(settings):
+    with pytest.raises(ValueError, match=settings.partition("=")[0]):
+        make_methods(Recipe.read(f"batch_size:{settings}"))

@@ -1,0 +1,56 @@
+"""ema: the exported weights are the average computed by hand; the live ones are untouched."""
+
+import pytest
+import torch
+
+from hasten.contract.recipe import Recipe
+from hasten.engine.find import make_methods
+from hasten.engine.loop import steps
+from hasten.engine.plan import build
+
+
+@pytest.mark.parametrize(("decay", "start"), [(0.9, 0), (0.2, 0), (0.9, 5)])
+def test_the_average_is_the_one_computed_by_hand(convolutional, decay, start):
+    program = build(convolutional(), make_methods(Recipe().with_method("ema", decay=decay, start=start)))
+    average = None
+    for number, _ in enumerate(steps(program)):
+        live = [p.detach().double().clone() for p in program.run.model.parameters()]
+        if number < start or average is None:
+            average = live if number < start or start else [p.double() for p in _first_weights(convolutional)]
+        if number >= start:
+            d = min(decay, (1 + number - start) / (10 + number - start))
+            average = [d * a + (1 - d) * w for a, w in zip(average, live, strict=True)]
+    for exported, expected in zip(program.export().parameters(), average, strict=True):
+        torch.testing.assert_close(exported.double(), expected, rtol=1e-5, atol=1e-7)
+
+
+def _first_weights(convolutional):
+    return [p.detach().clone() for p in build(convolutional()).run.model.parameters()]
+
+
+def test_training_itself_does_not_change(convolutional, trained):
+    task = convolutional()
+    plain, averaged = trained(task), trained(task, "ema")
+    live = averaged.run.model.state_dict()
+    assert plain.losses == averaged.losses
+    assert all(torch.equal(value, live[name]) for name, value in plain.weights.items())
+    buffers = [name for name, _ in averaged.run.model.named_buffers()]
+    assert buffers
+    assert all(torch.equal(averaged.weights[name], live[name]) for name in buffers)  # those of the live model
+    assert not averaged.same_bits(plain)
+
+
+def test_the_average_travels_in_checkpoints(perceptron):
+    recipe = Recipe.read("ema:decay=0.5")
+    first, second = (build(perceptron(), make_methods(recipe), seed=seed) for seed in (0, 1))
+    for _ in steps(first):
+        pass
+    state = {name: tensor.clone() for name, tensor in first.run.kept["ema"].state_dict().items()}
+    second.run.kept["ema"].load_state_dict(state)
+    assert all(map(torch.equal, first.export().parameters(), second.export().parameters()))
+
+
+@pytest.mark.parametrize("settings", ["decay=1.0", "decay=0.0", "start=-1"])
+def test_bad_settings(settings):
+    with pytest.raises(ValueError, match=settings.partition("=")[0]):
+        make_methods(Recipe.read(f"ema:{settings}"))

@@ -1,0 +1,33 @@
+"""gradient_centralization: every row of a gradient loses its mean, as NumPy computes it."""
+
+import numpy
+import pytest
+
+from hasten.contract.recipe import Recipe
+from hasten.engine.find import make_methods
+from hasten.engine.plan import build
+
+
+@pytest.mark.parametrize("convolutions_only", [False, True])
+def test_the_formula(convolutional, convolutions_only):
+    recipe = Recipe().with_method("gradient_centralization", convolutions_only=convolutions_only)
+    plain, changed = build(convolutional()), build(convolutional(), make_methods(recipe))
+    for program in (plain, changed):
+        program.micro(next(iter(program.train.epoch(0, 0))))
+        program.gradients()
+    for (name, before), after in zip(plain.run.model.named_parameters(), changed.run.model.parameters(), strict=True):
+        g = before.grad.double().numpy()
+        touched = g.ndim == 4 or (g.ndim == 2 and not convolutions_only)
+        rows = g.reshape(len(g), -1)
+        expected = (rows - rows.mean(1, keepdims=True)).reshape(g.shape) if touched else g
+        numpy.testing.assert_allclose(after.grad.numpy(), expected, rtol=1e-4, atol=1e-7, err_msg=name)
+
+
+def test_it_trains_differently(convolutional, trained):
+    task = convolutional()
+    assert not trained(task).same_bits(trained(task, "gradient_centralization"))
+
+
+def test_a_perceptron_has_no_convolutions(perceptron, trained):
+    run = trained(perceptron(), "gradient_centralization:convolutions_only=true").run
+    assert [(name, "4 or more" in why) for name, why in run.idle] == [("gradient_centralization", True)]

@@ -1,0 +1,68 @@
+"""znorm: every gradient becomes the z-score that NumPy computes."""
+
+import numpy
+import pytest
+import torch
+
+from hasten.contract.recipe import Recipe
+from hasten.engine.find import make_methods
+from hasten.engine.plan import build
+
+
+def gradients_of(task, recipe):
+    """(before, after): gradients of one batch by parameter name, as NumPy arrays in double precision."""
+    plain, changed = build(task), build(task, make_methods(Recipe.read(recipe)))
+    for program in (plain, changed):
+        program.micro(next(iter(program.train.epoch(0, 0))))
+        program.gradients()
+    return tuple({name: p.grad.double().numpy() for name, p in each.run.model.named_parameters()} for each in (plain, changed))
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row"])
+@pytest.mark.parametrize("skip_1d", [True, False])
+def test_the_formula(convolutional, granularity, skip_1d):
+    before, after = gradients_of(convolutional(), f"znorm:granularity={granularity},skip_1d={str(skip_1d).lower()},eps=1e-8")
+    for name, g in before.items():
+        if g.ndim == 1 and skip_1d:
+            expected = g
+        elif granularity == "row" and g.ndim > 1:
+            rows = g.reshape(len(g), -1)
+            expected = ((rows - rows.mean(1, keepdims=True)) / (rows.std(1, keepdims=True) + 1e-8)).reshape(g.shape)
+        else:
+            expected = (g - g.mean()) / (g.std() + 1e-8)
+        if g.std() > 1e-6:  # a bias in front of a normalisation has no gradient but rounding
+            numpy.testing.assert_allclose(after[name], expected, rtol=2e-3, atol=2e-4)
+
+
+def test_half_gradients_are_computed_in_single_precision(perceptron):
+    program = build(perceptron(), make_methods(Recipe.read("znorm")))
+    weight = next(program.run.model.parameters())
+    weight.data = weight.data.half()
+    weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).mul(1e-4).half()
+    program.gradients()
+    assert weight.grad.dtype == torch.float16
+    assert weight.grad.float().std(correction=0).item() == pytest.approx(1, abs=0.01)
+
+
+def test_it_trains_differently(perceptron, trained):
+    task = perceptron()
+    assert not trained(task).same_bits(trained(task, "znorm"))
+
+
+def test_vectors_only_leave_nothing_to_do(perceptron, trained):
+    class Vectors(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(12))
+
+        def forward(self, x):
+            return (x * self.scale)[:, :4]
+
+    assert "two or more dimensions" in trained(perceptron(model=Vectors), "znorm").run.idle[0][1]
+    assert trained(perceptron(model=Vectors), "znorm:skip_1d=false").run.idle == []
+
+
+@pytest.mark.parametrize("settings", ["granularity=column", "eps=0.0"])
+def test_bad_settings(settings):
+    with pytest.raises(ValueError, match=settings.partition("=")[0]):
+        make_methods(Recipe.read(f"znorm:{settings}"))

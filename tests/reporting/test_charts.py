@@ -1,0 +1,78 @@
+"""The drawings: where things stand, and that texts stay texts."""
+
+import xml.etree.ElementTree as ET
+
+import pytest
+import sample_results as samples
+
+from hasten.reporting import charts, figures
+from hasten.reporting.result import shaped
+
+WIDTHS = (charts.WIDE, charts.NARROW)
+METRIC = {"name": "accuracy", "higher_is_better": True, "unit": ""}
+
+
+def of_class(drawing, tag: str, *names: str) -> list:
+    return [each for each in ET.fromstring(str(drawing)).iter(tag) if set(names) <= set((each.get("class") or "").split())]
+
+
+def sample_arms() -> list[dict]:
+    result = shaped(samples.faster())
+    return figures.arms(result["curves"], 0.97, True, result["time_to_target"])
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_seed_is_a_line_and_time_runs_to_the_right(width):
+    drawing = charts.curves(sample_arms(), 0.97, METRIC, width=width)
+    assert len(of_class(drawing, "polyline", "curve")) == 6
+    tuned, baseline = (float(of_class(drawing, "line", "drop", arm)[0].get("x1")) for arm in ("tuned", "baseline"))
+    ratio = (baseline - 48) / (tuned - 48)  # 48 is the axis
+    assert ratio == pytest.approx(8.2 / 1.6, rel=0.02)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_text_leaves_the_drawing(width):
+    result = shaped(samples.faster())
+    stairs = figures.staircase(8.2, 1.6, result["shares"])
+    drawings = [
+        charts.curves(sample_arms(), 0.97, METRIC, width=width),
+        charts.waterfall(8.2, 1.6, stairs, width=width),
+        charts.gate(result["quality"]["difference"], 0.005, "", True, width=width),
+        charts.anatomy([("baseline", "0.7 s", samples.BASELINE), ("tuned", "0.1 s", samples.TUNED)], width=width),
+    ]
+    for drawing in drawings:
+        for text in ET.fromstring(str(drawing)).iter("text"):
+            kind, x, room = text.get("class").split(), float(text.get("x")), 8.2 * len("".join(text.itertext()))
+            left = x - room if "end" in kind else x - room / 2 if "middle" in kind else x
+            assert left > -9 and left + room < width + 9, ET.tostring(text)
+
+
+def test_the_anatomy_is_to_scale():
+    drawing = charts.anatomy([("baseline", "", {"input": 3.0, "forward": 1.0}), ("tuned", "", {"forward": 1.0})], width=400)
+    lengths = [float(box.get("width")) for box in of_class(drawing, "rect", "phase")]
+    assert lengths == [pytest.approx(299), pytest.approx(99), pytest.approx(99)]
+
+
+def test_the_failing_zone_ends_at_the_margin():
+    for mean, inside in ((0.001, False), (-0.02, True)):
+        drawing = charts.gate({"mean": mean, "low": mean - 0.001, "high": mean + 0.001}, 0.005, "", not inside, width=800)
+        (zone,), dot = of_class(drawing, "rect", "forbidden"), of_class(drawing, "circle", "dot")[0]
+        assert (float(dot.get("cx")) < float(zone.get("width"))) is inside
+
+
+def test_names_are_text():
+    stairs = figures.staircase(8.0, 2.0, [{"method": "<b>&", "speedup": {"median": 2.0, "low": 1.0, "high": None}}])
+    drawing = str(charts.waterfall(8.0, 2.0, stairs, width=800))
+    assert "<b>" not in drawing and "&lt;b&gt;&amp;" in drawing
+    ET.fromstring(drawing)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.9, 0.98), (0, 14), (0, 1e-6), (-3, 5), (1e6, 1e9), (2, 2)])
+def test_ticks_are_round_and_inside(low, high):
+    found = charts.ticks(low, high, 5)
+    assert 1 <= len(found) <= 7 and all(low - 1e-9 <= tick <= high + 1e-9 for tick in found)
+
+
+def test_a_thinned_line_keeps_its_ends():
+    line = [(x, x) for x in range(1000)]
+    assert charts.thinned(line, 50)[0] == (0, 0) and charts.thinned(line, 50)[-1] == (999, 999) and len(charts.thinned(line, 50)) == 50

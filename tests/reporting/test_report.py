@@ -1,0 +1,238 @@
+"""The page: what it says, what it must never contain, and what it does with broken results."""
+
+# ruff: noqa: RUF001 (true multiplication signs and dashes are what is tested)
+
+import copy
+import html
+import json
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+import sample_results as samples
+
+from hasten.contract.errors import Refusal
+from hasten.contract.recipe import Recipe
+from hasten.reporting.report import report
+
+EVERY = {name: getattr(samples, name) for name in ("faster", "leave_it", "compared", "diagnosed", "trained")}
+HOSTILE = "<script>alert('1')</script>\"&]]>{{ 7*7 }}\x1b[31m\u202e\ud800"
+
+
+def page_of(tmp_path, result) -> str:
+    (tmp_path / "result.json").write_text(result if isinstance(result, str) else json.dumps(result), encoding="utf-8")
+    return report(tmp_path).read_text(encoding="utf-8")
+
+
+def text_of(page: str) -> str:
+    """What a reader sees: no style, no tags, plain spaces."""
+    bare = re.sub(r"<style>.*?</style>|<[^>]+>", " ", page, flags=re.S)
+    return " ".join(html.unescape(bare).replace("\u00a0", " ").split())
+
+
+def places(value, path=()):
+    """The path of everything inside, containers too; of long lists the first item stands for all."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from places(inner, (*path, key))
+
+
+def with_value(result: dict, path: tuple, value) -> dict:
+    changed = copy.deepcopy(result)
+    inner = changed
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return changed
+
+
+def test_a_win_is_understood_at_once(tmp_path):
+    said = text_of(page_of(tmp_path, samples.faster()))
+    top = said[: said.index("Accuracy against the clock")]
+    for needed in (
+        "5.1× faster",
+        "1.6 s instead of 8.2 s",
+        "4.6 to 5.7×",
+        "0.9752",
+        "0.9731",
+        "margin of 0.005",
+        "4.4×",
+        "23 runs",
+        "2 min 31 s",
+    ):
+        assert needed in top
+
+
+def test_every_trial_is_there_with_its_reason(tmp_path):
+    said = text_of(page_of(tmp_path, samples.faster())).replace(": ", ":").replace("_ ", "_")
+    for trial in samples.faster()["trials"]:
+        assert trial["what"] in said and trial["verdict"] in said and trial["why"] in said
+
+
+def test_nothing_helped_is_told_with_its_evidence(tmp_path):
+    said = text_of(page_of(tmp_path, samples.leave_it()))
+    assert "Leave it as it is" in said and samples.leave_it()["why"] in said
+    assert "Every trial" in said and "Where the time goes" in said
+    assert "Use it" not in said and "Quality:" not in said
+
+
+@pytest.mark.parametrize(("passed", "told"), [(False, "Faster, but not as good"), (None, "Faster, but not proven")])
+def test_without_the_gate_there_is_no_win(tmp_path, passed, told):
+    said = text_of(page_of(tmp_path, with_value(samples.faster(), ("quality", "passed"), passed)))
+    assert told in said and "5.1× faster" not in said and "Use it" not in said
+
+
+def test_the_recipe_can_be_copied(tmp_path):
+    page = page_of(tmp_path, samples.faster())
+    copied = html.unescape(re.search(r'<pre tabindex="0" aria-label="recipe as TOML">(.*?)</pre>', page, re.S)[1])
+    assert Recipe.from_toml(copied).methods == samples.faster()["recipe"]
+    assert f"hasten train digits --recipe {tmp_path}/recipe.toml" in text_of(page)
+
+
+def test_the_recipe_in_the_folder_is_the_one_shown(tmp_path):
+    (tmp_path / "recipe.toml").write_text("[methods.ema]\ndecay = 0.5\n")
+    said = text_of(page_of(tmp_path, samples.trained()))
+    assert "decay = 0.5" in said and "--recipe" in said
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_the_page_is_one_small_file_that_loads_nothing(tmp_path, kind):
+    page = page_of(tmp_path, EVERY[kind]())
+    assert len(page.encode()) < 100_000
+    assert "<script" not in page and "@import" not in page and "url(" not in page
+    assert [each for each in re.findall(r'(?:src|href|srcset|action)\s*=\s*"([^"]*)"', page) if each != "data:,"] == []
+    assert "http:" not in page and "https:" not in page
+    assert [each.name for each in tmp_path.iterdir() if each.name not in ("result.json", "report.html")] == []
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_the_page_is_well_formed(tmp_path, kind):
+    page = page_of(tmp_path, EVERY[kind]())
+    body = page[page.index("<main>") : page.index("</main>") + len("</main>")]
+    ET.fromstring(body)  # raises where a tag is left open
+    for chart in ET.fromstring(body).iter("svg"):
+        assert chart.get("role") != "img" or chart.findtext("title")
+
+
+def test_a_phone_and_a_desk_each_get_a_drawing(tmp_path):
+    page = page_of(tmp_path, samples.faster())
+    assert page.count('class="wide"') == page.count('class="narrow"') == 4
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_hostile_texts_stay_texts(tmp_path, kind):
+    def spoiled(value, key=None):
+        if isinstance(value, dict):
+            extra = {HOSTILE: {}} if key == "recipe" else {HOSTILE: 0.5} if key in ("phases", "headroom", "noise") else {}
+            return {name: spoiled(inner, name) for name, inner in value.items()} | extra
+        if isinstance(value, list):
+            return [spoiled(item) for item in value]
+        return HOSTILE if isinstance(value, str) and key not in ("kind", "verdict") else value
+
+    page = page_of(tmp_path, spoiled(EVERY[kind]()))
+    assert "<script" not in page and "\x1b" not in page and "\u202e" not in page
+    assert "7*7" in page and "alert(" in page  # shown as they are: neither evaluated nor lost
+
+
+SPOILERS = (None, [], {}, "text", 0, -1, 1e17, 5e-324, float("nan"))
+
+
+def page_or_one_line(tmp_path, result: dict, path: tuple, value) -> None:
+    try:
+        page_of(tmp_path, with_value(result, path, value))
+    except Refusal as refused:
+        assert "\n" not in str(refused) and str(tmp_path) in str(refused), (path, value)
+    except Exception as error:
+        raise AssertionError(f"{path} = {value!r}") from error
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_a_wrong_value_anywhere_gives_a_page_or_one_clear_line(tmp_path, kind):
+    for index, path in enumerate(list(places(EVERY[kind]()))[1:]):
+        page_or_one_line(tmp_path, EVERY[kind](), path, SPOILERS[index % len(SPOILERS)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", EVERY)
+def test_every_wrong_value_everywhere_gives_a_page_or_one_clear_line(tmp_path, kind):
+    for path in list(places(EVERY[kind]()))[1:]:
+        for value in SPOILERS:
+            page_or_one_line(tmp_path, EVERY[kind](), path, value)
+
+
+@pytest.mark.parametrize("value", [True, 1e308, -1e308, float("inf"), 10**400, -(10**400)], ids=lambda value: str(value)[:6])
+def test_numbers_beyond_measure_are_no_obstacle(tmp_path, value):
+    for path in [
+        ("speedup", "high"),
+        ("noise", "spread_percent"),
+        ("curves", "tuned", 0, "points", 3, "metric"),
+        ("recipe", "threads", "count"),
+    ]:
+        try:
+            assert "<h1" in page_of(tmp_path, with_value(samples.faster(), path, value))
+        except Refusal as refused:
+            assert "\n" not in str(refused)
+
+
+def test_a_missing_key_is_no_obstacle(tmp_path):
+    for kind, make in EVERY.items():
+        for key in make():
+            kept = {name: value for name, value in make().items() if name != key}
+            if key not in ("kind", "evaluations"):
+                assert "<h1" in page_of(tmp_path, kept), (kind, key)
+
+
+WHOLE = json.dumps(samples.faster())
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (WHOLE[: len(WHOLE) // 2], "not whole JSON"),
+        ("", "not whole JSON"),
+        ("[1, 2]", "no result of hasten"),
+        ('"faster"', "no result of hasten"),
+        ("{}", "no result that hasten knows"),
+        ('{"kind": "../../etc/passwd"}', "no result that hasten knows"),
+        ('{"kind": ["tune"]}', "no result that hasten knows"),
+        ("[" * 100_000, "not whole JSON"),
+        ("\x00\x01", "not whole JSON"),
+        (json.dumps(samples.faster() | {"trials": {"what": 1}}), "trials must be a list, not an object"),
+        (json.dumps(with_value(samples.faster(), ("speedup", "median"), "much")), "speedup: median must be a number from 0 up, not a text"),
+    ],
+)
+def test_a_broken_result_is_refused_in_one_line(tmp_path, content, told):
+    with pytest.raises(Refusal) as refused:
+        page_of(tmp_path, content)
+    assert told in str(refused.value) and "\n" not in str(refused.value) and len(str(refused.value)) < 400
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_no_folder_and_no_result_are_refused(tmp_path):
+    with pytest.raises(Refusal, match="no folder"):
+        report(tmp_path / "nowhere")
+    with pytest.raises(Refusal, match=r"holds no result\.json"):
+        report(tmp_path)
+
+
+def test_a_page_that_cannot_be_written_leaves_nothing_behind(tmp_path):
+    (tmp_path / "report.html").mkdir()
+    with pytest.raises(Refusal, match="cannot write"):
+        page_of(tmp_path, samples.faster())
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["report.html", "result.json"]
+
+
+def test_a_training_shows_the_environment_beside_it(tmp_path):
+    (tmp_path / "environment.json").write_text(
+        json.dumps({"hasten": "0.1.0", "torch": "2.13.0", "cpu": "Ordinary CPU", "nested": {"cores": 2}})
+    )
+    said = text_of(page_of(tmp_path, samples.trained()))
+    assert "Ordinary CPU" in said and "2.13.0" in said and "0.9778" in said
+
+
+def test_many_trials_and_long_runs_stay_small(tmp_path):
+    big = samples.faster()
+    big["trials"] = big["trials"] * 20
+    big["curves"] = {arm: [samples.curve(seed, 9.0, 0.97, points=3000) for seed in range(8)] for arm in ("baseline", "tuned")}
+    assert len(page_of(tmp_path, big).encode()) < 300_000

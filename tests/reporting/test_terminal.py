@@ -1,0 +1,118 @@
+"""The answers in the terminal: complete, at most 80 columns, plain where there is no terminal."""
+
+# ruff: noqa: RUF001 (true multiplication signs and dashes are what is tested)
+
+import io
+
+import pytest
+import sample_results as samples
+from rich.console import Console
+
+from hasten.reporting import terminal
+
+ANSWERS = {
+    "faster": (terminal.tune_answer, samples.faster),
+    "leave it": (terminal.tune_answer, samples.leave_it),
+    "compare": (terminal.compare_answer, samples.compared),
+    "diagnose": (terminal.diagnose_answer, samples.diagnosed),
+    "train": (terminal.train_answer, samples.trained),
+}
+
+
+def printed(renderable, width=80, **console) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width, **console).print(renderable)
+    return out.getvalue()
+
+
+def words_of(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+@pytest.mark.parametrize("width", [80, 60])
+def test_answers_fit_and_are_plain(kind, width):
+    answer, sample = ANSWERS[kind]
+    text = printed(answer(sample()), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "needed"),
+    [
+        (
+            "faster",
+            [
+                "5.1× faster",
+                "1.6 s instead of 8.2 s",
+                "4.6 to 5.7×",
+                "0.9752",
+                "4.4×",
+                "23 runs",
+                "batched_fetch 2.6×",
+                "znorm",
+                "--recipe recipe.toml",
+            ],
+        ),
+        ("leave it", ["Leave it as it is", "arithmetic from end to end", "2 min 31 s", "refused", "the best batch_size:factor=4"]),
+        ("compare", ["b is 2.7× faster", "2.6 to 2.8×", "24 blocks", "730 ms", "270 ms"]),
+        ("diagnose", ["waits for its data", "71 %", "3.4×", "23 ms", "batched_fetch 3.4× samples can be read by index"]),
+        ("train", ["0.9778", "0.9791", "680 steps", "1.6 s", "runs/digits"]),
+    ],
+)
+def test_answers_say_what_matters(kind, needed):
+    answer, sample = ANSWERS[kind]
+    text = words_of(printed(answer(sample())))
+    assert [phrase for phrase in needed if phrase not in text] == []
+
+
+def test_the_longest_bar_belongs_to_the_longest_time():
+    lines = printed(terminal.tune_answer(samples.faster())).splitlines()
+    bars = {line.split()[0]: line.count("█") for line in lines if line.strip().startswith(("baseline", "competent", "tuned"))}
+    assert bars["baseline"] == 40 and bars["tuned"] == int(40 * 1.6 / 8.2)
+
+
+def test_hostile_names_are_printed_as_they_are():
+    result = samples.faster()
+    result["task"] = "[bold red]task[/]\x1b[2J"
+    result["trials"][2]["what"] = "[link=x]\x1b]0;title\x07"
+    text = printed(terminal.tune_answer(result), force_terminal=True)
+    assert "[bold red]task[/]" in text and "\x1b[2J" not in text and "\x07" not in text
+
+
+def test_an_unfinished_result_still_answers():
+    for make in ({"kind": "tune", "verdict": "faster"}, {"kind": "compare"}, {"kind": "diagnose"}, {"kind": "train"}):
+        assert printed(ANSWERS["faster" if make["kind"] == "tune" else make["kind"]][0](make)).strip()
+
+
+METHODS = [
+    {"name": "batched_fetch", "summary": "stack the samples once", "exactness": "same bits", "gain": (1.0, 21.0), "not_here": None},
+    {"name": "tf32", "summary": "products in TF32 [fast]", "exactness": "lower precision", "gain": None, "not_here": "for an NVIDIA GPU"},
+]
+
+
+def test_the_catalogue_has_every_method_under_its_class():
+    text = words_of(printed(terminal.methods_table(METHODS)))
+    assert "Same bits" in text and "batched_fetch up to 21× stack the samples once" in text
+    assert "tf32 – products in TF32 [fast] (for an NVIDIA GPU)" in text
+
+
+def test_the_page_of_a_method_shows_its_whole_card():
+    card = {
+        "source": "https://arxiv.org/abs/1", "gain_when": "samples lie in memory", "speeds": frozenset({"input"}), "applies_to": {"indexed samples"},
+        "tries": ({}, {"gigabytes": 4.0}), "text": "First ``line``,\n    wrapped.\n\nSecond.", "hooks": ("data",), "replaces": {"data"},
+        "settings": [{"name": "gigabytes", "type": "float", "default": 2.0}], "conflicts": [{"method": "cache_dataset", "why": "both replace data"}],
+        "records": [{"folder": "records/one"}], "wraps": [], "wrapped_by": ["ema"],
+    }  # fmt: skip
+    text = words_of(printed(terminal.method_page(METHODS[0] | card)))
+    for needed in (
+        "First line, wrapped.",
+        "waiting for the next batch",
+        "gigabytes = 2.0 (float)",
+        "batched_fetch:gigabytes=4.0",
+        "cache_dataset: both replace data",
+        "records/one",
+        "wrapped by ema",
+    ):
+        assert needed in text

@@ -1,0 +1,87 @@
+"""The house: imports point down only. Floors and exceptions are data here; a new room has to be put on a floor."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[1] / "src"
+FLOORS = {
+    "contract": 0,
+    "engine": 1,
+    "methods": 2,
+    "measure": 3,
+    "diagnosis": 4,
+    "tuning": 5,
+    "reporting": 6,
+    "cli": 7,
+    "testing": 7,
+}
+LOOKS_UP_BY_NAME = {("engine/find.py", "hasten.methods")}  # the folder that is searched for methods; no method is named
+PUBLIC = {"Task", "Method", "Card", "Exactness", "Order", "Recipe", "Refusal", "Failure"}
+
+FILES = sorted(SOURCE.rglob("*.py"))
+OURS = [path for path in FILES if path.is_relative_to(SOURCE / "hasten") and path.parent != SOURCE / "hasten"]
+WORKLOADS = [path for path in FILES if path.is_relative_to(SOURCE / "hasten_workloads")]
+
+
+def imports(path: Path, top_only: bool = False) -> list[str]:
+    """Every module that a file imports, as ``package.module`` or ``package.module.name``."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = []
+    for node in tree.body if top_only else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: write out where {node.module} is, relative imports hide the floor"
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+def rooms(path: Path) -> list[tuple[str, str]]:
+    """(room, module) of every import of ours in a file."""
+    found = [module for module in imports(path) if module.startswith("hasten.")]
+    return [(module.split(".")[1], module) for module in found]
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(SOURCE))
+
+
+@pytest.mark.parametrize("path", OURS, ids=name)
+def test_imports_point_down(path):
+    where = str(path.relative_to(SOURCE / "hasten"))
+    room = where.split("/")[0]
+    assert room in FLOORS, f"the room {room} has no floor yet"
+    for other, module in rooms(path):
+        if other == "__version__" or any(where == file and module == allowed for file, allowed in LOOKS_UP_BY_NAME):
+            continue
+        if other == "methods":
+            assert room == "methods" or FLOORS[room] > FLOORS["methods"], f"{where} imports {module} from a floor above"
+        assert other in FLOORS, f"{where} imports {module}; our own code names the room that a thing is in"
+        assert other == room or FLOORS[other] < FLOORS[room], f"{where} (floor {FLOORS[room]}) imports {module} (floor {FLOORS[other]})"
+
+
+@pytest.mark.parametrize("path", sorted((SOURCE / "hasten" / "methods").glob("*.py")), ids=name)
+def test_a_method_knows_the_contract_only(path):
+    for room, module in rooms(path):
+        private = module.startswith("hasten.methods._")
+        assert room == "contract" or private, f"{path.name} imports {module}; a method imports the contract, never the engine or another method"
+
+
+@pytest.mark.parametrize("path", WORKLOADS, ids=name)
+def test_a_workload_uses_public_names_only(path):
+    for module in imports(path):
+        if module.partition(".")[0] == "hasten":
+            assert module.partition(".")[2] in PUBLIC, f"{path.name} imports {module}; a workload uses what any user can"
+
+
+@pytest.mark.parametrize("where", ["__init__.py", "__main__.py", "contract/__init__.py", "contract/errors.py", "contract/recipe.py", "contract/watch.py", *[f"cli/{path.name}" for path in (SOURCE / "hasten" / "cli").glob("*.py")]])
+def test_nothing_heavy_is_imported_on_the_way_to_help(where):
+    heavy = {"torch", "numpy", "rich", "sklearn", "jinja2", "psutil", "cloudpickle", "tomli_w", "safetensors", "transformers"}
+    for module in imports(SOURCE / "hasten" / where, top_only=True):
+        assert module.partition(".")[0] not in heavy, f"{where} imports {module} at its top"
+
+
+def test_the_engine_is_found_by_this_test():
+    assert len(OURS) > 40 and len(WORKLOADS) >= 5, "the paths of this test lead nowhere"
