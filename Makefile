@@ -53,7 +53,7 @@ clean:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 	  { echo "hasten needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1 | head -1); try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv .venv
-	@if ! $(BIN)/pip config list | grep -q find-links && ! nvidia-smi >/dev/null 2>&1; then \
+	@if ! $(BIN)/pip config list | grep find-links >/dev/null && ! nvidia-smi >/dev/null 2>&1; then \
 	  echo "no NVIDIA driver: trying PyTorch's CPU build"; \
 	  $(BIN)/pip install --quiet --no-deps --retries 0 --timeout 10 --index-url $(CPU_INDEX) -c constraints.txt torch \
 	    || echo "not there; the package index will do"; \

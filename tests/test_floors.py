@@ -66,7 +66,9 @@ def test_imports_point_down(path):
 def test_a_method_knows_the_contract_only(path):
     for room, module in rooms(path):
         private = module.startswith("hasten.methods._")
-        assert room == "contract" or private, f"{path.name} imports {module}; a method imports the contract, never the engine or another method"
+        assert room == "contract" or private, (
+            f"{path.name} imports {module}; a method imports the contract, never the engine or another method"
+        )
 
 
 @pytest.mark.parametrize("path", WORKLOADS, ids=name)
@@ -76,7 +78,18 @@ def test_a_workload_uses_public_names_only(path):
             assert module.partition(".")[2] in PUBLIC, f"{path.name} imports {module}; a workload uses what any user can"
 
 
-@pytest.mark.parametrize("where", ["__init__.py", "__main__.py", "contract/__init__.py", "contract/errors.py", "contract/recipe.py", "contract/watch.py", *[f"cli/{path.name}" for path in (SOURCE / "hasten" / "cli").glob("*.py")]])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "__init__.py",
+        "__main__.py",
+        "contract/__init__.py",
+        "contract/errors.py",
+        "contract/recipe.py",
+        "contract/watch.py",
+        *[f"cli/{path.name}" for path in (SOURCE / "hasten" / "cli").glob("*.py")],
+    ],
+)
 def test_nothing_heavy_is_imported_on_the_way_to_help(where):
     heavy = {"torch", "numpy", "rich", "sklearn", "jinja2", "psutil", "cloudpickle", "tomli_w", "safetensors", "transformers"}
     for module in imports(SOURCE / "hasten" / where, top_only=True):

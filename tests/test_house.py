@@ -23,13 +23,17 @@ def test_line_budget(file, budget):
 @pytest.mark.parametrize("room", ROOMS)
 def test_every_room_has_a_readme(room):
     readme = HASTEN / room / "README.md"
-    assert readme.exists() and len(readme.read_text(encoding="utf-8").split()) > 20, f"{room}/README.md: a map of the room, the way through it, how to add to it"
+    assert readme.exists() and len(readme.read_text(encoding="utf-8").split()) > 20, (
+        f"{room}/README.md: a map of the room, the way through it, how to add to it"
+    )
 
 
 @pytest.mark.parametrize("path", METHODS, ids=lambda path: path.stem)
 def test_one_method_a_file(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "Method" for base in node.bases)]
+    classes = [
+        node.name for node in tree.body if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "Method" for base in node.bases)
+    ]
     assert len(classes) == 1, f"{path.name} has the methods {classes}"
     assert ast.get_docstring(tree), f"{path.name} does not say what it is for"
 

@@ -42,8 +42,9 @@ def test_a_pair_trains_together_in_any_order_or_is_refused(pair):
         weights, _ = _two_steps(task, pair)
     except Refusal as reason:
         assert all(name in str(reason) for name in pair), f"the refusal of {pair} names not both: {reason}"
-        with pytest.raises(Refusal, match=str(reason).split(";")[0][:20]):
+        with pytest.raises(Refusal) as again:
             _two_steps(task, pair[::-1])
+        assert str(again.value) == str(reason)
         return
     reversed_weights, _ = _two_steps(task, pair[::-1])
     assert all(math.isfinite(value.sum()) for value in weights.values()), f"{pair} together give weights that are not finite"

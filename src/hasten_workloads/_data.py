@@ -6,10 +6,12 @@ Looked for in the folder ``$HASTEN_DATA`` and then in ``~/.cache/hasten``, which
 import gzip
 import hashlib
 import http.client
+import io
 import os
+import tarfile
 import urllib.request
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +43,9 @@ def fetched(file: File) -> Path:
     if path is None:
         return made_once(file.path, lambda unfinished: _download(file, unfinished))
     if (actual := _sha256(path)) != file.sha256:
-        raise Refusal(f"{path} is not the expected file (sha256 {actual[:12]}…, not {file.sha256[:12]}…); remove it, or put the one of {file.address} there")
+        raise Refusal(
+            f"{path} is not the expected file (sha256 {actual[:12]}…, not {file.sha256[:12]}…); remove it, or put the one of {file.address} there"
+        )
     return path
 
 
@@ -92,6 +96,15 @@ def members(path: Path) -> Iterator[tuple[str, bytes]]:
         raise Refusal(f"{path} cannot be read as a tar.gz archive ({error}); remove it, and it is fetched again") from None
 
 
+def pack(files: Iterable[tuple[str, bytes]], to: Path) -> None:
+    """Writes a tar.gz of (name, content)."""
+    with tarfile.open(to, "w:gz", compresslevel=6) as tar:
+        for name, content in files:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+
+
 def _folders() -> list[Path]:
     own = os.environ.get("HASTEN_DATA")
     return [Path(own).expanduser(), _downloads()] if own else [_downloads()]
@@ -108,7 +121,9 @@ def _download(file: File, to: Path) -> None:
             sink.write(chunk)
             digest.update(chunk)
     if digest.hexdigest() != file.sha256:
-        raise Failure(f"what {file.address} sent is not the expected file (sha256 {digest.hexdigest()[:12]}…); put the right one at {_downloads() / file.path}")
+        raise Failure(
+            f"what {file.address} sent is not the expected file (sha256 {digest.hexdigest()[:12]}…); put the right one at {_downloads() / file.path}"
+        )
 
 
 def _chunks(file: File) -> Iterator[bytes]:

@@ -7,8 +7,7 @@ near those of the official pixels, not equal to them.
 """
 
 import io
-import tarfile
-from pathlib import Path
+from collections.abc import Iterator
 
 import numpy
 import torch
@@ -16,7 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from hasten import Refusal, Task
-from hasten_workloads._data import File, fetched, found, made_once, members
+from hasten_workloads._data import File, fetched, found, made_once, members, pack
 
 OFFICIAL = File(
     "cifar10-official/cifar-10-binary.tar.gz",
@@ -97,7 +96,7 @@ class Block(nn.Module):
 def _jpeg_files(split: str) -> tuple[list[bytes], list[int]]:
     """Every picture's JPEG bytes and its class, in the order of the tar."""
     name = f"cifar10-jpeg/{split}.tar.gz"
-    path = found(name) or made_once(name, lambda unfinished: _write_as_jpeg(split, unfinished))
+    path = found(name) or made_once(name, lambda unfinished: pack(_as_jpeg(split), unfinished))
     files, labels = [], []
     for member, content in members(path):
         folder, _, rest = member.partition("/")
@@ -109,18 +108,14 @@ def _jpeg_files(split: str) -> tuple[list[bytes], list[int]]:
     return files, labels
 
 
-def _write_as_jpeg(split: str, to: Path) -> None:
-    """The official pictures of a split as a tar of JPEG files."""
+def _as_jpeg(split: str) -> Iterator[tuple[str, bytes]]:
+    """(name, JPEG file) of the official pictures of a split."""
     from PIL import Image
 
     wanted = {f"cifar-10-batches-bin/{part}" for part in OFFICIAL_PARTS[split]}
     parts = [content for name, content in members(fetched(OFFICIAL)) if name in wanted]
     rows = numpy.frombuffer(b"".join(parts), numpy.uint8).reshape(-1, 1 + 3 * 32 * 32)
-    with tarfile.open(to, "w:gz", compresslevel=6) as tar:
-        for number, row in enumerate(rows):
-            jpeg = io.BytesIO()
-            Image.fromarray(row[1:].reshape(3, 32, 32).transpose(1, 2, 0)).save(jpeg, "JPEG", quality=75)
-            member = tarfile.TarInfo(f"{split}/{CLASSES[row[0]]}/{number:05}.jpg")
-            member.size = jpeg.tell()
-            jpeg.seek(0)
-            tar.addfile(member, jpeg)
+    for number, row in enumerate(rows):
+        jpeg = io.BytesIO()
+        Image.fromarray(row[1:].reshape(3, 32, 32).transpose(1, 2, 0)).save(jpeg, "JPEG", quality=75)
+        yield f"{split}/{CLASSES[row[0]]}/{number:05}.jpg", jpeg.getvalue()

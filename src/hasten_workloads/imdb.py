@@ -6,10 +6,9 @@ below 2500 in the two test folders; 10,000 to learn from, 5,000 to be judged by.
 written, once.
 """
 
-import io
 import re
-import tarfile
 from collections import Counter
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import torch
 from torch.utils.data import Dataset
 
 from hasten import Refusal, Task
-from hasten_workloads._data import File, fetched, found, made_once, members
+from hasten_workloads._data import File, fetched, found, made_once, members, pack
 
 OFFICIAL = File(
     "imdb-official/aclImdb_v1.tar.gz",
@@ -26,7 +25,7 @@ OFFICIAL = File(
 )
 PART = "imdb-subset/aclImdb-subset.tar.gz"
 BELOW = {"train": 5000, "test": 2500}  # the numbers of the reviews that are used
-REVIEW = re.compile(r"aclImdb/(train|test)/(neg|pos)/(\d+)_\d+\.txt")
+REVIEW = re.compile(r"aclImdb/(train|test)/(?:neg|pos)/(\d+)_\d+\.txt")
 LENGTH = 128  # words of a review that are read
 WORDS = 10_000  # that have a number of their own
 PADDING, UNKNOWN = 0, 1
@@ -87,7 +86,7 @@ def classifier():
     return transformers.BertForSequenceClassification(config)
 
 
-def words_of(text: str):
+def words_of(text: str) -> Iterator[str]:
     """The words of a review, in small letters, one after the other."""
     return (match.group() for match in re.finditer(r"[a-z']+", text.lower().replace("<br />", " ")))
 
@@ -102,21 +101,20 @@ def _transformers():
 
 def _reviews() -> dict[str, list[tuple[str, int]]]:
     """(text, 1 if liked) of every review used, by split."""
-    path = found(PART) or made_once(PART, _write_part)
-    reviews = {"train": [], "test": []}
-    for name, content in members(path):
-        if (match := REVIEW.fullmatch(name)) and int(match[3]) < BELOW[match[1]]:
-            reviews[match[1]].append((content.decode(), int(match[2] == "pos")))
-    if any(len(reviews[split]) != 2 * BELOW[split] for split in reviews):
-        raise Refusal(f"{path} holds {len(reviews['train'])} and {len(reviews['test'])} reviews, not 10000 and 5000; remove it, and it is made anew")
+    path = found(PART) or made_once(PART, lambda unfinished: pack(_used(fetched(OFFICIAL)), unfinished))
+    reviews = {split: [] for split in BELOW}
+    for name, content in _used(path):
+        _, split, folder, _ = name.split("/")
+        reviews[split].append((content.decode(), int(folder == "pos")))
+    if any(len(reviews[split]) != 2 * BELOW[split] for split in BELOW):
+        raise Refusal(
+            f"{path} holds {len(reviews['train'])} and {len(reviews['test'])} reviews, not 10000 and 5000; remove it, and it is made anew"
+        )
     return reviews
 
 
-def _write_part(to: Path) -> None:
-    """The reviews that are used, out of the official archive."""
-    with tarfile.open(to, "w:gz", compresslevel=6) as tar:
-        for name, content in members(fetched(OFFICIAL)):
-            if (match := REVIEW.fullmatch(name)) and int(match[3]) < BELOW[match[1]]:
-                member = tarfile.TarInfo(name)
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
+def _used(archive: Path) -> Iterator[tuple[str, bytes]]:
+    """(name, content) of the reviews that are used."""
+    for name, content in members(archive):
+        if (match := REVIEW.fullmatch(name)) and int(match[2]) < BELOW[match[1]]:
+            yield name, content

@@ -4,7 +4,7 @@ import pytest
 
 from hasten.cli.main import main
 
-MINE = '''
+MINE = """
 import torch
 from torch import nn
 from hasten import Task, Method, Card, Exactness
@@ -38,7 +38,7 @@ class NoCard(Method):
 class Misspelt(Method):
     card = Card(summary="", exactness=Exactness.BIT_EXACT)
     def optimiser(self, make, run): return make
-'''
+"""
 
 FILES = {
     "mine.py": MINE,

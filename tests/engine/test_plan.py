@@ -20,7 +20,7 @@ def method(name: str, hooks: dict | None = None, **card) -> Method:
 FOUR = [method("late", order=Order.LATE), method("b"), method("a"), method("first_after_b", order=Order.FIRST, after=("b",))]
 
 
-@pytest.mark.parametrize("given", permutations(FOUR))
+@pytest.mark.parametrize("given", list(permutations(FOUR)))
 def test_the_order_given_never_matters(given):
     assert [m.name for m in in_order(list(given))] == ["a", "b", "first_after_b", "late"]
 

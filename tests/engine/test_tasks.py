@@ -140,5 +140,8 @@ def test_objects_travel_to_another_process(mine):
 
 
 def test_what_cannot_travel_is_refused(tmp_path):
-    with open(tmp_path / "open", "w") as handle, pytest.raises(Refusal, match="cannot be handed to a measuring process.*file.py:function"):
+    with (
+        open(tmp_path / "open", "w") as handle,
+        pytest.raises(Refusal, match=r"cannot be handed to a measuring process.*file\.py:function"),
+    ):
         TaskRef.of(task_with([handle])).to_json()

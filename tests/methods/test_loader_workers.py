@@ -65,6 +65,10 @@ def test_a_stream_has_nothing_to_read_by_index(perceptron, trained):
     assert [name for name, _ in trained(task, with_workers(2)).run.idle] == ["loader_workers"]
 
 
+def test_what_is_so_already(perceptron, trained):
+    assert "already" in trained(perceptron(), with_workers(0)).run.idle[0][1]
+
+
 class _Stream(torch.utils.data.IterableDataset):
     def __init__(self, samples):
         self.samples = samples

@@ -64,6 +64,10 @@ def test_a_win_is_understood_at_once(tmp_path):
         assert needed in top
 
 
+def test_the_stopwatch_is_told_beside_the_product(tmp_path):
+    assert "took 8.2 s as it is and 1.7 s tuned" in text_of(page_of(tmp_path, samples.faster()))
+
+
 def test_every_trial_is_there_with_its_reason(tmp_path):
     said = text_of(page_of(tmp_path, samples.faster())).replace(": ", ":").replace("_ ", "_")
     for trial in samples.faster()["trials"]:

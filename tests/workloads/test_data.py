@@ -93,7 +93,7 @@ def test_another_file_in_its_place_is_refused(folders):
 
 def test_a_folder_that_cannot_be_written_is_told(server, folders):
     (folders / "home").write_text("a file, where a folder should be")
-    with pytest.raises(Failure, match="cannot write .*set HASTEN_DATA"):
+    with pytest.raises(Failure, match=r"cannot write .*set HASTEN_DATA"):
         fetched(numbers_at(server + "numbers.txt"))
 
 
@@ -156,7 +156,15 @@ def test_cifar10_is_made_from_the_official_archive_once(folders, monkeypatch):
 
 
 def test_imdb_takes_its_part_of_the_official_archive(folders, monkeypatch):
-    names = ["train/pos/0_9.txt", "train/neg/1_2.txt", "train/pos/2_8.txt", "train/unsup/0_0.txt", "test/pos/0_10.txt", "test/neg/0_1.txt", "test/neg/1_1.txt"]
+    names = [
+        "train/pos/0_9.txt",
+        "train/neg/1_2.txt",
+        "train/pos/2_8.txt",
+        "train/unsup/0_0.txt",
+        "test/pos/0_10.txt",
+        "test/neg/0_1.txt",
+        "test/neg/1_1.txt",
+    ]
     official(folders, imdb, monkeypatch, {f"aclImdb/{name}": name.encode() for name in names})
     monkeypatch.setattr(imdb, "BELOW", {"train": 1, "test": 1})
     with pytest.raises(Refusal, match="holds 1 and 2 reviews"):

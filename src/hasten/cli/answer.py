@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ class Answer:
 
 
 def show(answer: Answer) -> None:
-    """Prints an answer for a person. Plain text goes out as it is, so that it can be redirected into a file."""
+    """Prints an answer for a person. A text goes out as it is, so that it can be redirected into a file."""
     page = answer.page()
     if isinstance(page, str):
         print(page)
@@ -44,24 +44,18 @@ def strict_json(value) -> str:
 
 
 @contextmanager
-def stdout_kept_for_json() -> Iterator[Callable[[dict], None]]:
-    """Gives ``tell(result)``, the only thing that still reaches standard output.
-
-    Whatever else writes there (a task file's ``print``, a C library, a child process) goes to standard
-    error, so that a program that reads the answer finds one JSON object and nothing more.
-    """
+def stdout_kept_for_the_answer() -> Iterator[None]:
+    """Inside, whatever is written to standard output goes to standard error: a task file's ``print``, a C library, a
+    child process. So a program that reads the answer finds the answer and nothing else."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
-    told: list[dict] = []
     try:
-        yield told.append
+        with redirect_stdout(sys.stderr):
+            yield
     finally:
-        sys.stdout.flush()
         os.dup2(kept, 1)
         os.close(kept)
-        for result in told[-1:]:
-            print(strict_json(result), flush=True)
 
 
 def _plain(value):

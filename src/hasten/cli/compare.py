@@ -10,7 +10,9 @@ def arguments(parser) -> None:
     parser.add_argument("task", metavar="TASK")
     parser.add_argument("--a", required=True, metavar="R", help='a recipe file, "baseline", or methods as after --with')
     parser.add_argument("--b", required=True, metavar="R", help="the other one; the ratio is the time of a over the time of b")
-    parser.add_argument("--budget", type=values.seconds, default=60.0, metavar="TIME", help="time to spend, such as 90s or 10m; 60s unless said")
+    parser.add_argument(
+        "--budget", type=values.seconds, default=60.0, metavar="TIME", help="time to spend, such as 90s or 10m; 60s unless said"
+    )
 
 
 def run(options, watch) -> Answer:

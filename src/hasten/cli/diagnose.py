@@ -9,7 +9,9 @@ HELP = "where the step's time goes, and what each part could give at most"
 def arguments(parser) -> None:
     parser.add_argument("task", metavar="TASK")
     values.add_recipe(parser)
-    parser.add_argument("--budget", type=values.seconds, default=60.0, metavar="TIME", help="time to spend, such as 90s or 10m; 60s unless said")
+    parser.add_argument(
+        "--budget", type=values.seconds, default=60.0, metavar="TIME", help="time to spend, such as 90s or 10m; 60s unless said"
+    )
 
 
 def run(options, watch) -> Answer:

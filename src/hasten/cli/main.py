@@ -11,11 +11,10 @@ import os
 import re
 import sys
 import warnings
-from contextlib import nullcontext
 
 from hasten import __version__
 from hasten.cli import compare, diagnose, eject, methods, report, train, tune, values
-from hasten.cli.answer import Answer, show, stdout_kept_for_json
+from hasten.cli.answer import Answer, show, stdout_kept_for_the_answer, strict_json
 from hasten.cli.progress import watching
 from hasten.contract.errors import Failure, Refusal, nearest, one_line
 
@@ -34,26 +33,26 @@ TASK_HELP = "TASK is the name of a workload (such as digits) or path/to/file.py:
 def main(words: list[str] | None = None) -> int:
     """The program ``hasten``; returns the exit code."""
     words = sys.argv[1:] if words is None else words
+    as_json = "--json" in words
     _quieten_libraries()
-    with stdout_kept_for_json() if "--json" in words else nullcontext() as tell:
-        try:
-            answer = _answer(words)
-            if answer is None:
-                return 0
-            tell(answer.result) if tell else _show_to_whoever_reads(answer)
-            return answer.code
-        except (Exception, KeyboardInterrupt) as error:
-            code, line = _verdict(error)
-            print(f"hasten: {line}", file=sys.stderr, flush=True)
-            if tell:
-                tell({"error": line})
+    try:
+        answer = _answer(words)
+    except (Exception, KeyboardInterrupt) as error:
+        code, line = _verdict(error)
+        print(f"hasten: {line}", file=sys.stderr, flush=True)
+        answer = Answer({"error": line}, str, code)
+        if not as_json:
             return code
+    if answer is None:
+        return 0
+    _show_to_whoever_reads(answer, as_json)
+    return answer.code
 
 
-def _show_to_whoever_reads(answer: Answer) -> None:
+def _show_to_whoever_reads(answer: Answer, as_json: bool) -> None:
     """Prints the answer; a reader that has seen enough (``hasten methods | head``) is no mistake."""
     try:
-        show(answer)
+        print(strict_json(answer.result)) if as_json else show(answer)
         sys.stdout.flush()
     except (BrokenPipeError, SystemExit):  # rich turns the one into the other
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -67,7 +66,7 @@ def _answer(words: list[str]) -> Answer | None:
         return None
     if options is None:
         return None
-    with watching(options.quiet) as watch:
+    with stdout_kept_for_the_answer(), watching(options.quiet) as watch:
         return VERBS[options.verb].run(options, watch)
 
 

@@ -23,9 +23,7 @@ def run(options, watch) -> Answer:
         raise Refusal("--resume goes on with the run in --out DIR; say which folder that is")
     recipe = values.recipe(options)
     try:
-        result = train(
-            options.task, recipe, out=options.out, resume=options.resume, device=options.device, seed=options.seed, watch=watch
-        )
+        result = train(options.task, recipe, out=options.out, resume=options.resume, device=options.device, seed=options.seed, watch=watch)
     except KeyboardInterrupt:
         raise Failure(_how_to_go_on(options)) from None
 

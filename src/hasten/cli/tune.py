@@ -9,14 +9,25 @@ HELP = "find a faster recipe of equal quality, with evidence"
 
 def arguments(parser) -> None:
     parser.add_argument("task", metavar="TASK")
-    parser.add_argument("--budget", type=values.seconds, metavar="TIME", help="time for the search, such as 10m; a few runs of the task unless said")
+    parser.add_argument(
+        "--budget", type=values.seconds, metavar="TIME", help="time for the search, such as 10m; a few runs of the task unless said"
+    )
     parser.add_argument("--margin", type=values.margin, metavar="M", help="how much worse the metric may be, in its own unit")
     parser.add_argument("--consider", type=values.names, metavar="M1,M2", help="try these methods only")
     parser.add_argument(
-        "--with", dest="extra", action="append", default=[], metavar="./file.py:Class", help="try a method from outside too; may be given several times"
+        "--with",
+        dest="extra",
+        action="append",
+        default=[],
+        metavar="./file.py:Class",
+        help="try a method from outside too; may be given several times",
     )
-    parser.add_argument("--runs", type=values.count, default=10, metavar="N", help="runs you expect to do, which the search has to pay for; 10 unless said")
-    parser.add_argument("--out", type=values.folder, metavar="DIR", help="where trials and the report go; a search that was stopped goes on there")
+    parser.add_argument(
+        "--runs", type=values.count, default=10, metavar="N", help="runs you expect to do, which the search has to pay for; 10 unless said"
+    )
+    parser.add_argument(
+        "--out", type=values.folder, metavar="DIR", help="where trials and the report go; a search that was stopped goes on there"
+    )
 
 
 def run(options, watch) -> Answer:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hasten.contract.errors import Failure
 from hasten.contract.recipe import Recipe
 from hasten.contract.watch import Watch, silent
-from hasten.diagnosis.headroom import Headroom, switch_off
+from hasten.diagnosis.headroom import Headroom, take_away
 from hasten.diagnosis.replacements import BATCH_SIZE, NoUpdate, ReplayedBatch, outside_name
 from hasten.diagnosis.timeline import Timeline
 from hasten.engine.tasks import TaskRef
@@ -18,7 +18,7 @@ from hasten.measure.noise import Noise
 from hasten.measure.ratio import spread_percent
 from hasten.measure.workers import Worker
 
-TIMELINE_SHARE = 0.4  # of the budget; the rest is for switching phases off
+TIMELINE_SHARE = 0.4  # of the budget; the rest is for taking phases away
 LEAST_PAIRS, MOST_PAIRS = 3, 8  # of blocks with and without the phases being timed
 WATCHED_STEPS = 3
 LEAST_FAULTS = 100  # page faults a step; fewer are the machine's background
@@ -64,7 +64,7 @@ class Anatomy:
 
 
 def examine(task: TaskRef, recipe: Recipe, *, device: str, seed: int, budget: float, watch: Watch = silent) -> tuple[Anatomy, Headroom]:
-    """The anatomy of a task under a recipe and the ceilings of what can be switched off, from about ``budget`` seconds of its real steps.
+    """The anatomy of a task under a recipe and the ceilings of what can be taken away, from about ``budget`` seconds of its real steps.
 
     Raises:
         Failure: the run could not be built or trained.
@@ -81,8 +81,8 @@ def examine(task: TaskRef, recipe: Recipe, *, device: str, seed: int, budget: fl
         evaluation = None if plan["evaluation"] is None else min(plan["evaluation"], probe.call("evaluate"))
         extra = evaluation_a_sample(plan, evaluation)
         phases = _shares(timed, extra)
-        shares = {"input": phases["input"], "update": phases["update"], BATCH_SIZE: 1.0 - phases["evaluation"]}
-        headroom = switch_off(probe, shares, count=count, step=plan["step"], extra=extra, budget=budget * (1 - TIMELINE_SHARE), watch=watch)
+        shares = {"input": phases["input"], BATCH_SIZE: 1.0 - phases["evaluation"], "update": phases["update"]}
+        headroom = take_away(probe, shares, count=count, step=plan["step"], extra=extra, budget=budget * (1 - TIMELINE_SHARE), watch=watch)
         facts = probe.call("facts")
         operations = _if_possible(probe, "operations", count=WATCHED_STEPS) or {}
         arithmetic = _if_possible(probe, "arithmetic", dtype=operations.get("dtype", "float32"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from hasten.contract.card import PHASES
 from hasten.contract.recipe import Recipe
 from hasten.contract.watch import Watch, silent
 from hasten.diagnosis.advise import advise, amdahl
@@ -14,6 +15,7 @@ from hasten.engine.devices import pick_device
 from hasten.engine.find import make_methods, method_class, method_names
 from hasten.engine.plan import in_order, refuse_conflicts
 from hasten.engine.tasks import TaskRef
+from hasten.measure.ratio import Ratio
 
 INSIDE = 0.6  # of the budget, for what one process can tell; the rest is for another allocator
 
@@ -44,7 +46,7 @@ def diagnose(task, *, recipe=None, budget: float = 60.0, device: str | None = No
         task, recipe, anatomy.system_share, device=device, seed=seed, budget=left, plan=anatomy.plan, watch=_part(watch, INSIDE, 1.0)
     )
     ratios = inside.ceilings | outside.ceilings
-    headroom = {"evaluation": amdahl(anatomy.phases["evaluation"])} | {name: ratio.median for name, ratio in ratios.items()}
+    headroom = _headroom(anatomy, ratios)
     possible = gains(anatomy, headroom)
     advice, against = advise(anatomy.phases, {"allocator": possible["allocator"]} | headroom, anatomy.facts, cards)
     return {
@@ -71,6 +73,12 @@ def diagnose(task, *, recipe=None, budget: float = 60.0, device: str | None = No
         "noise": anatomy.noise,
         "seconds": time.monotonic() - began,
     }
+
+
+def _headroom(anatomy: Anatomy, ratios: dict[str, Ratio]) -> dict[str, float]:
+    """Ceilings as plain numbers. To take a phase away never costs time: below 1 it was noise. Evaluations are simply subtracted."""
+    measured = {name: max(1.0, ratio.median) if name in PHASES else ratio.median for name, ratio in ratios.items()}
+    return measured | ({"evaluation": amdahl(anatomy.phases["evaluation"])} if anatomy.evaluation else {})
 
 
 def _causes(anatomy: Anatomy) -> dict:

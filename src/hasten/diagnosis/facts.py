@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -51,10 +50,11 @@ def _cpu_flags() -> set[str]:
 
 
 def _has_like_blocks(module: nn.Module) -> bool:
-    """A list of modules with two neighbours of one class that are made of parts themselves."""
+    """A list of modules with two of one class that are made of parts themselves."""
     if not isinstance(module, (nn.Sequential, nn.ModuleList)):
         return False
-    return any(type(a) is type(b) and next(a.children(), None) is not None for a, b in pairwise(module))
+    made_of_parts = [type(child) for child in module if next(child.children(), None) is not None]
+    return len(set(made_of_parts)) < len(made_of_parts)
 
 
 def _evaluations(program: Program) -> float:

@@ -1,7 +1,8 @@
 """Ceilings by replacement: time with a part / time without it, the most that any acceleration of that part could give.
 
-Input and update are switched off and on within one process, block by block; so does a run with a larger
-batch, built beside the plain one, take its turns. Another allocator needs a process of its own.
+Input and update are switched off and on within one process, block by block, and a run with larger batches
+takes its turns there too: building a process for each costs more than the measurement. Another allocator
+cannot be taken back, so it gets a process of its own.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ class Headroom:
         return [name for name, share in shares.items() if share >= LEAST_SHARE]
 
 
-def switch_off(
+def take_away(
     probe: Worker, shares: Mapping[str, float], *, count: int, step: float, extra: float, budget: float, watch: Watch = silent
 ) -> Headroom:
     """The ceilings of what can be taken away while the run goes on.
 
     Args:
-        shares: of the time that each takes, by the timeline: "input", "update" and "batch_size".
+        shares: of the time that each takes, by the timeline: "input", "batch_size" and, last because it may break the run, "update".
         count: steps of a block.
         step: seconds that one takes.
         extra: seconds of evaluation for a sample, which stay.
@@ -61,9 +62,8 @@ def switch_off(
             continue
         try:
             found.ceilings[name] = _switched(probe, name, count, extra, left / (len(worth) - number))
-        except Failure as error:  # a step that cannot do without its update, a batch too large for the memory
-            found.not_measured |= {missing: str(error) for missing in worth[number:]}
-            break
+        except Failure as error:  # a batch too large for the memory, a step that cannot do without its update
+            found.not_measured[name] = str(error)
     return found
 
 

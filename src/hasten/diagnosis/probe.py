@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from hasten.contract.errors import Failure
 from hasten.diagnosis.facts import facts_of
 from hasten.diagnosis.flops import flops_a_sample, peak_flops
 from hasten.diagnosis.replacements import BATCH_SIZE, LargerBatch, outside_name, taken_away
@@ -32,10 +33,11 @@ class Probe(Arm):
             return self.larger.train(count)
         switched_off = taken_away(self.program.run)
         switched_off.update({away} if away else ())
-        try:
-            return self.train(count)
-        finally:
-            switched_off.clear()
+        block = self.train(count)
+        switched_off.clear()
+        if not block["samples"]:
+            raise Failure("an earlier experiment ended the run")
+        return block
 
     @cached_property
     def larger(self) -> Arm:

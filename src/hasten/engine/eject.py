@@ -186,7 +186,9 @@ def _program(function, task: Task, methods: list[Method], device: str | None) ->
     classes = [f"from {type(method).__module__} import {type(method).__name__} as METHOD_{i}" for i, method in enumerate(methods)]
     main = ["def main():", *[f"    {line}" if line else "" for line in [*opening, *inside]]]
     evaluation = _EVALUATE.replace("LOSS", "own_loss" if own else "task.loss").replace("OWN", str(own)) if looks else ""
-    text = "\n".join([_IMPORTS, f"from {function.__module__} import {function.__name__} as THE_TASK", *classes, "", *main, evaluation, _options(device)])
+    text = "\n".join(
+        [_IMPORTS, f"from {function.__module__} import {function.__name__} as THE_TASK", *classes, "", *main, evaluation, _options(device)]
+    )
     return re.sub(r"\n{3,}", "\n\n", text)
 
 
@@ -197,7 +199,9 @@ def _data_lines(task: Task, users: list[tuple[str, Method]]) -> list[str]:
     for variable, method in users:
         for which in ("train", "validation") if task.validation_data is not None else ("train",):
             returns_batches = "Batches" in str(inspect.signature(type(method).data).return_annotation)
-            lines.append(f"{which} = {variable}.data({which}, run)" if returns_batches else f"{which} = rewrapped({variable}, {which}, run)")
+            lines.append(
+                f"{which} = {variable}.data({which}, run)" if returns_batches else f"{which} = rewrapped({variable}, {which}, run)"
+            )
     return lines
 
 
@@ -237,9 +241,13 @@ def _literal(value) -> str:
 
 def _smaller_parts(task: Task, methods: list[Method]) -> dict:
     """Other source for what the script needs only a little of."""
-    fields = [f"    {f.name}: Any{'' if f.default is dataclasses.MISSING else f' = {_literal(f.default)}'}" for f in dataclasses.fields(Task)]
+    fields = [
+        f"    {f.name}: Any{'' if f.default is dataclasses.MISSING else f' = {_literal(f.default)}'}" for f in dataclasses.fields(Task)
+    ]
     parts = {
-        (Task.__module__, "Task"): "\n".join(["@dataclass(frozen=True, kw_only=True)", "class Task:", '    """What is trained."""', "", *fields]),
+        (Task.__module__, "Task"): "\n".join(
+            ["@dataclass(frozen=True, kw_only=True)", "class Task:", '    """What is trained."""', "", *fields]
+        ),
         (metrics.__name__, "METRICS"): f"METRICS = {{{_known_metric(task.metric)}}}",
     }
     if not any("super()" in inspect.getsource(type(method)) for method in methods):
@@ -253,7 +261,11 @@ def _known_metric(metric) -> str:
         return ""
     tree = ast.parse(text := inspect.getsource(metrics))
     table = next(node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "METRICS")
-    return next(f"{_literal(metric)}: {ast.get_source_segment(text, value)}" for key, value in zip(table.keys, table.values, strict=True) if key.value == metric)
+    return next(
+        f"{_literal(metric)}: {ast.get_source_segment(text, value)}"
+        for key, value in zip(table.keys, table.values, strict=True)
+        if key.value == metric
+    )
 
 
 # --- the script ----------------------------------------------------------------------------------------------------

@@ -79,7 +79,11 @@ def higher_is_better(task: Task) -> bool:
     """
     if task.higher_is_better is not None:
         return task.higher_is_better
-    direction = METRICS[task.metric].higher_is_better if isinstance(task.metric, str) and task.metric in METRICS else getattr(task.metric, "higher_is_better", None)
+    direction = (
+        METRICS[task.metric].higher_is_better
+        if isinstance(task.metric, str) and task.metric in METRICS
+        else getattr(task.metric, "higher_is_better", None)
+    )
     if direction is None:
         metric_of(task)  # an unknown name is the better reason
         raise Refusal(f"nobody says whether a higher {name_of(task)} is better; set Task(higher_is_better=True) or False")
@@ -106,7 +110,9 @@ class metric_of:
             self.known = Known(True, None)
             self.per_batch = lambda output, target, loss: self.metric(output, target)
         else:
-            raise Refusal(f"Task(metric=) must be one of {', '.join(METRICS)}, a torchmetrics metric or a function, not {type(self.metric).__name__}")
+            raise Refusal(
+                f"Task(metric=) must be one of {', '.join(METRICS)}, a torchmetrics metric or a function, not {type(self.metric).__name__}"
+            )
 
     def update(self, output, target, loss: torch.Tensor, samples: int) -> None:
         self.samples += samples

@@ -242,7 +242,7 @@ class _Stream(IterableDataset):
 
 def _with_clear_errors(iterator: Iterator) -> Iterator:
     """The same batches; what the dataset raised is told in one line, wherever it was raised."""
-    while True:
+    for number in count(1):
         try:
             batch = next(iterator)
         except StopIteration:
@@ -253,7 +253,7 @@ def _with_clear_errors(iterator: Iterator) -> Iterator:
         except Exception as error:
             last = [line for line in str(error).strip().splitlines() if line.strip()]
             detail = f"{type(error).__name__}: {last[-1].strip()}" if last else one_line(error)
-            raise Failure(f"the training data raised {detail[:300]}") from error
+            raise Failure(f"the data raised at batch {number} of the pass: {detail[:300]}") from error
         yield batch
 
 

@@ -80,12 +80,20 @@ class Source:
         if self.name.partition(".")[0] == "hasten":
             return []
         kept = enumerate(self.tree.body)
-        return [index for index, node in kept if not isinstance(node, IMPORTS) and not _is_idle(node) and (self.name == MAIN or not isinstance(node, DEFINITIONS))]
+        return [
+            index
+            for index, node in kept
+            if not isinstance(node, IMPORTS) and not _is_idle(node) and (self.name == MAIN or not isinstance(node, DEFINITIONS))
+        ]
 
     def needed_to_load(self) -> list[str]:
         """Modules copied in that this one imports at its top level."""
         named = [self._stands_for(node, alias) for node in self.tree.body if isinstance(node, IMPORTS) for alias in node.names]
-        modules = [f"{module}.{name}" if name and importlib.util.find_spec(f"{module}.{name}") else module for module, name in named if self.inline(module) and _is_package(module)]
+        modules = [
+            f"{module}.{name}" if name and importlib.util.find_spec(f"{module}.{name}") else module
+            for module, name in named
+            if self.inline(module) and _is_package(module)
+        ]
         modules += [module for module, _ in named if self.inline(module) and not _is_package(module)]
         return [module for module in modules if not _is_package(module)]
 
@@ -181,7 +189,11 @@ class Source:
             body = node.body if isinstance(node.body, list) else [node.body]
             inside = bound | self._locals(node.args, *body)
             for part in ast.iter_child_nodes(node):
-                yield from self._annotations_and_defaults(part, bound) if part is node.args else self._uses(part, inside if part in body else bound)
+                yield from (
+                    self._annotations_and_defaults(part, bound)
+                    if part is node.args
+                    else self._uses(part, inside if part in body else bound)
+                )
         elif isinstance(node, COMPREHENSIONS):
             inside = bound | {each.id for part in node.generators for each in ast.walk(part.target) if isinstance(each, ast.Name)}
             for part in ast.iter_child_nodes(node):
@@ -230,7 +242,12 @@ def _made_by(statement: ast.AST) -> list[str]:
 def _is_idle(statement: ast.AST) -> bool:
     """A docstring, ``__all__`` or ``if __name__ == "__main__"``: nothing of it belongs into another file."""
     text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-    return text or "__all__" in _made_by(statement) or _is_type_checking(statement) or (isinstance(statement, ast.If) and "__name__" in ast.dump(statement.test))
+    return (
+        text
+        or "__all__" in _made_by(statement)
+        or _is_type_checking(statement)
+        or (isinstance(statement, ast.If) and "__name__" in ast.dump(statement.test))
+    )
 
 
 def _is_type_checking(statement: ast.AST) -> bool:

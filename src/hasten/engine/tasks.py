@@ -68,7 +68,9 @@ class TaskRef:
             return _ref_of_text(str(what).strip())
         if callable(what):
             return TaskRef(getattr(what, "__name__", type(what).__name__), given=what)
-        raise Refusal(f"a task is a workload's name, path/to/file.py:function, a hasten.Task or a function that returns one, not {type(what).__name__}")
+        raise Refusal(
+            f"a task is a workload's name, path/to/file.py:function, a hasten.Task or a function that returns one, not {type(what).__name__}"
+        )
 
     def load(self) -> Task:
         """The task itself, under its name.

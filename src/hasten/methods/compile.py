@@ -54,4 +54,4 @@ class Compile(Method):
         return model
 
     def export(self, model, run):
-        return model  # shares the weights; a copied module leaves the compiled call behind
+        return copy.copy(model)  # shares the weights; a copied module leaves the compiled call behind

@@ -20,7 +20,7 @@ class CompressedSchedule(Method):
 
     A task with a schedule keeps its shape, in less time. A task without one gets ``decay``: the rate climbs over the
     first ``warmup`` share of the steps, then falls to zero at the end of the run. Reaching zero is what makes a short
-    run end where a long one ends.
+    run end where a long one ends; the more epochs are left out, the higher a peak it takes.
     """
 
     factor: float = 0.5
@@ -36,10 +36,11 @@ class CompressedSchedule(Method):
         speeds={"steps"},
         tries=(
             {"factor": 0.5},
-            {"factor": 0.5, "peak": 2.0},
-            {"factor": 0.35, "peak": 2.0},
-            {"factor": 0.25, "peak": 3.0},
-            {"factor": 0.15, "peak": 4.0},
+            {"factor": 0.5, "peak": 3.0},
+            {"factor": 0.25, "peak": 2.0},
+            {"factor": 0.25, "peak": 6.0},
+            {"factor": 0.15, "peak": 10.0},
+            {"factor": 0.1, "peak": 20.0},
         ),
     )
 

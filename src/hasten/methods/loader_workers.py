@@ -1,6 +1,6 @@
 """Reads samples in processes of their own, so that the training process finds its batches ready."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hasten.contract.card import Card, Exactness, Order
 from hasten.contract.data import Batches
@@ -44,5 +44,14 @@ class LoaderWorkers(Method):
         if batches.samples is None:
             run.nothing_to_do(self, "the data are not read sample by sample")
             return batches
-        pin = self.pin and run.device.type == "cuda"
-        return batches.with_samples(workers=self.workers, prefetch=self.prefetch, pin=pin, persistent=self.persistent)
+        wanted = replace(
+            batches.samples,
+            workers=self.workers,
+            prefetch=self.prefetch,
+            pin=self.pin and run.device.type == "cuda",
+            persistent=self.persistent and self.workers > 0,
+        )
+        if wanted == batches.samples:
+            run.nothing_to_do(self, "the data are read in this way already")
+            return batches
+        return wanted.build(wanted)

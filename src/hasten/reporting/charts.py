@@ -9,6 +9,7 @@ from math import ceil, floor, log, log10
 from markupsafe import Markup, escape
 
 from hasten.reporting import words
+from hasten.reporting.svg import box, clipped, dot, element, line, svg, text, whisker
 
 WIDE, NARROW = 820, 340
 MOST_POINTS = 160  # of a drawn line
@@ -34,28 +35,28 @@ def curves(arms: list[dict], target: float | None, metric: dict, width: int) -> 
     parts = []
     for value in ticks(low, high, 5):
         y = at(0, value)[1]
-        parts += [_line(left, y, width - right, y, "grid"), _text(left - 7, y + 4, f"{value:g}", "tick end")]
+        parts += [line(left, y, width - right, y, "grid"), text(left - 7, y + 4, f"{value:g}", "tick end")]
     unit, seconds = _time_unit(longest)
     for value in ticks(0, longest / seconds, 8 if width > 500 else 4):
-        parts.append(_text(at(value * seconds, low)[0], floor_y + 17, f"{value:g}", "tick middle"))
-    parts += [_line(left, floor_y, width - right, floor_y, "axis"), _text(width - right, height - 3, unit, "tick end")]
-    parts.append(_text(0, 13, f"{metric['name'] or 'metric'} ({'higher' if metric['higher_is_better'] else 'lower'} is better)", "tick"))
+        parts.append(text(at(value * seconds, low)[0], floor_y + 17, f"{value:g}", "tick middle"))
+    parts += [line(left, floor_y, width - right, floor_y, "axis"), text(width - right, height - 3, unit, "tick end")]
+    parts.append(text(0, 13, f"{metric['name'] or 'metric'} ({'higher' if metric['higher_is_better'] else 'lower'} is better)", "tick"))
     lines = [
-        _element(
+        element(
             "polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in thinned(line))), class_=f"curve {_arm(arm)}"
         )
         for arm in arms
         for line in arm["lines"]
     ]
-    parts.append(_clipped(left, top, width - left - right, height - top - bottom, lines))
+    parts.append(clipped(left, top, width - left - right, height - top - bottom, lines))
     if target is not None:
         y = at(0, target)[1]
         worse_side = y + 17 if metric["higher_is_better"] else y - 8  # at the right end the curves are on the better side
-        parts.append(_line(left, y, width - right, y, "target"))
-        parts.append(_text(width - right, worse_side, f"target {words.plain(target, metric['unit'])}", "small halo end"))
-        parts += [_dot(*at(*point), 3.5, f"dot {_arm(arm)}") for arm in arms for point in arm["moments"]]
+        parts.append(line(left, y, width - right, y, "target"))
+        parts.append(text(width - right, worse_side, f"target {words.plain(target, metric['unit'])}", "small halo end"))
+        parts += [dot(*at(*point), 3.5, f"dot {_arm(arm)}") for arm in arms for point in arm["moments"]]
         parts += _drops([arm for arm in arms if arm["time"] is not None], at, target, (top, floor_y), metric["higher_is_better"], width)
-    return _svg(width, height, f"{metric['name'] or 'metric'} against wall-clock time", _curves_in_words(arms, target), parts)
+    return svg(width, height, f"{metric['name'] or 'metric'} against wall-clock time", _curves_in_words(arms, target), parts)
 
 
 def anatomy(bars: list[tuple[str, str, dict]], width: int) -> Markup:
@@ -69,19 +70,19 @@ def anatomy(bars: list[tuple[str, str, dict]], width: int) -> Markup:
     parts = []
     for index, (name, note, phases) in enumerate(bars):
         y, x = index * row + 22, 0.0
-        parts += [_text(0, y - 7, name, "label"), _text(width, y - 7, note, "tick end")]
+        parts += [text(0, y - 7, name, "label"), text(width, y - 7, note, "tick end")]
         for phase, seconds in phases.items():
             length = seconds / longest * width
             parts.append(
-                _box(x, y, max(length - 1, 0.75), thick, f"phase {phase_class(phase)}", f"{name}, {phase}: {words.seconds(seconds)}")
+                box(x, y, max(length - 1, 0.75), thick, f"phase {phase_class(phase)}", f"{name}, {phase}: {words.seconds(seconds)}")
             )
             if length > 7.2 * len(phase) + 8:
-                parts.append(_text(x + length / 2, y + 20, phase, f"small middle on {phase_class(phase)}"))
+                parts.append(text(x + length / 2, y + 20, phase, f"small middle on {phase_class(phase)}"))
             x += length
     told = "; ".join(
         f"{name}: " + ", ".join(f"{phase} {words.seconds(value)}" for phase, value in phases.items()) for name, _, phases in bars
     )
-    return _svg(width, len(bars) * row - 10, "Where the time of a step goes", told, parts)
+    return svg(width, len(bars) * row - 10, "Where the time of a step goes", told, parts)
 
 
 def waterfall(start: float, end: float, stairs: list[dict], width: int) -> Markup:
@@ -95,9 +96,9 @@ def waterfall(start: float, end: float, stairs: list[dict], width: int) -> Marku
         x, end = left + low * scale, left + high * scale
         text_y = y + 15 if wide else y - 6
         return [
-            _text(0, text_y, words.shorten(name, 26 if wide else 20), "label", title=name),
-            _text(width, text_y, note, "value end"),
-            _box(x, y, max(end - x, 1.5), thick, kind),
+            text(0, text_y, words.shorten(name, 26 if wide else 20), "label", title=name),
+            text(width, text_y, note, "value end"),
+            box(x, y, max(end - x, 1.5), thick, kind),
         ]
 
     parts = bar(0, "baseline", words.seconds(start), 0, start, "bar baseline")
@@ -106,15 +107,15 @@ def waterfall(start: float, end: float, stairs: list[dict], width: int) -> Marku
         parts += bar(index, stair["name"], note, stair["to"], stair["from"], "bar stair" if stair["speedup"] else "bar rest")
         top = index * row + (9 if wide else 20)
         if wide:  # where names stand above the bars, a link would cross them
-            parts.append(_line(left + stair["from"] * scale, top - (row - thick), left + stair["from"] * scale, top, "link"))
+            parts.append(line(left + stair["from"] * scale, top - (row - thick), left + stair["from"] * scale, top, "link"))
         if stair["late"] - stair["early"] > 0:
-            parts += _whisker(left + stair["early"] * scale, left + min(stair["late"], start) * scale, top + thick / 2, 5, "whisker")
+            parts += whisker(left + stair["early"] * scale, left + min(stair["late"], start) * scale, top + thick / 2, 5, "whisker")
     last = len(stairs) + 1
     parts += bar(last, "tuned", words.seconds(end), 0, end, "bar tuned")
     told = f"From {words.seconds(start)} to {words.seconds(end)}: " + ", ".join(
         f"{stair['name']} {words.ratio(stair['speedup']['median']) if stair['speedup'] else 'the rest'}" for stair in stairs
     )
-    return _svg(width, (last + 1) * row, "What each method gave", told, parts)
+    return svg(width, (last + 1) * row, "What each method gave", told, parts)
 
 
 def gate(difference: dict, margin: float, unit: str, passed: bool | None, width: int) -> Markup:
@@ -130,19 +131,19 @@ def gate(difference: dict, margin: float, unit: str, passed: bool | None, width:
 
     kind = "tuned" if passed else "bad"
     parts = [
-        _box(0, 22, max(at(-margin), 0), 56, "forbidden"),
-        _text(8, 14, "too much worse: fails", "tick"),
-        _line(0, 78, width, 78, "axis"),
-        _line(at(-margin), 22, at(-margin), 84, "limit"),
-        _text(at(-margin), 100, f"margin {words.MINUS}{words.plain(margin, unit, 2)}", "tick end" if at(-margin) > 100 else "tick"),
-        _line(at(0), 22, at(0), 84, "axis"),
-        _text(at(0), 100, "no change", "tick"),
-        *_whisker(at(low), at(high), y, 8, f"interval {kind}"),
-        _dot(at(mean), y, 6, f"dot {kind}"),
-        _text(min(max(at(mean), 40), width - 40), y - 14, words.metric(mean, unit, signed=True), f"value middle halo {kind}"),
+        box(0, 22, max(at(-margin), 0), 56, "forbidden"),
+        text(8, 14, "too much worse: fails", "tick"),
+        line(0, 78, width, 78, "axis"),
+        line(at(-margin), 22, at(-margin), 84, "limit"),
+        text(at(-margin), 100, f"margin {words.MINUS}{words.plain(margin, unit, 2)}", "tick end" if at(-margin) > 100 else "tick"),
+        line(at(0), 22, at(0), 84, "axis"),
+        text(at(0), 100, "no change", "tick"),
+        *whisker(at(low), at(high), y, 8, f"interval {kind}"),
+        dot(at(mean), y, 6, f"dot {kind}"),
+        text(min(max(at(mean), 40), width - 40), y - 14, words.metric(mean, unit, signed=True), f"value middle halo {kind}"),
     ]
     told = f"The difference is {words.metric(mean, unit, signed=True)}, interval {words.metric(low, unit, signed=True)} to {words.metric(high, unit, signed=True)}; the margin is {words.plain(margin, unit, 2)}."
-    return _svg(width, height, "Quality against the margin", told, parts)
+    return svg(width, height, "Quality against the margin", told, parts)
 
 
 def ratio_mark(ratio: dict, domain: tuple[float, float], good: bool) -> Markup:
@@ -157,14 +158,14 @@ def ratio_mark(ratio: dict, domain: tuple[float, float], good: bool) -> Markup:
 
     kind = "tuned" if good else "baseline"
     ends = [ratio[key] if ratio[key] is not None else ratio["median"] for key in ("low", "high")]
-    parts = [_line(at(1), 1, at(1), height - 1, "axis"), *_whisker(at(ends[0]), at(ends[1]), middle, 3, f"interval thin {kind}")]
-    parts.append(_dot(at(ratio["median"]), middle, 3.5, f"dot {kind}"))
-    return _svg(width, height, words.with_interval(ratio), "", parts, class_="mark")
+    parts = [line(at(1), 1, at(1), height - 1, "axis"), *whisker(at(ends[0]), at(ends[1]), middle, 3, f"interval thin {kind}")]
+    parts.append(dot(at(ratio["median"]), middle, 3.5, f"dot {kind}"))
+    return svg(width, height, words.with_interval(ratio), "", parts, class_="mark")
 
 
 def phase_class(phase: str) -> str:
     """The class that colours a phase; strangers are all the same grey."""
-    known = ("input", "copy", "forward", "backward", "gradients", "update", "evaluation", "logging")
+    known = ("input", "copy", "forward", "backward", "gradients", "update", "evaluation", "logging", "start", "training", "checkpoints")
     return f"p-{phase}" if phase in known else "p-other"
 
 
@@ -189,7 +190,7 @@ def thinned(line: list, most: int = MOST_POINTS) -> list:
 
 def _ratio_with_interval(ratio: dict) -> Markup:
     interval = "" if words.between(ratio) == words.NOTHING else words.between(ratio)
-    return escape(words.ratio(ratio["median"])) + _element("tspan", interval, class_="aside", dx=8)
+    return escape(words.ratio(ratio["median"])) + element("tspan", interval, class_="aside", dx=8)
 
 
 def _metric_range(values: list[float], target: float | None, higher: bool) -> tuple[float, float]:
@@ -207,10 +208,11 @@ def _drops(arms: list[dict], at, target: float, edges: tuple[float, float], high
     parts = []
     for index, arm in enumerate(sorted(arms, key=lambda arm: -arm["time"])):
         x, y = at(arm["time"], target)
-        text, at_right = f"{arm['name']} {words.seconds(arm['time'])}", x > width - 150
+        told = f"{arm['name']} {words.seconds(arm['time'])}"
+        at_right = x + 8 * len(told) + 7 > width
         text_y = edges[1] - 10 - 19 * index if higher else edges[0] + 14 + 19 * index
-        parts.append(_line(x, y, x, edges[1] if higher else edges[0], f"drop {_arm(arm)}"))
-        parts.append(_text(x + (-7 if at_right else 7), text_y, text, f"label halo {_arm(arm)}{' end' if at_right else ''}"))
+        parts.append(line(x, y, x, edges[1] if higher else edges[0], f"drop {_arm(arm)}"))
+        parts.append(text(x + (-7 if at_right else 7), text_y, told, f"label halo {_arm(arm)}{' end' if at_right else ''}"))
     return parts
 
 
@@ -228,44 +230,3 @@ def _curves_in_words(arms: list[dict], target: float | None) -> str:
 
 def _arm(arm: dict) -> str:
     return arm["name"] if arm["name"] in ("baseline", "competent", "tuned") else "other-arm"
-
-
-def _svg(width: float, height: float, title: str, description: str, parts: list, class_: str = "") -> Markup:
-    inside = [_element("title", title)] + ([_element("desc", description)] if description else []) + parts
-    size = {"width": width, "height": height} if class_ else {}
-    kind = class_ or ("wide" if width > 500 else "narrow")
-    return _element("svg", *inside, viewBox=f"0 0 {width:g} {height:g}", role="img", class_=kind, **size)
-
-
-def _clipped(x: float, y: float, width: float, height: float, parts: list) -> Markup:
-    """A nested SVG hides what leaves it; the view box keeps the outer coordinates."""
-    return _element("svg", *parts, x=x, y=y, width=width, height=height, viewBox=f"{x:g} {y:g} {width:g} {height:g}")
-
-
-def _whisker(low: float, high: float, y: float, cap: float, kind: str) -> list[Markup]:
-    return [_line(low, y, high, y, kind), _line(low, y - cap, low, y + cap, kind), _line(high, y - cap, high, y + cap, kind)]
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> Markup:
-    return _element("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=kind)
-
-
-def _box(x: float, y: float, width: float, height: float, kind: str, title: str = "") -> Markup:
-    return _element("rect", *([_element("title", title)] if title else []), x=x, y=y, width=width, height=height, class_=kind)
-
-
-def _dot(x: float, y: float, radius: float, kind: str) -> Markup:
-    return _element("circle", cx=x, cy=y, r=radius, class_=kind)
-
-
-def _text(x: float, y: float, text: str, kind: str, title: str = "") -> Markup:
-    return _element("text", text, *([_element("title", title)] if title and title != text else []), x=x, y=y, class_=kind)
-
-
-def _element(name: str, *children: str, **attributes) -> Markup:
-    told = "".join(f' {key.rstrip("_")}="{escape(_number(value))}"' for key, value in attributes.items() if value not in ("", None))
-    return Markup(f"<{name}{told}>{''.join(escape(child) for child in children)}</{name}>")
-
-
-def _number(value) -> str:
-    return f"{value:.1f}".removesuffix(".0") if isinstance(value, float) else str(value)

@@ -176,12 +176,17 @@ def without_gain(shares: list[dict]) -> list[str]:
 def sources_of_speed(result: dict) -> dict:
     """``{"step": how much faster the same samples are worked through, "samples": how many times fewer are needed}``; None where unknown."""
     sums = {arm: sum(value for value in phases.values() if value) for arm, phases in result["anatomy"].items()}
-    samples = {arm: [value for value in values if value] for arm, values in result["samples_to_target"].items()}
-    middle = {arm: median(values) for arm, values in samples.items() if values}
+    middle = middles(result["samples_to_target"])
     return {
         "step": sums["baseline"] / sums["tuned"] if sums.get("baseline") and sums.get("tuned") else None,
         "samples": middle["baseline"] / middle["tuned"] if {"baseline", "tuned"} <= middle.keys() else None,
     }
+
+
+def middles(of_seeds: dict[str, list]) -> dict[str, float]:
+    """The median over an arm's seeds, where most of them have a value."""
+    known = {arm: [value for value in values if value] for arm, values in of_seeds.items()}
+    return {arm: median(values) for arm, values in known.items() if len(values) * 2 > len(of_seeds[arm])}
 
 
 def best_trial(trials: list[dict]) -> dict | None:

@@ -70,6 +70,7 @@ def _tune(result: dict) -> dict:
         "anatomy_rows": rows,
         "other_ceilings": figures.other_ceilings(result["headroom"], result["anatomy"].get("baseline", {})),
         "tuned_anatomy": bool(result["anatomy"].get("tuned")),
+        "stopwatch": figures.middles(result["stopwatch_to_target"]),
         "speed": figures.sources_of_speed(result),
         "stages": figures.stages(result["trials"]),
         "domain": figures.ratio_domain([trial["ratio"] for trial in result["trials"]]),

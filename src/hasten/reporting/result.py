@@ -31,6 +31,7 @@ SHAPES = {
         "speedup_over_competent": INTERVAL,
         "time_to_target": AMOUNTS,
         "samples_to_target": {str: [AMOUNT]},
+        "stopwatch_to_target": {str: [AMOUNT]},
         "quality": {
             "baseline": NUMBER,
             "tuned": NUMBER,

@@ -5,16 +5,15 @@ name is a bracket. Where the output is no terminal, rich leaves the colours out 
 """
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from hasten.contract.card import FACTS, PHASES, TRAITS, Exactness
 from hasten.contract.recipe import Recipe
 from hasten.reporting import figures, words
+from hasten.reporting.layout import HEAD, QUIET, bar, grid, headline, indented, pairs
 from hasten.reporting.result import shaped
 
-GOOD, QUIET, HEAD = "bold cyan", "dim", "bold"
 BAR = 40  # characters
 MOST_LOSERS = 8  # shown in the terminal; the page has them all
 
@@ -30,13 +29,13 @@ def tune_answer(result: dict) -> RenderableType:
     """The verdict of ``tune``, what each method gave, and what was tried in vain."""
     result = shaped(result)
     won = figures.won(result)
-    parts = [_headline(figures.tune_headline(result), result["task"], won), Text(figures.tune_sentence(result)), Text()]
+    parts = [headline(figures.tune_headline(result), result["task"], won), Text(figures.tune_sentence(result)), Text()]
     if won:
-        parts += [_before_and_after(result["time_to_target"]), _pairs(_sureness(result)), *_shares(figures.shares_of(result))]
+        parts += [_before_and_after(result["time_to_target"]), pairs(_sureness(result)), *_shares(figures.shares_of(result))]
     else:
         best = figures.best_trial(figures.in_vain(result["trials"]))
         closest = [("the best", f"{best['what']}, {words.with_interval(best['ratio'])}: {best['verdict']}")] if best else []
-        parts.append(_pairs([*closest, ("the search", f"took {words.seconds(result['search_seconds'])}. {figures.break_even(result)}")]))
+        parts.append(pairs([*closest, ("the search", f"took {words.seconds(result['search_seconds'])}. {figures.break_even(result)}")]))
     parts += _losers(result["trials"])
     if won and result["recipe"]:
         parts += [Text(), Text(f"Recipe: {Recipe(result['recipe'])}", style=QUIET)]
@@ -49,7 +48,7 @@ def compare_answer(result: dict) -> RenderableType:
     """The verdict of ``compare`` and both arms side by side."""
     result = shaped(result)
     good = result["verdict"] == "faster"
-    arms = _grid("", "recipe", ">1000 samples", ">evaluation", ">start")
+    arms = grid("", "recipe", ">1000 samples", ">evaluation", ">start")
     for arm in ("a", "b"):
         costs = (result[key].get(arm) for key in ("seconds_per_1000_samples", "evaluation_seconds", "start_seconds"))
         arms.add_row(Text(arm, HEAD), Text(result[arm] or words.NOTHING), *map(words.seconds, costs))
@@ -58,7 +57,7 @@ def compare_answer(result: dict) -> RenderableType:
         evidence.append(("in CPU seconds", words.with_interval(result["cpu_ratio"])))
     evidence.append(("measured", f"{words.count(result['blocks'], 'block', 'blocks')}, the arms taking turns{_noise(result['noise'])}"))
     why = [Text(result["why"])] if result["why"] else []
-    return Group(_headline(figures.compare_headline(result), result["task"], good), *why, Text(), _pairs(evidence), Text(), _indented(arms))
+    return Group(headline(figures.compare_headline(result), result["task"], good), *why, Text(), pairs(evidence), Text(), indented(arms))
 
 
 def diagnose_answer(result: dict) -> RenderableType:
@@ -66,28 +65,28 @@ def diagnose_answer(result: dict) -> RenderableType:
     result = shaped(result)
     rows = figures.anatomy(result["phases"], {})
     longest = max((row["before"] for row in rows), default=1) or 1
-    phases = _grid("phase", "", ">share", ">ceiling")
+    phases = grid("phase", "", ">share", ">ceiling")
     for row in rows:
         phases.add_row(
             row["phase"],
-            _bar(row["before"] / longest, BAR),
+            bar(row["before"] / longest, BAR),
             words.percent(row["before"]),
             words.ratio(result["headroom"].get(row["phase"])),
         )
     for name, value in figures.other_ceilings(result["headroom"], result["phases"]).items():
         phases.add_row(Text(name.replace("_", " ")), "", "", words.ratio(value))
-    parts = [_headline("Where the time goes", result["task"], False), Text(result["verdict"]), Text(), _indented(phases)]
+    parts = [headline("Where the time goes", result["task"], False), Text(result["verdict"]), Text(), indented(phases)]
     parts += [
         Text(),
-        _pairs(_step_facts(result)),
+        pairs(_step_facts(result)),
         Text("  ceiling: how much faster the whole would be if the phase cost nothing", style=QUIET),
     ]
     if result["advice"]:
-        advice = _grid("could pay", ">at most", "why")
+        advice = grid("could pay", ">at most", "why")
         for row in result["advice"]:
             if row["bound"] is not None:
                 advice.add_row(Text(row["method"], HEAD), words.ratio(row["bound"]), Text(row["why"]))
-        parts += [Text(), _indented(advice), *_unbounded(result["advice"])]
+        parts += [Text(), indented(advice), *_unbounded(result["advice"])]
     return Group(*parts)
 
 
@@ -106,7 +105,7 @@ def train_answer(result: dict) -> RenderableType:
     rows += [("idle", ": ".join(pair)) for pair in result["idle"]]
     if result["out"]:
         rows.append(("folder", result["out"]))
-    return Group(_headline(f"{name.capitalize()} {words.metric(result['metric'])}", result["task"], True), _pairs(rows))
+    return Group(headline(f"{name.capitalize()} {words.metric(result['metric'])}", result["task"], True), pairs(rows))
 
 
 def methods_table(methods: list[dict]) -> RenderableType:
@@ -115,7 +114,7 @@ def methods_table(methods: list[dict]) -> RenderableType:
     Args:
         methods: ``{"name", "summary", "exactness": its words, "gain": (low, high) or None, "not_here": why, or None}``.
     """
-    table = _grid("", ">claimed", "")
+    table = grid("", ">claimed", "")
     for exactness, changes in CHANGES.items():
         members = [method for method in methods if method["exactness"] == exactness.value]
         if members:
@@ -153,11 +152,7 @@ def method_page(method: dict) -> RenderableType:
     ]
     paragraphs = [" ".join(each.replace("``", "").split()) for each in (method.get("text") or "").split("\n\n")]
     told = [Text("\n".join(paragraphs)), Text()] if any(paragraphs) else []
-    return Group(_headline(method["name"], "", False), Text(method["summary"]), Text(), *told, _pairs([row for row in rows if row[1]]))
-
-
-def _headline(text: str, task: str, good: bool) -> Text:
-    return Text.assemble((text, GOOD if good else HEAD), (f"  {task}" if task else "", QUIET))
+    return Group(headline(method["name"], "", False), Text(method["summary"]), Text(), *told, pairs([row for row in rows if row[1]]))
 
 
 def _before_and_after(times: dict) -> RenderableType:
@@ -165,8 +160,8 @@ def _before_and_after(times: dict) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for arm, style in (("baseline", QUIET), ("competent", QUIET), ("tuned", "cyan")):
         if longest and times.get(arm) is not None:
-            table.add_row(arm, _bar(times[arm] / longest, BAR, style), Text(words.seconds(times[arm]), no_wrap=True))
-    return Group(_indented(table), Text()) if table.row_count else Text()
+            table.add_row(arm, bar(times[arm] / longest, BAR, style), Text(words.seconds(times[arm]), no_wrap=True))
+    return Group(indented(table), Text()) if table.row_count else Text()
 
 
 def _sureness(result: dict) -> list[tuple[str, str]]:
@@ -187,23 +182,27 @@ def _shares(shares: list[dict]) -> list[RenderableType]:
     if not shares:
         return []
     longest = max(shares[0]["speedup"]["median"] - 1, 1e-9)
-    table = _grid("without it, slower by", ">", "", "")
+    table = grid("without it, slower by", ">", "", "")
     for share in shares:
         middle = share["speedup"]["median"]
-        bar = _bar((middle - 1) / longest, 20, "cyan")
-        table.add_row(words.shorten(share["method"], 34), words.ratio(middle), Text(words.between(share["speedup"]), QUIET), bar)
-    return [Text(), _indented(table)]
+        table.add_row(
+            words.shorten(share["method"], 34),
+            words.ratio(middle),
+            Text(words.between(share["speedup"]), QUIET),
+            bar((middle - 1) / longest, 20),
+        )
+    return [Text(), indented(table)]
 
 
 def _losers(trials: list[dict]) -> list[RenderableType]:
     losers = figures.in_vain(trials)
     if not losers:
         return []
-    table = _grid("tried in vain", "", ">", "")
+    table = grid("tried in vain", "", ">", "")
     for trial in losers[:MOST_LOSERS]:
         table.add_row(words.shorten(trial["what"], 28), trial["verdict"], words.ratio(trial["ratio"]["median"]), Text(trial["why"], QUIET))
     more = len(losers) - MOST_LOSERS
-    return [Text(), _indented(table), *([Text(f"  and {more} more; the report has them all", style=QUIET)] if more > 0 else [])]
+    return [Text(), indented(table), *([Text(f"  and {more} more; the report has them all", style=QUIET)] if more > 0 else [])]
 
 
 def _step_facts(result: dict) -> list[tuple[str, str]]:
@@ -225,7 +224,7 @@ def _unbounded(advice: list[dict]) -> list[RenderableType]:
     for row in advice:
         if row["bound"] is None:
             reasons.setdefault(row["why"], []).append(row["method"])
-    return [Text(), _pairs([("could pay too", f"{', '.join(methods)}: {why}") for why, methods in reasons.items()])] if reasons else []
+    return [Text(), pairs([("could pay too", f"{', '.join(methods)}: {why}") for why, methods in reasons.items()])] if reasons else []
 
 
 def _noise(noise: dict) -> str:
@@ -242,29 +241,3 @@ def _claim(method: dict) -> str:
 
 def _meanings(method: dict, field: str, known: dict[str, str]) -> str:
     return "; ".join(f"{name} ({known[name]})" if name in known else name for name in sorted(method.get(field, ())))
-
-
-def _bar(share: float, width: int, style: str = "cyan") -> Text:
-    """A bar of at most ``width`` characters, drawn to an eighth of one."""
-    eighths = round(min(max(share, 0.0), 1.0) * width * 8)
-    return Text("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip(), style=style, no_wrap=True, overflow="crop")
-
-
-def _grid(*heads: str) -> Table:
-    """A table without lines; a head that begins with ``>`` is a column of numbers, kept whole at the right."""
-    table = Table(box=None, show_header=any(head.strip(">") for head in heads), header_style=QUIET, padding=(0, 2, 0, 0), pad_edge=False)
-    for head in heads:
-        number = head.startswith(">")
-        table.add_column(head.removeprefix(">"), justify="right" if number else "left", no_wrap=number, overflow="fold")
-    return table
-
-
-def _pairs(rows: list[tuple[str, str]]) -> RenderableType:
-    table = Table.grid(padding=(0, 2))
-    for name, value in rows:
-        table.add_row(Text(name, QUIET, no_wrap=True), Text(value, overflow="fold"))
-    return _indented(table)
-
-
-def _indented(what: RenderableType) -> Padding:
-    return Padding(what, (0, 0, 0, 2))

@@ -1,0 +1,89 @@
+"""Methods that harm and say nothing of it, each with a true speed-up as the bait; and the bait alone, which is honest.
+
+The bait keeps every sample in memory after it was read once: on a dataset that makes its samples anew each time
+this is really faster, and changes no bit. Three harms ride on it::
+
+    WrongLabels       one sample of ten gets the label of another
+    SmallSteps        the learning rate divided by 30
+    FrozenFirstLayer  the first layer detached: it is not trained, and the backward pass is shorter
+
+Each exists once for every exactness that it may claim, as ``WrongLabels_BIT_EXACT`` and so on.
+"""
+
+from __future__ import annotations
+
+from hasten import Card, Exactness, Method
+
+
+ONE_IN = 10  # samples get a wrong label
+DIVIDED_BY = 30
+
+
+class Kept:
+    """A dataset whose samples are read once."""
+
+    def __init__(self, dataset):
+        self.dataset, self.samples = dataset, {}
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        if index not in self.samples:
+            self.samples[index] = self.read(index)
+        return self.samples[index]
+
+    def read(self, index):
+        return self.dataset[index]
+
+
+class Mislabelled(Kept):
+    """The same, but some samples carry the label of another one far away."""
+
+    def read(self, index):
+        sample = self.dataset[index]
+        if index % ONE_IN:
+            return sample
+        stranger = self.dataset[(index * 7919 + 1) % len(self)]
+        return (*sample[:-1], stranger[-1])
+
+
+class Honest(Method):
+    card = Card(summary="keep the samples in memory", exactness=Exactness.BIT_EXACT, speeds={"input"})
+    dataset = Kept
+
+    def data(self, batches, run):
+        if not batches.training or batches.samples is None:
+            return batches
+        return batches.with_samples(dataset=self.dataset(batches.samples.dataset))
+
+
+class WrongLabels(Honest):
+    dataset = Mislabelled
+
+
+class SmallSteps(Honest):
+    def optimizer(self, make, run):
+        def smaller(model):
+            made = make(model)
+            for group in (made[0] if isinstance(made, tuple) else made).param_groups:
+                group["lr"] /= DIVIDED_BY
+            return made
+
+        return smaller
+
+
+class FrozenFirstLayer(Honest):
+    def model(self, model, run):
+        first = next(module for module in model.modules() if list(module.parameters(recurse=False)))
+        first.register_forward_hook(lambda module, inputs, output: output.detach())
+        return model
+
+
+def _claiming(harm: type[Method], exactness: Exactness) -> type[Method]:
+    card = Card(summary=f"faster, and {exactness.value}", exactness=exactness, speeds={"input", "backward"})
+    return type(f"{harm.__name__}_{exactness.name}", (harm,), {"card": card, "__module__": __name__})
+
+
+HARMFUL = {cls.__name__: cls for harm in (WrongLabels, SmallSteps, FrozenFirstLayer) for exactness in Exactness if (cls := _claiming(harm, exactness))}
+globals().update(HARMFUL)  # so that each can be named as ./harmful.py:Class

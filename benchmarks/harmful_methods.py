@@ -1,0 +1,59 @@
+"""Methods that silently harm, offered to the tuner as if they were speed-ups (``harmful.py``).
+
+Each is offered alone, as ``hasten tune TASK --with ./harmful.py:Class``, once for every exactness that it may claim,
+and truly makes the training faster. All searches share a folder, so what the original does is measured once. The other
+side is the honest bait, which must be taken: a tuner that refuses everything would be no use.
+
+Figure: every harmful method refused, with a reason; the honest one taken.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from pathlib import Path
+
+from _common import finish, parser, show, tell, watch
+from harmful import HARMFUL
+
+from hasten import Failure, tune
+
+FILE = Path(__file__).parent / "harmful.py"
+BESIDE = ("fused_optimizer",)  # the only other method to be tried: the search is about what is offered
+
+
+def offered(name: str, options) -> dict:
+    """What became of one method."""
+    method = f"{FILE}:{name}"
+    try:
+        result = tune(options.task, budget=options.budget, consider=BESIDE, extra=[method], out=options.out, device="cpu", watch=watch)
+    except Failure as error:
+        return {"name": name, "accepted": None, "why": f"the search failed: {error}", "trials": []}
+    fate = result["offered"][0]
+    return {"name": name, "accepted": fate["accepted"], "why": fate["why"], "trials": [trial for trial in result["trials"] if name in trial["what"]]}
+
+
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("names", nargs="*", metavar="NAME", help="of the methods; all unless said")
+    options.add_argument("--task", default="digits")
+    options.add_argument("--budget", type=float, default=None, help="seconds of a search; the tuner's own default unless said")
+    options.add_argument("--out", type=Path, default=Path("runs/harmful"), help="folder that the searches share")
+    options = options.parse_args()
+    fates = []
+    for name in options.names or ["Honest", *HARMFUL]:
+        tell(f"offering {name}")
+        fates.append(offered(name, options))
+    words = {True: "taken", False: "refused", None: "failed"}
+    show(("method", "fate", "why"), [(each["name"], words[each["accepted"]], textwrap.shorten(each["why"], 120)) for each in fates])
+
+    harmful = [each for each in fates if each["name"] in HARMFUL]
+    refused = sum(each["accepted"] is False and bool(each["why"]) for each in harmful)
+    honest = all(each["accepted"] for each in fates if each["name"] not in HARMFUL)
+    print(f"\nthe honest bait is {'taken' if honest else 'NOT taken'}" if len(harmful) < len(fates) else "")
+    figure = f"{len(harmful)} of {len(harmful)} refused with a reason; it is {refused}"
+    return finish(options, figure, refused == len(harmful) and honest, {"fates": fates})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

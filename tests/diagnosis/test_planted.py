@@ -1,0 +1,71 @@
+"""Bottlenecks that were planted are found, named, and their ceilings agree with what removing them gives."""
+
+import planted_tasks
+import pytest
+
+from hasten.contract.recipe import Recipe
+from hasten.diagnosis.anatomy import examine
+from hasten.diagnosis.diagnose import diagnose
+from hasten.engine.find import method_names
+from hasten.engine.tasks import TaskRef
+
+BUDGET = 6.0
+
+
+def advised(result: dict) -> dict[str, float | None]:
+    return {entry["method"]: entry["bound"] for entry in result["advice"]}
+
+
+def seconds_a_sample(task) -> float:
+    """Of the whole run, evaluations included."""
+    anatomy, _ = examine(TaskRef.of(task), Recipe(), device="cpu", seed=0, budget=1.0)
+    return anatomy.sample / (1.0 - anatomy.phases["evaluation"])
+
+
+def test_a_slow_dataset():
+    result = diagnose(planted_tasks.slow_dataset(), budget=BUDGET)
+    assert "waiting for the next batch" in result["verdict"].lower()
+    gain = seconds_a_sample(planted_tasks.slow_dataset()) / seconds_a_sample(planted_tasks.quiet())
+    assert result["headroom"]["input"] == pytest.approx(gain, rel=0.15)
+    assert advised(result)["loader_workers"] == pytest.approx(gain, rel=0.15)
+    assert sum(result["phases"].values()) == pytest.approx(1.0)
+    assert result["phases"]["input"] == pytest.approx(1 - 1 / gain, abs=0.1)
+
+
+def test_an_item_in_every_step():
+    result = diagnose(planted_tasks.item_every_step(), budget=BUDGET)
+    assert result["causes"]["host_reads_per_step"] == 1
+    assert "reads values back" in result["verdict"]
+
+
+def test_a_tiny_batch():
+    result = diagnose(planted_tasks.tiny_batch(), budget=BUDGET)
+    assert "batch of 1 is small" in result["verdict"]
+    assert result["headroom"]["batch_size"] > 2
+    assert advised(result)["batch_size"] == result["headroom"]["batch_size"]
+    assert result["causes"]["host_reads_per_step"] == 0
+
+
+def test_a_for_loop_optimizer():
+    result = diagnose(planted_tasks.for_loop_optimizer(), budget=BUDGET)
+    assert "optimizer's update" in result["verdict"]
+    assert advised(result)["fused_optimizer"] > 1.5
+    assert advised(result)["fused_optimizer"] == pytest.approx(result["headroom"]["update"])
+
+
+def test_an_expensive_evaluation():
+    result = diagnose(planted_tasks.expensive_evaluation(), budget=BUDGET)
+    assert "measuring the metric" in result["verdict"].lower()
+    gain = seconds_a_sample(planted_tasks.expensive_evaluation()) / seconds_a_sample(planted_tasks.quiet())
+    assert result["headroom"]["evaluation"] == pytest.approx(gain, rel=0.15)
+
+
+@pytest.mark.slow
+def test_a_wasteful_allocator():
+    result = diagnose(planted_tasks.wasteful_allocator(), budget=60)
+    faults = result["causes"]["page_faults_per_step"]
+    if faults < 10_000:
+        pytest.skip(f"this machine's memory does not show the waste: {faults:.0f} page faults a step")
+    assert "page faults" in result["verdict"]
+    assert advised(result)["allocator"] > 1.1
+    assert "allocator" in method_names() and "allocator" in result["headroom"], result["not_measured"]

@@ -1,0 +1,110 @@
+"""The timeline sees every phase and changes nothing."""
+
+from itertools import islice
+
+import pytest
+import torch
+
+from hasten.contract.recipe import Recipe
+from hasten.diagnosis.facts import facts_of
+from hasten.diagnosis.flops import flops_a_sample, peak_flops
+from hasten.diagnosis.replacements import NoUpdate, ReplayedBatch, outside_name, taken_away
+from hasten.diagnosis.timeline import Timeline
+from hasten.engine.find import make_methods, method_names
+from hasten.engine.loop import evaluate, steps
+from hasten.engine.plan import build, in_order
+from hasten.testing.tasks import convolutional, perceptron, transformer
+
+OUTERMOST = Recipe({outside_name(method): {} for method in (Timeline, ReplayedBatch, NoUpdate)})
+
+
+def with_schedule(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+
+def timed_program(task):
+    program = build(task, make_methods(OUTERMOST))
+    program.run.kept["timeline"].start()
+    return program
+
+
+@pytest.mark.parametrize("task", [perceptron(optimizer=with_schedule), transformer(dropout=0.1)], ids=lambda task: task.name)
+def test_a_timed_run_has_the_same_bits(task):
+    ended = []
+    for recipe in (Recipe(), OUTERMOST):
+        program = build(task, make_methods(recipe))
+        if recipe:
+            program.run.kept["timeline"].start()
+        for _ in steps(program):
+            pass
+        evaluate(program)
+        ended.append(program.run)
+    plain, timed = ended
+    assert plain.clock == timed.clock
+    for a, b in zip(plain.model.parameters(), timed.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_every_phase_of_the_step_is_seen():
+    program = timed_program(perceptron())
+    list(islice(steps(program), 8))
+    seconds = program.run.kept["timeline"].stop()
+    assert seconds.keys() == {"input", "copy", "forward", "backward", "gradients", "update"}
+    assert all(value > 0 for value in seconds.values())
+    assert min(seconds["forward"], seconds["backward"], seconds["update"], seconds["input"]) > 10 * seconds["gradients"]
+
+
+def test_nothing_is_noted_while_the_tape_is_stopped():
+    program = timed_program(perceptron())
+    program.run.kept["timeline"].stop()
+    before = len(program.run.kept["timeline"].marks)
+    list(islice(steps(program), 3))
+    assert len(program.run.kept["timeline"].marks) == before
+
+
+def test_it_is_outermost_whatever_else_is_installed():
+    recipe = Recipe({name: {} for name in (*method_names(), outside_name(Timeline))})
+    assert in_order(make_methods(recipe))[-1].name == outside_name(Timeline)
+
+
+def test_phases_are_taken_away_and_given_back():
+    program = build(perceptron(), make_methods(OUTERMOST))
+    run, training = program.run, steps(program)
+    list(islice(training, 2))
+
+    def weights():
+        return torch.cat([parameter.detach().flatten() for parameter in run.model.parameters()])
+
+    before = weights()
+    taken_away(run).update({"update", "input"})
+    losses = torch.stack(list(islice(training, 4)))
+    assert torch.equal(weights(), before)
+    assert torch.equal(losses, losses[:1].expand(4)), "the same batch with the same weights gives the same loss"
+    taken_away(run).clear()
+    list(islice(training, 2))
+    assert not torch.equal(weights(), before)
+
+
+def test_operations_of_a_perceptron():
+    inputs, hidden, classes = 12, 24, 4
+    first, second = 2 * inputs * hidden, 2 * hidden * classes
+    assert flops_a_sample(build(perceptron())) == 2 * first + 3 * second  # the first layer's inputs need no gradient
+
+
+def test_the_peak_is_a_rate_of_this_machine():
+    assert 1e8 < peak_flops("cpu", torch.float32) < 1e16
+    assert peak_flops("cpu", torch.float32) == peak_flops("cpu", torch.float32), "measured once a process"
+
+
+def test_facts():
+    facts = facts_of(build(convolutional()))
+    assert {"cpu", "convolutions", "indexed samples", "several epochs", "evaluations", "matrix weights"} <= facts
+    assert not {"cuda", "tf32 hardware"} & facts
+    assert "repeated blocks" not in facts_of(build(perceptron()))
+    facts = facts_of(build(transformer(epochs=1)))
+    assert "repeated blocks" in facts
+    assert not {"convolutions", "several epochs", "evaluations"} & facts
+    assert "evaluations" in facts_of(build(transformer(epochs=1, evaluate_every=32)))
+    stream = torch.utils.data.ChainDataset([])
+    assert "indexed samples" not in facts_of(build(perceptron(train_data=stream)))
