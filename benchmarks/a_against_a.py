@@ -42,7 +42,13 @@ def main() -> int:
             continue
         done.append(found)
     rows = [
-        (f"{each['task']}, {each['a']}", each["verdict"], *(f"{each['ratio'][key]:.4f}" for key in ("median", "low", "high")), each["blocks"], f"{each['noise']['spread_percent']:.1f}")
+        (
+            f"{each['task']}, {each['a']}",
+            each["verdict"],
+            *(f"{each['ratio'][key]:.4f}" for key in ("median", "low", "high")),
+            each["blocks"],
+            f"{each['noise']['spread_percent']:.1f}",
+        )
         for each in done
     ]
     rows += [(", ".join(thing), f"not measured: {why[:60]}", "", "", "", "", "") for thing, why in missing.items()]

@@ -147,14 +147,24 @@ def main() -> int:
     wall, cpu = ({name: [1e6 * block[clock] for block in blocks] for name, blocks in taken.items()} for clock in (0, 1))
     extra, of_processor = _over_by_hand(wall), _over_by_hand(cpu)
     rows = [
-        (name, f"{interval(blocks).median:.1f}", f"{min(blocks):.1f}", *(_words(extra[name], of_processor[name]) if name != "by hand" else ("", "")))
+        (
+            name,
+            f"{interval(blocks).median:.1f}",
+            f"{min(blocks):.1f}",
+            *(_words(extra[name], of_processor[name]) if name != "by hand" else ("", "")),
+        )
         for name, blocks in wall.items()
     ]
     rows += [(name, why, "", "", "") for name, why in missing.items()]
     show(("engine", "us a step", "fastest block", "more than by hand, us", "of the processor, us"), rows)
     ours = extra["hasten, engine"]
     figure = f"hasten's engine at most {FIGURE:g} us a step over the loop by hand; it is {ours:.1f} (bound: 0)"
-    return finish(options, figure, ours.median <= FIGURE, {"wall_us": wall, "cpu_us": cpu, "extra": extra, "extra_cpu": of_processor, "missing": missing})
+    return finish(
+        options,
+        figure,
+        ours.median <= FIGURE,
+        {"wall_us": wall, "cpu_us": cpu, "extra": extra, "extra_cpu": of_processor, "missing": missing},
+    )
 
 
 def _over_by_hand(micro: dict[str, list[float]]) -> dict:

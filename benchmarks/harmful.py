@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from hasten import Card, Exactness, Method
 
-
 ONE_IN = 10  # samples get a wrong label
 DIVIDED_BY = 30
 
@@ -85,5 +84,10 @@ def _claiming(harm: type[Method], exactness: Exactness) -> type[Method]:
     return type(f"{harm.__name__}_{exactness.name}", (harm,), {"card": card, "__module__": __name__})
 
 
-HARMFUL = {cls.__name__: cls for harm in (WrongLabels, SmallSteps, FrozenFirstLayer) for exactness in Exactness if (cls := _claiming(harm, exactness))}
+HARMFUL = {
+    cls.__name__: cls
+    for harm in (WrongLabels, SmallSteps, FrozenFirstLayer)
+    for exactness in Exactness
+    if (cls := _claiming(harm, exactness))
+}
 globals().update(HARMFUL)  # so that each can be named as ./harmful.py:Class

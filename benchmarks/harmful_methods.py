@@ -30,7 +30,12 @@ def offered(name: str, options) -> dict:
     except Failure as error:
         return {"name": name, "accepted": None, "why": f"the search failed: {error}", "trials": []}
     fate = result["offered"][0]
-    return {"name": name, "accepted": fate["accepted"], "why": fate["why"], "trials": [trial for trial in result["trials"] if name in trial["what"]]}
+    return {
+        "name": name,
+        "accepted": fate["accepted"],
+        "why": fate["why"],
+        "trials": [trial for trial in result["trials"] if name in trial["what"]],
+    }
 
 
 def main() -> int:

@@ -48,13 +48,19 @@ def main() -> int:
     bound = found["python, nothing"].median
     show(
         ("start", "seconds", "times an empty Python"),
-        [(name, f"{each:.3f}", f"{each.median / bound:.1f}") for name, each in found.items()] + [(name, why, "") for name, why in missing.items()],
+        [(name, f"{each:.3f}", f"{each.median / bound:.1f}") for name, each in found.items()]
+        + [(name, why, "") for name, why in missing.items()],
     )
     light = subprocess.run([*PYTHON, HEAVY], check=False).returncode == 0
     print(f"\nneither torch nor numpy nor rich is imported by hasten and its command line: {light}")
     reached = light and all(found[name].median < FIGURE for name in OURS)
     worst = max((found[name] for name in OURS), key=lambda each: each.median)
-    return finish(options, f"both below {FIGURE} s; the slower takes {worst:.3f} s (bound: {bound:.3f} s)", reached, {"seconds": taken, "light": light})
+    return finish(
+        options,
+        f"both below {FIGURE} s; the slower takes {worst:.3f} s (bound: {bound:.3f} s)",
+        reached,
+        {"seconds": taken, "light": light},
+    )
 
 
 if __name__ == "__main__":

@@ -42,7 +42,12 @@ def main() -> int:
     identical = {name: sum(outcome[name] for outcome in outcomes) for name in FILES}
     show(("file", "identical", "kills"), [(name, count, len(outcomes)) for name, count in identical.items()])
     reached = len(outcomes) == options.kills and all(count == len(outcomes) for count in identical.values())
-    return finish(options, f"{options.kills} of {options.kills} bit-identical; it is {min(identical.values())} of {len(outcomes)}", reached, {"kills": outcomes})
+    return finish(
+        options,
+        f"{options.kills} of {options.kills} bit-identical; it is {min(identical.values())} of {len(outcomes)}",
+        reached,
+        {"kills": outcomes},
+    )
 
 
 if __name__ == "__main__":

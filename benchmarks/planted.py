@@ -56,7 +56,9 @@ def planted_speed(comparisons: int, budget: float) -> list[dict]:
         ratio = told["ratio"]
         inside = ratio["low"] <= truth[1] and ratio["high"] >= truth[0]
         tell(f"comparison {number + 1} of {comparisons}: wait x {share}: {'inside' if inside else 'OUTSIDE'}")
-        found.append({"share": share, "truth": truth, "ratio": ratio, "verdict": told["verdict"], "blocks": told["blocks"], "inside": inside})
+        found.append(
+            {"share": share, "truth": truth, "ratio": ratio, "verdict": told["verdict"], "blocks": told["blocks"], "inside": inside}
+        )
     return found
 
 
@@ -98,7 +100,12 @@ def main() -> int:
 
     speed = planted_speed(options.comparisons, options.budget)
     rows = [
-        (share, f"{interval(t for one in of for t in one['truth']).median:.4f}", f"{interval(one['ratio']['median'] for one in of):.4f}", f"{sum(one['inside'] for one in of)} of {len(of)}")
+        (
+            share,
+            f"{interval(t for one in of for t in one['truth']).median:.4f}",
+            f"{interval(one['ratio']['median'] for one in of):.4f}",
+            f"{sum(one['inside'] for one in of)} of {len(of)}",
+        )
         for share in SHARES
         if (of := [one for one in speed if one["share"] == share])
     ]

@@ -92,14 +92,23 @@ def main() -> int:
     wall, cpu = ({name: [1e3 * block[clock] for block in blocks] for name, blocks in taken.items()} for clock in (0, 1))
     first, *_, last = wall
     extra, of_processor = (
-        {name: interval(100 * (a / b - 1) for a, b in zip(blocks, clock[first], strict=True)) for name, blocks in clock.items()} for clock in (wall, cpu)
+        {name: interval(100 * (a / b - 1) for a, b in zip(blocks, clock[first], strict=True)) for name, blocks in clock.items()}
+        for clock in (wall, cpu)
     )
     show(
         ("arm", "ms a step", "more than by hand, %", "of the processor, %"),
-        [(name, f"{interval(blocks).median:.3f}", *((f"{extra[name]:.2f}", f"{of_processor[name]:.2f}") if name != first else ("", ""))) for name, blocks in wall.items()],
+        [
+            (name, f"{interval(blocks).median:.3f}", *((f"{extra[name]:.2f}", f"{of_processor[name]:.2f}") if name != first else ("", "")))
+            for name, blocks in wall.items()
+        ],
     )
     figure = f"recording at most {FIGURE:g} % at steps of {interval(wall[first]).median:.2f} ms; it is {extra[last]:.2f} % (bound: 0)"
-    return finish(options, figure, extra[last].median <= FIGURE, {"width": width, "steps": steps, "wall_ms": wall, "cpu_ms": cpu, "extra_percent": extra})
+    return finish(
+        options,
+        figure,
+        extra[last].median <= FIGURE,
+        {"width": width, "steps": steps, "wall_ms": wall, "cpu_ms": cpu, "extra_percent": extra},
+    )
 
 
 if __name__ == "__main__":

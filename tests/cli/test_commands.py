@@ -81,7 +81,7 @@ def test_an_answer_for_people_says_that_the_target_was_missed(here, monkeypatch,
     monkeypatch.chdir(here)
     assert main(["--seed", "3", "train", "noisy.py:task"]) == 0
     out, err = capfd.readouterr()
-    assert "not reached" in out and err == ""
+    assert "not reached" in out and "prints" not in out and "hasten:" not in err
 
 
 def test_an_error_is_json_too(here):

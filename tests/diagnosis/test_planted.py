@@ -3,11 +3,10 @@
 import planted_tasks
 import pytest
 
-from hasten.contract.recipe import Recipe
-from hasten.diagnosis.anatomy import examine
 from hasten.diagnosis.diagnose import diagnose
 from hasten.engine.find import method_names
 from hasten.engine.tasks import TaskRef
+from hasten.measure.workers import Worker
 
 BUDGET = 6.0
 
@@ -16,10 +15,12 @@ def advised(result: dict) -> dict[str, float | None]:
     return {entry["method"]: entry["bound"] for entry in result["advice"]}
 
 
-def seconds_a_sample(task) -> float:
+def seconds_a_sample(task, blocks: int = 3) -> float:
     """Of the whole run, evaluations included."""
-    anatomy, _ = examine(TaskRef.of(task), Recipe(), device="cpu", seed=0, budget=1.0)
-    return anatomy.sample / (1.0 - anatomy.phases["evaluation"])
+    with Worker("hasten.measure.arm:Arm", task=TaskRef.of(task).to_json(), methods={}, device="cpu", seed=0) as arm:
+        plan = arm.call("build")
+        paces = sorted(block["seconds"] / block["samples"] for block in (arm.call("train", count=10) for _ in range(blocks)))
+    return paces[blocks // 2] + (plan["evaluation"] / plan["evaluate_every"] if plan["evaluation"] else 0.0)
 
 
 def test_a_slow_dataset():

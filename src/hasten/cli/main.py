@@ -37,16 +37,16 @@ def main(words: list[str] | None = None) -> int:
     _quieten_libraries()
     try:
         answer = _answer(words)
+        if answer is None:
+            return 0
+        _show_to_whoever_reads(answer, as_json)
+        return answer.code
     except (Exception, KeyboardInterrupt) as error:
         code, line = _verdict(error)
         print(f"hasten: {line}", file=sys.stderr, flush=True)
-        answer = Answer({"error": line}, str, code)
-        if not as_json:
-            return code
-    if answer is None:
-        return 0
-    _show_to_whoever_reads(answer, as_json)
-    return answer.code
+        if as_json:
+            print(strict_json({"error": line}))
+        return code
 
 
 def _show_to_whoever_reads(answer: Answer, as_json: bool) -> None:

@@ -25,6 +25,7 @@ from hasten.measure.workers import Worker
 LEAST_SHARE = 0.02  # a phase below it can never pay, so its ceiling is not measured
 LOOKS = (6, 9, 14)  # pairs of blocks: a ceiling need not be known as well as a verdict
 LEAST_PAIRS = 3
+CHEAP = 2 * LEAST_PAIRS * BLOCK_SECONDS  # seconds; what takes no longer is always measured
 STEPS_OF_A_LARGER_BATCH = 2 * WARM_UP_STEPS + 1 + LEAST_PAIRS  # what it takes at least to build and to try
 
 
@@ -57,7 +58,7 @@ def take_away(
     for number, name in enumerate(worth):
         left = began + budget - time.monotonic()
         watch(f"what {name} could give", number / len(worth), left)
-        if name == BATCH_SIZE and left < (least := STEPS_OF_A_LARGER_BATCH * BATCH_FACTOR * step):
+        if name == BATCH_SIZE and max(left, CHEAP) < (least := STEPS_OF_A_LARGER_BATCH * BATCH_FACTOR * step):
             found.not_measured[name] = f"{BATCH_FACTOR} times the batch would take {least:.0f} s to try"
             continue
         try:

@@ -1,0 +1,43 @@
+"""A hasten workload as loadtune wants it: ``get_workload()``. Which one is told by ``HASTEN_BENCHMARK_TASK``.
+
+The parts are handed over as they are: the dataset, the model, the optimizer, the batch size, and the step that the
+textbook run does.
+"""
+
+import os
+
+from loadtune import Workload
+
+from hasten.contract.batch import map_tensors
+from hasten.contract.task import optimizer_and_schedule, takes_steps
+from hasten.engine.plan import call_model, own_loss
+from hasten.engine.tasks import load_task
+
+
+def get_workload() -> Workload:
+    task = load_task(os.environ["HASTEN_BENCHMARK_TASK"])
+    data = task.train_data
+    dataset = data() if callable(data) else data
+    steps = round(task.epochs * len(dataset) / task.batch_size)
+
+    def make_optimizer(model):
+        made = task.optimizer(model, steps) if takes_steps(task.optimizer) else task.optimizer(model)
+        return optimizer_and_schedule(made)[0]
+
+    def train_step(model, optimizer, batch, device):
+        batch = map_tensors(lambda tensor: tensor.to(device), batch)
+        output, target = call_model(model, batch, own=task.loss is None)
+        loss = (task.loss or own_loss)(output, target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return Workload(
+        name=task.name,
+        make_dataset=lambda: dataset,
+        make_model=task.model,
+        train_step=train_step,
+        make_optimizer=make_optimizer,
+        default_batch_size=task.batch_size,
+    )

@@ -1,0 +1,184 @@
+"""hasten's recipe against what loadtune 0.3 recommends for the same task.
+
+loadtune is run as its documents say (``loadtune tune FILE``), with more patience than its defaults: three repeats, two
+rounds and batch sizes allowed. What it recommends is then trained by hasten's engine, whose methods of the same meaning
+are switched on (workers, threads, compile, autocast), so the engines are the same and only the choices differ. Both
+recipes are timed in turns (``hasten.compare``), and trained to the end on the same seeds: the ratio is that of the times
+to the target, and what becomes of the metric is told for both.
+
+hasten's recipe comes from the search of ``time_to_target.py`` (``--runs``); where there is none, it is made now.
+pytorch-autotune 2 needs CUDA and is not measured here.
+
+Figure: hasten's recipe is never slower, and faster on most.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import fmean
+
+from _common import finish, installed, parser, show, tell, watch
+
+import hasten
+from hasten import Failure, Recipe, Refusal
+
+WORKLOADS = ("digits", "fashion_mnist", "tiny_shakespeare", "adult", "cifar10")
+HERE = Path(__file__).parent
+FIRST_SEED = 200  # which neither tuner has seen
+PATIENCE = ("--repeats", "3", "--max-rounds", "2", "--auto-batch", "--no-plots")
+TIE = 0.02  # loadtune's own: below it a configuration is not better
+
+
+def loadtunes_choice(workload: str, steps: int) -> dict:
+    """What loadtune recommends: {"knobs", "recipe", "claimed", "seconds"}; the empty recipe where nothing beat its baseline."""
+    with tempfile.TemporaryDirectory() as folder:
+        raw = Path(folder) / "raw.json"
+        program = Path(sys.executable).with_name("loadtune")
+        words = [
+            program,
+            "tune",
+            HERE / "_loadtune_workload.py",
+            "--steps",
+            str(steps),
+            *PATIENCE,
+            "--save-raw",
+            raw,
+            "--out",
+            Path(folder) / "report.md",
+        ]
+        began = time.monotonic()
+        done = subprocess.run(words, env=os.environ | {"HASTEN_BENCHMARK_TASK": workload}, capture_output=True, text=True, check=False)
+        seconds = time.monotonic() - began
+        if not raw.exists():
+            raise Failure(f"loadtune ended with code {done.returncode}: {(done.stdout + done.stderr).strip().splitlines()[-1][:200]}")
+        told = json.loads(raw.read_text())
+    return {**chosen(told), "seconds": seconds, "trials": len(told["trials"]), "narrative": told["narrative"]}
+
+
+def chosen(told: dict) -> dict:
+    """By loadtune's own rule (``loadtune.experiment.best_trial``): of those within its tie, the one with fewest workers."""
+    good = [trial for trial in told["trials"] if trial["result"] and not trial["result"].get("error")]
+    base = told["baseline"]["throughput"]
+    top = max((trial["result"]["throughput"] for trial in good), default=0.0)
+    if top <= base:
+        return {"knobs": {}, "recipe": Recipe(), "claimed": 1.0}
+    near = [trial for trial in good if trial["result"]["throughput"] >= top * (1 - TIE)]
+    best = min(near, key=lambda trial: (trial["knobs"]["num_workers"], -trial["result"]["throughput"]))
+    return {"knobs": best["knobs"], "recipe": as_recipe(best["knobs"]), "claimed": best["result"]["throughput"] / base}
+
+
+def as_recipe(knobs: dict) -> Recipe:
+    """loadtune's configuration in hasten's words. The batch size is loadtune's only where there is a GPU to fill."""
+    if knobs["batch_size"]:
+        raise Refusal("loadtune changed the batch size, which it does on GPUs only; that is not translated")
+    recipe = Recipe()
+    if workers := knobs["num_workers"]:
+        prefetch = knobs["prefetch_factor"] or 2
+        recipe = recipe.with_method(
+            "loader_workers", workers=workers, prefetch=prefetch, persistent=knobs["persistent_workers"], pin=knobs["pin_memory"]
+        )
+    if knobs["num_threads"]:
+        recipe = recipe.with_method("threads", count=knobs["num_threads"])
+    if knobs["compile"]:
+        recipe = recipe.with_method("compile")
+    if knobs["amp"]:
+        recipe = recipe.with_method("bfloat16")
+    return recipe
+
+
+def measured(workload: str, theirs: Recipe, ours: Recipe, options) -> dict:
+    """Time to the target of both, on the same seeds."""
+    from hasten.tuning.confirm import time_to_target
+
+    pace = hasten.compare(workload, theirs, ours, budget=options.budget, device=options.device, watch=watch)
+    runs: dict[str, list[dict]] = {"loadtune": [], "hasten": []}
+    for seed in range(FIRST_SEED, FIRST_SEED + options.seeds):
+        for name, recipe in (("loadtune", theirs), ("hasten", ours)):
+            tell(f"  seed {seed}, {name}")
+            runs[name].append(hasten.train(workload, recipe, device=options.device, seed=seed))
+    samples = [(_samples(a), _samples(b)) for a, b in zip(runs["loadtune"], runs["hasten"], strict=True)]
+    ratio, seconds_theirs, seconds_ours = time_to_target(pace, samples)
+    return {
+        "ratio": ratio.to_json(),
+        "seconds": {"loadtune": seconds_theirs, "hasten": seconds_ours},
+        "metric": {name: fmean(run["metric"] for run in each) for name, each in runs.items()},
+        "reached": {name: sum(run["reached"] for run in each) for name, each in runs.items()},
+        "samples": samples,
+        "pace": pace,
+    }
+
+
+def _samples(run: dict) -> int:
+    """To the target; a run that never got there took at least all of its own."""
+    return run["samples_to_target"] or run["samples"]
+
+
+def against(workload: str, options) -> dict:
+    tell(f"{workload}: loadtune searches")
+    theirs = loadtunes_choice(workload, options.steps)
+    tell(f"{workload}: loadtune recommends {theirs['recipe']}; hasten searches, or remembers")
+    found = hasten.tune(workload, budget=options.search_budget, out=options.runs / f"tune-{workload}", device=options.device, watch=watch)
+    ours = Recipe(found["recipe"])
+    told = measured(workload, theirs["recipe"], ours, options) if ours.methods != theirs["recipe"].methods else None
+    return {
+        "loadtune": {**theirs, "recipe": str(theirs["recipe"])},
+        "hasten": {"recipe": str(ours), "seconds": found["search_seconds"], "verdict": found["verdict"]},
+        "measured": told,
+    }
+
+
+def row_of(workload: str, one: dict) -> tuple[str, ...]:
+    told, searches = one["measured"], f"{one['loadtune']['seconds']:.0f} / {one['hasten']['seconds']:.0f}"
+    recipes = one["loadtune"]["recipe"], one["hasten"]["recipe"]
+    if told is None:
+        return (workload, *recipes, "the same recipe", "", "", searches)
+    ratio, seconds, metric = told["ratio"], told["seconds"], told["metric"]
+    return (
+        workload,
+        *recipes,
+        f"{ratio['median']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f})",
+        f"{seconds['loadtune']:.1f} / {seconds['hasten']:.1f}",
+        f"{metric['loadtune']:.4g} / {metric['hasten']:.4g}",
+        searches,
+    )
+
+
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(WORKLOADS)}; all of them unless said")
+    options.add_argument("--steps", type=int, default=100, help="steps of each of loadtune's trials; its own default is 100")
+    options.add_argument("--budget", type=float, default=60.0, help="seconds of the comparison in turns")
+    options.add_argument("--seeds", type=int, default=3)
+    options.add_argument("--search-budget", type=float, help="seconds of hasten's search; the tuner's own default unless said")
+    options.add_argument("--device", help="as for hasten")
+    options.add_argument("--runs", type=Path, default=Path("runs"), help="folder of hasten's searches")
+    options = options.parse_args()
+    print("pytorch-autotune 2: not measured, it needs CUDA\n")
+    if why := installed("loadtune"):
+        print(f"loadtune: {why}")
+        return finish(options, "never slower than loadtune, faster on most", None, {"loadtune": why})
+    done, failed = {}, {}
+    for workload in options.workloads or WORKLOADS:
+        try:
+            done[workload] = against(workload, options)
+        except (Failure, Refusal) as error:
+            failed[workload] = str(error)
+    show(
+        ("workload", "loadtune's recipe", "hasten's recipe", "hasten faster by", "to target, s", "metric", "search, s"),
+        [row_of(name, one) for name, one in done.items()] + [(name, f"not measured: {why}", *[""] * 5) for name, why in failed.items()],
+    )
+    ratios = [one["measured"]["ratio"] if one["measured"] else {"low": 1.0, "high": 1.0} for one in done.values()]
+    faster, slower = sum(ratio["low"] > 1.01 for ratio in ratios), sum(ratio["high"] < 0.99 for ratio in ratios)
+    figure = f"never slower than loadtune, faster on most; faster on {faster} of {len(ratios)}, slower on {slower}"
+    reached = None if not ratios else not slower and not failed and 2 * faster > len(ratios)
+    return finish(options, figure, reached, {"workloads": done, "failed": failed})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""Time to target: what ``hasten tune`` makes of each workload, against the textbook run and against the competent one.
+
+Both sides are in every search: the pace of the arms is measured in turns, the samples to the target on paired fresh
+seeds (``hasten/tuning/confirm.py``). A search that was stopped goes on where it was. Each finished one becomes a
+folder under ``records/``, from which ``--table`` makes the table for people.
+
+Figures: digits 3x, fashion_mnist 5x, tiny_shakespeare 1.5x, adult 5x, cifar10 4x over the textbook; 1.3x over the
+competent run on three of them; quality inside the margin on all. The search is not counted, but told beside.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from _common import circumstances, finish, machine_name, parser, show, tell, watch
+
+import hasten
+from hasten import Failure, Recipe, Refusal
+
+RECORDS = Path(__file__).parent.parent / "records"
+CLAIM = "time-to-target"
+FIGURES = {"digits": 3.0, "fashion_mnist": 5.0, "tiny_shakespeare": 1.5, "adult": 5.0, "cifar10": 4.0}
+OVER_COMPETENT, ON = 1.3, 3
+HEADINGS = ("workload", "textbook, s", "tuned, s", "speed-up", "over competent", "quality, before / after", "margin", "search, s", "recipe")
+KEPT = ("result.json", "recipe.toml", "trials.jsonl", "report.html")
+
+README = """# Time to target: {task}
+
+{sentence}
+
+| | |
+|---|---|
+{rows}
+
+Made on {date} by `{command}` with {versions}.
+
+`result.json` is what the search told, `trials.jsonl` every trial with its raw times, `recipe.toml` the recipe.
+The speed-up is computed by these lines, run in this folder:
+
+```python
+import json
+from pathlib import Path
+from hasten.tuning.confirm import time_to_target
+
+told = json.loads(Path("result.json").read_text())
+trials = [json.loads(line) for line in Path("trials.jsonl").read_text().splitlines()]
+pace = next(
+    trial["outcome"] for trial in trials
+    if trial["kind"] == "pace" and trial["what"]["salt"] == "confirmation"
+    and trial["what"]["a"] == {{}} and trial["what"]["b"] == told["recipe"]
+)
+samples = told["samples_to_target"]
+print(time_to_target(pace, list(zip(samples["baseline"], samples["tuned"]))))
+```
+"""
+
+
+def tuned(workload: str, options) -> dict:
+    """The result of the search, which goes on if there is one already."""
+    tell(f"{workload}:")
+    return hasten.tune(workload, budget=options.budget, out=options.runs / f"tune-{workload}", device=options.device, watch=watch)
+
+
+def record(workload: str, result: dict, folder: Path) -> Path:
+    """Writes the record of one search."""
+    place = RECORDS / f"{time.strftime('%Y-%m-%d')}_{CLAIM}_{workload.replace('_', '-')}_{machine_name()}"
+    place.mkdir(parents=True, exist_ok=True)
+    try:
+        page = hasten.report(folder)
+        if page.name != "report.html":
+            shutil.copy(page, folder / "report.html")
+    except (ImportError, Failure, Refusal) as error:
+        tell(f"  no report: {error}")
+    for name in KEPT:
+        if (folder / name).exists():
+            shutil.copy(folder / name, place / name)
+    about = circumstances()
+    text = README.format(
+        task=workload,
+        sentence=result["why"][:1].upper() + result["why"][1:] + ".",
+        rows="\n".join(f"| {heading} | {cell} |" for heading, cell in zip(HEADINGS, row_of(workload, result), strict=True)),
+        date=about["date"],
+        command=f"python benchmarks/time_to_target.py {workload}",
+        versions=", ".join(f"{name} {value}" for name, value in result["versions"].items())
+        + f" on {result['machine']['cpu']}, {result['machine']['cores']} cores",
+    )
+    (place / "README.md").write_text(text, encoding="utf-8")
+    return place
+
+
+def row_of(workload: str, result: dict) -> tuple[str, ...]:
+    """One line of the table, in the order of HEADINGS."""
+    times, quality = result["time_to_target"], result["quality"]
+    return (
+        workload,
+        f"{times['baseline']:.1f}" if times else "",
+        f"{times['tuned']:.1f}" if times else "",
+        _ratio(result["speedup"]) if result["speedup"] else result["verdict"],
+        _ratio(result["speedup_over_competent"]) if result["speedup_over_competent"] else "",
+        f"{quality['baseline']:.4g} / {quality['tuned']:.4g}" if quality["tuned"] is not None else f"{quality['baseline']:.4g}",
+        f"{quality['margin']:.2g}, {'passed' if quality['passed'] else 'not passed'}",
+        f"{result['search_seconds']:.0f}",
+        str(Recipe(result["recipe"])),
+    )
+
+
+def newest_records() -> dict[str, dict]:
+    """The newest result of every workload for which there is one."""
+    found = {}
+    for path in sorted(RECORDS.glob(f"*_{CLAIM}_*/result.json")):  # the names begin with the date
+        result = json.loads(path.read_text(encoding="utf-8"))
+        found[result["task"]] = result
+    return {name: found[name] for name in (*FIGURES, *sorted(found.keys() - FIGURES.keys())) if name in found}
+
+
+def print_markdown() -> int:
+    print("| " + " | ".join(HEADINGS) + " |\n|" + "---|" * len(HEADINGS))
+    for workload, result in newest_records().items():
+        print("| " + " | ".join(row_of(workload, result)) + " |")
+    return 0
+
+
+def shortcomings(results: dict[str, dict], failed: dict[str, str]) -> list[str]:
+    """What keeps the figures from being reached."""
+    found = [f"{name}: {why}" for name, why in failed.items()]
+    for name, result in results.items():
+        speedup, wanted = (result["speedup"] or {}).get("median", 1.0), FIGURES.get(name, 1.0)
+        if speedup < wanted:
+            found.append(f"{name} is {speedup:.2f}x, not {wanted:g}x")
+        if not result["quality"]["passed"]:
+            found.append(f"{name} has not passed its quality gate")
+    good = [name for name, result in results.items() if (result["speedup_over_competent"] or {}).get("median", 1.0) >= OVER_COMPETENT]
+    if len(good) < min(ON, len(results)):
+        found.append(f"{OVER_COMPETENT}x over the competent run on {len(good)} workloads only")
+    return found
+
+
+def _ratio(speedup: dict) -> str:
+    return f"{speedup['median']:.2f}x ({speedup['low']:.2f} to {speedup['high']:.2f})"
+
+
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(FIGURES)}; all of them unless said")
+    options.add_argument("--budget", type=float, help="seconds of a search; the tuner's own default unless said")
+    options.add_argument("--device", help="as for hasten")
+    options.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the searches")
+    options.add_argument("--table", action="store_true", help="measure nothing; print the records as a markdown table")
+    options.add_argument("--no-record", dest="record", action="store_false", help="leave records/ as it is")
+    options = options.parse_args()
+    if options.table:
+        return print_markdown()
+    results, failed = {}, {}
+    for workload in options.workloads or FIGURES:
+        try:
+            results[workload] = tuned(workload, options)
+        except (Failure, Refusal) as error:
+            failed[workload] = str(error)
+            continue
+        if options.record:
+            tell(f"  recorded in {record(workload, results[workload], options.runs / f'tune-{workload}')}")
+    show(
+        HEADINGS,
+        [row_of(name, result) for name, result in results.items()]
+        + [(name, f"not measured: {why}", *[""] * (len(HEADINGS) - 2)) for name, why in failed.items()],
+    )
+    lacking = shortcomings(results, failed)
+    figure = (
+        ", ".join(f"{name} {FIGURES.get(name, 1.0):g}x" for name in [*results, *failed])
+        + f", {OVER_COMPETENT}x over competent on {ON}, quality inside the margin"
+    )
+    print("".join(f"\n{each}" for each in lacking))
+    return finish(options, figure, not lacking, {"results": results, "failed": failed})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
