@@ -12,7 +12,7 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 demo: .venv/ready
 	$(BIN)/hasten tune digits --out runs/demo || [ $$? -eq 1 ]  # 1: an honest "leave it"; there is a report about that too
-	@$(BIN)/hasten report runs/demo | sed 's/^/The report: /'
+	@page=$$($(BIN)/hasten report runs/demo) && echo "The report: $$page"
 
 test: .venv/ready-dev lint
 	$(BIN)/python -m pytest -m "not slow"
@@ -55,7 +55,7 @@ clean:
 	$(PYTHON) -m venv .venv
 	@if ! $(BIN)/pip config list | grep find-links >/dev/null && ! nvidia-smi >/dev/null 2>&1; then \
 	  echo "no NVIDIA driver: trying PyTorch's CPU build"; \
-	  $(BIN)/pip install --quiet --no-deps --retries 0 --timeout 10 --index-url $(CPU_INDEX) -c constraints.txt torch \
+	  $(BIN)/pip install --quiet --no-deps --retries 0 --timeout 10 --index-url $(CPU_INDEX) -c constraints.txt torch 2>/dev/null \
 	    || echo "not there; the package index will do"; \
 	fi
 	@touch $@

@@ -127,8 +127,17 @@ def machine_name() -> str:
 
     here = environment()
     cpu = here["cpu"].lower().partition("@")[0].replace("(r)", "").replace("(tm)", "")
-    words = "".join(letter if letter.isalnum() else " " for letter in cpu).split()
-    return "-".join([*words[:4], str(here["cores"]), "cores"])
+    return "-".join([*slug(cpu).split("-")[:4], str(here["cores"]), "cores"])
+
+
+def slug(task: str) -> str:
+    """A task's name as a part of a folder's name: ``tiny-shakespeare``, ``mine-py-task``."""
+    return "-".join("".join(letter if letter.isalnum() else " " for letter in task.rpartition("/")[2]).split())
+
+
+def search_folder(runs: Path, task: str) -> Path:
+    """Where the search of a task is kept, so that the benchmarks find what another has measured."""
+    return runs / f"tune-{slug(task)}"
 
 
 def plain(thing):

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from statistics import fmean
 
-from _common import finish, installed, parser, show, tell, watch
+from _common import finish, installed, parser, search_folder, show, tell, watch
 
 import hasten
 from hasten import Failure, Recipe, Refusal
@@ -123,7 +123,7 @@ def against(workload: str, options) -> dict:
     tell(f"{workload}: loadtune searches")
     theirs = loadtunes_choice(workload, options.steps)
     tell(f"{workload}: loadtune recommends {theirs['recipe']}; hasten searches, or remembers")
-    found = hasten.tune(workload, budget=options.search_budget, out=options.runs / f"tune-{workload}", device=options.device, watch=watch)
+    found = hasten.tune(workload, budget=options.search_budget, out=search_folder(options.runs, workload), device=options.device, watch=watch)
     ours = Recipe(found["recipe"])
     told = measured(workload, theirs["recipe"], ours, options) if ours.methods != theirs["recipe"].methods else None
     return {

@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from _common import circumstances, finish, machine_name, parser, show, tell, watch
+from _common import circumstances, finish, machine_name, parser, search_folder, show, slug, tell, watch
 
 import hasten
 from hasten import Failure, Recipe, Refusal
@@ -53,7 +53,10 @@ pace = next(
     if trial["kind"] == "pace" and trial["what"]["salt"] == "confirmation"
     and trial["what"]["a"] == {{}} and trial["what"]["b"] == told["recipe"]
 )
-samples = told["samples_to_target"]
+samples = {{  # of each seed, to the target; a run that never got there took all of its own
+    arm: [reached or curve["points"][-1]["samples"] for reached, curve in zip(told["samples_to_target"][arm], told["curves"][arm])]
+    for arm in ("baseline", "tuned")
+}}
 print(time_to_target(pace, list(zip(samples["baseline"], samples["tuned"]))))
 ```
 """
@@ -62,12 +65,12 @@ print(time_to_target(pace, list(zip(samples["baseline"], samples["tuned"]))))
 def tuned(workload: str, options) -> dict:
     """The result of the search, which goes on if there is one already."""
     tell(f"{workload}:")
-    return hasten.tune(workload, budget=options.budget, out=options.runs / f"tune-{workload}", device=options.device, watch=watch)
+    return hasten.tune(workload, budget=options.budget, out=search_folder(options.runs, workload), device=options.device, watch=watch)
 
 
 def record(workload: str, result: dict, folder: Path) -> Path:
     """Writes the record of one search."""
-    place = RECORDS / f"{time.strftime('%Y-%m-%d')}_{CLAIM}_{workload.replace('_', '-')}_{machine_name()}"
+    place = RECORDS / f"{time.strftime('%Y-%m-%d')}_{CLAIM}_{slug(workload)}_{machine_name()}"
     place.mkdir(parents=True, exist_ok=True)
     try:
         page = hasten.report(folder)
@@ -162,7 +165,8 @@ def main() -> int:
             failed[workload] = str(error)
             continue
         if options.record:
-            tell(f"  recorded in {record(workload, results[workload], options.runs / f'tune-{workload}')}")
+            place = record(workload, results[workload], search_folder(options.runs, workload))
+            tell(f"  recorded in {place}")
     show(
         HEADINGS,
         [row_of(name, result) for name, result in results.items()]

@@ -11,6 +11,7 @@ from hasten.testing import CHECKS, Subject, check_method
 SETTINGS = {
     "compile": {"backend": "eager"},  # the real backend compiles C++ for half a minute; it has a slow test of its own
     "gradient_clipping": {"max_norm": 0.25},
+    "threads": {"count": 2},  # the tests run with one
 }
 
 

@@ -20,6 +20,7 @@ from hasten.testing import tasks
 SETTINGS = {
     "compile": {"backend": "eager"},  # the tracing without half a minute of C++
     "gradient_clipping": {"max_norm": 0.25},
+    "threads": {"count": 2},  # the tests run with one
 }
 TASKS = (tasks.perceptron, tasks.convolutional, tasks.transformer, lambda: tasks.convolutional(batch_norm=False))
 

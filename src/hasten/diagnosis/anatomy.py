@@ -31,6 +31,7 @@ class Anatomy:
     Attributes:
         plan: as the arm's ``build`` gave it, with ``build_seconds``.
         phases: share of the run's wall clock of each phase; they sum to 1.
+        headroom: the ceilings that this one process could measure.
         step, sample: of the training alone, without evaluations.
         timing_cost: how much longer a step takes because its phases are timed.
         system_share: of the processors' time, spent in the operating system.
@@ -39,6 +40,7 @@ class Anatomy:
 
     plan: dict
     phases: dict[str, float]
+    headroom: Headroom
     step: float
     sample: float
     evaluation: float | None
@@ -63,8 +65,13 @@ class Anatomy:
         return plan["start"] + samples * (self.sample + evaluation_a_sample(plan, self.evaluation))
 
 
-def examine(task: TaskRef, recipe: Recipe, *, device: str, seed: int, budget: float, watch: Watch = silent) -> tuple[Anatomy, Headroom]:
-    """The anatomy of a task under a recipe and the ceilings of what can be taken away, from about ``budget`` seconds of its real steps.
+def examine(
+    task: TaskRef, recipe: Recipe, *, device: str, seed: int, budget: float, ceilings: bool = False, watch: Watch = silent
+) -> Anatomy:
+    """The anatomy of a task under a recipe, from about ``budget`` seconds of its real steps.
+
+    Args:
+        ceilings: whether to measure too what it would be to do without a phase; takes the larger part of the budget.
 
     Raises:
         Failure: the run could not be built or trained.
@@ -77,20 +84,23 @@ def examine(task: TaskRef, recipe: Recipe, *, device: str, seed: int, budget: fl
         plan["build_seconds"] = time.monotonic() - began
         noise, count = Noise(), _block_steps(plan)
         watch("timing the phases of the step", 0.1, budget)
-        timed, plain = _blocks(probe, count, budget * TIMELINE_SHARE)
+        timed, plain = _blocks(probe, count, budget * TIMELINE_SHARE if ceilings else budget)
         evaluation = None if plan["evaluation"] is None else min(plan["evaluation"], probe.call("evaluate"))
         extra = evaluation_a_sample(plan, evaluation)
-        phases = _shares(timed, extra)
-        shares = {"input": phases["input"], BATCH_SIZE: 1.0 - phases["evaluation"], "update": phases["update"]}
-        headroom = take_away(probe, shares, count=count, step=plan["step"], extra=extra, budget=budget * (1 - TIMELINE_SHARE), watch=watch)
+        phases, headroom = _shares(timed, extra), Headroom()
+        if ceilings:
+            shares = {"input": phases["input"], BATCH_SIZE: 1.0 - phases["evaluation"], "update": phases["update"]}
+            left = budget * (1 - TIMELINE_SHARE)
+            headroom = take_away(probe, shares, count=count, step=plan["step"], extra=extra, budget=left, watch=watch)
         facts = probe.call("facts")
         operations = _if_possible(probe, "operations", count=WATCHED_STEPS) or {}
         arithmetic = _if_possible(probe, "arithmetic", dtype=operations.get("dtype", "float32"))
     both = timed + plain
     samples, seconds = _sum(plain, "samples"), _sum(plain, "seconds")
-    anatomy = Anatomy(
+    return Anatomy(
         plan=plan,
         phases=phases,
+        headroom=headroom,
         step=seconds / (count * len(plain)),
         sample=seconds / samples,
         evaluation=evaluation,
@@ -102,7 +112,6 @@ def examine(task: TaskRef, recipe: Recipe, *, device: str, seed: int, budget: fl
         facts=frozenset(facts),
         noise=noise.told(spread_percent([_pace(block) for block in plain]), int(_sum(both, "switches"))),
     )
-    return anatomy, headroom
 
 
 def evaluation_a_sample(plan: dict, evaluation: float | None) -> float:

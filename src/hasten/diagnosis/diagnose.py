@@ -17,7 +17,7 @@ from hasten.engine.plan import in_order, refuse_conflicts
 from hasten.engine.tasks import TaskRef
 from hasten.measure.ratio import Ratio
 
-INSIDE = 0.6  # of the budget, for what one process can tell; the rest is for another allocator
+INSIDE = 0.6  # of the budget, for what one process can tell; another allocator gets what is left
 
 
 def diagnose(task, *, recipe=None, budget: float = 60.0, device: str | None = None, seed: int = 0, watch: Watch = silent) -> dict:
@@ -40,12 +40,12 @@ def diagnose(task, *, recipe=None, budget: float = 60.0, device: str | None = No
     refuse_conflicts(in_order(make_methods(recipe)))
     cards = {name: method_class(name).card for name in method_names() if name not in recipe.methods}
     began = time.monotonic()
-    anatomy, inside = examine(task, recipe, device=device, seed=seed, budget=budget * INSIDE, watch=_part(watch, 0.0, INSIDE))
+    anatomy = examine(task, recipe, device=device, seed=seed, budget=budget * INSIDE, ceilings=True, watch=_part(watch, 0.0, INSIDE))
     left = budget - (time.monotonic() - began)
     outside = exchange_allocator(
         task, recipe, anatomy.system_share, device=device, seed=seed, budget=left, plan=anatomy.plan, watch=_part(watch, INSIDE, 1.0)
     )
-    ratios = inside.ceilings | outside.ceilings
+    ratios = anatomy.headroom.ceilings | outside.ceilings
     headroom = _headroom(anatomy, ratios)
     possible = gains(anatomy, headroom)
     advice, against = advise(anatomy.phases, {"allocator": possible["allocator"]} | headroom, anatomy.facts, cards)
@@ -58,7 +58,7 @@ def diagnose(task, *, recipe=None, budget: float = 60.0, device: str | None = No
         "phases": anatomy.phases,
         "headroom": headroom,
         "intervals": {name: ratio.to_json() for name, ratio in ratios.items()},
-        "not_measured": inside.not_measured | outside.not_measured,
+        "not_measured": anatomy.headroom.not_measured | outside.not_measured,
         "advice": advice,
         "not_advised": against,
         "causes": _causes(anatomy),

@@ -34,8 +34,8 @@ def peak_flops(device: str, dtype: torch.dtype) -> float:
     device = torch.device(device)
     length = PEAK_SIZES[device.type]
     a, b = (torch.ones(length, length, device=device, dtype=dtype) for _ in range(2))
-    best, end = float("inf"), time.perf_counter() + PEAK_SECONDS
-    _seconds_of_product(a, b)
+    best = _seconds_of_product(a, b)
+    end = time.perf_counter() + PEAK_SECONDS
     while time.perf_counter() < end:
         best = min(best, _seconds_of_product(a, b))
     return 2 * length**3 / best

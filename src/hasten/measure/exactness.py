@@ -8,7 +8,7 @@ FEWER_BITS     every parameter's gradient at least 20 dB above its error against
 OTHER_MATHS    in float64 the weights or the plan of steps must differ, or the method has no effect
 =============  ============================================================================================
 
-For all but the last the validation data must be the same too. A proof that cannot be run has failed: whatever
+For all of them the validation data must be the same, too. A proof that cannot be run has failed: whatever
 raises, gives a NaN or has nothing to act on is not passed. Methods from outside run here, so call this in a process
 of its own; it restores all it knows of, but a method may do anything.
 
@@ -29,7 +29,7 @@ from hasten.contract.errors import Failure, Refusal, one_line
 from hasten.contract.recipe import Recipe
 from hasten.contract.task import Task
 from hasten.engine.devices import pick_device
-from hasten.measure.laboratory import Arm, Case, Laboratory, both_arms, first_gradients, other_run, told
+from hasten.measure.laboratory import Arm, Case, Laboratory, both_arms, first_gradients, other_run, other_validation, told
 from hasten.measure.process_state import restored
 
 SAME = 1e-10  # relative difference of all weights together
@@ -125,6 +125,8 @@ def _fewer_bits(case: Case) -> Proof:
 
 def _other_maths(case: Case) -> Proof:
     a, b = both_arms(case, Laboratory(double=True))
+    if why := other_validation(a, b):
+        return Proof(False, math.nan, why)
     same_names = a.weights.keys() == b.weights.keys()
     number = _relative_difference(a.weights, b.weights) if same_names else math.inf
     if number >= SAME:

@@ -131,10 +131,23 @@ def other_run(a: Arm, b: Arm) -> str | None:
         return f"other weights are exported, such as {min(a.weights.keys() ^ b.weights.keys())}"
     if a.steps != b.steps:
         return f"the data ended after {b.steps} steps instead of {a.steps}"
-    pairs = ((one, other) for x, y in zip(a.validation, b.validation, strict=True) for one, other in zip(x, y, strict=True))
-    if any(one.shape != other.shape or not torch.equal(one.double(), other.double()) for one, other in pairs):
-        return "the validation data are not the same"
-    return None
+    return other_validation(a, b)
+
+
+def other_validation(a: Arm, b: Arm) -> str | None:
+    """Why the two would be judged by different data, however it is cut into batches; None if by the same."""
+    for one, other in zip(_joined(a.validation), _joined(b.validation), strict=False):
+        common = min(one.shape[0], other.shape[0]) if one.ndim and other.ndim else None
+        if one.shape[1:] != other.shape[1:] or not torch.equal(one[:common].double(), other[:common].double()):
+            return "the validation data are not the same"
+    return None if len(a.validation[:1]) == len(b.validation[:1]) else "the validation data are not the same"
+
+
+def _joined(batches: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """The batches end to end, field by field; those of another shape (padding) are left out."""
+    first = batches[0] if batches else []
+    alike = [[batch[i] for batch in batches if i < len(batch) and batch[i].ndim and batch[i].shape[1:] == first[i].shape[1:]] for i in range(len(first))]
+    return [torch.cat(parts) if parts else first[i] for i, parts in enumerate(alike)]
 
 
 def first_gradients(case: Case, recipe: Recipe, laboratory: Method, batches: int) -> tuple[list[dict | None], int]:

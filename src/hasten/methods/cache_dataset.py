@@ -26,6 +26,7 @@ class CacheDataset(Method):
     card = Card(
         summary="keep decoded samples in memory after their first reading",
         exactness=Exactness.BIT_EXACT,
+        source="https://docs.pytorch.org/docs/stable/data.html",
         gain_when="decoding a sample is slow, the data are seen several times and fit into memory",
         speeds={"input"},
         applies_to={"indexed samples", "several epochs"},

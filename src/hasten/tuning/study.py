@@ -15,8 +15,8 @@ from hasten.contract.recipe import Recipe
 from hasten.contract.watch import Watch
 from hasten.diagnosis.anatomy import evaluation_a_sample, examine
 from hasten.engine.find import make_method
-from hasten.engine.tasks import TaskRef
 from hasten.engine.outcome import reached_at
+from hasten.engine.tasks import TaskRef
 from hasten.measure.compare import take_turns
 from hasten.measure.workers import Worker
 from hasten.tuning.ledger import Ledger

@@ -10,8 +10,8 @@ from hasten.contract.errors import Failure
 from hasten.contract.method import Evaluation, Loop, Method, Run
 from hasten.contract.recipe import Recipe
 from hasten.contract.watch import silent
-from hasten.engine.tasks import TaskRef
 from hasten.engine.outcome import reached_at
+from hasten.engine.tasks import TaskRef
 from hasten.engine.train import train
 from hasten.measure.exactness import prove
 

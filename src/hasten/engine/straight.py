@@ -1,0 +1,244 @@
+"""Writes a run as straight lines: what ``plan.build`` and the loop would do for one recipe, and nothing that it does not use.
+
+The lines still import hasten; ``flatten`` copies in what they name. Tests hold them and the engine together, to the bit.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import inspect
+import json
+import keyword
+import re
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from hasten.contract.method import HOOKS, Method, hooks_of
+from hasten.contract.task import Task, takes_steps
+from hasten.engine import metrics, sources
+
+
+def straight_lines(function, task: Task, methods: list[Method], device: str | None) -> str:
+    """The text of a program that trains ``task``, which ``function`` returns, with ``methods`` in their order."""
+    taken = {*dir(builtins), *keyword.kwlist, *_MAIN_NAMES}
+    names = {id(method): _variable(method, taken) for method in methods}
+
+    def wrapped(hook: str, thing: str = "") -> list[str]:
+        """``update = ema.update(update, run)`` for every method with that hook; the first wraps ``thing``."""
+        users = [method for method in sorted(methods, key=lambda m: hook not in m.card.replaces) if hook in hooks_of(method)]
+        return [f"{hook} = {names[id(method)]}.{hook}({thing if thing and not i else hook}, run)" for i, method in enumerate(users)]
+
+    source = "".join(inspect.getsource(type(method)) for method in methods)
+    cut, stops, own = "microbatches" in source, ".stop" in source, task.loss is None
+    plan, looks = sources.plan_of(task), task.validation_data is not None
+    every = plan.evaluate_every is not None or "evaluate_every" in source
+    process, gradients = wrapped("process", "nullcontext"), wrapped("gradients", "lambda: None")
+    body = [
+        "set_seeds(options.seed)",
+        "",
+        "# how many samples a step sees, and how many steps there are",
+        f"loop = Loop(batch_size={plan.batch_size}, epochs={plan.epochs!r}, evaluate_every={plan.evaluate_every!r})",
+        *wrapped("loop"),
+        "run.loop = loop",
+        "",
+        "# where batches come from",
+        *_data_lines(task, [(names[id(method)], method) for method in methods if "data" in hooks_of(method)]),
+        "if loop.steps is None and train.length is not None:",
+        "    loop.steps = max(1, round(loop.epochs * train.length))",
+        "",
+        "# the model, then its optimizer",
+        "model = task.model()",
+        *wrapped("model"),
+        "model = model.to(device)",
+        *[line.replace("shard =", "model =").replace("(shard,", "(model,") for line in wrapped("shard")],
+        "run.model = model",
+        "optimizer = " + ("lambda model: task.optimizer(model, loop.steps)" if takes_steps(task.optimizer) else "task.optimizer"),
+        *wrapped("optimizer"),
+        "run.optimizer, schedule = optimizer_and_schedule(optimizer(model))",
+        "",
+        "# the parts of a step",
+        "def batch_to_device(batch):",
+        "    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)",
+        "",
+        "batch = batch_to_device" if wrapped("batch") else "",
+        *wrapped("batch"),
+        f"loss = {'own_loss' if own else 'task.loss'}",
+        *wrapped("loss"),
+        "",
+        "def forward(batch):",
+        *(["    return loss(*call_model(model, batch, own=True))"] if own else ["    inputs, named, target = split(batch)", "    return loss(model(*inputs, **named), target)"]),
+        "",
+        *wrapped("forward"),
+        "",
+        "def backward(loss):",
+        "    (loss * run.clock.share).backward()" if cut else "    loss.backward()",
+        "",
+        *wrapped("backward"),
+        "",
+        "def micro(batch):",
+        "    loss = forward(batch)",
+        "    backward(loss)",
+        "    return loss.detach()",
+        "",
+        *wrapped("micro"),
+        *(["if loop.microbatches > 1:", "    micro = _accumulated(micro, loop.microbatches, run.clock)"] if cut else []),
+        *gradients,
+        "update, clear = run.optimizer.step, run.optimizer.zero_grad",
+        *wrapped("update"),
+        *wrapped("clear"),
+        "",
+        *(["def exported():", "    export = model", *[f"    {line}" for line in wrapped("export")], "    return export", ""] if wrapped("export") else []),
+        "# the training",
+        "clock, evaluations, began = run.clock, [], perf_counter()",
+        *(_LOOK if looks else []),
+        "done = False" if stops and looks else "",
+        f"while clock.epoch < loop.epochs and (loop.steps is None or clock.step < loop.steps){' and not done' if stops and looks else ''}:",
+        "    for each in train.epoch(clock.epoch, 0):",
+        f"        each = {'batch' if wrapped('batch') else 'batch_to_device'}(each)",
+        "        step_loss = micro(each)",
+        *(["        gradients()"] if gradients else []),
+        "        update()",
+        "        clear()",
+        "        if schedule is not None:",
+        "            schedule.step()",
+        "        clock.step, clock.batch, clock.samples = clock.step + 1, clock.batch + 1, clock.samples + size(each)",
+        *(["        if loop.evaluate_every and clock.samples // loop.evaluate_every > (clock.samples - size(each)) // loop.evaluate_every:", "            look()"] if looks and every else []),
+        *(["            if loop.stop and loop.stop(evaluations):", "                done = True", "                break"] if looks and every and stops else []),
+        "        if clock.step == loop.steps:",
+        "            break",
+        "    else:",
+        "        clock.epoch, clock.batch = clock.epoch + 1, 0",
+        '    print(f"{perf_counter() - began:.1f} s, step {clock.step}: loss {step_loss:.4g}")',
+        *(["    if loop.evaluate_every is None:", "        look()"] if looks and every else ["    look()"] if looks else []),
+        *(["    if loop.stop and loop.evaluate_every is None:", "        done = loop.stop(evaluations)"] if looks and stops else []),
+        *(["if evaluations[-1:] == [] or evaluations[-1].step != clock.step:", "    look()"] if looks and every else []),
+        *(["for method, why in run.idle:", '    print(f"{method} had nothing to do: {why}")'] if "nothing_to_do" in source else []),
+        "torch.save(model.state_dict(), options.out)",
+    ]  # fmt: skip
+    exported = "exported()" if wrapped("export") else "model"
+    metric = metrics.name_of(task)
+    body = [line.replace("EXPORTED", exported).replace("METRIC", metric) for line in body]
+    body[-1] = f"torch.save({exported}.state_dict(), options.out)"
+    opening = [
+        "options = read_options()",
+        "task, device = THE_TASK(), torch.device(options.device)",
+        "run = Run(device, task, seed=options.seed)",
+        *[f"{names[id(method)]} = {_made(method, f'METHOD_{i}')}" for i, method in enumerate(methods)],
+        *process,
+    ]
+    inside = ["with process():", *[f"    {line}" if line else "" for line in body]] if process else body
+    classes = [f"from {type(method).__module__} import {type(method).__name__} as METHOD_{i}" for i, method in enumerate(methods)]
+    main = ["def main():", *[f"    {line}" if line else "" for line in [*opening, *inside]]]
+    evaluation = _EVALUATE.replace("LOSS", "own_loss" if own else "task.loss").replace("OWN", str(own)) if looks else ""
+    text = "\n".join(
+        [_IMPORTS, f"from {function.__module__} import {function.__name__} as THE_TASK", *classes, "", *main, evaluation, _options(device)]
+    )
+    return re.sub(r"\n{3,}", "\n\n", text)
+
+
+def _data_lines(task: Task, users: list[tuple[str, Method]]) -> list[str]:
+    """The lines that make ``train`` and ``validation``, for the kind of data that the task has."""
+    lines = _batches("train", task.train_data, task)
+    lines += _batches("validation", task.validation_data, task) if task.validation_data is not None else []
+    for variable, method in users:
+        for which in ("train", "validation") if task.validation_data is not None else ("train",):
+            returns_batches = "Batches" in str(inspect.signature(type(method).data).return_annotation)
+            lines.append(
+                f"{which} = {variable}.data({which}, run)" if returns_batches else f"{which} = rewrapped({variable}, {which}, run)"
+            )
+    return lines
+
+
+def _batches(which: str, data, task: Task) -> list[str]:
+    """Samples by index, the usual case, are written out; what else a task may bring is left to ``sources``."""
+    made = callable(data) and not hasattr(data, "__getitem__") and not hasattr(data, "__iter__")
+    data = sources._opened(data, f"{which}_data")
+    if isinstance(data, (DataLoader, IterableDataset)) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        return [f"{which} = {'training' if which == 'train' else 'sources.validation'}(task, loop.batch_size, options.seed)"]
+    order, rest = "shuffled(samples, loop.batch_size, options.seed)", "seed=options.seed"
+    if which == "validation":
+        order, rest = "in_sequence(samples, loop.batch_size)", "seed=derived(options.seed, 1), training=False"
+    return [
+        f"data = task.{which}_data{'()' if made else ''}",
+        "samples = len(data)",
+        f"{which} = from_samples(Samples(data, {order}, -(-samples // loop.batch_size), {rest}, build=from_samples))",
+    ]
+
+
+def _variable(method: Method, taken: set[str]) -> str:
+    """What the script calls a method: its name, or for one from outside its class in small letters."""
+    name = method.name if method.name.isidentifier() else re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(method).__name__).lower()
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    return name
+
+
+def _made(method: Method, cls: str) -> str:
+    fields = dataclasses.fields(method) if dataclasses.is_dataclass(method) else ()
+    return f"{cls}({', '.join(f'{f.name}={literal(getattr(method, f.name))}' for f in fields if f.init)})"
+
+
+def literal(value) -> str:
+    """A setting as it is written in Python, texts in double quotes."""
+    return json.dumps(value) if isinstance(value, str) else repr(value)
+
+
+_MAIN_NAMES = {
+    *HOOKS, "options", "task", "device", "run", "train", "validation", "schedule", "batch_to_device", "exported", "clock",
+    "evaluations", "began", "look", "done", "data", "samples", "each", "step_loss", "size", "main", "evaluate", "method", "why",
+}  # fmt: skip
+
+_IMPORTS = """\
+import argparse
+from contextlib import nullcontext
+from time import perf_counter
+
+import torch
+
+from hasten.contract.batch import map_tensors, size, split
+from hasten.contract.data import Samples
+from hasten.contract.method import Evaluation, Loop, Run
+from hasten.contract.task import optimizer_and_schedule
+from hasten.engine.metrics import metric_of
+from hasten.engine.plan import _accumulated, call_model, own_loss
+from hasten.engine.seeds import derived, set_seeds, undisturbed
+from hasten.engine import sources
+from hasten.engine.sources import from_samples, in_sequence, rewrapped, shuffled, training
+"""
+
+_LOOK = """
+def look():
+    evaluations.append(Evaluation(clock.step, clock.samples, evaluate(task, EXPORTED, validation, device)))
+    print(f"{perf_counter() - began:.1f} s, step {clock.step}: METRIC {evaluations[-1].metric:.4g}")
+""".splitlines()
+
+_EVALUATE = '''
+
+def evaluate(task, model, batches, device):
+    """The metric over the validation data; the training does not notice."""
+    metric, modes = metric_of(task), [(module, module.training) for module in model.modules()]
+    model.eval()
+    with undisturbed(), torch.inference_mode():
+        for batch in batches.epoch(0, 0):
+            batch = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+            output, target = call_model(model, batch, own=OWN)
+            metric.update(output, target, LOSS(output, target), size(batch))
+    for module, training in modes:
+        module.training = training
+    return metric.result().metric
+'''
+
+
+def _options(device: str | None) -> str:
+    usual = repr(device) if device else '"cuda" if torch.cuda.is_available() else "cpu"'
+    return f"""
+
+def read_options():
+    parser = argparse.ArgumentParser(description="Trains, prints the progress, and writes the weights.")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default={usual})
+    parser.add_argument("--out", default="model.pt")
+    return parser.parse_args()
+"""

@@ -1,0 +1,68 @@
+"""The benchmarks' own arithmetic: an interval that covers what it says, turns that are fair, verdicts that fail closed."""
+
+import argparse
+import json
+import math
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def common(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import _common
+
+    yield _common
+    sys.modules.pop("_common", None)
+
+
+@pytest.mark.parametrize("count", [6, 10, 25])
+def test_interval_covers_the_median(common, count):
+    """In at least 95 of 100 samples, of a distribution that is neither symmetric nor without outliers."""
+    chance, truth = random.Random(0), math.log(2)  # the median of the exponential distribution
+    found = [common.interval(chance.expovariate(1) for _ in range(count)) for _ in range(2000)]
+    assert sum(each.low <= truth <= each.high for each in found) / len(found) > 0.94
+
+
+def test_interval_leaves_out_no_more_than_it_may(common):
+    assert common.interval(range(1, 11)) == common.Interval(5.5, 2, 9)  # the sign test's interval of ten values
+    assert common.interval([3.0]) == common.Interval(3.0, 3.0, 3.0)
+    assert common.interval([1, 2, 3, 4, 5]) == common.Interval(3, 1, 5)
+
+
+def test_turns_go_forth_and_back(common):
+    order = []
+    arms = {name: (lambda name=name: order.append(name) or len(order)) for name in "abc"}
+    assert common.in_turns(arms, 2) == {"a": [1, 6], "b": [2, 5], "c": [3, 4]}
+    assert order == list("abccba")
+
+
+def test_a_missing_package_is_told(common):
+    assert common.installed("json") is None
+    assert common.installed("no_such_peer") == "not installed"
+
+
+def test_a_package_that_breaks_is_told(common, tmp_path, monkeypatch):
+    (tmp_path / "broken_peer.py").write_text("raise RuntimeError('operator does not exist')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert common.installed("broken_peer") == "does not import: RuntimeError: operator does not exist"
+
+
+@pytest.mark.parametrize(("reached", "code", "words"), [(True, 0, "reached"), (False, 1, "NOT reached"), (None, 1, "not measured")])
+def test_the_verdict_is_an_exit_code_and_a_record(common, tmp_path, capsys, reached, code, words):
+    options = argparse.Namespace(json=tmp_path / "deep" / "record.json")
+    assert common.finish(options, "1 us", reached, {"extra": common.Interval(1, 0, 2), "pair": (1, 2)}) == code
+    assert f"Figure: 1 us: {words}." in capsys.readouterr().out
+    record = json.loads(options.json.read_text())
+    assert record["reached"] is reached and record["extra"] == {"median": 1, "low": 0, "high": 2} and record["pair"] == [1, 2]
+    assert record["environment"]["torch"] and record["date"] and record["command"]
+
+
+def test_names_of_folders(common):
+    assert common.slug("tiny_shakespeare") == "tiny-shakespeare"
+    assert common.slug("./some/mine.py:task") == "mine-py-task"
