@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from statistics import fmean
 
+import torch
 from _common import finish, installed, parser, search_folder, show, tell, watch
 
 import hasten
@@ -83,7 +84,7 @@ def as_recipe(knobs: dict) -> Recipe:
         recipe = recipe.with_method(
             "loader_workers", workers=workers, prefetch=prefetch, persistent=knobs["persistent_workers"], pin=knobs["pin_memory"]
         )
-    if knobs["num_threads"]:
+    if knobs["num_threads"] not in (None, torch.get_num_threads()):
         recipe = recipe.with_method("threads", count=knobs["num_threads"])
     if knobs["compile"]:
         recipe = recipe.with_method("compile")
@@ -123,7 +124,9 @@ def against(workload: str, options) -> dict:
     tell(f"{workload}: loadtune searches")
     theirs = loadtunes_choice(workload, options.steps)
     tell(f"{workload}: loadtune recommends {theirs['recipe']}; hasten searches, or remembers")
-    found = hasten.tune(workload, budget=options.search_budget, out=search_folder(options.runs, workload), device=options.device, watch=watch)
+    found = hasten.tune(
+        workload, budget=options.search_budget, out=search_folder(options.runs, workload), device=options.device, watch=watch
+    )
     ours = Recipe(found["recipe"])
     told = measured(workload, theirs["recipe"], ours, options) if ours.methods != theirs["recipe"].methods else None
     return {

@@ -23,7 +23,7 @@ ARMS = {
     "hasten --help": [PROGRAMS / "hasten", "--help"],
     "import torch": [*PYTHON, "import torch"],
     "accelerate --help": [PROGRAMS / "accelerate", "--help"],
-    "lightning --help": [PROGRAMS / "lightning", "--help"],
+    "fabric --help": [PROGRAMS / "fabric", "--help"],  # lightning's command line
 }
 OURS = ("import hasten", "hasten --help")
 HEAVY = "import sys, hasten, hasten.cli.main; sys.exit(any(name.partition('.')[0] in ('torch', 'numpy', 'rich') for name in sys.modules))"

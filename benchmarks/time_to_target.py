@@ -104,7 +104,7 @@ def row_of(workload: str, result: dict) -> tuple[str, ...]:
         f"{times['tuned']:.1f}" if times else "",
         _ratio(result["speedup"]) if result["speedup"] else result["verdict"],
         _ratio(result["speedup_over_competent"]) if result["speedup_over_competent"] else "",
-        f"{quality['baseline']:.4g} / {quality['tuned']:.4g}" if quality["tuned"] is not None else f"{quality['baseline']:.4g}",
+        " / ".join(f"{metric:.4g}" for metric in (quality["baseline"], quality["tuned"]) if metric is not None),
         f"{quality['margin']:.2g}, {'passed' if quality['passed'] else 'not passed'}",
         f"{result['search_seconds']:.0f}",
         str(Recipe(result["recipe"])),

@@ -62,7 +62,7 @@ def test_an_expensive_evaluation():
 
 @pytest.mark.slow
 def test_a_wasteful_allocator():
-    result = diagnose(planted_tasks.wasteful_allocator(), budget=90)
+    result = diagnose(planted_tasks.wasteful_allocator(), budget=60)
     faults = result["causes"]["page_faults_per_step"]
     if faults < 10_000:
         pytest.skip(f"this machine's memory does not show the waste: {faults:.0f} page faults a step")

@@ -13,7 +13,7 @@ from hasten.diagnosis.headroom import Headroom, take_away
 from hasten.diagnosis.replacements import BATCH_SIZE, NoUpdate, ReplayedBatch, outside_name
 from hasten.diagnosis.timeline import Timeline
 from hasten.engine.tasks import TaskRef
-from hasten.measure.compare import _block_steps
+from hasten.measure.compare import block_steps
 from hasten.measure.noise import Noise
 from hasten.measure.ratio import spread_percent
 from hasten.measure.workers import Worker
@@ -82,7 +82,7 @@ def examine(
         began = time.monotonic()
         plan = probe.call("build")
         plan["build_seconds"] = time.monotonic() - began
-        noise, count = Noise(), _block_steps(plan)
+        noise, count = Noise(), block_steps(plan)
         watch("timing the phases of the step", 0.1, budget)
         timed, plain = _blocks(probe, count, budget * TIMELINE_SHARE if ceilings else budget)
         evaluation = None if plan["evaluation"] is None else min(plan["evaluation"], probe.call("evaluate"))

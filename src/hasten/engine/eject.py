@@ -59,7 +59,7 @@ def _function_behind(ref: tasks.TaskRef):
     """The function that returns the task, which has to stand at the top level of a file."""
     if isinstance(ref.given, Task):
         raise Refusal(f"the Task {ref.name} is an object without source; eject a workload's name or path/to/file.py:function")
-    function = ref.given or (ref._from_file() if ref.file else tasks._workload(ref.name))
+    function = ref.function()
     module = sys.modules.get(getattr(function, "__module__", None))
     if getattr(module, getattr(function, "__qualname__", ""), None) is not function or not getattr(module, "__file__", None):
         raise Refusal(f"{ref.name} does not stand at the top level of a file, so its source cannot be written out")

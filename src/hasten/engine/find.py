@@ -96,7 +96,7 @@ def import_file(path: Path):
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise Refusal(f"{path.name} does not import: {one_line(error)}{_line_in(error, path)}") from None
+        raise Refusal(f"{path.name} does not import: {one_line(error)}{line_in(error, path)}") from None
     finally:
         sys.path.remove(str(path.parent))
     return module
@@ -113,7 +113,9 @@ def _from_outside(name: str) -> type[Method]:
             raise Refusal(f"the method {name} cannot be imported: {one_line(error)}") from None
     found = getattr(module, class_name, None)
     if found is None:
-        classes = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, Method) and value is not Method]
+        classes = [
+            key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, Method) and value is not Method
+        ]
         raise Refusal(f"{where} has no class {class_name!r}{nearest(class_name, classes) if classes else ' and no method at all'}")
     return _checked(name, found)
 
@@ -156,10 +158,15 @@ def _fitting(what: str, value, kind):
 
 
 def _names(kinds) -> str:
-    return " or ".join({"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false", "NoneType": "absent"}.get(kind.__name__, kind.__name__) for kind in kinds)
+    return " or ".join(
+        {"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false", "NoneType": "absent"}.get(
+            kind.__name__, kind.__name__
+        )
+        for kind in kinds
+    )
 
 
-def _line_in(error: BaseException, path: Path) -> str:
+def line_in(error: BaseException, path: Path) -> str:
     """`` (line 12)``: where in the user's file it happened."""
     line, traceback = getattr(error, "lineno", None) if isinstance(error, SyntaxError) else None, error.__traceback__
     while traceback:

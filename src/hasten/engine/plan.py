@@ -63,6 +63,7 @@ def build(task: Task, methods: list[Method] = (), *, device: str = "cpu", seed: 
     process = fold("process", nullcontext)
     with process():
         set_seeds(seed)
+        task = sources.opened(task)
         run.loop = loop = fold("loop", sources.plan_of(task))
         train = sources.training(task, loop.batch_size, seed)
         validation = sources.validation(task, loop.batch_size, seed)

@@ -8,6 +8,7 @@ and any point of resumption. A ready DataLoader is used exactly as a hand-writte
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import count, islice
 
 import torch
@@ -20,21 +21,31 @@ from hasten.contract.task import Task
 from hasten.engine.seeds import derived, drawing_from, undisturbed
 
 
+def opened(task: Task) -> Task:
+    """The task with its data there: a function that makes them is called, once.
+
+    Raises:
+        Refusal: what is there is no data, or is empty.
+    """
+    validation = None if task.validation_data is None else _opened(task.validation_data, "validation_data")
+    return replace(task, train_data=_opened(task.train_data, "train_data"), validation_data=validation)
+
+
 def plan_of(task: Task) -> Loop:
-    """The task's own plan of steps, before any method has touched it."""
-    data = _opened(task.train_data, "train_data")
+    """The plan of steps of a task whose data are opened, before any method has touched it."""
+    data = task.train_data
     batch_size = data.batch_size if isinstance(data, DataLoader) else task.batch_size
     return Loop(batch_size=batch_size or task.batch_size or 1, epochs=task.epochs, evaluate_every=task.evaluate_every)
 
 
 def training(task: Task, batch_size: int, seed: int) -> Batches:
-    return _batches(_opened(task.train_data, "train_data"), task, batch_size, seed, training=True)
+    return _batches(task.train_data, task, batch_size, seed, training=True)
 
 
 def validation(task: Task, batch_size: int, seed: int) -> Batches | None:
     if task.validation_data is None:
         return None
-    return _batches(_opened(task.validation_data, "validation_data"), task, batch_size, seed, training=False)
+    return _batches(task.validation_data, task, batch_size, seed, training=False)
 
 
 def from_samples(samples: Samples) -> Batches:

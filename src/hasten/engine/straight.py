@@ -31,11 +31,17 @@ def straight_lines(function, task: Task, methods: list[Method], device: str | No
 
     source = "".join(inspect.getsource(type(method)) for method in methods)
     cut, stops, own = "microbatches" in source, ".stop" in source, task.loss is None
-    plan, looks = sources.plan_of(task), task.validation_data is not None
+    there = sources.opened(task)
+    plan, looks, made = (
+        sources.plan_of(there),
+        task.validation_data is not None,
+        there.train_data is not task.train_data or there.validation_data is not task.validation_data,
+    )
     every = plan.evaluate_every is not None or "evaluate_every" in source
     process, gradients = wrapped("process", "nullcontext"), wrapped("gradients", "lambda: None")
     body = [
         "set_seeds(options.seed)",
+        "task = opened(task)" if made else "",
         "",
         "# how many samples a step sees, and how many steps there are",
         f"loop = Loop(batch_size={plan.batch_size}, epochs={plan.epochs!r}, evaluate_every={plan.evaluate_every!r})",
@@ -43,7 +49,7 @@ def straight_lines(function, task: Task, methods: list[Method], device: str | No
         "run.loop = loop",
         "",
         "# where batches come from",
-        *_data_lines(task, [(names[id(method)], method) for method in methods if "data" in hooks_of(method)]),
+        *_data_lines(there, [(names[id(method)], method) for method in methods if "data" in hooks_of(method)]),
         "if loop.steps is None and train.length is not None:",
         "    loop.steps = max(1, round(loop.epochs * train.length))",
         "",
@@ -152,15 +158,13 @@ def _data_lines(task: Task, users: list[tuple[str, Method]]) -> list[str]:
 
 def _batches(which: str, data, task: Task) -> list[str]:
     """Samples by index, the usual case, are written out; what else a task may bring is left to ``sources``."""
-    made = callable(data) and not hasattr(data, "__getitem__") and not hasattr(data, "__iter__")
-    data = sources._opened(data, f"{which}_data")
     if isinstance(data, (DataLoader, IterableDataset)) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         return [f"{which} = {'training' if which == 'train' else 'sources.validation'}(task, loop.batch_size, options.seed)"]
     order, rest = "shuffled(samples, loop.batch_size, options.seed)", "seed=options.seed"
     if which == "validation":
         order, rest = "in_sequence(samples, loop.batch_size)", "seed=derived(options.seed, 1), training=False"
     return [
-        f"data = task.{which}_data{'()' if made else ''}",
+        f"data = task.{which}_data",
         "samples = len(data)",
         f"{which} = from_samples(Samples(data, {order}, -(-samples // loop.batch_size), {rest}, build=from_samples))",
     ]
@@ -205,7 +209,7 @@ from hasten.engine.metrics import metric_of
 from hasten.engine.plan import _accumulated, call_model, own_loss
 from hasten.engine.seeds import derived, set_seeds, undisturbed
 from hasten.engine import sources
-from hasten.engine.sources import from_samples, in_sequence, rewrapped, shuffled, training
+from hasten.engine.sources import from_samples, in_sequence, opened, rewrapped, shuffled, training
 """
 
 _LOOK = """

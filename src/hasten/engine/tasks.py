@@ -21,7 +21,7 @@ from typing import Any
 
 from hasten.contract.errors import Failure, Refusal, nearest, one_line
 from hasten.contract.task import Task
-from hasten.engine.find import _line_in, import_file
+from hasten.engine.find import import_file, line_in
 
 ENTRY_POINTS = "hasten.workloads"
 OWN_FILES = "hasten_file_"  # how import_file names a user's file: no other process could import it under that name
@@ -80,8 +80,17 @@ class TaskRef:
         """
         if isinstance(self.given, Task):
             return self.given
-        function = self.given or (self._from_file() if self.file else _workload(self.name))
-        return _called(function, self.name).named(self.name)
+        return _called(self.function(), self.name).named(self.name)
+
+    def function(self) -> Callable[[], Task]:
+        """The function that returns the task.
+
+        Raises:
+            Refusal: there is none: a Task that was handed over as an object, a file that does not import, ...
+        """
+        if isinstance(self.given, Task):
+            raise Refusal(f"the task {self.name} was given as an object; no function returns it")
+        return self.given or (self._from_file() if self.file else _workload(self.name))
 
     def to_json(self) -> str:
         """One line of text for another process of this session; an object travels as a pickle in it.
@@ -158,7 +167,7 @@ def _called(function: Callable, name: str) -> Task:
         raise
     except (Exception, SystemExit) as error:
         code = getattr(inspect.unwrap(function), "__code__", None)
-        raise Refusal(f"{name} raised {one_line(error)}{_line_in(error, code.co_filename) if code else ''}") from None
+        raise Refusal(f"{name} raised {one_line(error)}{line_in(error, code.co_filename) if code else ''}") from None
     if not isinstance(task, Task):
         raise Refusal(f"{name} must return a hasten.Task; it returned {'nothing' if task is None else type(task).__name__}")
     return task

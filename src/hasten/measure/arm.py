@@ -39,7 +39,8 @@ class Arm:
         program = build(task, make_methods(self.recipe), device=self.device, seed=self.seed)
         if program.run.idle:
             raise Failure("; ".join(f"{method} has nothing to act on: {why}" for method, why in program.run.idle))
-        program.process().__enter__()  # never left: the process ends with the arm
+        self.context = program.process()  # kept, or else Python would leave it at once; never left: the process ends with the arm
+        self.context.__enter__()
         self.program = _endless(program)
         self.steps = steps(self.program)
         built = time.perf_counter() - began

@@ -85,7 +85,9 @@ class Comparison:
         }
 
 
-def compare(task, a="baseline", b="baseline", *, budget: float = 60.0, device: str | None = None, seed: int = 0, watch: Watch = silent) -> dict:
+def compare(
+    task, a="baseline", b="baseline", *, budget: float = 60.0, device: str | None = None, seed: int = 0, watch: Watch = silent
+) -> dict:
     """Which of two recipes trains a task faster, and by how much.
 
     Args:
@@ -118,7 +120,7 @@ def take_turns(
             arms.insert(0, stack.enter_context(_worker(task, recipe, device, seed)))
             sides.insert(0, Side(recipe, arms[0].call("build")))
             arms[0].freeze()
-        lengths = [_block_steps(side.plan) for side in sides]
+        lengths = [block_steps(side.plan) for side in sides]
         ready = time.monotonic()
         _take_evaluations(arms, sides, budget / 4)
         while True:
@@ -145,7 +147,7 @@ def _worker(task: TaskRef, recipe: Recipe, device: str, seed: int) -> Worker:
     return Worker("hasten.measure.arm:Arm", task=task.to_json(), methods=recipe.methods, device=device, seed=seed)
 
 
-def _block_steps(plan: dict) -> int:
+def block_steps(plan: dict) -> int:
     enough = math.ceil(BLOCK_SECONDS / max(plan["step"], 1e-6))
     few = max(1, int(LONG_BLOCK_SECONDS / max(plan["step"], 1e-6)))
     return max(enough, min(BLOCK_STEPS, few))
@@ -166,7 +168,9 @@ def _take_evaluations(arms: list, sides: list[Side], seconds: float) -> None:
 
 def _why(verdict: str, ratio: Ratio, pairs: int, out_of_budget: bool) -> str:
     if verdict == UNSURE:
-        return f"the interval {ratio.low:.3f} to {ratio.high:.3f} settles nothing after {pairs} pairs" + (", and the budget is spent" if out_of_budget else "")
+        return f"the interval {ratio.low:.3f} to {ratio.high:.3f} settles nothing after {pairs} pairs" + (
+            ", and the budget is spent" if out_of_budget else ""
+        )
     if verdict == SAME:
         return f"after {pairs} pairs the ratio is known to lie between {ratio.low:.3f} and {ratio.high:.3f}"
     return f"after {pairs} pairs the whole interval {ratio.low:.3f} to {ratio.high:.3f} lies on one side of 1"

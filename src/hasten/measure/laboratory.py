@@ -146,7 +146,10 @@ def other_validation(a: Arm, b: Arm) -> str | None:
 def _joined(batches: list[list[torch.Tensor]]) -> list[torch.Tensor]:
     """The batches end to end, field by field; those of another shape (padding) are left out."""
     first = batches[0] if batches else []
-    alike = [[batch[i] for batch in batches if i < len(batch) and batch[i].ndim and batch[i].shape[1:] == first[i].shape[1:]] for i in range(len(first))]
+    alike = [
+        [batch[i] for batch in batches if i < len(batch) and batch[i].ndim and batch[i].shape[1:] == first[i].shape[1:]]
+        for i in range(len(first))
+    ]
     return [torch.cat(parts) if parts else first[i] for i, parts in enumerate(alike)]
 
 

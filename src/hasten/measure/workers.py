@@ -12,6 +12,7 @@ import ctypes
 import json
 import os
 import signal
+import site
 import socket
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from hasten.contract.errors import Failure, Refusal, one_line
 from hasten.contract.watch import Watch, silent
 
 SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
+IMPORTED_ONCE = ("torch", "torch._dynamo", "hasten.measure.arm")  # the first optimizer that is made wants dynamo, which takes seconds
 
 
 class Worker:
@@ -97,12 +99,13 @@ class _Nursery:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "hasten.measure.workers", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=sys.stderr.fileno() if _has_file_number(sys.stderr) else subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for the one who asked, not for the measuring processes
         )
         theirs.close()
-        self.path = list(sys.path)
+        with self.process.stdin as told:
+            told.write(json.dumps({"path": sys.path, "modules": _installed_modules()}).encode())
 
     def fork(self, theirs: socket.socket) -> int:
         request = json.dumps({"path": sys.path, "directory": os.getcwd()}).encode()
@@ -123,6 +126,14 @@ class _Nursery:
         if not answer:
             raise Failure("the measuring processes could not be started")
         return answer.decode()
+
+
+def _installed_modules() -> list[str]:
+    """What this process has imported of installed packages and of ours: no worker need repeat what the task imports."""
+    folders = tuple(site.getsitepackages())
+    loaded = [(name, getattr(module, "__file__", None) or "") for name, module in list(sys.modules.items())]
+    wanted = [name for name, file in loaded if file.startswith(folders) or name.partition(".")[0] == "hasten"]
+    return sorted(name for name in wanted if not name.startswith(("_pytest", "pytest")))
 
 
 _the_nursery: _Nursery | None = None
@@ -155,9 +166,11 @@ def _cause_of_death(status: int | None) -> str:
 
 def _raise_children(control: socket.socket) -> None:
     """The nursery's life: fork a worker for every request until our parent is gone."""
-    import_module("torch")
-    for module in ("hasten.engine.loop", "hasten.engine.find", "hasten.measure.arm"):
-        import_module(module)
+    told = json.loads(sys.stdin.read())
+    sys.path[:] = told["path"]
+    for module in (*IMPORTED_ONCE, *told["modules"]):
+        with contextlib.suppress(Exception, SystemExit):
+            import_module(module)
     statuses: dict[int, int] = {}
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 1)

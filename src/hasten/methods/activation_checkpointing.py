@@ -25,7 +25,6 @@ class ActivationCheckpointing(Method):
         exactness=Exactness.BIT_EXACT,
         source="Chen et al. 2016, arXiv 1604.06174; torch.utils.checkpoint",
         gain_when="memory limits the batch; by itself it costs one more forward pass",
-        speeds={"backward"},
         applies_to={"repeated blocks"},
         order=Order.EARLY,
     )

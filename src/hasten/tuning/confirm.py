@@ -59,7 +59,7 @@ def _attempt(study: Study, recipe: Recipe, competent: Recipe, baseline: Baseline
             done.why = done.pace["failed"]
             return done
         for count in LOOKS:
-            for seed in range(FIRST_FRESH_SEED, FIRST_FRESH_SEED + count):
+            for seed in range(study.seed + FIRST_FRESH_SEED, study.seed + FIRST_FRESH_SEED + count):
                 if seed in done.tuned_runs:
                     continue
                 done.tuned_runs[seed] = tuned = study.run(recipe, seed)

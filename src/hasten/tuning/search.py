@@ -14,12 +14,11 @@ from hasten.contract.errors import Refusal
 from hasten.contract.recipe import Recipe
 from hasten.engine.find import make_methods, method_class
 from hasten.engine.plan import in_order, refuse_conflicts
-from hasten.measure.ratio import FASTER
+from hasten.measure.ratio import FASTER, SAME
 from hasten.tuning.study import Study
 
 EXACT = (Exactness.BIT_EXACT, Exactness.SAME_MATHS)
 WORTH_IT = 1.02  # a time to the target that is not 2 % better is no better
-SEARCH_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,11 @@ class Baseline:
     @property
     def metric(self) -> float:
         return sum(run["metric"] for run in self.runs) / len(self.runs)
+
+    def samples_to_target(self) -> float:
+        """The middle seed's."""
+        known = sorted(run["samples_to_target"] or run["samples"] for run in self.runs)
+        return known[len(known) // 2]
 
     def as_good(self, metric: float) -> bool:
         """Good enough to go on with; the gate will judge with more seeds."""
@@ -75,58 +79,91 @@ def fits(recipe: Recipe) -> str | None:
     return None
 
 
-def systems(study: Study, ladder: Ladder, candidates: list[Candidate], seconds: float) -> None:
-    """Methods that only change how fast the same steps go: kept when surely faster and proven."""
+def systems(study: Study, ladder: Ladder, candidates: list[Candidate], samples: float, seconds: float) -> None:
+    """Methods that only change how fast the same steps go: kept when surely faster, worth their start, and proven.
+
+    Args:
+        samples: that a run sees until its target; what a method's start costs is spread over them.
+        seconds: for each comparison.
+    """
     for candidate in candidates:
-        stage = "precision" if candidate.card.exactness is Exactness.FEWER_BITS else "systems"
         base, best = ladder.best, None
-        for settings in candidate.tries:
-            recipe = base.with_method(candidate.name, **settings)
-            text = str(Recipe({candidate.name: settings}))
-            if conflict := fits(recipe):
-                study.note(text, stage, "not tried", conflict)
-                continue
-            if candidate.offered and not (proof := study.proof(base, recipe, candidate.card.exactness)).get("passed"):
-                study.note(text, stage, "refused", proof.get("why") or proof["failed"], seconds=proof["trial_seconds"])
-                continue
-            outcome = study.pace(base, recipe, seconds=seconds)
-            if "failed" in outcome:
-                study.note(text, stage, "failed", outcome["failed"], seconds=outcome["trial_seconds"])
-                continue
-            ratio = outcome["ratio"]
-            if outcome["verdict"] != FASTER:
-                verdict = {"slower": "slower", "unsure": "unsure"}.get(outcome["verdict"], "no gain")
-                study.note(text, stage, verdict, outcome["why"], ratio=ratio, seconds=outcome["trial_seconds"])
-                continue
-            if best and best[1]["median"] >= ratio["median"]:
-                study.note(text, stage, "no gain", f"{best[2]} is faster", ratio=ratio, seconds=outcome["trial_seconds"])
-                continue
-            proof = study.proof(base, recipe, candidate.card.exactness)
-            seconds_spent = outcome["trial_seconds"] + proof["trial_seconds"]
-            if not proof.get("passed"):
-                study.note(text, stage, "refused", proof.get("why") or proof["failed"], ratio=ratio, seconds=seconds_spent)
-                continue
-            study.note(text, stage, "kept", f"{outcome['why']}; {proof['why']}", ratio=ratio, seconds=seconds_spent)
-            best = (recipe, ratio, text)
-        if best:
-            ladder.climb(best[0])
+        try:
+            for settings in candidate.tries:
+                found = _tried(study, base, candidate, settings, samples, seconds)
+                if found and (best is None or found[1] > best[1]):
+                    best = found
+        finally:
+            if best:
+                ladder.climb(best[0])
+
+
+def _tried(study: Study, base: Recipe, candidate: Candidate, settings: dict, samples: float, seconds: float) -> tuple[Recipe, float] | None:
+    """(recipe, gain) if the candidate is kept; the trial is noted either way."""
+    stage = "precision" if candidate.card.exactness is Exactness.FEWER_BITS else "systems"
+    text = str(Recipe({candidate.name: settings}))
+    recipe = in_place(base, candidate.name, settings)
+    spent, ratio = 0.0, None
+
+    def note(verdict: str, why: str) -> None:
+        study.note(text, stage, verdict, why, ratio=ratio, seconds=spent)
+
+    if isinstance(recipe, str):
+        return note("not tried", recipe)
+    if candidate.offered:  # its card is a claim: the proof comes first
+        proof = study.proof(base, recipe, candidate.card.exactness)
+        spent += proof["trial_seconds"]
+        if not proof.get("passed"):
+            return note("refused", proof.get("why") or proof["failed"])
+    outcome = study.pace(base, recipe, seconds=seconds)
+    spent += outcome["trial_seconds"]
+    if "failed" in outcome:
+        return note("failed", outcome["failed"])
+    ratio = outcome["ratio"]
+    if outcome["verdict"] != FASTER:
+        return note("no gain" if outcome["verdict"] == SAME else outcome["verdict"], outcome["why"])
+    gain = gain_of_a_run(outcome, samples)
+    if gain < WORTH_IT:
+        start = outcome["start_seconds"]
+        return note("no gain", f"its start takes {start['b'] - start['a']:.1f} s, which a run does not earn back ({gain:.2f}x in all)")
+    proof = study.proof(base, recipe, candidate.card.exactness)
+    spent += proof["trial_seconds"]
+    if not proof.get("passed"):
+        return note("refused", proof.get("why") or proof["failed"])
+    note("kept", f"{outcome['why']}; {proof['why']}")
+    return recipe, gain
+
+
+def gain_of_a_run(outcome: dict, samples: float) -> float:
+    """How much shorter a whole run gets: the pace over so many samples, and what starting costs."""
+    pace, start = outcome["seconds_per_1000_samples"], outcome["start_seconds"]
+    a = start["a"] + samples / 1000 * pace["a"]
+    return a / (start["b"] + samples / 1000 * pace["a"] / outcome["ratio"]["median"])
+
+
+def in_place(base: Recipe, name: str, settings: dict) -> Recipe | str:
+    """The recipe with a method more, in the place of one that it cannot go with; or why there is no such recipe."""
+    whole = base.with_method(name, **settings)
+    if (conflict := fits(whole)) is None:
+        return whole
+    return next((instead for member in base.methods if fits(instead := whole.without(member)) is None), conflict)
 
 
 def training(study: Study, ladder: Ladder, candidates: list[Candidate], baseline: Baseline) -> None:
     """Methods that change the training: kept when one seed reaches the target sooner and ends as well."""
     if not candidates:
         return
-    reference = study.run(ladder.best, SEARCH_SEED)
+    reference = study.run(ladder.best, study.seed)
     time_to_beat = reference.get("seconds_to_target") if "failed" not in reference else None
     if time_to_beat is None:
         time_to_beat = reference.get("seconds", float("inf"))
     for candidate in candidates:
         base, losses, proven = ladder.best, 0, False
         for settings in candidate.tries:
-            recipe = base.with_method(candidate.name, **settings)
+            recipe = in_place(base, candidate.name, settings)
             text = str(Recipe({candidate.name: settings}))
-            if conflict := fits(recipe):
-                study.note(text, "training", "not tried", conflict)
+            if isinstance(recipe, str):
+                study.note(text, "training", "not tried", recipe)
                 continue
             if not proven and candidate.card.exactness is Exactness.OTHER_MATHS:
                 proof = study.proof(base, recipe, candidate.card.exactness)
@@ -134,7 +171,7 @@ def training(study: Study, ladder: Ladder, candidates: list[Candidate], baseline
                     study.note(text, "training", "refused", proof.get("why") or proof["failed"], seconds=proof["trial_seconds"])
                     break
                 proven = True
-            outcome = study.run(recipe, SEARCH_SEED, give_up_after=round(time_to_beat, 2))
+            outcome = study.run(recipe, study.seed, give_up_after=round(time_to_beat, 2))
             verdict, why = _judged(outcome, time_to_beat, baseline)
             ratio = time_to_beat / outcome["seconds_to_target"] if outcome.get("seconds_to_target") else None
             told = {"median": ratio, "low": None, "high": None} if ratio else None
@@ -156,10 +193,16 @@ def _judged(outcome: dict, time_to_beat: float, baseline: Baseline) -> tuple[str
     if outcome["seconds_to_target"] is None:
         return "refused", f"never reached the target {baseline.target:g}: it ended at {outcome['metric']:.4g}"
     if not baseline.as_good(outcome["metric"]):
-        return "refused", f"ended at {outcome['metric']:.4g}; the original ends at {baseline.metric:.4g}, and the margin is {baseline.margin:.3g}"
+        return (
+            "refused",
+            f"ended at {outcome['metric']:.4g}; the original ends at {baseline.metric:.4g}, and the margin is {baseline.margin:.3g}",
+        )
     if outcome["seconds_to_target"] * WORTH_IT > time_to_beat:
         return "no gain", f"reached the target in {outcome['seconds_to_target']:.1f} s; the best so far takes {time_to_beat:.1f} s"
-    return "kept", f"reached the target in {outcome['seconds_to_target']:.1f} s instead of {time_to_beat:.1f} s, and ended at {outcome['metric']:.4g}"
+    return (
+        "kept",
+        f"reached the target in {outcome['seconds_to_target']:.1f} s instead of {time_to_beat:.1f} s, and ended at {outcome['metric']:.4g}",
+    )
 
 
 def candidate(name: str, bound: float | None = None, settings: dict | None = None, offered: bool = False) -> Candidate:

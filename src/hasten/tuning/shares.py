@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hasten.contract.card import Exactness
 from hasten.contract.recipe import Recipe
-from hasten.tuning.search import SEARCH_SEED, Ladder
+from hasten.tuning.search import Ladder, gain_of_a_run
 from hasten.tuning.study import OutOfBudget, Study, exactness_of
 
 NOTHING = 1.01  # a member whose share is below this leaves
@@ -31,10 +31,14 @@ def leave_one_out(study: Study, ladder: Ladder) -> list[dict]:
 def _share(study: Study, recipe: Recipe, name: str) -> dict | None:
     without = recipe.without(name)
     if exactness_of(name) is Exactness.OTHER_MATHS:
-        whole, part = study.run(recipe, SEARCH_SEED), study.run(without, SEARCH_SEED)
+        whole, part = study.run(recipe, study.seed), study.run(without, study.seed)
         times = [run.get("seconds_to_target") for run in (part, whole)]
         if None in times:
             return None
         return {"method": name, "speedup": {"median": times[0] / times[1], "low": None, "high": None}}
     outcome = study.pace(without, recipe)
-    return None if "failed" in outcome else {"method": name, "speedup": outcome["ratio"]}
+    if "failed" in outcome:
+        return None
+    samples = study.run(recipe, study.seed).get("samples_to_target")
+    scale = gain_of_a_run(outcome, samples) / outcome["ratio"]["median"] if samples else 1.0
+    return {"method": name, "speedup": {key: value * scale for key, value in outcome["ratio"].items()}}

@@ -6,7 +6,8 @@ A Study knows what has been tried and what it cost. It decides nothing; ``search
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from hasten.contract.card import Exactness
@@ -41,6 +42,18 @@ class Budget:
     def left(self) -> float:
         return self.total - self.spent - self.reserved
 
+    @contextmanager
+    def part(self, share: float) -> Iterator[None]:
+        """Inside, only a share of what is left may be spent; reaching its end ends the part, not the search."""
+        kept = (1 - share) * max(0.0, self.left())
+        self.reserved += kept
+        try:
+            yield
+        except OutOfBudget:
+            pass
+        finally:
+            self.reserved -= kept
+
     def ask(self) -> None:
         """Before each trial: one that has begun is finished, none is begun when nothing is left."""
         if self.left() <= 0:
@@ -65,7 +78,9 @@ class Study:
         """A whole run: evaluations, metric, and when the target was reached; ``failed`` says why there is none."""
         what = {"recipe": recipe.methods, "seed": seed, "give_up_after": give_up_after}
         limits = {"target": self.target, "give_up_after": give_up_after} if give_up_after is not None else {}
-        outcome = self._paid("run", what, f"training {recipe}, seed {seed}", lambda watch: self._in_worker(recipe, seed, "run", watch, **limits))
+        outcome = self._paid(
+            "run", what, f"training {recipe}, seed {seed}", lambda watch: self._in_worker(recipe, seed, "run", watch, **limits)
+        )
         return outcome if "failed" in outcome else {**outcome, **self._reached(outcome["evaluations"])}
 
     def _reached(self, evaluations: list[dict]) -> dict:

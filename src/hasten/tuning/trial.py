@@ -43,7 +43,9 @@ class Trial:
 
     def prove(self, base: dict, exactness: str, seconds: float) -> dict:
         """{"passed", "number", "why"}: what the candidate's exactness class promises, held against this very task."""
-        proof = prove(self.task.load(), Recipe(base), self.recipe, Exactness[exactness], device=self.device, seed=self.seed, seconds=seconds)
+        proof = prove(
+            self.task.load(), Recipe(base), self.recipe, Exactness[exactness], device=self.device, seed=self.seed, seconds=seconds
+        )
         return asdict(proof)
 
 

@@ -35,6 +35,7 @@ from hasten.tuning.study import Budget, OutOfBudget, Study
 BASELINE_SEEDS = (0, 1, 2)
 RUNS_IN_A_BUDGET = 18  # textbook runs that the default budget is worth
 SMALLEST_BUDGET = 150.0  # seconds; below this the processes themselves are the cost
+SYSTEMS_PART, TRAINING_PART = 0.55, 0.75  # of what is left when each begins
 RESERVED_RUNS = 4.5  # textbook runs kept back for the confirmation: three seeds of both arms
 
 
@@ -77,18 +78,33 @@ def tune(
     folder = Path(out) if out is not None else Path("runs") / f"tune-{_file_name(str(ref))}"
 
     here = _here(device)
-    setting = {"task": ref.fingerprint(), "target": loaded.target, "device": device, "seed": seed, "machine": here["machine"], "versions": here["versions"]}
+    setting = {
+        "task": ref.fingerprint(),
+        "target": loaded.target,
+        "device": device,
+        "seed": seed,
+        "machine": here["machine"],
+        "versions": here["versions"],
+    }
     ledger = Ledger(folder, setting)
     study = Study(ref, device, ledger, Budget(float("inf")), watch, higher_is_better=direction, target=loaded.target, seed=seed)
 
     textbook = study.once("probe", f"timing a few steps of {ref}", lambda _: estimate(ref, device, seed))
     study.budget.total = budget if budget is not None else max(SMALLEST_BUDGET, RUNS_IN_A_BUDGET * textbook["seconds"])
-    watch(f"one textbook run takes about {_words(textbook['seconds'])}; the search may take {_words(study.budget.total)}", 0.0, study.budget.total)
+    watch(
+        f"one textbook run takes about {_words(textbook['seconds'])}; the search may take {_words(study.budget.total)}",
+        0.0,
+        study.budget.total,
+    )
 
     ladder, story = Ladder(), {}
     confirmed = None
     try:
-        story = study.once("diagnosis", f"diagnosing {ref}", lambda inner: diagnose(ref, budget=min(40.0, study.budget.total / 8), device=device, seed=seed, watch=inner))
+        story = study.once(
+            "diagnosis",
+            f"diagnosing {ref}",
+            lambda inner: diagnose(ref, budget=min(40.0, study.budget.total / 8), device=device, seed=seed, watch=inner),
+        )
         candidates = candidates_for(story, wanted)
         for name, why in candidates.not_tried:
             study.note(name, "diagnosis", "not tried", why)
@@ -98,18 +114,22 @@ def tune(
         pace_seconds = min(30.0, max(6.0, study.budget.total / 18))
         competent = _competent(study, pace_seconds / 2)
         shares = []
-        try:
-            systems(study, ladder, candidates.systems, pace_seconds / 2)
-            training(study, ladder, candidates.training, baseline)
+        with study.budget.part(1.0):
+            with study.budget.part(SYSTEMS_PART):
+                systems(study, ladder, candidates.systems, baseline.samples_to_target(), pace_seconds / 2)
+            with study.budget.part(TRAINING_PART):
+                training(study, ladder, candidates.training, baseline)
             shares = leave_one_out(study, ladder)
-        except OutOfBudget:
-            study.note("search", "search", "stopped", "the search's part of the budget is spent; what was found is confirmed")
+        if study.budget.left() <= 0:
+            study.note("search", "search", "stopped", "the search's part of the budget is spent; what was found by then is confirmed")
         study.budget.reserved = 0.0
         confirmed = confirm(study, ladder, competent, baseline, pace_seconds) if ladder.best else None
         if confirmed and confirmed.gate.passed:
             anatomy["tuned"] = study.anatomy(confirmed.recipe, last=True)
     except OutOfBudget:
-        raise Failure(f"the budget of {_words(study.budget.total)} ended before the task's own training was measured; give --budget {_words(2 * RESERVED_RUNS * textbook['seconds'])} or more") from None
+        raise Failure(
+            f"the budget of {_words(study.budget.total)} ended before the task's own training was measured; give --budget {_words(2 * RESERVED_RUNS * textbook['seconds'])} or more"
+        ) from None
 
     result = {
         "kind": "tune",
@@ -151,9 +171,17 @@ def _baseline(study: Study, margin: float | None) -> Baseline:
         runs = [study.run(Recipe(), study.seed + seed) for seed in BASELINE_SEEDS]
     if all(run["seconds_to_target"] is None for run in runs):
         best = max(metrics) if study.higher_is_better else min(metrics)
-        raise Failure(f"the task's own training never held its target {study.target:g} (it ended at {best:.4g}); lower the target or train longer")
+        raise Failure(
+            f"the task's own training never held its target {study.target:g} (it ended at {best:.4g}); lower the target or train longer"
+        )
     baseline = Baseline(runs, study.target, stated_margin(sum(metrics) / len(metrics), margin), study.higher_is_better)
-    study.note("baseline", "baseline", "measured", f"{len(runs)} seeds end at {', '.join(f'{m:.4g}' for m in metrics)}; margin {baseline.margin:.3g}", seconds=sum(run["trial_seconds"] for run in runs))
+    study.note(
+        "baseline",
+        "baseline",
+        "measured",
+        f"{len(runs)} seeds end at {', '.join(f'{m:.4g}' for m in metrics)}; margin {baseline.margin:.3g}",
+        seconds=sum(run["trial_seconds"] for run in runs),
+    )
     return baseline
 
 
@@ -163,7 +191,14 @@ def _competent(study: Study, seconds: float) -> Recipe:
     for other in others:
         outcome = study.pace(best, other, seconds=seconds)
         verdict = outcome.get("verdict", "failed")
-        study.note(str(other), "baseline", verdict, f"as the competent baseline, against {best}", ratio=outcome.get("ratio"), seconds=outcome["trial_seconds"])
+        study.note(
+            str(other),
+            "baseline",
+            verdict,
+            f"as the competent baseline, against {best}",
+            ratio=outcome.get("ratio"),
+            seconds=outcome["trial_seconds"],
+        )
         if outcome.get("ratio", {}).get("median", 0) > 1:
             best = other
     return best
@@ -178,7 +213,11 @@ def _answer(study: Study, confirmed: Confirmed | None, baseline: Baseline, offer
     else:
         why = confirmed.why if confirmed.speedup is None else f"the gain did not hold on fresh seeds: {confirmed.speedup}"
     recipe = confirmed.recipe if won else Recipe()
-    runs = {"baseline": confirmed.baseline_runs, "tuned": confirmed.tuned_runs} if confirmed else {"baseline": dict(enumerate(baseline.runs)), "tuned": {}}
+    runs = (
+        {"baseline": confirmed.baseline_runs, "tuned": confirmed.tuned_runs}
+        if confirmed
+        else {"baseline": dict(enumerate(baseline.runs)), "tuned": {}}
+    )
     return {
         "verdict": "faster" if won else "leave it",
         "why": why,
@@ -188,7 +227,9 @@ def _answer(study: Study, confirmed: Confirmed | None, baseline: Baseline, offer
         "time_to_target": confirmed.seconds if won else None,
         "samples_to_target": {arm: [run.get("samples_to_target") for run in of.values()] for arm, of in runs.items()},
         "stopwatch_to_target": {arm: [run.get("seconds_to_target") for run in of.values()] for arm, of in runs.items()},
-        "quality": confirmed.gate.to_json() if confirmed else {"baseline": baseline.metric, "tuned": None, "margin": baseline.margin, "passed": False},
+        "quality": confirmed.gate.to_json()
+        if confirmed
+        else {"baseline": baseline.metric, "tuned": None, "margin": baseline.margin, "passed": False},
         "curves": {arm: [_curve(seed, run) for seed, run in of.items() if "evaluations" in run] for arm, of in runs.items()},
         "offered": [_fate(name, study.trials, recipe) for name in offered],
     }
@@ -240,5 +281,3 @@ def _words(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
