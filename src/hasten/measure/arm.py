@@ -18,7 +18,7 @@ from hasten.engine.tasks import TaskRef
 from hasten.measure.workers import Worker
 
 READ_LOSSES_EVERY = 50  # steps; as a run does
-WARM_UP_STEPS = 3
+WARM_UP_STEPS, WARM_UP_ROUNDS = 3, 4
 EVALUATION_SECONDS = 1.0  # a timed evaluation is a slice of about this length, scaled up
 
 
@@ -46,8 +46,8 @@ class Arm:
         built = time.perf_counter() - began
 
         first = self.train(WARM_UP_STEPS)["seconds"]
-        steady = self.train(WARM_UP_STEPS)["seconds"]
-        start = built + max(0.0, first - steady)
+        step = min(self.train(WARM_UP_STEPS)["seconds"] for _ in range(WARM_UP_ROUNDS)) / WARM_UP_STEPS
+        start = built + max(0.0, first - step * WARM_UP_STEPS)
         evaluation = None
         if program.validation is not None and program.run.loop is not None:
             self.validation_batches = program.validation.length
@@ -57,7 +57,7 @@ class Arm:
         loop = program.loop
         return {
             "start": start,
-            "step": steady / WARM_UP_STEPS,
+            "step": step,
             "evaluation": evaluation,
             "samples_a_pass": _samples_a_pass(program),
             "batch_size": loop.batch_size,

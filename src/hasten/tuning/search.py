@@ -8,6 +8,7 @@ confirmation measures the winner anew, on seeds that the search has not seen.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from hasten.contract.card import Card, Exactness
 from hasten.contract.errors import Refusal
@@ -19,6 +20,8 @@ from hasten.tuning.study import Study
 
 EXACT = (Exactness.BIT_EXACT, Exactness.SAME_MATHS)
 WORTH_IT = 1.02  # a time to the target that is not 2 % better is no better
+MOST_LOSSES = 2  # settings grow bolder; two in a row that lost say enough
+NOTHING_TO_DO = "has nothing to act on"
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Candidate:
 class Baseline:
     """What the task's own training does, over the search's seeds."""
 
+    seeds: list[int]
     runs: list[dict]
     target: float
     margin: float
@@ -43,7 +47,7 @@ class Baseline:
 
     @property
     def metric(self) -> float:
-        return sum(run["metric"] for run in self.runs) / len(self.runs)
+        return fmean(run["metric"] for run in self.runs)
 
     def samples_to_target(self) -> float:
         """The middle seed's."""
@@ -88,11 +92,14 @@ def systems(study: Study, ladder: Ladder, candidates: list[Candidate], samples: 
     """
     for candidate in candidates:
         base, best = ladder.best, None
+        losses = 0
         try:
             for settings in candidate.tries:
                 found = _tried(study, base, candidate, settings, samples, seconds)
                 if found and (best is None or found[1] > best[1]):
-                    best = found
+                    best, losses = found, 0
+                elif (losses := losses + 1) == MOST_LOSSES:
+                    break
         finally:
             if best:
                 ladder.climb(best[0])
@@ -118,7 +125,7 @@ def _tried(study: Study, base: Recipe, candidate: Candidate, settings: dict, sam
     outcome = study.pace(base, recipe, seconds=seconds)
     spent += outcome["trial_seconds"]
     if "failed" in outcome:
-        return note("failed", outcome["failed"])
+        return note("nothing to do" if NOTHING_TO_DO in outcome["failed"] else "failed", outcome["failed"])
     ratio = outcome["ratio"]
     if outcome["verdict"] != FASTER:
         return note("no gain" if outcome["verdict"] == SAME else outcome["verdict"], outcome["why"])
@@ -150,59 +157,70 @@ def in_place(base: Recipe, name: str, settings: dict) -> Recipe | str:
 
 
 def training(study: Study, ladder: Ladder, candidates: list[Candidate], baseline: Baseline) -> None:
-    """Methods that change the training: kept when one seed reaches the target sooner and ends as well."""
-    if not candidates:
-        return
-    reference = study.run(ladder.best, study.seed)
-    time_to_beat = reference.get("seconds_to_target") if "failed" not in reference else None
-    if time_to_beat is None:
-        time_to_beat = reference.get("seconds", float("inf"))
+    """Methods that change the training: kept when they reach the target sooner and end as well, on every seed of the search."""
+    best = Outcome.of([study.run(ladder.best, seed) for seed in baseline.seeds[:1]], baseline)
     for candidate in candidates:
-        base, losses, proven = ladder.best, 0, False
+        base, losses, has_effect = ladder.best, 0, False
         for settings in candidate.tries:
             recipe = in_place(base, candidate.name, settings)
             text = str(Recipe({candidate.name: settings}))
             if isinstance(recipe, str):
                 study.note(text, "training", "not tried", recipe)
                 continue
-            if not proven and candidate.card.exactness is Exactness.OTHER_MATHS:
+            if not has_effect:
                 proof = study.proof(base, recipe, candidate.card.exactness)
                 if not proof.get("passed"):
                     study.note(text, "training", "refused", proof.get("why") or proof["failed"], seconds=proof["trial_seconds"])
                     break
-                proven = True
-            outcome = study.run(recipe, study.seed, give_up_after=round(time_to_beat, 2))
-            verdict, why = _judged(outcome, time_to_beat, baseline)
-            ratio = time_to_beat / outcome["seconds_to_target"] if outcome.get("seconds_to_target") else None
-            told = {"median": ratio, "low": None, "high": None} if ratio else None
-            study.note(text, "training", verdict, why, ratio=told, seconds=outcome["trial_seconds"])
-            if verdict == "kept":
+                has_effect = True
+            outcome = _trained(study, recipe, best, baseline)
+            gain = best.seconds / outcome.seconds if outcome.seconds else None
+            ratio = {"median": gain, "low": None, "high": None} if gain else None
+            study.note(text, "training", outcome.verdict, outcome.why, ratio=ratio, seconds=outcome.spent)
+            if outcome.verdict == "kept":
                 ladder.climb(recipe)
-                time_to_beat, losses = outcome["seconds_to_target"], 0
-            else:
-                losses += 1
-                if losses == 2:  # settings grow bolder; two in a row that lost say enough
-                    break
+                best, losses = outcome, 0
+            elif (losses := losses + 1) == MOST_LOSSES:
+                break
 
 
-def _judged(outcome: dict, time_to_beat: float, baseline: Baseline) -> tuple[str, str]:
-    if "failed" in outcome:
-        return "failed", outcome["failed"]
-    if outcome["gave_up"]:
-        return "no gain", f"had not reached the target after {time_to_beat:.1f} s, so it could no longer win"
-    if outcome["seconds_to_target"] is None:
-        return "refused", f"never reached the target {baseline.target:g}: it ended at {outcome['metric']:.4g}"
-    if not baseline.as_good(outcome["metric"]):
-        return (
-            "refused",
-            f"ended at {outcome['metric']:.4g}; the original ends at {baseline.metric:.4g}, and the margin is {baseline.margin:.3g}",
-        )
-    if outcome["seconds_to_target"] * WORTH_IT > time_to_beat:
-        return "no gain", f"reached the target in {outcome['seconds_to_target']:.1f} s; the best so far takes {time_to_beat:.1f} s"
-    return (
-        "kept",
-        f"reached the target in {outcome['seconds_to_target']:.1f} s instead of {time_to_beat:.1f} s, and ended at {outcome['metric']:.4g}",
-    )
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a recipe on the search's seeds. ``seconds``: to the target, the mean of the seeds."""
+
+    verdict: str
+    why: str
+    seconds: float | None = None
+    spent: float = 0.0
+
+    @staticmethod
+    def of(runs: list[dict], baseline: Baseline, to_beat: float = float("inf")) -> Outcome:
+        """Judges runs, the last of which is the newest; the earlier ones have been found good enough."""
+        run, spent = runs[-1], sum(each["trial_seconds"] for each in runs)
+        if "failed" in run:
+            return Outcome("nothing to do" if NOTHING_TO_DO in run["failed"] else "failed", run["failed"], None, spent)
+        if run["gave_up"]:
+            return Outcome("no gain", f"had not reached the target after {to_beat:.1f} s, so it could no longer win", None, spent)
+        if run["seconds_to_target"] is None:
+            return Outcome("refused", f"never reached the target {baseline.target:g}: it ended at {run['metric']:.4g}", None, spent)
+        metric, seconds = fmean(each["metric"] for each in runs), fmean(each["seconds_to_target"] for each in runs)
+        if not baseline.as_good(metric):
+            told = f"ended at {metric:.4g}; the original ends at {baseline.metric:.4g}, and the margin is {baseline.margin:.3g}"
+            return Outcome("refused", told, None, spent)
+        if seconds * WORTH_IT > to_beat:
+            return Outcome("no gain", f"reached the target in {seconds:.2f} s; the best so far takes {to_beat:.2f} s", seconds, spent)
+        return Outcome("kept", f"reached the target in {seconds:.2f} s and ended at {metric:.4g}, over {len(runs)} seeds", seconds, spent)
+
+
+def _trained(study: Study, recipe: Recipe, best: Outcome, baseline: Baseline) -> Outcome:
+    """One seed after the other, as long as the recipe can still be kept."""
+    runs, to_beat = [], best.seconds if best.seconds else float("inf")
+    for seed in baseline.seeds:
+        runs.append(study.run(recipe, seed, give_up_after=None if runs or to_beat == float("inf") else round(to_beat, 2)))
+        outcome = Outcome.of(runs, baseline, to_beat)
+        if outcome.verdict != "kept":
+            break
+    return outcome
 
 
 def candidate(name: str, bound: float | None = None, settings: dict | None = None, offered: bool = False) -> Candidate:

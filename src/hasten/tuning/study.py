@@ -97,7 +97,7 @@ class Study:
         def measure(watch: Watch) -> dict:
             return take_turns(self.task, a, b, budget=seconds, device=self.device, looks=looks, watch=watch).to_json()
 
-        what = {"a": a.methods, "b": b.methods, "looks": list(looks), "seconds": round(seconds, 1), "salt": salt}
+        what = {"a": a.methods, "b": b.methods, "looks": list(looks), "salt": salt}
         return self._paid("pace", what, f"{b} against {a}", measure, ask=not last)
 
     def once(self, kind: str, words: str, measure: Callable[[Watch], dict]) -> dict:

@@ -160,7 +160,8 @@ def tune(
 
 def _baseline(study: Study, margin: float | None) -> Baseline:
     """The task's own training over the search's seeds; fixes target and margin."""
-    runs = [study.run(Recipe(), study.seed + seed) for seed in BASELINE_SEEDS]
+    seeds = [study.seed + number for number in BASELINE_SEEDS]
+    runs = [study.run(Recipe(), seed) for seed in seeds]
     for run in runs:
         if "failed" in run:
             raise Failure(f"the task's own training does not run: {run['failed']}")
@@ -168,13 +169,13 @@ def _baseline(study: Study, margin: float | None) -> Baseline:
     if study.target is None:  # what every seed reaches
         best = [run["best_metric"] for run in runs]
         study.target = min(best) if study.higher_is_better else max(best)
-        runs = [study.run(Recipe(), study.seed + seed) for seed in BASELINE_SEEDS]
+        runs = [study.run(Recipe(), seed) for seed in seeds]
     if all(run["seconds_to_target"] is None for run in runs):
         best = max(metrics) if study.higher_is_better else min(metrics)
         raise Failure(
             f"the task's own training never held its target {study.target:g} (it ended at {best:.4g}); lower the target or train longer"
         )
-    baseline = Baseline(runs, study.target, stated_margin(sum(metrics) / len(metrics), margin), study.higher_is_better)
+    baseline = Baseline(seeds, runs, study.target, stated_margin(sum(metrics) / len(metrics), margin), study.higher_is_better)
     study.note(
         "baseline",
         "baseline",
