@@ -21,6 +21,7 @@ from hasten.tuning.study import Study
 EXACT = (Exactness.BIT_EXACT, Exactness.SAME_MATHS)
 WORTH_IT = 1.02  # a time to the target that is not 2 % better is no better
 MOST_LOSSES = 2  # settings grow bolder; two in a row that lost say enough
+AFFORDABLE = 0.15  # of what is left, for the further seeds of a recipe that the first seed speaks for
 NOTHING_TO_DO = "has nothing to act on"
 
 
@@ -213,12 +214,13 @@ class Outcome:
 
 
 def _trained(study: Study, recipe: Recipe, best: Outcome, baseline: Baseline) -> Outcome:
-    """One seed after the other, as long as the recipe can still be kept."""
+    """One seed after the other, as long as the recipe can still be kept and more seeds can be afforded."""
     runs, to_beat = [], best.seconds if best.seconds else float("inf")
     for seed in baseline.seeds:
         runs.append(study.run(recipe, seed, give_up_after=None if runs or to_beat == float("inf") else round(to_beat, 2)))
         outcome = Outcome.of(runs, baseline, to_beat)
-        if outcome.verdict != "kept":
+        more = (len(baseline.seeds) - 1) * runs[0]["trial_seconds"]
+        if outcome.verdict != "kept" or more > AFFORDABLE * study.budget.left():
             break
     return outcome
 
