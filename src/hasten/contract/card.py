@@ -81,6 +81,7 @@ class Card:
         order: its level among methods that wrap the same hook.
         after: names of methods that it must wrap (or follow, in a hook that edits).
         replaces: hooks whose inner thing it throws away; two methods may not replace the same one.
+        slow_start: building it takes seconds, which a short run does not earn back; the tuner tries it last.
         tries: settings worth trying, mildest first; the tuner walks them.
     """
 
@@ -96,6 +97,7 @@ class Card:
     order: Order = Order.NORMAL
     after: tuple[str, ...] = ()
     replaces: frozenset[str] = frozenset()
+    slow_start: bool = False
     tries: tuple[dict, ...] = field(default=({},))
 
     def __post_init__(self):

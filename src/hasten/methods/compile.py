@@ -27,6 +27,7 @@ class Compile(Method):
         speeds={"forward", "backward"},
         needs={"steady shapes"},
         order=Order.LATE,
+        slow_start=True,
         tries=({}, {"mode": "max-autotune-no-cudagraphs"}),
     )
     mode: str = "default"

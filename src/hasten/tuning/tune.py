@@ -35,8 +35,9 @@ from hasten.tuning.study import Budget, OutOfBudget, Study
 BASELINE_SEEDS = (0, 1, 2)
 RUNS_IN_A_BUDGET = 18  # textbook runs that the default budget is worth
 SMALLEST_BUDGET = 150.0  # seconds; below this the processes themselves are the cost
-SYSTEMS_PART, TRAINING_PART = 0.55, 0.75  # of what is left when each begins
-RESERVED_RUNS = 4.5  # textbook runs kept back for the confirmation: three seeds of both arms
+SYSTEMS_PART, TRAINING_PART = 0.4, 0.85  # of what is left when each begins
+SCREENING_SECONDS = 8.0  # for a comparison of the search
+RESERVED_RUNS = 4.2  # textbook runs kept back for the confirmation: three seeds of both arms
 
 
 def tune(
@@ -112,11 +113,12 @@ def tune(
         anatomy = {"baseline": study.anatomy(Recipe())}
         study.budget.reserved = min(study.budget.total / 2, RESERVED_RUNS * baseline.runs[0]["seconds"])
         pace_seconds = min(30.0, max(6.0, study.budget.total / 18))
-        competent = _competent(study, pace_seconds / 2)
+        screening_seconds = min(SCREENING_SECONDS, pace_seconds / 2)
+        competent = _competent(study, screening_seconds)
         shares = []
         with study.budget.part(1.0):
             with study.budget.part(SYSTEMS_PART):
-                systems(study, ladder, candidates.systems, baseline.samples_to_target(), pace_seconds / 2)
+                systems(study, ladder, candidates.systems, baseline.samples_to_target(), screening_seconds)
             with study.budget.part(TRAINING_PART):
                 training(study, ladder, candidates.training, baseline)
             shares = leave_one_out(study, ladder)

@@ -1,0 +1,120 @@
+"""Processes of their own: isolation, freezing, death, errors."""
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from hasten.contract.errors import Failure, Refusal
+from hasten.measure.workers import Worker
+
+
+class Service:
+    """Lives in a worker; found there by this file's path on sys.path."""
+
+    def __init__(self, start: int = 0):
+        self.count = start
+
+    def add(self, number: int) -> int:
+        self.count += number
+        return self.count
+
+    def process(self) -> int:
+        return os.getpid()
+
+    def leave_traces(self) -> None:
+        import torch
+
+        os.environ["LEFT_BEHIND"] = "1"
+        torch.set_num_threads(1)
+        torch.manual_seed(99)
+
+    def traces(self) -> tuple:
+        import torch
+
+        return os.environ.get("LEFT_BEHIND"), torch.initial_seed()
+
+    def sleep(self, seconds: float) -> str:
+        time.sleep(seconds)
+        return "awake"
+
+    def refuse(self):
+        raise Refusal("not this way")
+
+    def break_down(self):
+        raise KeyError("something of the user's")
+
+    def run_out_of_memory(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def print_and_answer(self) -> int:
+        print("the user's own words")
+        return 7
+
+
+HERE = f"{__name__}:Service"
+
+
+def worker(**arguments) -> Worker:
+    return Worker(HERE, **arguments)
+
+
+def test_an_object_lives_there_and_answers():
+    with worker(start=3) as one, worker() as other:
+        assert one.call("add", number=4) == 7
+        assert other.call("add", number=1) == 1
+        assert one.call("process") != other.call("process") != os.getpid()
+
+
+def test_what_one_leaves_behind_the_next_does_not_find():
+    with worker() as one:
+        before = one.call("traces")
+        one.call("leave_traces")
+        assert one.call("traces")[0] == "1"
+    with worker() as other:
+        assert other.call("traces") == before
+
+
+def test_a_frozen_worker_does_nothing_until_it_is_called():
+    with worker() as one:
+        one.freeze()
+        assert psutil.Process(one.pid).status() == psutil.STATUS_STOPPED
+        assert one.call("add", number=2) == 2
+
+
+def test_leaving_ends_the_process():
+    with worker() as one:
+        pid = one.pid
+    deadline = time.monotonic() + 5
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_refusals_come_through_as_they_are():
+    with worker() as one, pytest.raises(Refusal, match="not this way"):
+        one.call("refuse")
+
+
+def test_other_errors_become_failures_with_their_own_words():
+    with worker() as one:
+        with pytest.raises(Failure, match=r"KeyError: 'something of the user's'|KeyError: \"something of the user's\""):
+            one.call("break_down")
+        assert one.call("add", number=1) == 1, "the worker goes on after an error"
+
+
+def test_a_killed_worker_is_told_as_out_of_memory():
+    with worker() as one, pytest.raises(Failure, match="memory"):
+        one.call("run_out_of_memory")
+
+
+def test_a_call_that_takes_too_long_is_ended():
+    with worker() as one, pytest.raises(Failure, match="took longer"):
+        one.call("sleep", seconds=30, timeout=0.3)
+
+
+def test_what_user_code_prints_does_not_disturb_the_answers():
+    with worker() as one:
+        assert one.call("print_and_answer") == 7

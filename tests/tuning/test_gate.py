@@ -1,0 +1,92 @@
+"""The quality gate: it passes what is as good, catches what is not, and fails closed."""
+
+import math
+import random
+
+import pytest
+
+from hasten.tuning.gate import LOOKS, proven, quality_gate, stated_margin
+
+MARGIN = 0.005
+
+
+def arms(harm: float, spread: float, count: int, seed: int) -> tuple[dict, dict]:
+    draw = random.Random(seed)
+    before = {n: 0.95 + draw.gauss(0, spread) for n in range(count)}
+    return before, {n: 0.95 - harm + draw.gauss(0, spread) for n in range(count)}
+
+
+def verdicts(harm: float, spread: float, trials: int = 400) -> float:
+    """How often the gate passes when it is asked at every look, as the tuner does."""
+    passed = 0
+    for seed in range(trials):
+        before, after = arms(harm, spread, LOOKS[-1], seed)
+        for look in LOOKS:
+            gate = quality_gate(
+                {n: before[n] for n in range(look)}, {n: after[n] for n in range(look)}, margin=MARGIN, higher_is_better=True
+            )
+            if gate.settled:
+                break
+        passed += gate.passed
+    return passed / trials
+
+
+def test_harm_of_a_whole_margin_passes_in_at_most_one_case_of_twenty():
+    assert verdicts(harm=MARGIN, spread=0.001) <= 0.05
+    assert verdicts(harm=MARGIN, spread=0.003) <= 0.05
+
+
+def test_what_is_as_good_passes():
+    assert verdicts(harm=0.0, spread=0.001) >= 0.95
+
+
+def test_large_harm_is_settled_early():
+    gate = quality_gate(*arms(0.05, 0.001, 3, seed=1), margin=MARGIN, higher_is_better=True)
+    assert gate.settled
+    assert not gate.passed
+
+
+@pytest.mark.parametrize("higher", [True, False])
+def test_direction(higher):
+    better, worse = {0: 1.0, 1: 1.1, 2: 0.9}, {0: 2.0, 1: 2.1, 2: 1.9}
+    gate = quality_gate(better, worse, margin=0.01, higher_is_better=higher)
+    assert gate.passed is higher
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, None])
+def test_a_metric_that_is_no_number_does_not_pass(bad):
+    gate = quality_gate({0: 0.9, 1: 0.91, 2: 0.92}, {0: 0.9, 1: bad, 2: 0.92}, margin=1.0, higher_is_better=True)
+    assert not gate.passed
+    assert gate.settled
+
+
+def test_a_metric_that_never_changes_measures_nothing():
+    same = dict.fromkeys(range(3), 0.5)
+    gate = quality_gate(same, same, margin=1.0, higher_is_better=True)
+    assert not gate.passed
+    assert "measures nothing" in gate.why
+
+
+def test_nothing_and_a_single_seed_do_not_pass():
+    assert not quality_gate({}, {}, margin=1.0, higher_is_better=True).passed
+    assert not quality_gate({0: 0.9}, {0: 0.95}, margin=1.0, higher_is_better=True).passed
+
+
+def test_only_seeds_that_both_have_count():
+    gate = quality_gate({0: 0.9, 1: 0.91, 5: 0.2}, {0: 0.9, 1: 0.91, 7: 0.99}, margin=0.01, higher_is_better=True)
+    assert gate.seeds == [0, 1]
+
+
+def test_a_proof_makes_up_for_noisy_seeds_but_not_for_other_results():
+    proof = {"passed": True, "why": "the same to the bit"}
+    noisy = {0: 0.80, 1: 0.90, 2: 0.99}
+    gate = quality_gate(noisy, noisy, margin=0.001, higher_is_better=True)
+    assert not gate.passed
+    assert proven(gate, proof).passed
+    worse = quality_gate(noisy, {seed: value - 0.01 for seed, value in noisy.items()}, margin=0.001, higher_is_better=True)
+    assert not proven(worse, proof).passed
+
+
+def test_the_margin_is_the_users_or_half_a_per_cent():
+    assert stated_margin(0.9, 0.02) == 0.02
+    assert stated_margin(-2.0, None) == pytest.approx(0.01)

@@ -1,0 +1,56 @@
+"""Trials are written at once, found again, and never confused."""
+
+import json
+
+import pytest
+
+from hasten.contract.errors import Failure
+from hasten.tuning.ledger import FILE, Ledger
+
+
+def counted(calls: list, value: float = 1.5):
+    def measure() -> dict:
+        calls.append(1)
+        return {"seconds": value}
+
+    return measure
+
+
+def test_nothing_is_measured_twice(tmp_path):
+    calls = []
+    for _ in range(2):
+        ledger = Ledger(tmp_path, {"task": "a"})
+        for _ in range(2):
+            assert ledger.trial("run", {"seed": 1}, counted(calls)) == {"seconds": 1.5}
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    "other", [("run", {"seed": 2}, {"task": "a"}), ("pace", {"seed": 1}, {"task": "a"}), ("run", {"seed": 1}, {"task": "b"})]
+)
+def test_another_seed_kind_or_task_is_another_trial(tmp_path, other):
+    calls, (kind, what, setting) = [], other
+    Ledger(tmp_path, {"task": "a"}).trial("run", {"seed": 1}, counted(calls))
+    Ledger(tmp_path, setting).trial(kind, what, counted(calls))
+    assert len(calls) == 2
+
+
+def test_a_line_cut_by_a_kill_costs_that_trial_alone(tmp_path):
+    calls = []
+    ledger = Ledger(tmp_path, {})
+    for seed in (1, 2):
+        ledger.trial("run", {"seed": seed}, counted(calls))
+    file = tmp_path / FILE
+    file.write_bytes(file.read_bytes()[:-20])
+    again = Ledger(tmp_path, {})
+    for seed in (1, 2):
+        again.trial("run", {"seed": seed}, counted(calls))
+    assert len(calls) == 3
+    whole = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+    assert {entry["what"]["seed"] for entry in whole if "outcome" in entry} == {1, 2}
+
+
+def test_a_folder_that_is_a_file_is_told_in_a_line(tmp_path):
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(Failure, match="cannot use"):
+        Ledger(tmp_path / "taken", {})

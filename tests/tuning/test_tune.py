@@ -1,0 +1,131 @@
+"""The tuner on a small real task: a gain found and proven, harm refused, a killed search taken up, budgets kept."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import hasten
+from hasten import Failure, Refusal
+
+TASK = """
+import torch
+from torch import nn
+from hasten import Task
+
+class Points(torch.utils.data.Dataset):
+    def __init__(self, count, seed):
+        generator = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(count, 12, generator=generator)
+        self.y = (self.x[:, :3].sum(1) + self.x[:, 3] * self.x[:, 4] > 0).long()
+
+    def __len__(self):
+        return len(self.y)
+
+    def __getitem__(self, index):
+        return (self.x[index] - 0.1) / 1.1, int(self.y[index])
+
+def points():
+    return Task(
+        model=lambda: nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 2)),
+        train_data=Points(800, 0), validation_data=Points(2000, 1), loss=nn.functional.cross_entropy,
+        optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=3e-3),
+        metric="accuracy", target=0.84, batch_size=16, epochs=8)
+"""
+
+HARM = """
+import torch
+from hasten import Method, Card, Exactness
+
+class Slow(Method):
+    card = Card(summary="divides the learning rate by 30", exactness=Exactness.{claim}, speeds={{"backward"}})
+
+    def optimizer(self, make, run):
+        def slowed(model):
+            optimizer = make(model)
+            for group in optimizer.param_groups:
+                group["lr"] /= 30
+            return optimizer
+        return slowed
+"""
+
+
+@pytest.fixture
+def task(tmp_path) -> str:
+    (tmp_path / "points.py").write_text(TASK)
+    return f"{tmp_path / 'points.py'}:points"
+
+
+def test_a_gain_is_found_and_proven(task, tmp_path):
+    told = hasten.tune(task, budget=60, consider=["batched_fetch", "gradient_clipping"], out=tmp_path / "out")
+    assert told["verdict"] == "faster", told["why"]
+    assert set(told["recipe"]) == {"batched_fetch"}
+    assert told["speedup"]["low"] > 1.01
+    assert told["quality"]["passed"]
+    assert told["quality"]["baseline"] == pytest.approx(told["quality"]["tuned"]), "an exact method changes nothing"
+    assert hasten.Recipe.load(tmp_path / "out" / "recipe.toml").methods == told["recipe"]
+    assert json.loads((tmp_path / "out" / "result.json").read_text())["why"] == told["why"]
+    again = hasten.tune(task, budget=60, consider=["batched_fetch", "gradient_clipping"], out=tmp_path / "out")
+    assert again["remembered_trials"] > 5
+    assert again["speedup"] == told["speedup"], "a finished search is not measured again"
+
+
+@pytest.mark.parametrize("claim", ["SAME_MATHS", "OTHER_MATHS"])
+def test_silent_harm_is_refused_with_a_reason(task, tmp_path, claim):
+    (tmp_path / "harm.py").write_text(HARM.format(claim=claim))
+    offered = f"{tmp_path / 'harm.py'}:Slow"
+    told = hasten.tune(task, budget=45, consider=["gradient_clipping"], extra=[offered], out=tmp_path / "out")
+    assert offered not in told["recipe"]
+    (fate,) = told["offered"]
+    assert not fate["accepted"]
+    assert fate["why"]
+
+
+def test_a_killed_search_goes_on_and_loses_no_finished_trial(task, tmp_path):
+    out = tmp_path / "out"
+    code = f"import hasten; hasten.tune({task!r}, budget=60, consider=['batched_fetch'], out={str(out)!r})"
+    search = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    trials, deadline = out / "trials.jsonl", time.monotonic() + 60
+    while (not trials.exists() or trials.read_text().count("\n") < 4) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    search.send_signal(signal.SIGKILL)
+    search.wait()
+    kept = trials.read_text().splitlines()
+    told = hasten.tune(task, budget=60, consider=["batched_fetch"], out=out)
+    assert told["remembered_trials"] >= 4
+    assert trials.read_text().splitlines()[: len(kept) - 1] == kept[:-1]
+
+
+def test_the_budget_is_kept_within_one_trial(task, tmp_path):
+    told = hasten.tune(task, budget=20, out=tmp_path / "out")
+    longest = max(json.loads(line)["outcome"]["trial_seconds"] for line in (tmp_path / "out" / "trials.jsonl").read_text().splitlines())
+    assert told["search_seconds"] <= 20 + longest + 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"consider": ["no_such"]}, "no method"),
+        ({"extra": ["./missing.py:Thing"]}, "no file"),
+        ({"consider": ["batch_size:factor=1"]}, "factor"),
+    ],
+)
+def test_wrong_requests(task, tmp_path, arguments, words):
+    with pytest.raises(Refusal, match=words):
+        hasten.tune(task, out=tmp_path / "out", **arguments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_validation_data_nobody_can_judge(tmp_path):
+    (tmp_path / "points.py").write_text(TASK.replace("validation_data=Points(2000, 1), ", ""))
+    with pytest.raises(Refusal, match="validation_data"):
+        hasten.tune(f"{tmp_path / 'points.py'}:points", out=tmp_path / "out")
+
+
+def test_a_target_that_is_never_reached_is_told(tmp_path):
+    (tmp_path / "points.py").write_text(TASK.replace("target=0.84", "target=0.9999"))
+    with pytest.raises(Failure, match=r"never held its target 0\.9999"):
+        hasten.tune(f"{tmp_path / 'points.py'}:points", budget=60, out=tmp_path / "out")
