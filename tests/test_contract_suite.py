@@ -82,6 +82,15 @@ class ForgetsItsState(Method):
             count.steps += 1
         return counted
 
+class KeepsToItself(Method):
+    card = card(Exactness.OTHER_MATHS)
+    def forward(self, forward, run):
+        calls = [0]
+        def slower_and_slower(batch):
+            calls[0] += torch.is_grad_enabled()
+            return forward(batch) / calls[0]
+        return slower_and_slower
+
 class ExportsAWrapper(Method):
     card = card(Exactness.OTHER_MATHS)
     def export(self, model, run):
@@ -101,6 +110,7 @@ BROKEN = {
     "DrawsNumbers": "leaves_no_trace: it draws random numbers of its own",
     "ChangesLabels": "is_as_exact_as_its_card_says: the card says 'same bits', but",
     "ForgetsItsState": "survives_a_checkpoint: what is kept as",
+    "KeepsToItself": "goes_on_where_it_stopped: a run that was taken up does not end as one that was left alone",
     "ExportsAWrapper": "exports_a_plain_module: it exports weights under other names",
     "IdleButBusy": "says_so_when_idle: it says that it has nothing to do",
 }

@@ -1,10 +1,16 @@
 """Every wrong request: exit code 2 (1 for a run that cannot go on), exactly one line on standard error, no traceback."""
 
-import pytest
+import json
 
+import pytest
+import torch
+
+import hasten
 from hasten.cli.main import main
 
 MINE = """
+import dataclasses, typing
+
 import torch
 from torch import nn
 from hasten import Task, Method, Card, Exactness
@@ -28,12 +34,44 @@ def no_parameters(): return good(model=lambda: nn.ReLU())
 def no_module(): return good(model=lambda: 3)
 def label_out_of_range(): return good(train_data=[(torch.zeros(2), 7)] * 4)
 def not_a_number(): return good(train_data=[(torch.full((2,), float("nan")), 0)] * 4)
+def infinite(): return good(train_data=[(torch.full((2,), float("inf")), 0)] * 4)
+def nan_validation(): return good(validation_data=[(torch.full((2,), float("nan")), 0)] * 4, metric="loss")
+def changing_shape(): return good(train_data=[(torch.zeros(2), 0), (torch.zeros(3), 0)] * 4)
+def raises_at_a_sample(): return good(train_data=Raising())
+def longer(): return good(epochs=3)
+
+class Raising(torch.utils.data.Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, index):
+        if index == 5: raise OSError("a file is gone")
+        return torch.zeros(2), 0
 
 class Bad:
     pass
 
 class NoCard(Method):
     pass
+
+class Fine(Method):
+    card = Card(summary="", exactness=Exactness.OTHER_MATHS)
+    @staticmethod
+    def batches(): pass
+    def loop(self, loop, run):
+        loop.epochs *= self.times
+        return loop
+    times: int = 2
+Fine = dataclasses.dataclass(frozen=True)(Fine)
+
+@dataclasses.dataclass(frozen=True)
+class NoDefault(Method):
+    card = Card(summary="", exactness=Exactness.OTHER_MATHS)
+    amount: int
+
+@dataclasses.dataclass(frozen=True)
+class OneOf(Method):
+    card = Card(summary="", exactness=Exactness.OTHER_MATHS)
+    rule: typing.Literal["linear", "root"] = "linear"
+    several: list = ()
 
 class Misspelt(Method):
     card = Card(summary="", exactness=Exactness.BIT_EXACT)
@@ -44,6 +82,7 @@ FILES = {
     "mine.py": MINE,
     "broken.py": "def task(:\n",
     "unimportable.py": "import nonesuch_package\n",
+    "stumbling_module.py": "1 / 0\n",
     "file": "",
     "broken.toml": "[methods.ema\n",
     "binary.toml": "\udcff\udcfe",
@@ -55,6 +94,8 @@ FILES = {
     "out_of_range.toml": "[methods.ema]\ndecay = 7.0\n",
     "not_installed.toml": "[methods.warp_drive]\n",
     "outside.toml": '[methods."./gone.py:Faster"]\n',
+    "with_code.toml": '[methods."mine.py:Fine"]\ntimes = 3\n',
+    "digits.toml": f"[methods.ema]\nstart = {'9' * 5000}\n",
     "deep.toml": "x = " + "[" * 20_000,
     "twice.toml": "[methods.ema]\n[methods.ema]\n",
     "dotted.toml": "[methods]\n__class__.__init__ = 1\n",
@@ -96,6 +137,10 @@ WRONG = [
     ("train mine.py:good --with mine.py:NoCard", "card"),
     ("train mine.py:good --with mine.py:Misspelt", "optimizer"),
     ("train mine.py:good --with mine.py:Gone", "no class"),
+    ("train mine.py:good --with mine.py:NoDefault", "amount"),
+    ("train mine.py:good --with mine.py:OneOf:rule=square", "linear, root"),
+    ("train mine.py:good --with mine.py:OneOf:several=3", "several"),
+    ("train mine.py:good --with stumbling_module:Faster", "ZeroDivisionError"),
     ("train mine.py:good --with gone.py:Faster", "no file"),
     ("train mine.py:good --recipe gone.toml", "gone.toml"),
     ("train mine.py:good --recipe broken.toml", "TOML"),
@@ -108,6 +153,10 @@ WRONG = [
     ("train mine.py:good --recipe out_of_range.toml", "decay"),
     ("train mine.py:good --recipe not_installed.toml", "warp_drive"),
     ("train mine.py:good --recipe outside.toml", "gone.py"),
+    ("train mine.py:good --recipe with_code.toml", "--with"),
+    ("compare mine.py:good --a baseline --b with_code.toml", "--with"),
+    ("eject mine.py:good --recipe with_code.toml --with mine.py:Bad", "--with"),
+    ("train mine.py:good --recipe digits.toml", "TOML"),
     ("train mine.py:good --recipe deep.toml", "TOML"),
     ("train mine.py:good --recipe twice.toml", "TOML"),
     ("train mine.py:good --recipe dotted.toml", "__class__"),
@@ -139,11 +188,17 @@ WRONG = [
     ("report file", "file"),
     ("eject mine.py:good --with bfloat61", "bfloat16"),
     ("eject digit", "digits"),
+    ("eject mine.py:unknown_metric", "accuracy"),
 ]  # fmt: skip
 
 CANNOT_GO_ON = [
     ("train mine.py:label_out_of_range", "label"),
     ("train mine.py:not_a_number", "nan"),
+    ("train mine.py:infinite", "infinity"),
+    ("train mine.py:nan_validation", "validation data holds NaN"),
+    ("train mine.py:changing_shape", "equal size"),
+    ("train mine.py:raises_at_a_sample", "a file is gone"),
+    ("train mine.py:raises_at_a_sample --with loader_workers:workers=1", "a file is gone"),
     ("eject mine.py:good --out nowhere/script.py", "nowhere"),
 ]
 
@@ -167,6 +222,55 @@ def test_wrong_request(words, says, here, monkeypatch, capfd):
 def test_run_that_cannot_go_on(words, says, here, monkeypatch, capfd):
     monkeypatch.chdir(here)
     assert_one_line(words, says, main([*words.split(), "--quiet"]), 1, capfd)
+
+
+@pytest.mark.parametrize("words", ["--recipe with_code.toml --with mine.py:Fine", "--recipe elsewhere/with_code.toml --with elsewhere/mine.py:Fine"])
+def test_code_that_a_recipe_and_the_command_line_both_name(words, here, monkeypatch, capfd):
+    """The recipe's ``mine.py`` lies beside it, wherever the program runs; its settings hold."""
+    monkeypatch.chdir(here)
+    (here / "elsewhere").mkdir(exist_ok=True)
+    for name in ("mine.py", "with_code.toml"):
+        (here / "elsewhere" / name).write_text(FILES[name])
+    assert main(["train", "mine.py:good", "--json", *words.split()]) == 0
+    assert json.loads(capfd.readouterr().out)["steps"] == 3 * 2
+
+
+class Hostile:
+    def __reduce__(self):
+        return open, ("executed", "w")
+
+
+@pytest.fixture
+def broken_off(here, tmp_path, monkeypatch):
+    """The checkpoints, oldest first, of a run of mine.py:longer that was broken off, and the words that take it up."""
+    monkeypatch.chdir(here)
+
+    def break_off(records):
+        if records[-1].get("step") == 4:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        hasten.train("mine.py:longer", out=tmp_path / "run", checkpoint_seconds=0, observers=[break_off], device="cpu")
+    words = ["train", "mine.py:longer", "--out", str(tmp_path / "run"), "--resume", "--device", "cpu", "--quiet"]
+    return sorted((tmp_path / "run" / "checkpoints").iterdir()), words
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_named(broken_off, capfd):
+    (_, newest), words = broken_off
+    newest.write_bytes(newest.read_bytes()[:100])
+    assert main(words) == 0
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1 and err.startswith(f"hasten: {newest.name} is passed over")
+
+
+def test_no_checkpoint_of_a_stranger_is_executed(broken_off, here, capfd):
+    checkpoints, words = broken_off
+    for path in checkpoints:
+        torch.save({"model": Hostile()}, path)
+    assert main(words) == 1
+    lines = capfd.readouterr().err.splitlines()
+    assert [line.startswith("hasten: step-") for line in lines] == [True, True, False] and "choose another --out" in lines[-1]
+    assert not (here / "executed").exists()
 
 
 def assert_one_line(words: str, says: str, code: int, expected: int, capfd) -> None:

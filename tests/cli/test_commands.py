@@ -66,7 +66,7 @@ def here(tmp_path):
 
 def test_json_is_one_object_whatever_the_task_prints(here):
     done = program("train", "noisy.py:task", "--json", "--with", "ema", "--out", "run", "--seed", "3", cwd=here)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr  # the target of 2 is beyond reach
     assert done.stdout.count("\n") == 1
     result = json.loads(done.stdout, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert result.keys() >= {"metric", "best_metric", "steps", "seconds", "seconds_to_target", "out"}
@@ -79,9 +79,19 @@ def test_json_is_one_object_whatever_the_task_prints(here):
 
 def test_an_answer_for_people_says_that_the_target_was_missed(here, monkeypatch, capfd):
     monkeypatch.chdir(here)
-    assert main(["--seed", "3", "train", "noisy.py:task"]) == 0
+    assert main(["--seed", "3", "train", "noisy.py:task"]) == 1
     out, err = capfd.readouterr()
-    assert "not reached" in out and "prints" not in out and "hasten:" not in err
+    (line,) = [line for line in err.splitlines() if line.startswith("hasten:")]
+    assert "not reached" in out and "prints" not in out
+    assert "the target 2 was not reached" in line and "the best was 0." in line
+
+
+def test_without_out_each_run_has_a_new_folder(here, monkeypatch, capfd):
+    monkeypatch.chdir(here)
+    for folder in ("train-noisy-py-task", "train-noisy-py-task-2", "train-noisy-py-task-3"):
+        main(["train", "noisy.py:task", "--json"])
+        assert json.loads(capfd.readouterr().out)["out"] == f"runs/{folder}"
+        assert (here / "runs" / folder / "model.safetensors").exists()
 
 
 def test_an_error_is_json_too(here):
@@ -145,14 +155,16 @@ def test_eject_writes_a_script(here, monkeypatch, capfd):
     assert capfd.readouterr().out == script and "class Ema" in script
 
 
-def test_interruption_stops_cleanly_and_says_how_to_go_on(here):
-    words = [sys.executable, "-m", "hasten", "train", "slow.py:task", "--out", "run"]
+@pytest.mark.parametrize(("options", "folder"), [(["--out", "run"], "run"), ([], "runs/train-slow-py-task")])
+def test_interruption_stops_cleanly_and_says_how_to_go_on(here, options, folder):
+    words = [sys.executable, "-m", "hasten", "train", "slow.py:task", *options]
     process = subprocess.Popen(words, cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: (here / "run" / "log.jsonl").exists() and (here / "run" / "log.jsonl").stat().st_size > 0)
+    log = here / folder / "log.jsonl"
+    wait_for(lambda: log.exists() and log.stat().st_size > 0)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     last = err.strip().splitlines()[-1]
-    assert process.returncode == 1 and last.startswith("hasten: stopped") and "--resume" in last
+    assert process.returncode == 1 and last.startswith("hasten: stopped") and f"--out {folder} --resume" in last
     assert "Traceback" not in err
 
 

@@ -66,6 +66,12 @@ def loader_with_workers():
     return task(DataLoader(Augmented(), batch_size=4, shuffle=True, num_workers=2))
 
 
+def loader_with_kept_workers():
+    """Workers that live as long as the loader; their own random numbers cannot be taken up, so the samples draw none."""
+    samples = [(torch.linspace(-1, 1, 6) * (index % 5 - 2), index % 3) for index in range(SAMPLES)]
+    return task(DataLoader(samples, batch_size=4, shuffle=True, num_workers=1, persistent_workers=True))
+
+
 def stream():
     return task(Stream())
 

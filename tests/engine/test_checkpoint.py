@@ -13,7 +13,9 @@ import torch
 
 import hasten
 from hasten import Failure, Refusal
+from hasten.contract.errors import Notice
 from hasten.engine.checkpoint import loaded
+from hasten.engine.folder import RunFolder
 
 
 @pytest.fixture
@@ -76,7 +78,7 @@ def test_the_newest_whole_checkpoint_is_used(damage, broken_off):
     mark = off.parent / "executed"
     _, newest = sorted((off / "checkpoints").iterdir())
     damage(newest, mark)
-    with pytest.warns(UserWarning, match=rf"{newest.name} is passed over"):
+    with pytest.warns(Notice, match=rf"{newest.name} is passed over"):
         hasten.train(engine_tasks.map_style(), out=off, resume=True, device="cpu")
     assert not mark.exists()
     assert _starts(off) == [0, 7]  # the newest was of step 8
@@ -90,12 +92,21 @@ def _starts(folder) -> list[int]:
     return [time["step"] for time in times if time["what"] == "start"]
 
 
-def test_without_any_whole_checkpoint_the_run_starts_again(broken_off):
-    off, whole = broken_off
+def test_without_any_whole_checkpoint_the_log_is_left_alone(broken_off):
+    off, _ = broken_off
     for path in (off / "checkpoints").iterdir():
         _garbage(path, None)
-    with pytest.warns(UserWarning, match="passed over"):
+    log = (off / "log.jsonl").read_bytes()
+    with pytest.warns(Notice, match="passed over"), pytest.raises(Failure, match=r"no checkpoint in .* can be used; choose another --out"):
         hasten.train(engine_tasks.map_style(), out=off, resume=True, device="cpu")
+    assert log and (off / "log.jsonl").read_bytes() == log
+
+
+def test_a_run_broken_off_before_its_first_checkpoint_starts_again(broken_off):
+    off, whole = broken_off
+    for path in (off / "checkpoints").iterdir():
+        path.unlink()
+    hasten.train(engine_tasks.map_style(), out=off, resume=True, device="cpu")
     assert (off / "log.jsonl").read_bytes() == (whole / "log.jsonl").read_bytes()
 
 
@@ -132,6 +143,16 @@ def test_full_disk_keeps_the_newest_whole_checkpoint(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-0000000003.pt", "step-0000000004.pt"]
     assert hasten.train(engine_tasks.map_style(), out=out, resume=True, device="cpu")["steps"] == 12
+
+
+def test_a_log_that_cannot_reach_the_disk_is_told_in_one_line(tmp_path):
+    folder = RunFolder(tmp_path / "r", {}, "", resume=False)
+    folder.begin({})
+    folder._log.close()
+    folder._log = open(tmp_path / "r" / "log.jsonl", "rb")  # a file that may not be written stands in for the disk  # noqa: SIM115
+    with pytest.raises(Failure, match=r"cannot write .*log.jsonl: .*--resume"):
+        folder.cut_log(0)
+    folder.close()
 
 
 def test_a_file_in_place_of_the_folder(tmp_path):

@@ -106,6 +106,31 @@ def own_loss():
     return usual(model=OwnLoss, loss=None, train_data=loader, validation_data=loader, batch_size=None)
 
 
+def drawn():
+    """Its data are drawn where the task is made."""
+    return usual(train_data=[(torch.randn(6), int(torch.randint(3, ()))) for _ in range(LENGTH)])
+
+
+def of_unknown_metric():
+    return usual(metric="acuracy", higher_is_better=True)
+
+
+def of_a_missing_file():
+    return usual(train_data=lambda: open("no such file"))
+
+
+def without_batch_size():
+    return usual(batch_size=None)
+
+
+def on_a_plateau():
+    def plateau(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+    return usual(optimizer=plateau)
+
+
 def without_validation():
     return usual(validation_data=None, metric="loss")
 
@@ -125,6 +150,22 @@ class Shrunk(Method):
                 parameter.grad.mul_(size(None))
 
         return shrunk
+
+
+class Halving(Method):
+    def halve(self, loop):
+        loop.microbatches, loop.evaluate_every = 2, 16
+        loop.stop = lambda evaluations: len(evaluations) == 4
+        return loop
+
+
+class InHalves(Halving):
+    """What it does to the loop stands in its base class."""
+
+    card = Card(summary="each batch in two pieces, until the fourth look", exactness=Exactness.OTHER_MATHS)
+
+    def loop(self, loop, run):
+        return self.halve(loop)
 
 
 class EveryOther(Method):
@@ -152,7 +193,8 @@ CASES = [
     ("often_evaluated", []),
     ("often_evaluated", ["early_stopping:hold=2"]),
     ("plain", ["early_stopping:patience=1,min_delta=0.5"]),
-    ("plain", ["ema:decay=0.9", "gradient_clipping", "znorm"]),
+    ("plain", ["ema:decay=0.9", "gradient_clipping"]),
+    ("plain", ["ema:decay=0.9", "znorm"]),
     ("plain", ["gradient_accumulation:pieces=3"]),
     ("plain", ["threads:count=1", "allocator", "fused_optimizer"]),
     ("fixed", ["batched_fetch"]),
@@ -161,6 +203,8 @@ CASES = [
     ("plain", ["compressed_schedule:factor=0.5", "batch_size:factor=2", "ema"]),
     ("plain", ["FILE:Shrunk", "ema"]),
     ("plain", ["FILE:EveryOther"]),
+    ("often_evaluated", ["FILE:InHalves"]),
+    ("drawn", []),
 ]
 
 
@@ -222,6 +266,20 @@ def test_what_has_no_source_is_refused():
 def test_two_methods_in_conflict_are_refused(file):
     with pytest.raises(hasten.Refusal):
         hasten.eject(f"{file}:plain", "nonesuch")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [
+        ("of_unknown_metric", hasten.Refusal, "did you mean accuracy"),
+        ("of_a_missing_file", hasten.Failure, "building the run failed: FileNotFoundError.*no such file"),
+        ("without_batch_size", hasten.Refusal, r"Task\(batch_size=\) is missing"),
+        ("on_a_plateau", hasten.Refusal, "choose one that counts steps"),
+    ],
+)
+def test_what_cannot_train_is_not_written(name, kind, words, file):
+    with pytest.raises(kind, match=words):
+        hasten.eject(f"{file}:{name}")
 
 
 def imported_by(script: str) -> set[str]:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from hasten import Refusal, Task
+from hasten import Failure, Refusal, Task
 from hasten.engine.metrics import higher_is_better, metric_of
 
 
@@ -75,6 +75,21 @@ def test_directions():
 def test_a_metric_that_is_no_number_is_refused(value):
     with pytest.raises(Refusal, match="must give one number"):
         measured(lambda output, target: value, [(SCORES, RIGHT, 0.5)])
+
+
+@pytest.mark.parametrize(
+    ("metric", "output", "target", "kind", "words"),
+    [
+        ("accuracy", SCORES, RIGHT[:, None], Failure, r"shape \(3, 2\) cannot be compared with targets of shape \(3, 1\)"),
+        ("accuracy", torch.zeros(3, 4, 2), RIGHT, Failure, r"shape \(3, 4\) .* shape \(3,\)"),
+        ("mse", torch.zeros(3, 2), torch.zeros(3), Failure, r"shape \(3, 2\) .* shape \(3,\)"),
+        ("accuracy", SCORES, None, Refusal, "the metric accuracy needs a target"),
+        ("accuracy", {"scores": SCORES}, RIGHT, Refusal, "holds scores but no logits"),
+    ],
+)
+def test_what_cannot_be_compared_is_told(metric, output, target, kind, words):
+    with pytest.raises(kind, match=words):
+        metric_of(task(metric)).update(output, target, torch.tensor(0.5), 3)
 
 
 def test_an_unknown_name_offers_the_nearest():

@@ -36,9 +36,9 @@ def test_two_that_replace_one_hook():
 
 
 def test_needs_against_breaks_either_way_round():
-    needy, breaker = method("needy", needs={"whole batch"}), method("breaker", breaks={"whole batch"})
+    needy, breaker = method("needy", needs={"gradient size"}), method("breaker", breaks={"gradient size"})
     for pair in ([needy, breaker], [breaker, needy]):
-        with pytest.raises(Refusal, match="needy needs whole batch, which breaker takes away"):
+        with pytest.raises(Refusal, match="needy needs gradient size, which breaker takes away"):
             refuse_conflicts(pair)
 
 
@@ -79,12 +79,18 @@ def test_a_hook_is_asked_once_and_never_again():
     assert asked == ["forward"]
 
 
+def on_a_plateau(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"model": lambda: "no module"}, "must return an nn.Module; it returned a str"),
         ({"model": torch.nn.ReLU}, "no parameters to train"),
         ({"optimizer": lambda model: None}, "must return a torch optimizer"),
+        ({"optimizer": on_a_plateau}, "ReduceLROnPlateau waits for a metric"),
         ({"train_data": []}, r"Task\(train_data=\) is empty"),
         ({"train_data": "folder"}, "must be a dataset"),
         ({"batch_size": None}, r"Task\(batch_size=\) is missing"),

@@ -1,6 +1,7 @@
 """A run that is taken up again, from every one of its steps, ends with the same bits."""
 
 import shutil
+import warnings
 from pathlib import Path
 
 import engine_tasks
@@ -8,6 +9,7 @@ import pytest
 
 import hasten
 from hasten import Refusal
+from hasten.contract.errors import Notice
 
 METHODS = f"{engine_tasks.__file__}:Averaging + {engine_tasks.__file__}:Mixing"
 ENDS = ("model.safetensors", "log.jsonl")
@@ -38,6 +40,7 @@ def same_ends(one: Path, other: Path) -> bool:
         (engine_tasks.ready_loader, METHODS),
         (engine_tasks.loader_with_its_own_generator, None),
         (engine_tasks.loader_with_workers, METHODS),
+        (engine_tasks.loader_with_kept_workers, METHODS),
         (engine_tasks.stream, METHODS),
         (engine_tasks.evaluated_often, METHODS),
         (engine_tasks.map_style, "ema"),
@@ -54,6 +57,18 @@ def test_every_step_can_be_taken_up(make, recipe, tmp_path):
         result = hasten.train(make(), recipe, out=copy, resume=True, device="cpu")
         assert result["steps"] == 12
         assert same_ends(copy, tmp_path / "whole"), copy.name
+
+
+def test_an_edited_task_is_noticed(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("from engine_tasks import map_style as task\n")
+    hasten.train(f"{file}:task", out=tmp_path / "r", device="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Notice)
+        hasten.train(f"{file}:task", out=tmp_path / "r", resume=True, device="cpu")
+    file.write_text("# the learning rate is another\nfrom engine_tasks import map_style as task\n")
+    with pytest.warns(Notice, match=r"mine.py:task has been edited"):
+        hasten.train(f"{file}:task", out=tmp_path / "r", resume=True, device="cpu")
 
 
 def test_finished_run_gives_its_result_again(tmp_path):

@@ -3,7 +3,7 @@
 import engine_tasks
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from hasten import Failure
 from hasten.contract.batch import tensors
@@ -90,6 +90,28 @@ class Raising(torch.utils.data.Dataset):
         return x[index], y[index]
 
 
-def test_a_raising_sample_is_named():
-    with pytest.raises(Failure, match="sample 5: OSError: cannot read image"):
-        list(batches(Raising()).epoch(0, 0))
+class RaisingTogether(Raising):
+    """Reads a batch at once, as Subset and Hugging Face datasets do."""
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class RaisingOnlyTogether(TensorDataset):
+    def __getitems__(self, indices):
+        raise OSError("too many at once")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (Raising(), "sample 5: OSError: cannot read image"),
+        (Subset(Raising(), range(11)), "sample 5: OSError: cannot read image"),
+        (RaisingTogether(), "sample 5: OSError: cannot read image"),
+        (RaisingOnlyTogether(x, y), "batch 1 of the pass: OSError: too many at once"),
+        (DataLoader(Raising(), batch_size=4, shuffle=True), "sample 5: OSError: cannot read image"),
+    ],
+)
+def test_a_raising_sample_is_named(data, words):
+    with pytest.raises(Failure, match=words):
+        list(batches(data).epoch(0, 0))

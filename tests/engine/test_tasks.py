@@ -37,6 +37,18 @@ wide = 7
 """
 
 
+DRAWN = """
+import torch
+from mine import small
+import dataclasses
+
+x = torch.randn(4).tolist()
+
+def task():
+    return dataclasses.replace(small(), train_data=[*x, *torch.randn(4).tolist()])
+"""
+
+
 @pytest.fixture
 def mine(tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
@@ -111,6 +123,17 @@ def test_a_workload_a_file_a_function_and_a_task_all_load_and_have_names(mine):
         return task_with([(torch.zeros(1), torch.zeros(1))])
 
     assert (load_task(made_here).name, str(TaskRef.of(made_here))) == ("made_here", "made_here")
+
+
+def test_data_drawn_by_the_file_or_the_function_are_always_the_same(mine):
+    (mine / "drawn.py").write_text(DRAWN)
+    before = torch.get_rng_state()
+    first, again = (load_task(f"{mine}/drawn.py:task").train_data for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(3)
+    del sys.modules[next(name for name in sys.modules if "_drawn_" in name)]  # as in another process
+    elsewhere = load_task(f"{mine}/drawn.py:task").train_data
+    assert first == again == elsewhere
 
 
 def test_a_reference_to_a_file_holds_wherever_the_other_process_stands(mine, monkeypatch):

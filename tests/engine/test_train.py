@@ -154,6 +154,43 @@ def test_raising_dataset_in_a_worker_names_the_index():
         train(engine_tasks.task(Bad("raises"), validation_data=TensorDataset(x, y)), "loader_workers:workers=1")
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"validation_data": Bad("nan"), "metric": "loss"}, "the metric is nan after step 6: batch 3 of the validation data holds NaN"),
+        (
+            {"metric": lambda output, target: math.nan, "higher_is_better": True},
+            "the metric is nan after step 6: the validation data are finite",
+        ),
+    ],
+)
+def test_a_metric_that_is_not_a_number_ends_the_run(changes, words):
+    with pytest.raises(Failure, match=words):
+        train(engine_tasks.task(TensorDataset(x, y), **({"validation_data": TensorDataset(x, y)} | changes)))
+
+
+def test_an_infinite_metric_may_pass():
+    task = engine_tasks.task(TensorDataset(x, y), metric=lambda output, target: math.inf, higher_is_better=False)
+    assert train(task)["metric"] is None
+
+
+def test_frozen_weights_may_be_infinite(tmp_path):
+    class Masked(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(6, 3)
+            self.mask = torch.nn.Parameter(torch.full((3,), -math.inf), requires_grad=False)
+
+    task = Task(**{**vars(engine_tasks.map_style()), "model": Masked})
+    assert train(task, out=tmp_path / "r", checkpoint_seconds=0)["steps"] == 12
+    assert len(list((tmp_path / "r" / "checkpoints").iterdir())) == 2
+
+
+@pytest.mark.parametrize("target", [math.nan, math.inf, True, "0.9"])
+def test_a_target_that_is_no_finite_number_is_refused(target):
+    with pytest.raises(Refusal, match=r"Task\(target=\) must be a finite number"):
+        engine_tasks.task(TensorDataset(x, y), target=target)
+
+
 def test_diverging_training_is_not_blamed_on_the_data(tmp_path):
     task = engine_tasks.task(TensorDataset(x, y))
     wild = Task(
@@ -194,7 +231,7 @@ def test_asked_to_stop_it_saves_and_says_how_to_go_on(number, tmp_path):
             os.kill(os.getpid(), number)
 
     before = signal.getsignal(number)
-    with pytest.raises(Failure, match=r"stopped at step 5\d of 72; go on with --resume"):
+    with pytest.raises(Failure, match=r"stopped at step 5\d of 72; go on with --out \S+ --resume"):
         train(engine_tasks.longer(), out=tmp_path / "r", observers=[ask])
     assert signal.getsignal(number) == before
     assert train(engine_tasks.longer(), out=tmp_path / "r", resume=True)["steps"] == 72

@@ -80,6 +80,9 @@ def test_what_one_leaves_behind_the_next_does_not_find():
 def test_a_frozen_worker_does_nothing_until_it_is_called():
     with worker() as one:
         one.freeze()
+        deadline = time.monotonic() + 5
+        while psutil.Process(one.pid).status() != psutil.STATUS_STOPPED and time.monotonic() < deadline:
+            time.sleep(0.001)
         assert psutil.Process(one.pid).status() == psutil.STATUS_STOPPED
         assert one.call("add", number=2) == 2
 

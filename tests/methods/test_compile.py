@@ -31,7 +31,7 @@ def test_an_average_of_the_weights_can_be_copied_from_it(perceptron, trained):
 
 
 def test_an_unknown_mode_is_refused():
-    with pytest.raises(Refusal, match="compile: mode must be one of default, reduce-overhead"):
+    with pytest.raises(Refusal, match="compile: mode must be one of default, max-autotune-no-cudagraphs"):
         make_method("compile", {"mode": "fastest"})
 
 

@@ -110,13 +110,20 @@ def test_together_with_batch_size(perceptron):
     assert rates == pytest.approx(climb + [0.8 * (6 - step) / 4 for step in range(2, 7)])
 
 
-def test_a_stream_without_length_cannot_end_in_time(perceptron):
+@pytest.mark.parametrize("steps", [1, 2, 6])
+def test_a_warm_up_of_nearly_all_the_steps_leaves_one_to_fall(perceptron, steps):
+    rates = rates_of(perceptron(optimizer=constant, batch_size=96 // steps, epochs=2), "compressed_schedule:factor=0.5,warmup=0.99")
+    assert len(rates) == steps + 1 and rates[-2] == pytest.approx(0.1) and rates[-1] == 0
+
+
+@pytest.mark.parametrize("decay", ["linear", "none"])
+def test_a_stream_without_length_cannot_end_in_time(perceptron, decay):
     class Stream(IterableDataset):
         def __iter__(self):
             return iter([(torch.randn(12), 0)] * 32)
 
-    with pytest.raises(Refusal, match="decay=none"):
-        build(perceptron(train_data=Stream()), make_methods(Recipe.read("compressed_schedule")))
+    with pytest.raises(Refusal, match="no length"):
+        build(perceptron(train_data=Stream()), make_methods(Recipe.read(f"compressed_schedule:decay={decay}")))
 
 
 @pytest.mark.parametrize("settings", ["factor=1.0", "factor=0.0", "decay=square", "peak=0.0", "warmup=1.0"])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hasten.contract.recipe import Recipe
 from hasten.engine.find import make_methods
 from hasten.engine.loop import steps
 from hasten.engine.plan import build
@@ -28,10 +29,18 @@ def test_it_trains_as_without_it(name, more, request):
         torch.testing.assert_close(graph[key], usual[key], rtol=1e-3, atol=1e-4)
 
 
-def _weights(task, recipe):
-    from hasten.contract.recipe import Recipe
+@needs_gpu
+def test_a_run_that_begins_with_the_short_batch_records_the_whole_ones(perceptron):
+    """96 samples in batches of 20: taken up at the fifth, which has 16."""
+    task = perceptron(batch_size=20)
+    usual, graph = (_weights(task, recipe, first=4) for recipe in ("baseline", "cuda_graph"))
+    for key in usual:
+        torch.testing.assert_close(graph[key], usual[key], rtol=1e-3, atol=1e-4)
 
+
+def _weights(task, recipe, first: int = 0):
     program = build(task, make_methods(Recipe.read(recipe)), device="cuda")
+    program.run.clock.batch = first
     with program.process():
         for _ in steps(program):
             pass

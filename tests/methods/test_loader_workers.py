@@ -65,6 +65,11 @@ def test_a_stream_has_nothing_to_read_by_index(perceptron, trained):
     assert [name for name, _ in trained(task, with_workers(2)).run.idle] == ["loader_workers"]
 
 
+def test_validation_data_that_are_a_stream_leave_the_training_data_to_it(perceptron, trained):
+    stream = DataLoader(_Stream([(torch.randn(12), torch.tensor(0))] * 8), batch_size=8)
+    assert trained(perceptron(validation_data=stream), with_workers(1)).run.idle == []
+
+
 def test_what_is_so_already(perceptron, trained):
     assert "already" in trained(perceptron(), with_workers(0)).run.idle[0][1]
 
@@ -77,7 +82,7 @@ class _Stream(torch.utils.data.IterableDataset):
         return iter(self.samples)
 
 
-@pytest.mark.parametrize("settings", ["workers=-1", "prefetch=0"])
+@pytest.mark.parametrize("settings", ["workers=-1", "workers=65", "prefetch=0"])
 def test_bad_settings(settings):
     with pytest.raises(ValueError, match=settings.partition("=")[0]):
         make_methods(Recipe.read(f"loader_workers:{settings}"))

@@ -62,6 +62,12 @@ def test_vectors_only_leave_nothing_to_do(perceptron, trained):
     assert trained(perceptron(model=Vectors), "znorm:skip_1d=false").run.idle == []
 
 
+def test_embeddings_are_left_alone(transformer):
+    before, after = gradients_of(transformer(), "znorm:skip_1d=false")
+    same = {name for name in before if numpy.array_equal(before[name], after[name])}
+    assert same == {"embedding.weight"}
+
+
 @pytest.mark.parametrize("settings", ["granularity=column", "eps=0.0"])
 def test_bad_settings(settings):
     with pytest.raises(ValueError, match=settings.partition("=")[0]):

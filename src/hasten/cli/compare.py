@@ -11,15 +11,22 @@ def arguments(parser) -> None:
     parser.add_argument("--a", required=True, metavar="R", help='a recipe file, "baseline", or methods as after --with')
     parser.add_argument("--b", required=True, metavar="R", help="the other one; the ratio is the time of a over the time of b")
     parser.add_argument(
+        "--with", dest="extra", metavar="./file.py:Class", action="append", default=[],
+        help="a method from outside that a recipe file may name; may be given several times",
+    )  # fmt: skip
+    parser.add_argument(
         "--budget", type=values.seconds, default=60.0, metavar="TIME", help="time to spend, such as 90s or 10m; 60s unless said"
     )
 
 
 def run(options, watch) -> Answer:
     """Exit code 0 where b is faster; 1 for every other verdict, so that a script can ask ``compare && use b``."""
+    from hasten.contract.recipe import Recipe
     from hasten.measure.compare import compare
 
-    result = compare(options.task, options.a, options.b, budget=options.budget, device=options.device, seed=options.seed, watch=watch)
+    extra = Recipe.parse(options.extra)
+    a, b = (values.named_recipe(what, extra) for what in (options.a, options.b))
+    result = compare(options.task, a, b, budget=options.budget, device=options.device, seed=options.seed, watch=watch)
 
     def page():
         from hasten.reporting.terminal import compare_answer

@@ -16,7 +16,7 @@ from hasten import __version__
 from hasten.cli import compare, diagnose, eject, methods, report, train, tune, values
 from hasten.cli.answer import Answer, show, stdout_kept_for_the_answer, strict_json
 from hasten.cli.progress import watching
-from hasten.contract.errors import Failure, Refusal, nearest, one_line
+from hasten.contract.errors import Failure, Notice, Refusal, nearest, one_line
 
 VERBS = {
     "methods": methods,
@@ -35,6 +35,7 @@ def main(words: list[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     as_json = "--json" in words
     _quieten_libraries()
+    _show_notices()
     try:
         answer = _answer(words)
         if answer is None:
@@ -43,7 +44,7 @@ def main(words: list[str] | None = None) -> int:
         return answer.code
     except (Exception, KeyboardInterrupt) as error:
         code, line = _verdict(error)
-        print(f"hasten: {line}", file=sys.stderr, flush=True)
+        _say(line)
         if as_json:
             print(strict_json({"error": line}))
         return code
@@ -77,9 +78,9 @@ def _verdict(error: BaseException) -> tuple[int, str]:
 
         traceback.print_exception(error)
     if isinstance(error, Refusal):
-        return 2, " ".join(str(error).split())
+        return 2, str(error)
     if isinstance(error, Failure):
-        return 1, " ".join(str(error).split())
+        return 1, str(error)
     if isinstance(error, KeyboardInterrupt):
         return 1, "stopped"
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("hasten"):
@@ -153,3 +154,19 @@ def _quieten_libraries() -> None:
         warnings.simplefilter("ignore")
         os.environ.setdefault("PYTHONWARNINGS", "ignore")
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def _show_notices() -> None:
+    """What we warn about ourselves is for the user: one line, whatever is done with other warnings."""
+    warnings.simplefilter("always", Notice)
+    shown = warnings.showwarning
+
+    def show_warning(message, category, *where, **more) -> None:
+        _say(str(message)) if issubclass(category, Notice) else shown(message, category, *where, **more)
+
+    warnings.showwarning = show_warning
+
+
+def _say(text: str) -> None:
+    """The program's own words: one line on standard error."""
+    print(f"hasten: {' '.join(text.split())}", file=sys.stderr, flush=True)

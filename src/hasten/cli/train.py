@@ -1,10 +1,14 @@
 """Trains a task, with a recipe if one is given, and leaves a folder with everything about the run."""
 
+import re
 import shlex
+import warnings
+from itertools import chain, count
+from pathlib import Path
 
 from hasten.cli import values
 from hasten.cli.answer import Answer
-from hasten.contract.errors import Failure, Refusal
+from hasten.contract.errors import Failure, Notice, Refusal
 
 HELP = "train a task, with a recipe if one is given"
 
@@ -12,16 +16,18 @@ HELP = "train a task, with a recipe if one is given"
 def arguments(parser) -> None:
     parser.add_argument("task", metavar="TASK")
     values.add_recipe(parser)
-    parser.add_argument("--out", type=values.folder, metavar="DIR", help="the run's folder")
+    parser.add_argument("--out", type=values.folder, metavar="DIR", help="the run's folder; a new one, runs/train-TASK, unless said")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out where it stopped")
 
 
 def run(options, watch) -> Answer:
+    """Exit code 1 where the task has a target that the training did not reach."""
     from hasten.engine.train import train
 
     if options.resume and not options.out:
         raise Refusal("--resume goes on with the run in --out DIR; say which folder that is")
     recipe = values.recipe(options)
+    options.out = options.out or _new_folder(options.task)
     try:
         result = train(options.task, recipe, out=options.out, resume=options.resume, device=options.device, seed=options.seed, watch=watch)
     except KeyboardInterrupt:
@@ -32,12 +38,22 @@ def run(options, watch) -> Answer:
 
         return train_answer(result)
 
-    return Answer(result, page)
+    missed = result["target"] is not None and not result["reached"]
+    if missed:
+        best = "nothing was measured" if result["best_metric"] is None else f"the best was {result['best_metric']:.4g}"
+        warnings.warn(f"the target {result['target']:g} was not reached and held, {best}; train for longer or lower it", Notice, stacklevel=2)
+    return Answer(result, page, code=1 if missed else 0)
+
+
+def _new_folder(task: str) -> str:
+    """``runs/train-TASK``, or the first of ``runs/train-TASK-2``, ... that is not there yet: no run is written over."""
+    from hasten.engine.tasks import TaskRef
+
+    first = "runs/train-" + re.sub(r"[^\w-]", "-", str(TaskRef.of(task)))
+    return next(name for name in chain([first], (f"{first}-{number}" for number in count(2))) if not Path(name).exists())
 
 
 def _how_to_go_on(options) -> str:
-    if not options.out:
-        return "stopped; nothing was kept, because no --out DIR was given"
     words = ["hasten", "train", options.task]
     words += ["--recipe", options.recipe] if options.recipe else []
     words += [word for method in options.methods for word in ("--with", method)]

@@ -8,6 +8,8 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hasten.contract.errors import Refusal
+
 if TYPE_CHECKING:
     from hasten.contract.recipe import Recipe
 
@@ -73,7 +75,33 @@ def add_recipe(parser: ArgumentParser) -> None:
 
 
 def recipe(options: Namespace) -> Recipe:
-    """What ``--recipe`` and ``--with`` say together; where both name a method, ``--with`` has the last word."""
+    """What ``--recipe`` and ``--with`` say together; where both give a setting, ``--with`` has the last word."""
     from hasten.contract.recipe import Recipe  # TOML is not needed to show the help
 
-    return Recipe.read(options.recipe) | Recipe.parse(options.methods)
+    given = Recipe.parse(options.methods)
+    written = named_recipe(options.recipe, given)
+    return written | Recipe({name: written.methods.get(name, {}) | settings for name, settings in given.methods.items()})
+
+
+def named_recipe(what: str | None, given: Recipe) -> Recipe:
+    """A recipe as options name one. A file brings no code of its own: a method from outside has to be in ``given``, too.
+
+    Raises:
+        Refusal: the file names code that the command line does not.
+    """
+    from hasten.contract.recipe import Recipe
+
+    if not (what or "").endswith(".toml"):
+        return Recipe.read(what)
+    written, known = Recipe.load(what), {_place(name, Path()): name for name in given.methods}
+    named = {name: name if name in given.methods else known.get(_place(name, Path(what).parent)) for name in written.methods}
+    for name in written.methods:
+        if ":" in name and named[name] is None:
+            raise Refusal(f"{what} names code from outside, {name}; if you trust it, name it after --with, too")
+    return Recipe({named[name] or name: settings for name, settings in written.methods.items()})
+
+
+def _place(name: str, folder: Path) -> str:
+    """``./mine.py:Faster``, as seen from a folder, in the one form that it has from everywhere."""
+    where, colon, cls = name.rpartition(":")
+    return f"{(folder / where).resolve()}:{cls}" if where.endswith(".py") else name

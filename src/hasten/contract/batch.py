@@ -57,6 +57,7 @@ def size(batch) -> int:
 def pieces(batch, count: int) -> list:
     """The batch cut along its first dimension into at most ``count`` pieces (views) of nearly equal size."""
     total = size(batch)
+    count = max(1, min(count, total))
     edges = [total * i // count for i in range(count + 1)]
 
     def cut(low: int, high: int):

@@ -56,11 +56,9 @@ FACTS = {
 }
 
 TRAITS = {
-    "captured step": "the step's kernels are recorded once and replayed",
-    "python between kernels": "Python code has to run inside the step",
-    "whole batch": "forward sees all samples of a step at once",
-    "steady shapes": "every batch has the same shape",
-    "visible loss scale": "gradients carry a loss scale until they are unscaled",
+    "python between kernels": "Python code runs inside every step",
+    "gradient size": "how large the gradients are says something",
+    "one precision": "one lower precision is chosen for the whole forward pass",
 }
 
 

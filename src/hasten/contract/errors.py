@@ -15,6 +15,10 @@ class Failure(RuntimeError):
     """A run that began and could not go on (a NaN, a dataset that raises, a full disk). Exit code 1."""
 
 
+class Notice(UserWarning):
+    """Something that the user ought to know although the run goes on; the command line shows it as one line."""
+
+
 def one_line(error: BaseException, limit: int = 300) -> str:
     """``Type: message`` of somebody else's error, on one line, shortened."""
     text = " ".join(str(error).split())

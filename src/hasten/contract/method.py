@@ -55,6 +55,7 @@ class Loop:
     batch_size: int  # samples an optimizer step sees
     epochs: float  # passes over the training data
     steps: int | None = None  # optimizer steps in all; None where the data's length is unknown
+    samples: int | None = None  # that a pass has, where it is known
     microbatches: int = 1  # pieces that a batch is cut into, each with its own forward and backward
     evaluate_every: int | None = None  # samples between evaluations; None: once a pass
     stop: Callable[[list[Evaluation]], bool] | None = None  # asked after every evaluation

@@ -21,6 +21,7 @@ from pathlib import Path
 from hasten.contract.errors import Refusal
 
 _WITH = re.compile(r"^(?P<name>(?:.+\.py:\w+)|(?:[\w.]+:[A-Z]\w*)|[\w-]+)(?::(?P<settings>.*))?$", re.DOTALL)
+_JOINT, _JOINT_OF_FILES = r"\s\+\s|\+(?=[a-z])", r"\s\+\s"
 LARGEST_FILE = 1 << 20  # bytes; a recipe is a page, not a library
 
 
@@ -56,7 +57,7 @@ class Recipe:
     def from_toml(text: str, where: str = "the recipe") -> Recipe:
         try:
             content = tomllib.loads(text)
-        except (tomllib.TOMLDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # also an integer of thousands of digits
             raise Refusal(f"{where} is not valid TOML: {error or 'nested too deeply'}") from None
         methods = content.get("methods", {})
         if strangers := content.keys() - {"methods"}:
@@ -84,11 +85,14 @@ class Recipe:
 
     @staticmethod
     def parse(texts: str | Iterable[str]) -> Recipe:
-        """A recipe from ``--with`` texts: ``METHOD[:key=value,...]``, several joined by ``+``."""
+        """A recipe from ``--with`` texts: ``METHOD[:key=value,...]``, several joined by ``+``.
+
+        A ``+`` without spaces around it may be part of a file's path, so beside ``./file.py:Class`` it does not join.
+        """
         if isinstance(texts, str):
             texts = [texts]
         recipe = Recipe()
-        for text in (part.strip() for whole in texts for part in re.split(r"\s\+\s|\+(?=[a-z./])", whole)):
+        for text in (part.strip() for whole in texts for part in re.split(_JOINT_OF_FILES if ".py:" in whole else _JOINT, whole)):
             match = _WITH.match(text)
             if not match:
                 raise Refusal(f"cannot read {text!r}; write METHOD, METHOD:key=value,key=value or ./file.py:Class")
@@ -99,13 +103,20 @@ class Recipe:
 
     @staticmethod
     def read(what: Recipe | str | Path | Iterable[str] | None) -> Recipe:
-        """A recipe from anything that names one: a Recipe, "baseline", a ``.toml`` file, or ``--with`` text."""
+        """A recipe from anything that names one: a Recipe, "baseline", a ``.toml`` file, or ``--with`` text.
+
+        Raises:
+            Refusal: it cannot be read, or is a file that names code of its own: nobody runs that by the way.
+        """
         if what is None or what == "baseline" or what == "":
             return Recipe()
         if isinstance(what, Recipe):
             return what
         if isinstance(what, Path) or (isinstance(what, str) and what.endswith(".toml")):
-            return Recipe.load(what)
+            recipe = Recipe.load(what)
+            if outside := [name for name in recipe.methods if ":" in name]:
+                raise Refusal(f"{what} names code from outside, {outside[0]}; if you trust it, give Recipe.load of the file instead")
+            return recipe
         return Recipe.parse(what)
 
 

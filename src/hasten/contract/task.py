@@ -20,7 +20,8 @@ class Task:
             workers), or a function that returns one. A map-style dataset is shuffled anew every epoch.
         validation_data: the same, for the metric; never shuffled.
         loss: ``(output, target) -> scalar``, or None for a model that returns its own loss (dict batches).
-        optimizer: ``(model) -> optimizer``, or ``(model, steps) -> (optimizer, schedule)``.
+        optimizer: ``(model) -> optimizer``, or ``(model, steps) -> (optimizer, schedule)``. A schedule steps once after
+            every optimizer step, not once an epoch: count in steps.
         metric: a known name (``accuracy``, ``loss``, ``perplexity``, ...), a torchmetrics metric, or
             ``(output, target) -> number``, averaged over the samples.
         higher_is_better: the metric's direction, where its name or the metric itself does not tell.
@@ -55,8 +56,8 @@ class Task:
         _positive("batch_size", self.batch_size, int, optional=True)
         _positive("epochs", self.epochs, (int, float))
         _positive("evaluate_every", self.evaluate_every, int, optional=True)
-        if self.target is not None and (isinstance(self.target, bool) or not isinstance(self.target, (int, float))):
-            raise Refusal(f"Task(target=) must be a number or None, not {_kind(self.target)}")
+        if self.target is not None and not _is_finite_number(self.target):
+            raise Refusal(f"Task(target=) must be a finite number or None, not {self.target!r:.80}")
 
     def named(self, name: str) -> Task:
         """The same task under a name, unless it has one."""
@@ -92,8 +93,12 @@ def scale_learning_rates(optimizer, schedule, factor: float) -> None:
 def _positive(field: str, value, kind, optional: bool = False) -> None:
     if optional and value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < float("inf"):
+    if not _is_finite_number(value) or not isinstance(value, kind) or value <= 0:
         raise Refusal(f"Task({field}=) must be a positive number, not {value!r}")
+
+
+def _is_finite_number(value) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < float("inf")
 
 
 def _kind(value) -> str:

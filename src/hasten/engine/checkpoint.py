@@ -17,8 +17,9 @@ import torch
 from safetensors.torch import save
 
 from hasten.contract.data import Batches
-from hasten.contract.errors import Failure, one_line
-from hasten.engine.folder import write_whole
+from hasten.contract.errors import Failure, Notice, one_line
+from hasten.engine.failures import disk_trouble
+from hasten.engine.folder import GO_ON, write_whole
 from hasten.engine.plan import Program
 from hasten.engine.seeds import random_state, restore_random_state
 
@@ -40,20 +41,28 @@ class Checkpoints:
         self.whole = [*(known for known in self.whole if known != path), path][-KEPT:]
         for other in self.folder.glob("step-*.pt"):
             if other not in self.whole:
-                other.unlink()
+                with disk_trouble(other, GO_ON):
+                    other.unlink(missing_ok=True)
 
     def newest(self, fits: Callable[[dict], bool]) -> dict | None:
-        """The newest checkpoint that is whole and ``fits``; warns about each that is passed over."""
-        for path in sorted(self.folder.glob("step-*.pt"), reverse=True):
+        """The newest checkpoint that is whole and ``fits``, with a notice about each that is passed over; None where none was made.
+
+        Raises:
+            Failure: there are some, but none can be used.
+        """
+        found = sorted(self.folder.glob("step-*.pt"), reverse=True)
+        for path in found:
             try:
                 state = loaded(path)
                 if not fits(state):
                     raise ValueError("it belongs to another run or to a longer log")
             except Exception as error:
-                warnings.warn(f"{path.name} is passed over, an older state is used: {one_line(error, 120)}", stacklevel=2)
+                warnings.warn(f"{path.name} is passed over: {one_line(error, 120)}", Notice, stacklevel=2)
                 continue
             self.whole = [path]
             return state
+        if found:
+            raise Failure(f"no checkpoint in {self.folder} can be used; choose another --out to start anew")
         return None
 
     def _warn_if_unloadable(self, path: Path) -> None:
@@ -61,9 +70,8 @@ class Checkpoints:
         try:
             loaded(path)
         except Exception as error:
-            warnings.warn(
-                f"this run cannot be resumed: its state does not load without executing code: {one_line(error, 160)}", stacklevel=2
-            )
+            why = f"its state does not load without executing code: {one_line(error, 160)}"
+            warnings.warn(f"this run cannot be resumed: {why}", Notice, stacklevel=2)
 
 
 def loaded(path: Path) -> dict:

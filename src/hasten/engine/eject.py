@@ -20,9 +20,10 @@ from hasten.contract.recipe import Recipe
 from hasten.contract.task import Task
 from hasten.engine import metrics, tasks
 from hasten.engine.devices import pick_device
+from hasten.engine.failures import explained
 from hasten.engine.find import make_methods
 from hasten.engine.flatten import Flat, flatten
-from hasten.engine.plan import in_order, refuse_conflicts
+from hasten.engine.plan import build, in_order
 from hasten.engine.straight import literal, straight_lines
 
 OURS = ("hasten", "hasten_workloads")
@@ -37,21 +38,23 @@ def eject(task, recipe=None, *, device: str | None = None) -> str:
         device: what the script uses unless it is told otherwise; None: a GPU where there is one.
 
     Raises:
-        Refusal: a task without source, methods that cannot go together.
+        Refusal: a task without source, or one that ``train`` would refuse. Failure: the run cannot be built.
     """
-    if device is not None:
-        pick_device(device)
     ref = tasks.TaskRef.of(task)
     function = _function_behind(ref)
     methods = in_order(make_methods(recipe := Recipe.read(recipe)))
-    refuse_conflicts(methods)
     copied = {function.__module__, *(type(method).__module__ for method in methods)}
 
     def inline(module: str) -> bool:
         return module in copied or module.partition(".")[0] in OURS
 
     loaded = ref.load()
-    flat = flatten(straight_lines(function, loaded, methods, device), inline, _smaller_parts(loaded, methods))
+    metrics.higher_is_better(loaded)
+    try:
+        program = build(loaded, methods, device=pick_device(device))
+    except Exception as error:
+        raise explained(error, "building the run", loaded.batch_size or 0) from error
+    flat = flatten(straight_lines(function, loaded, program, methods, device), inline, _smaller_parts(loaded, methods))
     return _script(flat, f"{ref} under {recipe}", function)
 
 
@@ -77,7 +80,8 @@ def _smaller_parts(task: Task, methods: list[Method]) -> dict:
         ),
         (metrics.__name__, "METRICS"): f"METRICS = {{{_known_metric(task.metric)}}}",
     }
-    if not any("super()" in inspect.getsource(type(method)) for method in methods):
+    classes = {cls for method in methods for cls in type(method).__mro__} - {Method, object}
+    if not any("super()" in inspect.getsource(cls) for cls in classes):
         parts[Method.__module__, "Method"] = _METHOD
     return parts
 

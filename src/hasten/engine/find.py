@@ -11,9 +11,10 @@ import hashlib
 import importlib
 import importlib.util
 import pkgutil
-import re
 import sys
 import typing
+from collections.abc import Callable
+from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -25,6 +26,7 @@ from hasten.contract.method import HOOKS, Method
 from hasten.contract.recipe import Recipe
 
 ENTRY_POINTS = "hasten.methods"
+DATA = {bool, int, float, str, type(None)}  # what a setting may be
 
 
 def method_names() -> list[str]:
@@ -42,7 +44,7 @@ def method_class(name: str) -> type[Method]:
     if ":" in name:
         return _from_outside(name)
     if point := _installed().get(name):
-        return _checked(name, point.load())
+        return _checked(name, _imported(name, point.load))
     if name not in method_names():
         raise Refusal(f"no method is called {name!r}{nearest(name, method_names())}")
     module = importlib.import_module(f"hasten.methods.{name}")
@@ -59,7 +61,7 @@ def make_method(name: str, settings: dict | None = None) -> Method:
     """A method with its settings checked against its fields: unknown keys and wrong types are refused."""
     cls = method_class(name)
     fields = {field.name: field for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
-    types = typing.get_type_hints(cls) if fields else {}
+    types = _imported(name, lambda: typing.get_type_hints(cls)) if fields else {}
     checked = {}
     for key, value in (settings or {}).items():
         if key not in fields:
@@ -70,6 +72,8 @@ def make_method(name: str, settings: dict | None = None) -> Method:
         return cls(**checked)
     except ValueError as error:  # a method's own __post_init__ knows the range
         raise Refusal(f"{name}: {error}") from None
+    except TypeError as error:  # a setting without a default was not given
+        raise Refusal(f"{name} cannot be made: {one_line(error)}") from None
 
 
 def make_methods(recipe: Recipe) -> list[Method]:
@@ -107,10 +111,7 @@ def _from_outside(name: str) -> type[Method]:
     if where.endswith(".py"):
         module = import_file(Path(where))
     else:
-        try:
-            module = importlib.import_module(where)
-        except ImportError as error:
-            raise Refusal(f"the method {name} cannot be imported: {one_line(error)}") from None
+        module = _imported(name, lambda: importlib.import_module(where))
     found = getattr(module, class_name, None)
     if found is None:
         classes = [
@@ -120,21 +121,27 @@ def _from_outside(name: str) -> type[Method]:
     return _checked(name, found)
 
 
+def _imported(name: str, load: Callable):
+    """What ``load`` finds; somebody else's code may raise anything while it is imported."""
+    try:
+        return load()
+    except Refusal:
+        raise
+    except (Exception, SystemExit) as error:
+        raise Refusal(f"the method {name} cannot be imported: {one_line(error)}") from None
+
+
 def _checked(name: str, cls) -> type[Method]:
     if not (isinstance(cls, type) and issubclass(cls, Method)):
         raise Refusal(f"{name} is not a method: it must be a class that derives from hasten.Method")
     if not isinstance(getattr(cls, "card", None), Card):
         raise Refusal(f"{name} has no card; give it `card = Card(summary=..., exactness=Exactness....)`")
     own = {key for klass in cls.__mro__[:-1] if klass is not Method for key in vars(klass)}
-    if near := [word for word in own if word not in HOOKS and _misspelt_hook(word) and callable(getattr(cls, word))]:
-        raise Refusal(f"{name}.{near[0]} is no hook{nearest(near[0], HOOKS)}")
+    for word in sorted(own - set(HOOKS)):
+        if not word.startswith("_") and callable(getattr(cls, word)) and get_close_matches(word, HOOKS, cutoff=0.85):
+            raise Refusal(f"{name}.{word} is no hook{nearest(word, HOOKS)}; a helper of a like name begins with _")
     cls.name = name
     return cls
-
-
-def _misspelt_hook(word: str) -> bool:
-    """``gradient`` or ``optimiser``: one slip away from a hook's name, so most likely meant as one."""
-    return bool(re.fullmatch(r"gradient|grads|optimiser|losses|batches|updates|forwards|backwards|models|datas|loops", word))
 
 
 def _only_method_in(module) -> type[Method]:
@@ -148,6 +155,12 @@ def _only_method_in(module) -> type[Method]:
 def _fitting(what: str, value, kind):
     """``value`` as a setting of type ``kind``; an int passes for a float, nothing else changes type."""
     kinds = typing.get_args(kind) or (kind,)
+    if typing.get_origin(kind) is typing.Literal:
+        if not any(type(value) is type(known) and value == known for known in kinds):
+            raise Refusal(f"{what} must be one of {', '.join(map(str, kinds))}, not {value!r}")
+        return value
+    if not DATA.issuperset(kinds):
+        raise Refusal(f"{what} is a {kind}; settings are numbers, texts, true or false")
     if isinstance(value, bool) and bool not in kinds:
         raise Refusal(f"{what} must be {_names(kinds)}, not {value!r}")
     if isinstance(value, int) and not isinstance(value, bool) and float in kinds and int not in kinds:

@@ -39,6 +39,7 @@ class RunFolder:
         """
         self.path = Path(path)
         self.identity, self.recipe = identity, recipe
+        self.environment: dict = {}  # of the run that is gone on with
         try:
             found = set(os.listdir(self.path)) if self.path.exists() else set()
         except OSError as error:
@@ -65,12 +66,12 @@ class RunFolder:
             self._log = open(self.path / "log.jsonl", "ab", buffering=0)  # noqa: SIM115  open as long as the run
             self._times = open(self.path / "times.jsonl", "ab", buffering=0)  # noqa: SIM115
             fcntl.lockf(self._log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with the process, however it ends
+            for half_written in (*self.path.glob(f"*{TEMPORARY}"), *(self.path / "checkpoints").glob(f"*{TEMPORARY}")):
+                half_written.unlink()
         except BlockingIOError:
             raise Refusal(f"another process is training in {self.path}; wait for it or choose another --out") from None
         except OSError as error:
             raise Refusal(f"cannot write to {self.path}: {error.strerror}; choose another --out") from None
-        for half_written in (*self.path.glob(f"*{TEMPORARY}"), *(self.path / "checkpoints").glob(f"*{TEMPORARY}")):
-            half_written.unlink()
         if not (self.path / "environment.json").exists():
             self.write("recipe.toml", self.recipe)
             self.write("environment.json", json.dumps({**self.identity, **environment}, indent=2) + "\n")
@@ -85,12 +86,14 @@ class RunFolder:
 
     def logged(self) -> int:
         """The log's length in bytes, after it has reached the disk."""
-        os.fsync(self._log.fileno())
-        return os.fstat(self._log.fileno()).st_size
+        with disk_trouble(self.path / "log.jsonl", GO_ON):
+            os.fsync(self._log.fileno())
+            return os.fstat(self._log.fileno()).st_size
 
     def cut_log(self, length: int) -> None:
         """Forgets what was logged after a checkpoint."""
-        os.ftruncate(self._log.fileno(), length)
+        with disk_trouble(self.path / "log.jsonl", GO_ON):
+            os.ftruncate(self._log.fileno(), length)
 
     def write(self, name: str, text: str) -> None:
         write_whole(self.path / name, lambda file: file.write(text.encode()))
@@ -107,8 +110,8 @@ class RunFolder:
 
     def _refuse_another_run(self) -> None:
         try:
-            then = json.loads((self.path / "environment.json").read_text(encoding="utf-8"))
-            then["recipe"] = (self.path / "recipe.toml").read_text(encoding="utf-8")
+            self.environment = json.loads((self.path / "environment.json").read_text(encoding="utf-8"))
+            then = self.environment | {"recipe": (self.path / "recipe.toml").read_text(encoding="utf-8")}
         except (OSError, ValueError) as error:
             raise Failure(f"the run in {self.path} cannot be read: {error}; choose another --out") from None
         for name, value in {**self.identity, "recipe": self.recipe}.items():

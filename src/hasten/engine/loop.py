@@ -11,15 +11,21 @@ from collections.abc import Iterator
 import torch
 
 from hasten.contract.batch import map_tensors, size
+from hasten.contract.errors import Failure
 from hasten.engine.metrics import Measured, metric_of
 from hasten.engine.plan import Program, call_model, own_loss
 from hasten.engine.seeds import undisturbed
+
+ONCE = "a generator can be read only once, give a dataset or a function"
 
 
 def steps(program: Program) -> Iterator[torch.Tensor]:
     """Trains from where the clock stands to the end of the plan; yields each step's loss, still on the device."""
     while not finished(program):
+        before = program.run.clock.step
         yield from rest_of_pass(program)
+        if program.run.clock.step == before:
+            raise Failure(f"the training data gave no batch in pass {program.run.clock.epoch}; {ONCE}")
 
 
 def finished(program: Program) -> bool:
@@ -57,7 +63,7 @@ def evaluate(program: Program) -> Measured:
     Raises:
         Failure: a metric that is not a number.
     """
-    task, model = program.run.task, program.export()
+    task, model = program.task, program.export()
     metric, own = metric_of(task), task.loss is None
     modes = [(module, module.training) for module in model.modules()]  # parts may be frozen in evaluation mode
     loss_of, device = own_loss if own else task.loss, program.run.device

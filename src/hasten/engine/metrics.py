@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hasten.contract.batch import TARGET_NAMES
 from hasten.contract.errors import Failure, Refusal, nearest
 from hasten.contract.task import Task
 
@@ -31,23 +32,34 @@ class Known:
 
 
 def _logits(output):
-    return getattr(output, "logits", output["logits"] if isinstance(output, dict) else output)
+    if isinstance(output, dict) and "logits" not in output:
+        raise Refusal(
+            f"the model's output holds {', '.join(map(str, output))} but no logits; give Task(metric=) a function of it and the target"
+        )
+    return output["logits"] if isinstance(output, dict) else getattr(output, "logits", output)
+
+
+def _shaped(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """One score a target, in the target's shape: nothing is broadcast."""
+    if scores.numel() != target.numel():
+        raise Failure(f"scores of shape {tuple(scores.shape)} cannot be compared with targets of shape {tuple(target.shape)}")
+    return scores.reshape(target.shape)
 
 
 def _right(output, target, loss):
     scores = _logits(output)
     if scores.ndim == target.ndim or scores.shape[-1] == 1:  # one score a sample: its sign decides
-        return ((scores.reshape(target.shape) > 0) == (target > 0.5)).double().mean()
+        return ((_shaped(scores, target) > 0) == (target > 0.5)).double().mean()
     classes = 1 if scores.shape[:1] + scores.shape[2:] == target.shape else -1  # torch's place for classes, or the last
-    return (scores.argmax(classes) == target).double().mean()
+    return (_shaped(scores.argmax(classes), target) == target).double().mean()
 
 
 def _squared(output, target, loss):
-    return (_logits(output).float().reshape(target.shape) - target).square().mean()
+    return (_shaped(_logits(output).float(), target) - target).square().mean()
 
 
 def _absolute(output, target, loss):
-    return (_logits(output).float().reshape(target.shape) - target).abs().mean()
+    return (_shaped(_logits(output).float(), target) - target).abs().mean()
 
 
 def _loss(output, target, loss):
@@ -77,6 +89,7 @@ def higher_is_better(task: Task) -> bool:
     Raises:
         Refusal: nobody says.
     """
+    metric_of(task)  # an unknown name is the better reason
     if task.higher_is_better is not None:
         return task.higher_is_better
     direction = (
@@ -85,7 +98,6 @@ def higher_is_better(task: Task) -> bool:
         else getattr(task.metric, "higher_is_better", None)
     )
     if direction is None:
-        metric_of(task)  # an unknown name is the better reason
         raise Refusal(f"nobody says whether a higher {name_of(task)} is better; set Task(higher_is_better=True) or False")
     return direction
 
@@ -102,12 +114,13 @@ class metric_of:
                 raise Refusal(f"no metric is called {self.metric!r}{nearest(self.metric, METRICS)}")
             self.known = METRICS[self.metric]
             self.per_batch = self.known.per_batch
+            self.compares = self.per_batch is not _loss
         elif hasattr(self.metric, "update") and hasattr(self.metric, "compute"):
             self.metric = self.metric.clone() if hasattr(self.metric, "clone") else self.metric
             self.metric.reset()
-            self.per_batch = None
+            self.per_batch, self.compares = None, True
         elif callable(self.metric):
-            self.known = Known(True, None)
+            self.known, self.compares = Known(True, None), False
             self.per_batch = lambda output, target, loss: self.metric(output, target)
         else:
             raise Refusal(
@@ -115,6 +128,8 @@ class metric_of:
             )
 
     def update(self, output, target, loss: torch.Tensor, samples: int) -> None:
+        if target is None and self.compares:
+            raise Refusal(f"the metric {self.name} needs a target, but the batch names none among {', '.join(TARGET_NAMES)}")
         self.samples += samples
         self.loss += loss.detach().double() * samples
         if self.per_batch is None:

@@ -29,6 +29,7 @@ from hasten.engine.seeds import set_seeds, undisturbed
 class Program:
     """A run, ready to go. Call ``process()`` around everything; the loop calls the rest."""
 
+    task: Task  # as it was given: what judges the run, whatever a method did to ``run.task``
     run: Run
     loop: Loop
     process: Callable[[], AbstractContextManager]
@@ -60,13 +61,13 @@ def build(task: Task, methods: list[Method] = (), *, device: str = "cpu", seed: 
                 thing = getattr(method, hook)(thing, run)
         return thing
 
-    process = fold("process", nullcontext)
+    process = fold("process", partial(torch.cuda.device, run.device) if run.device.type == "cuda" else nullcontext)
     with process():
         set_seeds(seed)
         task = sources.opened(task)
         run.loop = loop = fold("loop", sources.plan_of(task))
         train = sources.training(task, loop.batch_size, seed)
-        validation = sources.validation(task, loop.batch_size, seed)
+        validation = sources.validation(task, sources.plan_of(task).batch_size, seed)  # judged in the task's own batches, always
         with undisturbed():  # a method may read samples to know them
             for method in methods:
                 if "data" in hooks_of(method):
@@ -77,7 +78,7 @@ def build(task: Task, methods: list[Method] = (), *, device: str = "cpu", seed: 
         model = run.model = fold("shard", fold("model", _model_of(task)).to(run.device))
         make = fold("optimizer", _bound(task.optimizer, loop.steps))
         run.optimizer, schedule = optimizer_and_schedule(make(model))
-        _check_optimizer(run.optimizer)
+        _check_optimizer(run.optimizer, schedule)
 
         on_cpu = run.device.type == "cpu"
         move = fold(
@@ -95,6 +96,7 @@ def build(task: Task, methods: list[Method] = (), *, device: str = "cpu", seed: 
 
         micro = fold("micro", micro)
         return Program(
+            task=task,
             run=run,
             loop=loop,
             process=process,
@@ -205,9 +207,11 @@ def _bound(make_optimizer: Callable, steps: int | None) -> Callable:
     return lambda model: make_optimizer(model, steps)
 
 
-def _check_optimizer(optimizer) -> None:
+def _check_optimizer(optimizer, schedule) -> None:
     if not (hasattr(optimizer, "step") and hasattr(optimizer, "zero_grad") and hasattr(optimizer, "param_groups")):
         raise Refusal(f"Task(optimizer=) must return a torch optimizer, or (optimizer, schedule); it returned a {type(optimizer).__name__}")
+    if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise Refusal("ReduceLROnPlateau waits for a metric, but a schedule steps after every optimizer step; choose one that counts steps")
 
 
 def _as_it_is(batch):

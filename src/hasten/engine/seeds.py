@@ -47,13 +47,15 @@ def restore_random_state(state: dict) -> None:
 
 
 @contextmanager
-def undisturbed():
-    """Whatever draws random numbers inside, outside nothing has happened."""
-    state = random_state()
+def undisturbed(*generators: torch.Generator):
+    """Whatever draws random numbers inside, from the process's generators or from ``generators``, outside nothing has happened."""
+    state, own = random_state(), [generator.get_state() for generator in generators]
     try:
         yield
     finally:
         restore_random_state(state)
+        for generator, before in zip(generators, own, strict=True):
+            generator.set_state(before)
 
 
 @contextmanager

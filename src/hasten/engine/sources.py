@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import count, islice
+from traceback import walk_tb
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
@@ -35,7 +36,8 @@ def plan_of(task: Task) -> Loop:
     """The plan of steps of a task whose data are opened, before any method has touched it."""
     data = task.train_data
     batch_size = data.batch_size if isinstance(data, DataLoader) else task.batch_size
-    return Loop(batch_size=batch_size or task.batch_size or 1, epochs=task.epochs, evaluate_every=task.evaluate_every)
+    samples = _length(data.dataset) if isinstance(data, DataLoader) else _length(data)
+    return Loop(batch_size=batch_size or task.batch_size or 1, epochs=task.epochs, samples=samples, evaluate_every=task.evaluate_every)
 
 
 def training(task: Task, batch_size: int, seed: int) -> Batches:
@@ -156,6 +158,9 @@ def _from_loader(loader: DataLoader, task_size: int | None, batch_size: int, see
         raise Refusal("the batch size of this DataLoader cannot be changed: it has a sampler of its own")
 
     def epoch(epoch: int, start: int = 0) -> Iterator:
+        if epoch and loader.persistent_workers and loader._iterator is None:  # taken up here: kept workers draw their base seed once only
+            with undisturbed(*_generators_of(loader)):
+                iter(loader)
         return islice(_with_clear_errors(iter(loader)), start, None)
 
     return Batches(
@@ -232,8 +237,15 @@ class _Fetched(torch.utils.data.Dataset):
             return self._read(indices)
 
     def _read(self, indices: list[int]) -> list:
-        if hasattr(self.dataset, "__getitems__"):
+        if not hasattr(self.dataset, "__getitems__"):
+            return self._one_by_one(indices)
+        try:
             return self.dataset.__getitems__(indices)
+        except Exception:
+            self._one_by_one(indices)  # raises with the sample's name, if it is one sample's fault
+            raise
+
+    def _one_by_one(self, indices: list[int]) -> list:
         read = []
         for index in indices:
             try:
@@ -264,8 +276,14 @@ def _with_clear_errors(iterator: Iterator) -> Iterator:
         except Exception as error:
             last = [line for line in str(error).strip().splitlines() if line.strip()]
             detail = f"{type(error).__name__}: {last[-1].strip()}" if last else one_line(error)
-            raise Failure(f"the data raised at batch {number} of the pass: {detail[:300]}") from error
+            raise Failure(f"the data raised at batch {number} of the pass{_sample_at_fault(error)}: {detail[:300]}") from error
         yield batch
+
+
+def _sample_at_fault(error: Exception) -> str:
+    """``, sample 7``: where torch's own reading of a batch stopped, as its frame tells; a worker's frames are lost."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_filename.endswith("_utils/fetch.py")]
+    return f", sample {frames[-1].f_locals['idx']}" if frames and "idx" in frames[-1].f_locals else ""
 
 
 def _length(data) -> int | None:

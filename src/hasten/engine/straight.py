@@ -17,10 +17,14 @@ from torch.utils.data import DataLoader, IterableDataset
 from hasten.contract.method import HOOKS, Method, hooks_of
 from hasten.contract.task import Task, takes_steps
 from hasten.engine import metrics, sources
+from hasten.engine.plan import Program
 
 
-def straight_lines(function, task: Task, methods: list[Method], device: str | None) -> str:
-    """The text of a program that trains ``task``, which ``function`` returns, with ``methods`` in their order."""
+def straight_lines(function, task: Task, program: Program, methods: list[Method], device: str | None) -> str:
+    """The text of a program that trains ``task``, which ``function`` returns, with ``methods`` in their order.
+
+    ``program``: the same, as the engine builds it; tells which parts of a step and of the loop are in use.
+    """
     taken = {*dir(builtins), *keyword.kwlist, *_MAIN_NAMES}
     names = {id(method): _variable(method, taken) for method in methods}
 
@@ -29,22 +33,16 @@ def straight_lines(function, task: Task, methods: list[Method], device: str | No
         users = [method for method in sorted(methods, key=lambda m: hook not in m.card.replaces) if hook in hooks_of(method)]
         return [f"{hook} = {names[id(method)]}.{hook}({thing if thing and not i else hook}, run)" for i, method in enumerate(users)]
 
-    source = "".join(inspect.getsource(type(method)) for method in methods)
-    cut, stops, own = "microbatches" in source, ".stop" in source, task.loss is None
-    there = sources.opened(task)
-    plan, looks, made = (
-        sources.plan_of(there),
-        task.validation_data is not None,
-        there.train_data is not task.train_data or there.validation_data is not task.validation_data,
-    )
-    every = plan.evaluate_every is not None or "evaluate_every" in source
+    there, loop, own, looks = program.task, program.loop, task.loss is None, task.validation_data is not None
+    cut, stops, every = loop.microbatches > 1, loop.stop is not None, loop.evaluate_every is not None
+    made = there.train_data is not task.train_data or there.validation_data is not task.validation_data
     process, gradients = wrapped("process", "nullcontext"), wrapped("gradients", "lambda: None")
     body = [
         "set_seeds(options.seed)",
         "task = opened(task)" if made else "",
         "",
         "# how many samples a step sees, and how many steps there are",
-        f"loop = Loop(batch_size={plan.batch_size}, epochs={plan.epochs!r}, evaluate_every={plan.evaluate_every!r})",
+        f"loop = {_plan(there)}",
         *wrapped("loop"),
         "run.loop = loop",
         "",
@@ -88,7 +86,7 @@ def straight_lines(function, task: Task, methods: list[Method], device: str | No
         "    return loss.detach()",
         "",
         *wrapped("micro"),
-        *(["if loop.microbatches > 1:", "    micro = _accumulated(micro, loop.microbatches, run.clock)"] if cut else []),
+        "micro = _accumulated(micro, loop.microbatches, run.clock)" if cut else "",
         *gradients,
         "update, clear = run.optimizer.step, run.optimizer.zero_grad",
         *wrapped("update"),
@@ -109,17 +107,17 @@ def straight_lines(function, task: Task, methods: list[Method], device: str | No
         "        if schedule is not None:",
         "            schedule.step()",
         "        clock.step, clock.batch, clock.samples = clock.step + 1, clock.batch + 1, clock.samples + size(each)",
-        *(["        if loop.evaluate_every and clock.samples // loop.evaluate_every > (clock.samples - size(each)) // loop.evaluate_every:", "            look()"] if looks and every else []),
-        *(["            if loop.stop and loop.stop(evaluations):", "                done = True", "                break"] if looks and every and stops else []),
+        *(["        if clock.samples // loop.evaluate_every > (clock.samples - size(each)) // loop.evaluate_every:", "            look()"] if looks and every else []),
+        *(["            if loop.stop(evaluations):", "                done = True", "                break"] if looks and every and stops else []),
         "        if clock.step == loop.steps:",
         "            break",
         "    else:",
         "        clock.epoch, clock.batch = clock.epoch + 1, 0",
         '    print(f"{perf_counter() - began:.1f} s, step {clock.step}: loss {step_loss:.4g}")',
-        *(["    if loop.evaluate_every is None:", "        look()"] if looks and every else ["    look()"] if looks else []),
-        *(["    if loop.stop and loop.evaluate_every is None:", "        done = loop.stop(evaluations)"] if looks and stops else []),
+        "    look()" if looks and not every else "",
+        "    done = loop.stop(evaluations)" if looks and stops and not every else "",
         *(["if evaluations[-1:] == [] or evaluations[-1].step != clock.step:", "    look()"] if looks and every else []),
-        *(["for method, why in run.idle:", '    print(f"{method} had nothing to do: {why}")'] if "nothing_to_do" in source else []),
+        *(["for method, why in run.idle:", '    print(f"{method} had nothing to do: {why}")'] if methods else []),
         "torch.save(model.state_dict(), options.out)",
     ]  # fmt: skip
     exported = "exported()" if wrapped("export") else "model"
@@ -128,7 +126,10 @@ def straight_lines(function, task: Task, methods: list[Method], device: str | No
     body[-1] = f"torch.save({exported}.state_dict(), options.out)"
     opening = [
         "options = read_options()",
+        "set_seeds(0)  # whatever the task's function draws is the same for every seed",
         "task, device = THE_TASK(), torch.device(options.device)",
+        'if device.type == "cuda" and device.index:',
+        "    torch.cuda.set_device(device)",
         "run = Run(device, task, seed=options.seed)",
         *[f"{names[id(method)]} = {_made(method, f'METHOD_{i}')}" for i, method in enumerate(methods)],
         *process,
@@ -147,26 +148,35 @@ def _data_lines(task: Task, users: list[tuple[str, Method]]) -> list[str]:
     """The lines that make ``train`` and ``validation``, for the kind of data that the task has."""
     lines = _batches("train", task.train_data, task)
     lines += _batches("validation", task.validation_data, task) if task.validation_data is not None else []
+    if users:
+        lines.append("with undisturbed():  # a method may read samples to know them")
     for variable, method in users:
         for which in ("train", "validation") if task.validation_data is not None else ("train",):
             returns_batches = "Batches" in str(inspect.signature(type(method).data).return_annotation)
-            lines.append(
-                f"{which} = {variable}.data({which}, run)" if returns_batches else f"{which} = rewrapped({variable}, {which}, run)"
-            )
+            made = f"{variable}.data({which}, run)" if returns_batches else f"rewrapped({variable}, {which}, run)"
+            lines.append(f"    {which} = {made}")
     return lines
+
+
+def _plan(task: Task) -> str:
+    """The plan of steps before any method has touched it."""
+    plan, data = sources.plan_of(task), "task.train_data.dataset" if isinstance(task.train_data, DataLoader) else "task.train_data"
+    known = f", samples=len({data})" if plan.samples is not None else ""
+    return f"Loop(batch_size={plan.batch_size}, epochs={plan.epochs!r}, evaluate_every={plan.evaluate_every!r}{known})"
 
 
 def _batches(which: str, data, task: Task) -> list[str]:
     """Samples by index, the usual case, are written out; what else a task may bring is left to ``sources``."""
+    size = "loop.batch_size" if which == "train" else sources.plan_of(task).batch_size  # judged in the task's own batches
     if isinstance(data, (DataLoader, IterableDataset)) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        return [f"{which} = {'training' if which == 'train' else 'sources.validation'}(task, loop.batch_size, options.seed)"]
-    order, rest = "shuffled(samples, loop.batch_size, options.seed)", "seed=options.seed"
+        return [f"{which} = {'training' if which == 'train' else 'sources.validation'}(task, {size}, options.seed)"]
+    order, rest = f"shuffled(samples, {size}, options.seed)", "seed=options.seed"
     if which == "validation":
-        order, rest = "in_sequence(samples, loop.batch_size)", "seed=derived(options.seed, 1), training=False"
+        order, rest = f"in_sequence(samples, {size})", "seed=derived(options.seed, 1), training=False"
     return [
         f"data = task.{which}_data",
         "samples = len(data)",
-        f"{which} = from_samples(Samples(data, {order}, -(-samples // loop.batch_size), {rest}, build=from_samples))",
+        f"{which} = from_samples(Samples(data, {order}, -(-samples // {size}), {rest}, build=from_samples))",
     ]
 
 

@@ -14,6 +14,7 @@ import json
 import pkgutil
 import sys
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 from hasten.contract.errors import Failure, Refusal, nearest, one_line
 from hasten.contract.task import Task
 from hasten.engine.find import import_file, line_in
+from hasten.engine.seeds import set_seeds, undisturbed
 
 ENTRY_POINTS = "hasten.workloads"
 OWN_FILES = "hasten_file_"  # how import_file names a user's file: no other process could import it under that name
@@ -80,7 +82,9 @@ class TaskRef:
         """
         if isinstance(self.given, Task):
             return self.given
-        return _called(self.function(), self.name).named(self.name)
+        function = self.function()
+        with _drawing_the_same():
+            return _called(function, self.name).named(self.name)
 
     def function(self) -> Callable[[], Task]:
         """The function that returns the task.
@@ -90,7 +94,8 @@ class TaskRef:
         """
         if isinstance(self.given, Task):
             raise Refusal(f"the task {self.name} was given as an object; no function returns it")
-        return self.given or (self._from_file() if self.file else _workload(self.name))
+        with _drawing_the_same():
+            return self.given or (self._from_file() if self.file else _workload(self.name))
 
     def to_json(self) -> str:
         """One line of text for another process of this session; an object travels as a pickle in it.
@@ -149,6 +154,14 @@ def _ref_of_text(text: str) -> TaskRef:
     if text not in workload_names():
         raise Refusal(f"no workload is called {text!r}{nearest(text, workload_names())}; a task of your own is path/to/file.py:function")
     return TaskRef(text)
+
+
+@contextmanager
+def _drawing_the_same():
+    """Data that a task's file or function draws are the same for every arm of a comparison and every resumption, whatever the seed."""
+    with undisturbed():
+        set_seeds(0)
+        yield
 
 
 def _workload(name: str) -> Callable:

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
 
+import torch
+
 from hasten.contract.batch import tensors
-from hasten.contract.errors import Failure
+from hasten.contract.errors import Failure, Notice
 from hasten.contract.method import Evaluation
 from hasten.contract.recipe import Recipe
 from hasten.contract.watch import Watch, silent
@@ -23,11 +27,12 @@ from hasten.engine.environment import environment
 from hasten.engine.failures import explained
 from hasten.engine.find import make_methods
 from hasten.engine.folder import RunFolder, write_whole
-from hasten.engine.loop import evaluate, finished, rest_of_pass
+from hasten.engine.loop import ONCE, evaluate, finished, rest_of_pass
 from hasten.engine.metrics import higher_is_better
 from hasten.engine.observers import PROGRESS_EVERY, Observer, number_or_none, numbers_of, progress
 from hasten.engine.outcome import outcome
 from hasten.engine.plan import Program, build
+from hasten.engine.seeds import undisturbed
 from hasten.engine.stopping import stop_requests
 from hasten.engine.tasks import TaskRef
 
@@ -70,11 +75,17 @@ def train(
         Failure: the run could not go on, or was asked to stop.
     """
     began = perf_counter()
-    task = TaskRef.of(task).load()
+    ref = TaskRef.of(task)
+    task = ref.load()
     recipe, device = Recipe.read(recipe), pick_device(device)
     higher_is_better(task)  # refused now rather than after the first pass
     identity = {"task": task.name, "seed": seed, "batch_size": task.batch_size, "epochs": task.epochs}
     folder = RunFolder(out, identity, recipe.to_toml(), resume) if out is not None else None
+    code = ref.fingerprint() if ref.given is None else None
+    if folder and folder.environment.get("code", code) != code:
+        warnings.warn(
+            f"{ref} has been edited since the run in {out} began; what is trained from here on is the new one", Notice, stacklevel=2
+        )
     if folder and (result := folder.finished()):
         return result
     with stop_requests() as asked:
@@ -83,10 +94,14 @@ def train(
         except Exception as error:
             raise explained(error, "building the run", task.batch_size or 0) from error
         if folder:
-            folder.begin(environment(device))
+            folder.begin(environment(device) | {"code": code})
         try:
             with program.process():
-                return Training(program, recipe, folder, observers, watch, checkpoint_seconds, asked, began).to_the_end()
+                training = Training(program, recipe, folder, observers, watch, checkpoint_seconds, asked, began)
+                try:
+                    return training.to_the_end()
+                finally:
+                    training.program = training.source = None  # opens a circle: worker processes end now, not when it is found
         except KeyboardInterrupt:
             raise Failure(f"stopped at once{'; go on from the newest checkpoint with --resume' if folder else ''}") from None
         finally:
@@ -130,9 +145,7 @@ class Training:
             self._train_one_pass()
             self._fetch_losses()
             if before == (self.run.clock.step, 0):
-                raise Failure(
-                    f"the training data gave no batch in pass {self.run.clock.epoch}; a generator can be read only once, give a dataset or a function"
-                )
+                raise Failure(f"the training data gave no batch in pass {self.run.clock.epoch}; {ONCE}")
             if not self.stopped and self.run.loop.evaluate_every is None:
                 self._evaluate()
         self._refuse_bad_weights()
@@ -204,6 +217,8 @@ class Training:
             measured = evaluate(self.program)
         except Exception as error:
             raise explained(error, f"the evaluation after step {clock.step}", self.run.loop.batch_size) from error
+        if number_or_none(measured.metric) is None:
+            self._refuse_bad_metric(measured.metric)
         self.split["evaluation"] += perf_counter() - began
         self.history.append(Evaluation(clock.step, clock.samples, measured.metric))
         self.seconds_at.append(self._seconds())
@@ -216,9 +231,9 @@ class Training:
 
     def _save(self) -> None:
         self._fetch_losses()
+        self.last_checkpoint = began = perf_counter()
         if not self._weights_are_finite():
             return  # the next loss will say so; the newest good checkpoint stays
-        began = perf_counter()
         state = checkpoint.state_of(self.program) | {
             "identity": self._identity(),
             "start of pass": self.start_of_pass,
@@ -234,7 +249,7 @@ class Training:
         self.folder.note_time("checkpoint", self.run.clock.step, self._seconds())
 
     def _take_up(self) -> None:
-        """Goes back to the newest whole checkpoint; without one, to the start."""
+        """Goes back to the newest whole checkpoint; to the start where none was made yet."""
         length = self.folder.logged()
         state = self.checkpoints.newest(lambda state: state["identity"] == self._identity() and state["log"] <= length)
         self.folder.cut_log(state["log"] if state else 0)
@@ -294,22 +309,33 @@ class Training:
         return f"step {step or self.run.clock.step + 1} (pass {epoch + 1}, batch {batch + 1})"
 
     def _how_to_go_on(self) -> str:
-        return "; go on with --resume" if self.folder else "; nothing was kept, give --out to be able to go on"
+        return f"; go on with --out {self.folder.path} --resume" if self.folder else "; nothing was kept, give --out to be able to go on"
 
     def _weights_are_finite(self) -> bool:
-        return all(bool(parameter.isfinite().all()) for parameter in self.run.model.parameters())
+        trained = [parameter for parameter in self.run.model.parameters() if parameter.requires_grad]
+        return bool(torch.stack([parameter.isfinite().all() for parameter in trained]).all())
 
     def _refuse_bad_weights(self) -> None:
         if not self._weights_are_finite():
             raise Failure(f"the weights are not finite after step {self.run.clock.step}: the training diverged; {CALMER}")
 
+    def _refuse_bad_metric(self, metric: float) -> None:
+        """A metric that is not a number ends the run; an infinite one may pass by, unless the data are to blame."""
+        told = f"the metric is {metric} after step {self.run.clock.step}"
+        with undisturbed():
+            bad = next((i for i, batch in enumerate(self.program.validation.epoch(0, 0), 1) if not _finite(batch)), None)
+        if bad:
+            raise Failure(f"{told}: batch {bad} of the validation data holds NaN or infinity; clean the data")
+        if math.isnan(metric):
+            raise Failure(f"{told}: the validation data are finite; {CALMER}")
+
     def _why_not_finite(self, epoch: int, batch: int) -> str:
         """Whether the batch is to blame, or the training."""
         try:
-            found = tensors(next(iter(self._again(epoch, batch))))
+            found = next(iter(self._again(epoch, batch)))
         except Exception:
             return "this batch could not be read again to look for the cause in it"
-        if all(bool(tensor.isfinite().all()) for tensor in found):
+        if _finite(found):
             return f"the batch itself is finite, the training diverged; {CALMER}"
         return "the batch itself holds NaN or infinity; clean the data"
 
@@ -319,3 +345,7 @@ class Training:
         if epoch != self.start_of_pass["epoch"]:
             raise LookupError("its pass is over")
         return checkpoint.taken_up(self.source, self.start_of_pass, checkpoint.random_now(self.source))(epoch, batch)
+
+
+def _finite(batch) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in tensors(batch))

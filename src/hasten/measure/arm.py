@@ -59,7 +59,7 @@ class Arm:
             "start": start,
             "step": step,
             "evaluation": evaluation,
-            "samples_a_pass": _samples_a_pass(program),
+            "samples_a_pass": loop.samples or (program.train.length and program.train.length * loop.batch_size),
             "batch_size": loop.batch_size,
             "steps": loop.steps,
             "epochs": loop.epochs,
@@ -156,10 +156,3 @@ def _endless(program: Program) -> Program:
         schedule = _Rewound(schedule, program.loop.steps)
     loop = dataclasses.replace(program.loop, steps=None, epochs=float("inf"))
     return dataclasses.replace(program, loop=loop, schedule=schedule)
-
-
-def _samples_a_pass(program: Program) -> int | None:
-    samples = program.train.samples
-    if samples is not None and hasattr(samples.dataset, "__len__"):
-        return len(samples.dataset)
-    return None if program.train.length is None else program.train.length * program.loop.batch_size

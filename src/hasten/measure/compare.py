@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+from hasten.contract.errors import Failure
 from hasten.contract.recipe import Recipe
 from hasten.contract.watch import Watch, silent
 from hasten.engine.devices import pick_device
@@ -27,7 +28,10 @@ from hasten.measure.workers import Worker
 BLOCK_SECONDS = 0.3  # long enough to bury the timer and the switch between processes
 BLOCK_STEPS = 5
 LONG_BLOCK_SECONDS = 3.0  # steps so long that five would make a longer block are taken fewer at a time
+FEWEST_PAIRS = 3
 EVALUATIONS = 4  # timed evaluations of each arm
+CLOCKS_AGREE = 0.8  # share of what we see a block take that the arm itself must have seen
+PATIENCE = 120.0  # seconds beyond the budget after which an arm counts as hanging
 
 
 @dataclass
@@ -40,14 +44,10 @@ class Side:
     evaluations: list[float] = field(default_factory=list)
 
     def seconds_a_sample(self) -> list[float]:
-        """Of every block, its share of the evaluations included."""
-        extra = self.evaluation_share()
-        return [block["seconds"] / block["samples"] + extra for block in self.blocks]
-
-    def evaluation_share(self) -> float:
-        """Seconds of evaluation that fall on one training sample."""
+        """Of every block, with the share of an evaluation that falls on a sample; the evaluations take turns too."""
         every = self.plan["evaluate_every"] or self.plan["samples_a_pass"]
-        return min(self.evaluations) / every if self.evaluations and every else 0.0
+        extra = [seconds / every for seconds in self.evaluations] if every else []
+        return [b["seconds"] / b["samples"] + (extra[i % len(extra)] if extra else 0.0) for i, b in enumerate(self.blocks)]
 
     def cpu_seconds_a_sample(self) -> list[float]:
         return [block["cpu"] / block["samples"] for block in self.blocks]
@@ -126,14 +126,15 @@ def take_turns(
         while True:
             pairs = len(sides[0].blocks)
             for turn in (0, 1) if pairs % 2 == 0 else (1, 0):
-                sides[turn].blocks.append(arms[turn].call("train", count=lengths[turn]))
+                sides[turn].blocks.append(_block(arms[turn], lengths[turn], budget))
                 arms[turn].freeze()
             pairs += 1
             spent = time.monotonic() - ready
             left = min(budget, spent / pairs * looks[-1]) - spent
             watch(f"{a} against {b}", min(1.0, spent / max(spent + left, 1e-9)), max(0.0, left))
-            out_of_budget = spent + spent / pairs > budget
-            if pairs in looks or (out_of_budget and pairs >= 3) or pairs >= looks[-1]:
+            limit = budget if pairs >= looks[0] else 2 * budget  # an interval from fewer pairs says next to nothing
+            out_of_budget = pairs >= FEWEST_PAIRS and spent + spent / pairs > limit
+            if pairs in looks or out_of_budget:
                 ratio = ratio_of(sides[0].seconds_a_sample(), sides[1].seconds_a_sample(), 0.05 / len(looks))
                 verdict = verdict_of(ratio)
                 if verdict != UNSURE or out_of_budget or pairs >= looks[-1]:
@@ -145,6 +146,22 @@ def take_turns(
 
 def _worker(task: TaskRef, recipe: Recipe, device: str, seed: int) -> Worker:
     return Worker("hasten.measure.arm:Arm", task=task.to_json(), methods=recipe.methods, device=device, seed=seed)
+
+
+def _block(arm: Worker, steps: int, budget: float) -> dict:
+    """A block of steps, and a second clock beside the arm's own.
+
+    Raises:
+        Failure: the two clocks differ: something in the arm has tampered with time, or with what it counts.
+    """
+    began = time.monotonic()
+    block = arm.call("train", count=steps, timeout=PATIENCE + budget)
+    seen = time.monotonic() - began
+    if block["samples"] <= 0 or not CLOCKS_AGREE * seen - 0.05 <= block["seconds"] <= seen + 0.05:
+        raise Failure(
+            f"the arm says {block['seconds']:.2f} s for {block['samples']} samples, the clock beside it {seen:.2f} s: not to be believed"
+        )
+    return block
 
 
 def block_steps(plan: dict) -> int:

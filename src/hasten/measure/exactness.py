@@ -33,7 +33,7 @@ from hasten.measure.laboratory import Arm, Case, Laboratory, both_arms, first_gr
 from hasten.measure.process_state import restored
 
 SAME = 1e-10  # relative difference of all weights together
-CLEAN_GRADIENT, SAME_MOVEMENT = 20.0, 10.0  # decibels
+CLEAN_GRADIENT, SAME_MOVEMENT = 20.0, 40.0  # decibels
 TRIED_BATCHES = 25  # a loss scale may need 16 overflows to find its level
 NEGLIGIBLE = 1e-6  # a gradient this much smaller than the rest is zero in exact arithmetic, such as a bias before batch norm
 

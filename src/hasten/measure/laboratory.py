@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import chain, islice
 
 import torch
@@ -20,6 +22,8 @@ from hasten.engine.plan import Program, build
 from hasten.engine.seeds import undisturbed
 
 GRADIENT_BATCHES = 3
+FEWEST_STEPS = 3  # after one step of Adam every rescaling of the gradients is invisible
+LOOKS = "samples between evaluations"
 
 
 class Case:
@@ -66,13 +70,14 @@ class Laboratory(Method):
 
 @dataclass(frozen=True)
 class Arm:
-    """One run: how far it came, its exported weights before and after, its plan and its first validation batches."""
+    """One run: how far it came, its exported weights before and after, its plan and a digest of its validation data."""
 
     steps: int
     start: dict[str, torch.Tensor]
     weights: dict[str, torch.Tensor]
     plan: dict[str, object]
-    validation: list[list[torch.Tensor]]
+    validation: list[tuple[int, str]] | None
+    dropout: list[float]
     in_time: bool
 
 
@@ -85,38 +90,54 @@ def both_arms(case: Case, *extra: Method, steps: int | None = None) -> tuple[Arm
 
 
 def _run(case: Case, recipe: Recipe, extra: tuple[Method, ...], steps: int) -> Arm:
+    dropout = _dropout(case.program(recipe))  # as it is outside the laboratory
     program = case.program(recipe, *extra)
     deadline = time.monotonic() + case.seconds / 2
     done, in_time = 0, True
     with program.process():
         start = _weights(program)
-        validation = _first_batches(program)
+        validation = _digest(program)
         for _ in training_steps(program):
             done += 1
             in_time = time.monotonic() < deadline
             if done == steps or not in_time:
                 break
         weights = _weights(program)
+    if done < min(steps, FEWEST_STEPS) and not in_time:
+        raise Failure(f"only {done} steps could be done in the time, too few to tell; it needs {FEWEST_STEPS}")
     if case.exactness is not Exactness.FEWER_BITS:  # which has nothing to act on in float64, and is asked elsewhere
         case.refuse_idle(program)
     if bad := [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]:
         raise Failure(f"{bad[0]} is not finite after {done} steps of {recipe}")
-    return Arm(done, start, weights, _plan(program.loop), validation, in_time)
+    return Arm(done, start, weights, _plan(program.loop), validation, dropout, in_time)
 
 
 def _weights(program: Program) -> dict[str, torch.Tensor]:
     return {name: value.detach().to("cpu", copy=True) for name, value in program.export().state_dict().items()}
 
 
-def _first_batches(program: Program) -> list[list[torch.Tensor]]:
+def _digest(program: Program) -> list[tuple[int, str]] | None:
+    """Rows and fingerprint of every field of all validation data, however they are cut into batches."""
     if program.validation is None:
-        return []
+        return None
+    rows, prints = Counter(), {}
     with undisturbed():
-        return [[tensor.to("cpu", copy=True) for tensor in tensors(batch)] for batch in islice(program.validation.epoch(0, 0), 2)]
+        for batch in program.validation.epoch(0, 0):
+            for field, tensor in enumerate(tensors(batch)):
+                rows[field] += tensor.shape[0] if tensor.ndim else 1
+                prints.setdefault(field, sha256()).update(tensor.detach().cpu().float().contiguous().numpy().tobytes())
+    return [(rows[field], prints[field].hexdigest()) for field in sorted(rows)]
+
+
+def _dropout(program: Program) -> list[float]:
+    return [module.p for module in program.run.model.modules() if isinstance(module, torch.nn.modules.dropout._DropoutNd)]
 
 
 def _plan(loop: Loop) -> dict[str, object]:
-    return {"samples a step": loop.batch_size, "passes": loop.epochs, "steps": loop.steps, "stops early": loop.stop is not None}
+    return {
+        "samples a step": loop.batch_size, "passes": loop.epochs, "steps": loop.steps,
+        "stops early": loop.stop is not None, LOOKS: loop.evaluate_every,
+    }  # fmt: skip
 
 
 def told(plan: dict, usual: dict) -> str:
@@ -131,26 +152,18 @@ def other_run(a: Arm, b: Arm) -> str | None:
         return f"other weights are exported, such as {min(a.weights.keys() ^ b.weights.keys())}"
     if a.steps != b.steps:
         return f"the data ended after {b.steps} steps instead of {a.steps}"
+    if a.dropout != b.dropout:
+        return "the model's dropout is another"
     return other_validation(a, b)
 
 
 def other_validation(a: Arm, b: Arm) -> str | None:
-    """Why the two would be judged by different data, however it is cut into batches; None if by the same."""
-    for one, other in zip(_joined(a.validation), _joined(b.validation), strict=False):
-        common = min(one.shape[0], other.shape[0]) if one.ndim and other.ndim else None
-        if one.shape[1:] != other.shape[1:] or not torch.equal(one[:common].double(), other[:common].double()):
-            return "the validation data are not the same"
-    return None if len(a.validation[:1]) == len(b.validation[:1]) else "the validation data are not the same"
-
-
-def _joined(batches: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-    """The batches end to end, field by field; those of another shape (padding) are left out."""
-    first = batches[0] if batches else []
-    alike = [
-        [batch[i] for batch in batches if i < len(batch) and batch[i].ndim and batch[i].shape[1:] == first[i].shape[1:]]
-        for i in range(len(first))
-    ]
-    return [torch.cat(parts) if parts else first[i] for i, parts in enumerate(alike)]
+    """Why the two would be judged by different data, or at other times; None if alike."""
+    if a.validation != b.validation:
+        return "the validation data are not the same"
+    if a.plan[LOOKS] != b.plan[LOOKS]:
+        return f"it is judged at other times: {told({LOOKS: b.plan[LOOKS]}, {LOOKS: a.plan[LOOKS]})}"
+    return None
 
 
 def first_gradients(case: Case, recipe: Recipe, laboratory: Method, batches: int) -> tuple[list[dict | None], int]:

@@ -109,8 +109,12 @@ class _Nursery:
 
     def fork(self, theirs: socket.socket) -> int:
         request = json.dumps({"path": sys.path, "directory": os.getcwd()}).encode()
-        socket.send_fds(self.socket, [request], [theirs.fileno()])
-        return int(self._answer())
+        try:
+            socket.send_fds(self.socket, [request], [theirs.fileno()])
+            return int(self._answer())
+        except BaseException:  # an answer that comes later would be taken for that of another request
+            self.process.kill()
+            raise
 
     def status(self, pid: int) -> int | None:
         """The exit status of a worker that ended (negative: the signal that ended it)."""
@@ -172,9 +176,11 @@ def _raise_children(control: socket.socket) -> None:
         with contextlib.suppress(Exception, SystemExit):
             import_module(module)
     statuses: dict[int, int] = {}
+    raised: set[int] = set()
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 1)
         if not message:
+            _end(raised)
             return
         _reap(statuses)
         if not descriptors:
@@ -184,8 +190,16 @@ def _raise_children(control: socket.socket) -> None:
         if pid == 0:
             control.close()
             _live(Connection(descriptors[0]), json.loads(message))
+        raised.add(pid)
         os.close(descriptors[0])
         control.send(str(pid).encode())
+
+
+def _end(groups: set[int]) -> None:
+    """Kills whole process groups: a frozen loader worker would otherwise stay for ever."""
+    for group in groups:
+        with contextlib.suppress(OSError):
+            os.killpg(group, signal.SIGKILL)
 
 
 def _reap(statuses: dict[int, int], wanted: int | None = None) -> dict[int, int]:

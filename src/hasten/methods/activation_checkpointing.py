@@ -26,6 +26,7 @@ class ActivationCheckpointing(Method):
         source="Chen et al. 2016, arXiv 1604.06174; torch.utils.checkpoint",
         gain_when="memory limits the batch; by itself it costs one more forward pass",
         applies_to={"repeated blocks"},
+        needs={"python between kernels"},  # it keeps and restores the random state of every block
         order=Order.EARLY,
     )
 

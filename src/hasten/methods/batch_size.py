@@ -49,8 +49,6 @@ class BatchSize(Method):
 
     def loop(self, loop: Loop, run: Run) -> Loop:
         loop.batch_size *= self.factor
-        if loop.steps is not None:
-            loop.steps = math.ceil(loop.steps / self.factor)
         return loop
 
     def data(self, batches: Batches, run: Run) -> Batches:

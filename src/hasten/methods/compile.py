@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hasten.contract.card import Card, Exactness, Order
 from hasten.contract.method import Method
 
-MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+MODES = ("default", "max-autotune-no-cudagraphs")  # torch's others record CUDA graphs of their own; that is what cuda_graph is for
 COMPILER_VARIABLES = ("TORCHINDUCTOR_", "TRITON_")  # torch sets its cache folders in the environment while compiling
 
 
@@ -25,7 +25,6 @@ class Compile(Method):
         gain=(1.0, 1.16),
         gain_when="GPU runs long enough to pay for compiling (20 to 35 seconds on two cores); on a CPU often nothing",
         speeds={"forward", "backward"},
-        needs={"steady shapes"},
         order=Order.LATE,
         slow_start=True,
         tries=({}, {"mode": "max-autotune-no-cudagraphs"}),

@@ -57,11 +57,12 @@ class CompressedSchedule(Method):
 
     def loop(self, loop: Loop, run: Run) -> Loop:
         loop.epochs *= self.factor
-        if loop.steps is not None:
-            loop.steps = max(1, round(loop.steps * self.factor))
         return loop
 
     def optimizer(self, make: Callable, run: Run) -> Callable:
+        if run.loop.steps is None:
+            raise Refusal("compressed_schedule cannot tell where the run ends: the training data has no length; give the dataset a __len__")
+
         def squeezed(model):
             optimizer, schedule = optimizer_and_schedule(make(model))
             if schedule is None:
@@ -73,12 +74,10 @@ class CompressedSchedule(Method):
 
         return squeezed
 
-    def _own_schedule(self, optimizer, steps: int | None):
+    def _own_schedule(self, optimizer, steps: int):
         if self.decay == "none":
             return None
-        if steps is None:
-            raise Refusal("compressed_schedule cannot end a schedule in time: the training data has no length; say decay=none")
-        climb, fall = round(self.warmup * steps), DECAYS[self.decay]
+        climb, fall = min(round(self.warmup * steps), steps - 1), DECAYS[self.decay]
         return LambdaLR(optimizer, lambda step: (step + 1) / (climb + 1) if step < climb else fall((steps - step) / (steps - climb)))
 
 

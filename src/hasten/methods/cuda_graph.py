@@ -6,15 +6,15 @@ What follows from the rules of https://docs.pytorch.org/docs/stable/notes/cuda.h
   copied out, and the gradients are zeroed in place instead of freed: this method owns ``clear``.
 * Capture comes after a few warm-up passes on a side stream. They would move running statistics, random numbers
   and gradients, so all three are put back: the first replay is the first pass of the run.
-* Shapes are part of the graph. There is one graph for the first batch's shapes and each share of a step (pieces
-  of a cut batch weigh differently); a batch of another shape, such as the last of an epoch, runs as usual.
+* Shapes are part of the graph. There is one graph for each share of a whole step (pieces of a cut batch weigh
+  differently), for the shapes it has first; other shapes, and the shorter batch that ends a pass, run as usual.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from hasten.contract.batch import map_tensors, tensors
+from hasten.contract.batch import map_tensors, size, tensors
 from hasten.contract.card import Card, Exactness, Order
 from hasten.contract.errors import Failure, one_line
 from hasten.contract.method import Method
@@ -31,7 +31,6 @@ class CudaGraph(Method):
         gain_when="steps of a few milliseconds on a GPU, where launching kernels takes longer than running them",
         speeds={"forward", "backward"},
         applies_to={"cuda"},
-        needs={"captured step", "steady shapes"},
         breaks={"python between kernels"},
         order=Order.LAST,
         replaces={"clear"},
@@ -42,17 +41,15 @@ class CudaGraph(Method):
             run.nothing_to_do(self, f"CUDA graphs need an NVIDIA GPU; this run is on {run.device}")
             return micro
         graphs = {}
-        shapes = None
 
         def replayed(batch):
-            nonlocal shapes
-            shapes = shapes or _shapes(batch)
-            if _shapes(batch) != shapes:
-                return micro(batch)
             share = run.clock.share
             if share not in graphs:
-                graphs[share] = _recorded(micro, batch, run)
-            return graphs[share](batch)
+                if round(size(batch) / share) < run.loop.batch_size:  # a resumed run may begin with the short batch
+                    return micro(batch)
+                graphs[share] = _shapes(batch), _recorded(micro, batch, run)
+            shapes, replay = graphs[share]
+            return replay(batch) if _shapes(batch) == shapes else micro(batch)
 
         return replayed
 
@@ -98,6 +95,8 @@ def _recorded(micro, batch, run):
     try:
         with torch.cuda.graph(graph):
             loss = micro(buffers)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         raise Failure(
             f"cuda_graph: the step cannot be recorded, a .item() or a copy to the CPU in the model is the usual cause ({one_line(error)})"

@@ -20,7 +20,6 @@ class GradientAccumulation(Method):
         exactness=Exactness.SAME_MATHS,
         source="https://docs.pytorch.org/docs/stable/notes/amp_examples.html, gradient accumulation",
         gain_when="the batch does not fit into memory, or its activations not into the cache; otherwise it costs time",
-        breaks={"whole batch"},
         tries=({}, {"pieces": 4}),
     )
     pieces: int = 2

@@ -19,7 +19,7 @@ class GradientCentralization(Method):
         summary="subtract the mean of each output unit's gradient",
         exactness=Exactness.OTHER_MATHS,
         source="https://arxiv.org/abs/2004.01461",
-        gain_when="convolutional networks; the paper reports accuracy (ResNet-50 on ImageNet: error 23.71 to 23.21), not time",
+        gain_when="convolutional networks; its authors report accuracy (their README: ResNet-50 on ImageNet, error 23.71 to 23.21), not time",
         speeds={"steps"},
         applies_to={"matrix weights"},
         after=("float16",),

@@ -6,6 +6,8 @@ from hasten.contract.card import Card, Exactness, Order
 from hasten.contract.data import Batches
 from hasten.contract.method import Method, Run
 
+MOST = 64  # workers; more only take memory and starting time
+
 
 @dataclass(frozen=True)
 class LoaderWorkers(Method):
@@ -35,15 +37,14 @@ class LoaderWorkers(Method):
     )
 
     def __post_init__(self):
-        if self.workers < 0:
-            raise ValueError("workers must be 0 or more")
+        if not 0 <= self.workers <= MOST:
+            raise ValueError(f"workers must be a number of processes from 0 to {MOST}")
         if self.prefetch < 1:
             raise ValueError("prefetch must be 1 or more batches a worker")
 
     def data(self, batches: Batches, run: Run) -> Batches:
         if batches.samples is None:
-            run.nothing_to_do(self, "the data are not read sample by sample")
-            return batches
+            return self._idle(batches, run, "the data are not read sample by sample")
         wanted = replace(
             batches.samples,
             workers=self.workers,
@@ -52,6 +53,10 @@ class LoaderWorkers(Method):
             persistent=self.persistent and self.workers > 0,
         )
         if wanted == batches.samples:
-            run.nothing_to_do(self, "the data are read in this way already")
-            return batches
+            return self._idle(batches, run, "the data are read in this way already")
         return wanted.build(wanted)
+
+    def _idle(self, batches: Batches, run: Run, why: str) -> Batches:
+        if batches.training:
+            run.nothing_to_do(self, why)
+        return batches

@@ -28,6 +28,9 @@ class TF32(Method):
         if run.device.type != "cuda" or torch.cuda.get_device_capability(run.device) < (8, 0):
             run.nothing_to_do(self, f"TF32 needs an NVIDIA GPU from Ampere on; this run is on {run.device}")
             return context
+        if why := _chosen_already():
+            run.nothing_to_do(self, why)
+            return context
 
         @contextmanager
         def with_tf32():
@@ -42,3 +45,12 @@ class TF32(Method):
                 torch.backends.cudnn.allow_tf32 = before[1]
 
         return with_tf32
+
+
+def _chosen_already() -> str | None:
+    """Why there is nothing left to switch on; None where there is."""
+    try:
+        on = torch.get_float32_matmul_precision() != "highest" and torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # torch refuses to read the switch that it has a newer one for, once that one was set
+        return "the precision of float32 products was set already, through torch.backends.fp32_precision"
+    return "TF32 is on already" if on else None

@@ -9,14 +9,16 @@ from hasten.contract.card import Card, Exactness
 from hasten.contract.method import Method, Run
 
 GRANULARITIES = ("tensor", "row")
+EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
 @dataclass(frozen=True)
 class ZNorm(Method):
     """g <- (g - mean g) / (std g + eps), with the population's deviation, over a whole ``tensor`` or each ``row`` of it.
 
-    Biases and the scales of normalisation layers are left alone (``skip_1d``). The magnitude of the gradient is
-    erased: with plain SGD the learning rate has to be chosen anew; clipping by norm no longer does anything.
+    Biases and the scales of normalisation layers are left alone (``skip_1d``), and embeddings always: most of their
+    rows have no gradient in a step, and a mean taken off would give them one. The magnitude of the gradient is erased:
+    with plain SGD the learning rate has to be chosen anew, and clipping would clip the same norm in every step.
     """
 
     granularity: str = "tensor"
@@ -30,6 +32,7 @@ class ZNorm(Method):
         gain_when="networks with skip connections under Adam; the paper claims accuracy, not time: measure",
         speeds={"steps"},
         applies_to={"matrix weights"},
+        breaks={"gradient size"},
         after=("float16",),  # it wants gradients without a loss scale
         tries=({"granularity": "tensor"}, {"granularity": "row"}),
     )
@@ -41,9 +44,11 @@ class ZNorm(Method):
             raise ValueError("eps must be above 0")
 
     def gradients(self, gradients: Callable, run: Run) -> Callable:
-        touched = [p for p in run.model.parameters() if p.requires_grad and p.numel() > 1 and (p.ndim > 1 or not self.skip_1d)]
+        embeddings = {module.weight for module in run.model.modules() if isinstance(module, EMBEDDINGS)}
+        wanted = (p for p in run.model.parameters() if p.requires_grad and p not in embeddings)
+        touched = [p for p in wanted if p.numel() > 1 and (p.ndim > 1 or not self.skip_1d)]
         if not touched:
-            run.nothing_to_do(self, "no parameter has two or more dimensions")
+            run.nothing_to_do(self, "no parameter outside embeddings has two or more dimensions")
             return gradients
 
         @torch.no_grad()

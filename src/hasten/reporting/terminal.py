@@ -100,8 +100,8 @@ def train_answer(result: dict) -> RenderableType:
         rows.append(("target", f"reached after {words.seconds(result['seconds_to_target'])}"))
     elif result["target"] is not None:
         rows.append(("target", f"{words.plain(result['target'])} not reached"))
-    if isinstance(result["stopped"], str):
-        rows.append(("stopped", result["stopped"]))
+    if result["stopped"]:
+        rows.append(("stopped", "before the plan's last step"))
     rows += [("idle", ": ".join(pair)) for pair in result["idle"]]
     if result["out"]:
         rows.append(("folder", result["out"]))

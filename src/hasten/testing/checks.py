@@ -6,12 +6,17 @@ import dataclasses
 import io
 import math
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest import SkipTest
 
 import torch
+from safetensors.torch import load_file
 
 from hasten.contract.card import Exactness
-from hasten.contract.errors import one_line
+from hasten.contract.errors import Refusal, one_line
 from hasten.contract.method import Method, hooks_of
 from hasten.contract.recipe import Recipe
 from hasten.contract.task import Task
@@ -19,6 +24,7 @@ from hasten.engine.find import make_method, make_methods, method_class, settings
 from hasten.engine.loop import evaluate, steps
 from hasten.engine.plan import Program, build
 from hasten.engine.seeds import random_state
+from hasten.engine.train import train
 from hasten.measure.exactness import prove
 from hasten.measure.process_state import differences, process_state, restored, same
 from hasten.testing import tasks
@@ -54,6 +60,10 @@ def check_method(what: str | type[Method], task: Task | None = None, **settings)
             broken.append(f"{check.__name__}: {one_line(error)}")
     assert not broken, f"{subject.name} breaks the contract of methods: " + "; ".join(broken)
     return results
+
+
+class Interrupted(Exception):
+    """Breaks off a run of ``goes_on_where_it_stopped``."""
 
 
 class Subject:
@@ -109,7 +119,6 @@ def has_a_complete_card(subject: Subject) -> None:
     card = subject.method.card
     missing = [field for field in ("summary", "source", "gain_when") if not getattr(card, field).strip()]
     assert not missing, f"the card lacks {', '.join(missing)}"
-    assert card.speeds, "the card names no phase that it speeds up"
     assert card.gain is None or 0 < card.gain[0] <= card.gain[1], f"a gain is (low, high), not {card.gain}"
     assert hooks_of(subject.method), "it overrides no hook"
     assert card.tries, "the card names no settings to try; at least ({},) for the defaults"
@@ -153,7 +162,10 @@ def is_the_same_in_any_order(subject: Subject) -> None:
             if companion == subject.name:
                 continue
             pair = [(subject.name, subject.settings), (companion, settings)]
-            first, second = (weights(trained(subject.task, Recipe(dict(order)))) for order in (pair, pair[::-1]))
+            try:
+                first, second = (weights(trained(subject.task, Recipe(dict(order)))) for order in (pair, pair[::-1]))
+            except Refusal:  # the cards say that they do not go together
+                continue
             assert _same_bits(first, second), f"it matters whether {subject.name} or {companion} is typed first"
 
 
@@ -180,6 +192,28 @@ def survives_a_checkpoint(subject: Subject) -> None:
         for name, kept in new.items():
             kept.load_state_dict(loaded[name])
             assert same(kept.state_dict(), saved[name]), f"what is kept as {name} does not come back as it was saved"
+
+
+def goes_on_where_it_stopped(subject: Subject) -> None:
+    """A run that is broken off and taken up ends with the very weights of one that was left alone."""
+    with restored(), TemporaryDirectory() as folder:
+        half = trained(subject.task, subject.recipe).run.clock.step // 2
+        if not half:
+            raise SkipTest("the run has one step only")
+
+        def break_off(records: list[dict]) -> None:
+            if any(record["step"] > half for record in records):
+                raise Interrupted
+
+        once = partial(train, subject.task, subject.recipe, device="cpu", checkpoint_seconds=0)  # a checkpoint after every step
+        whole, broken = Path(folder, "whole"), Path(folder, "broken")
+        once(out=whole)
+        with suppress(Interrupted):
+            once(out=broken, observers=[break_off])
+        assert any((broken / "checkpoints").iterdir()), "the run that was broken off has left no checkpoint"
+        once(out=broken, resume=True)
+        a, b = (load_file(run / "model.safetensors") for run in (whole, broken))
+        assert _same_bits(a, b), "a run that was taken up does not end as one that was left alone: it keeps something outside run.kept"
 
 
 def exports_a_plain_module(subject: Subject) -> None:
@@ -219,6 +253,7 @@ CHECKS: tuple[Callable[[Subject], None], ...] = (
     is_the_same_in_any_order,
     is_as_exact_as_its_card_says,
     survives_a_checkpoint,
+    goes_on_where_it_stopped,
     exports_a_plain_module,
     says_so_when_idle,
 )

@@ -15,6 +15,7 @@ from pathlib import Path
 from hasten.contract.errors import Failure
 
 FILE = "trials.jsonl"
+PASSING = ("memory ran out", "out of memory", "the process was", "took longer")  # failures of the moment, not of the recipe
 
 
 class Ledger:
@@ -35,25 +36,34 @@ class Ledger:
                 self.known[entry["key"]] = entry
             except (ValueError, KeyError, TypeError):
                 continue  # the line that was being written when the search was killed
+        self.from_before = set(self.known)
 
-    def trial(self, kind: str, what: dict, measure: Callable[[], dict]) -> dict:
-        """The outcome of a trial: remembered, or measured now and written down before anything else happens."""
-        key = hashlib.sha256(json.dumps([kind, what, self.setting], sort_keys=True, default=str).encode()).hexdigest()[:24]
+    def trial(self, kind: str, what: dict, measure: Callable[[], dict]) -> tuple[str, dict]:
+        """(key, outcome) of a trial: remembered, or measured now and written down before anything else happens."""
+        key = self._key(kind, what)
         if key in self.known:
-            self.found += 1
-            return self.known[key]["outcome"]
+            self.found += key in self.from_before
+            return key, self.known[key]["outcome"]
         outcome = measure()
         self.known[key] = entry = {"key": key, "kind": kind, "what": what, "outcome": outcome}
+        if any(word in outcome.get("failed", "") for word in PASSING):
+            return key, outcome  # another time it may work: known to this search, not to the next
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 if file.tell() and not self._ends_whole():
                     file.write("\n")
-                file.write(json.dumps(entry) + "\n")
+                file.write(json.dumps(entry, allow_nan=False) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
             raise Failure(f"cannot write {self.path}: {error.strerror}") from None
-        return outcome
+        return key, outcome
+
+    def knows(self, kind: str, what: dict) -> bool:
+        return self._key(kind, what) in self.known
+
+    def _key(self, kind: str, what: dict) -> str:
+        return hashlib.sha256(json.dumps([kind, what, self.setting], sort_keys=True, default=str).encode()).hexdigest()[:24]
 
     def _ends_whole(self) -> bool:
         with self.path.open("rb") as file:

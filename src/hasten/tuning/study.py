@@ -18,7 +18,7 @@ from hasten.diagnosis.anatomy import evaluation_a_sample, examine
 from hasten.engine.find import make_method
 from hasten.engine.outcome import reached_at
 from hasten.engine.tasks import TaskRef
-from hasten.measure.compare import take_turns
+from hasten.measure.compare import PATIENCE, take_turns
 from hasten.measure.workers import Worker
 from hasten.tuning.ledger import Ledger
 
@@ -72,6 +72,7 @@ class Study:
     seed: int = 0
     higher_is_better: bool = True
     target: float | None = None
+    charged: set[str] = field(default_factory=set)  # keys of the trials that are paid for
     trials: list[dict] = field(default_factory=list)  # for the report: every trial, losers too
 
     def run(self, recipe: Recipe, seed: int, give_up_after: float | None = None) -> dict:
@@ -86,7 +87,14 @@ class Study:
     def _reached(self, evaluations: list[dict]) -> dict:
         at = reached_at([look["metric"] for look in evaluations], self.target, self.higher_is_better)
         look = evaluations[at] if at is not None else {}
-        return {"seconds_to_target": look.get("seconds"), "samples_to_target": look.get("samples")}
+        crossed = [e["samples"] for e in evaluations if self._there(e["metric"])]
+        first = crossed[0] if crossed else None
+        return {"seconds_to_target": look.get("seconds"), "samples_to_target": look.get("samples"), "first_samples": first}
+
+    def _there(self, metric: float | None) -> bool:
+        if metric is None or self.target is None:
+            return False
+        return metric >= self.target if self.higher_is_better else metric <= self.target
 
     def pace(self, a: Recipe, b: Recipe, *, looks=SHORT_LOOKS, seconds: float = 12.0, salt: str = "", last: bool = False) -> dict:
         """Which of two recipes trains the same samples faster: ``measure.compare`` as a dict, or ``failed``.
@@ -116,7 +124,7 @@ class Study:
 
         return self._paid("proof", what, f"proving {candidate}", measure)
 
-    def anatomy(self, recipe: Recipe, last: bool = False) -> dict[str, float]:
+    def anatomy(self, recipe: Recipe) -> dict[str, float]:
         """Seconds of each phase per 1000 training samples; empty where they cannot be told."""
 
         def measure(watch: Watch) -> dict:
@@ -124,7 +132,7 @@ class Study:
             seconds = 1000 * (seen.sample + evaluation_a_sample(seen.plan, seen.evaluation))
             return {"phases": {phase: share * seconds for phase, share in seen.phases.items()}}
 
-        return self._paid("anatomy", {"recipe": recipe.methods}, f"the anatomy of {recipe}", measure, ask=not last).get("phases", {})
+        return self._paid("anatomy", {"recipe": recipe.methods}, f"the anatomy of {recipe}", measure).get("phases", {})
 
     def note(self, what: str, stage: str, verdict: str, why: str, *, ratio: dict | None = None, seconds: float = 0.0) -> None:
         """Puts a trial into the story that the report tells."""
@@ -132,10 +140,10 @@ class Study:
 
     def _in_worker(self, recipe: Recipe, seed: int, method: str, watch: Watch, **arguments) -> dict:
         with Worker("hasten.tuning.trial:Trial", task=self.task.to_json(), methods=recipe.methods, device=self.device, seed=seed) as worker:
-            return worker.call(method, watch=watch, **arguments)
+            return worker.call(method, watch=watch, timeout=max(PATIENCE, self.budget.total), **arguments)
 
     def _paid(self, kind: str, what: dict, words: str, measure: Callable[[Watch], dict], ask: bool = True) -> dict:
-        if ask:
+        if ask and not self.ledger.knows(kind, what):
             self.budget.ask()
 
         def told(_: str, done: float, left: float | None = None) -> None:
@@ -151,8 +159,10 @@ class Study:
                 outcome = {"failed": str(error)}
             return {**outcome, "trial_seconds": time.monotonic() - began}
 
-        outcome = self.ledger.trial(kind, what, timed)
-        self.budget.spent += outcome["trial_seconds"]
+        key, outcome = self.ledger.trial(kind, what, timed)
+        if key not in self.charged:  # a trial is paid for once, however often it is asked for
+            self.charged.add(key)
+            self.budget.spent += outcome["trial_seconds"]
         return outcome
 
 

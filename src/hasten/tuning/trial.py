@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import asdict, dataclass
 
@@ -46,7 +47,7 @@ class Trial:
         proof = prove(
             self.task.load(), Recipe(base), self.recipe, Exactness[exactness], device=self.device, seed=self.seed, seconds=seconds
         )
-        return asdict(proof)
+        return {**asdict(proof), "number": proof.number if math.isfinite(proof.number) else None}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,28 @@
+"""Recipes as text: what joins methods, and what is no TOML."""
+
+import pytest
+
+from hasten import Refusal
+from hasten.contract.recipe import Recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("ema+bfloat16", ["ema", "bfloat16"]),
+        ("ema:decay=0.9 + mine.fast:Faster", ["ema", "mine.fast:Faster"]),
+        ("float16:scale=1e+5+ema", ["float16", "ema"]),
+        ("./c++/a+b/mine.py:Faster", ["./c++/a+b/mine.py:Faster"]),
+        ("./a+b/mine.py:Faster:rate=2 + ema", ["./a+b/mine.py:Faster", "ema"]),
+    ],
+)
+def test_a_plus_joins_methods_but_not_the_parts_of_a_path(text, names):
+    recipe = Recipe.parse(text)
+    assert list(recipe.methods) == names
+    assert Recipe.parse(str(recipe)) == Recipe.from_toml(recipe.to_toml()) == recipe
+
+
+@pytest.mark.parametrize("text", ["[methods.ema]\ndecay = " + "9" * 5000, "a = " + "[" * 5000, "[methods"])
+def test_what_is_no_toml_is_refused(text):
+    with pytest.raises(Refusal, match="the recipe is not valid TOML"):
+        Recipe.from_toml(text)
