@@ -36,7 +36,7 @@ def label_out_of_range(): return good(train_data=[(torch.zeros(2), 7)] * 4)
 def not_a_number(): return good(train_data=[(torch.full((2,), float("nan")), 0)] * 4)
 def infinite(): return good(train_data=[(torch.full((2,), float("inf")), 0)] * 4)
 def nan_validation(): return good(validation_data=[(torch.full((2,), float("nan")), 0)] * 4, metric="loss")
-def changing_shape(): return good(train_data=[(torch.zeros(2), 0), (torch.zeros(3), 0)] * 4)
+def changing_shape(): return good(train_data=[(torch.zeros(2), 0), (torch.zeros(3), 0)] * 4, batch_size=8)
 def raises_at_a_sample(): return good(train_data=Raising())
 def longer(): return good(epochs=3)
 
@@ -52,15 +52,14 @@ class Bad:
 class NoCard(Method):
     pass
 
+@dataclasses.dataclass(frozen=True)
 class Fine(Method):
     card = Card(summary="", exactness=Exactness.OTHER_MATHS)
-    @staticmethod
-    def batches(): pass
+    times: int = 2
+    def batches(self): return "a helper that is no hook"
     def loop(self, loop, run):
         loop.epochs *= self.times
         return loop
-    times: int = 2
-Fine = dataclasses.dataclass(frozen=True)(Fine)
 
 @dataclasses.dataclass(frozen=True)
 class NoDefault(Method):
@@ -215,6 +214,7 @@ def here(tmp_path_factory):
 @pytest.mark.parametrize(("words", "says"), WRONG, ids=lambda value: value[:60])
 def test_wrong_request(words, says, here, monkeypatch, capfd):
     monkeypatch.chdir(here)
+    monkeypatch.syspath_prepend(here)
     assert_one_line(words, says, main(words.split()), 2, capfd)
 
 
@@ -224,7 +224,9 @@ def test_run_that_cannot_go_on(words, says, here, monkeypatch, capfd):
     assert_one_line(words, says, main([*words.split(), "--quiet"]), 1, capfd)
 
 
-@pytest.mark.parametrize("words", ["--recipe with_code.toml --with mine.py:Fine", "--recipe elsewhere/with_code.toml --with elsewhere/mine.py:Fine"])
+@pytest.mark.parametrize(
+    "words", ["--recipe with_code.toml --with mine.py:Fine", "--recipe elsewhere/with_code.toml --with elsewhere/mine.py:Fine"]
+)
 def test_code_that_a_recipe_and_the_command_line_both_name(words, here, monkeypatch, capfd):
     """The recipe's ``mine.py`` lies beside it, wherever the program runs; its settings hold."""
     monkeypatch.chdir(here)

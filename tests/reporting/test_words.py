@@ -51,3 +51,9 @@ def test_long_names_keep_both_ends():
 
 def test_counts():
     assert (words.count(1, "run", "runs"), words.count(23.2, "run", "runs"), words.count(None, "run", "runs")) == ("1 run", "23 runs", "–")
+
+
+def test_a_command_names_code_from_outside_itself():
+    assert words.train_command("digits", {}, "r.toml") == "hasten train digits"
+    command = words.train_command("my task.py:task", {"ema": {}, "./mine.py:Faster": {}}, "r.toml")
+    assert command == "hasten train 'my task.py:task' --recipe r.toml --with ./mine.py:Faster"

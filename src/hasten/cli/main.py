@@ -1,7 +1,7 @@
 """Reads the command line, runs one verb, and turns what comes of it into an exit code.
 
 0: done. 1: a result that is a "no", or a run that could not go on. 2: a wrong request. Whatever goes
-wrong is told in one line on standard error. Nothing heavy is imported before a verb needs it.
+wrong, or is worth a notice, is told in one line on standard error. Nothing heavy is imported before a verb needs it.
 """
 
 from __future__ import annotations

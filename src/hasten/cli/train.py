@@ -41,7 +41,9 @@ def run(options, watch) -> Answer:
     missed = result["target"] is not None and not result["reached"]
     if missed:
         best = "nothing was measured" if result["best_metric"] is None else f"the best was {result['best_metric']:.4g}"
-        warnings.warn(f"the target {result['target']:g} was not reached and held, {best}; train for longer or lower it", Notice, stacklevel=2)
+        warnings.warn(
+            f"the target {result['target']:g} was not reached and held, {best}; train for longer or lower it", Notice, stacklevel=2
+        )
     return Answer(result, page, code=1 if missed else 0)
 
 

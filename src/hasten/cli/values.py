@@ -103,5 +103,5 @@ def named_recipe(what: str | None, given: Recipe) -> Recipe:
 
 def _place(name: str, folder: Path) -> str:
     """``./mine.py:Faster``, as seen from a folder, in the one form that it has from everywhere."""
-    where, colon, cls = name.rpartition(":")
+    where, _, cls = name.rpartition(":")
     return f"{(folder / where).resolve()}:{cls}" if where.endswith(".py") else name

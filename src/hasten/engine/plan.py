@@ -80,10 +80,8 @@ def build(task: Task, methods: list[Method] = (), *, device: str = "cpu", seed: 
         run.optimizer, schedule = optimizer_and_schedule(make(model))
         _check_optimizer(run.optimizer, schedule)
 
-        on_cpu = run.device.type == "cpu"
-        move = fold(
-            "batch", _as_it_is if on_cpu else lambda batch: batches.map_tensors(lambda t: t.to(run.device, non_blocking=True), batch)
-        )
+        to_device = partial(batches.map_tensors, lambda tensor: tensor.to(run.device, non_blocking=True))
+        move = fold("batch", _as_it_is if run.device.type == "cpu" else to_device)
         loss = fold("loss", task.loss or own_loss)
         forward = fold("forward", _forward(model, loss, own=task.loss is None))
         clock, cut = run.clock, loop.microbatches > 1

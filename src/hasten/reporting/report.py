@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 from functools import cache
 from pathlib import Path
 
@@ -166,8 +165,7 @@ def _recipe(folder: Path, result: dict) -> dict:
     path = folder / "recipe.toml"
     told = result.get("recipe")
     recipe = Recipe.load(path) if path.is_file() else Recipe(told if isinstance(told, dict) else {})
-    task = shlex.quote(result["task"] or "TASK")
-    command = f"hasten train {task} --recipe {shlex.quote(str(path))}" if recipe else f"hasten train {task}"
+    command = words.train_command(result["task"] or "TASK", recipe.methods, str(path))
     try:
         return {"recipe": recipe.to_toml().strip() if recipe else "", "recipe_file": str(path), "command": command}
     except (TypeError, ValueError):

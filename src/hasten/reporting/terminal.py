@@ -40,7 +40,7 @@ def tune_answer(result: dict) -> RenderableType:
     if won and result["recipe"]:
         parts += [Text(), Text(f"Recipe: {Recipe(result['recipe'])}", style=QUIET)]
         if result["recipe_file"]:
-            parts.append(Text(f"hasten train {result['task']} --recipe {result['recipe_file']}"))
+            parts.append(Text(words.train_command(result["task"], result["recipe"], result["recipe_file"])))
     return Group(*parts)
 
 

@@ -1,4 +1,7 @@
-"""Numbers as people read them. Everything that is not there is an en dash."""
+"""Numbers as people read them, and commands as they type them. Everything that is not there is an en dash."""
+
+import shlex
+from collections.abc import Collection
 
 NOTHING, MINUS, TIMES = "\u2013", "\u2212", "\u00d7"  # en dash, minus and multiplication sign
 
@@ -64,6 +67,12 @@ def percent(share: float | None) -> str:
     if share is None:
         return NOTHING
     return "<1 %" if 0 < share < 0.005 else f"{share * 100:.0f} %"
+
+
+def train_command(task: str, methods: Collection[str], file: str) -> str:
+    """What trains with the methods of a recipe's file; code from outside has to be named once more."""
+    outside = [word for name in methods if ":" in name for word in ("--with", name)]
+    return shlex.join(["hasten", "train", task, *(["--recipe", file] if methods else []), *outside])
 
 
 def shorten(text: str, length: int) -> str:
