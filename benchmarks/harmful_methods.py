@@ -38,6 +38,11 @@ def offered(name: str, options) -> dict:
     }
 
 
+def _measured(fate: dict) -> bool:
+    """Whether it lost in a trial; one that the budget never reached has not been refused."""
+    return bool(fate["trials"]) and fate["trials"][-1]["verdict"] in ("refused", "no gain", "slower")
+
+
 def main() -> int:
     options = parser(__doc__)
     options.add_argument("names", nargs="*", metavar="NAME", help="of the methods; all unless said")
@@ -53,7 +58,7 @@ def main() -> int:
     show(("method", "fate", "why"), [(each["name"], words[each["accepted"]], textwrap.shorten(each["why"], 120)) for each in fates])
 
     harmful = [each for each in fates if each["name"] in HARMFUL]
-    refused = sum(each["accepted"] is False and bool(each["why"]) for each in harmful)
+    refused = sum(each["accepted"] is False and _measured(each) for each in harmful)
     honest = all(each["accepted"] for each in fates if each["name"] not in HARMFUL)
     print(f"\nthe honest bait is {'taken' if honest else 'NOT taken'}" if len(harmful) < len(fates) else "")
     figure = f"{len(harmful)} of {len(harmful)} refused with a reason; it is {refused}"

@@ -1,6 +1,7 @@
 """The tuner on a small real task: a gain found and proven, harm refused, a killed search taken up, budgets kept."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -87,7 +88,8 @@ def test_silent_harm_is_refused_with_a_reason(task, tmp_path, claim):
 def test_a_killed_search_goes_on_and_loses_no_finished_trial(task, tmp_path):
     out = tmp_path / "out"
     code = f"import hasten; hasten.tune({task!r}, budget=60, consider=['batched_fetch'], out={str(out)!r})"
-    search = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # as here: another number of threads is another machine
+    search = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL, env=one_thread)
     trials, deadline = out / "trials.jsonl", time.monotonic() + 60
     while (not trials.exists() or trials.read_text().count("\n") < 4) and time.monotonic() < deadline:
         time.sleep(0.1)

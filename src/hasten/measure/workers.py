@@ -192,7 +192,8 @@ def _raise_children(control: socket.socket) -> None:
             _live(Connection(descriptors[0]), json.loads(message))
         raised.add(pid)
         os.close(descriptors[0])
-        control.send(str(pid).encode())
+        with contextlib.suppress(BrokenPipeError):  # whoever asked is gone; the next reading says so
+            control.send(str(pid).encode())
 
 
 def _end(groups: set[int]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
 
 from hasten.contract.card import Exactness
 from hasten.contract.recipe import Recipe
@@ -44,6 +46,11 @@ class Wanted:
         for recipe in (only or Recipe(), offered):
             make_methods(recipe)
         return Wanted(only, offered)
+
+    def codes(self) -> dict[str, str]:
+        """Fingerprints of the files that outside methods come from: another code is another trial."""
+        files = {name: name.rpartition(":")[0] for recipe in (self.only or Recipe(), self.offered) for name in recipe.methods}
+        return {name: sha256(Path(file).read_bytes()).hexdigest()[:16] for name, file in files.items() if file.endswith(".py")}
 
 
 def candidates_for(story: dict, wanted: Wanted) -> Candidates:

@@ -5,6 +5,7 @@ A Study knows what has been tried and what it cost. It decides nothing; ``search
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -72,6 +73,7 @@ class Study:
     seed: int = 0
     higher_is_better: bool = True
     target: float | None = None
+    codes: dict[str, str] = field(default_factory=dict)  # outside methods and the fingerprint of their files
     charged: set[str] = field(default_factory=set)  # keys of the trials that are paid for
     trials: list[dict] = field(default_factory=list)  # for the report: every trial, losers too
 
@@ -143,6 +145,8 @@ class Study:
             return worker.call(method, watch=watch, timeout=max(PATIENCE, self.budget.total), **arguments)
 
     def _paid(self, kind: str, what: dict, words: str, measure: Callable[[Watch], dict], ask: bool = True) -> dict:
+        codes = {name: code for name, code in self.codes.items() if name in json.dumps(what)}
+        what = {**what, "codes": codes} if codes else what  # another code is another trial
         if ask and not self.ledger.knows(kind, what):
             self.budget.ask()
 

@@ -1,0 +1,123 @@
+"""What a search tells: the verdict, the evidence, and what it cost. The content of result.json."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from hasten.contract.recipe import Recipe
+from hasten.engine.environment import environment
+from hasten.engine.folder import write_whole
+from hasten.tuning.candidates import Candidates
+from hasten.tuning.confirm import Confirmed
+from hasten.tuning.search import Baseline, Ladder
+from hasten.tuning.study import Study
+
+
+@dataclass
+class Found:
+    """What the search has found so far, chapter by chapter."""
+
+    story: dict = field(default_factory=dict)  # the diagnosis
+    candidates: Candidates = field(default_factory=Candidates)
+    baseline: Baseline | None = None
+    pace_seconds: float = 0.0  # for a comparison of the confirmation
+    competent: Recipe = field(default_factory=Recipe)
+    ladder: Ladder = field(default_factory=Ladder)
+    top: Recipe = field(default_factory=Recipe)  # the best of the search, to which the shares belong
+    shares: list[dict] = field(default_factory=list)
+    anatomy: dict[str, dict] = field(default_factory=dict)
+    confirmed: Confirmed | None = None
+
+    @property
+    def won(self) -> bool:
+        return self.confirmed is not None and self.confirmed.held
+
+
+def result_of(study: Study, found: Found, *, metric: str, offered: Recipe) -> dict:
+    """Everything as plain data. Speed-up and quality come from the confirmation alone."""
+    confirmed, baseline, won = found.confirmed, found.baseline, found.won
+    recipe = confirmed.recipe if won else Recipe()
+    seconds = confirmed.seconds if won else None
+    saved = seconds["baseline"] - seconds["tuned"] if won else 0.0
+    untried = {"baseline": baseline.metric, "tuned": None, "margin": baseline.margin, "passed": False}
+    return {
+        "kind": "tune",
+        "task": str(study.task),
+        "verdict": "faster" if won else "leave it",
+        "why": _why(confirmed, won),
+        "recipe": recipe.methods,
+        "metric": {"name": metric, "higher_is_better": study.higher_is_better, "target": study.target},
+        "speedup": confirmed.speedup.to_json() if won else None,
+        "speedup_over_competent": confirmed.over_competent.to_json() if won and confirmed.over_competent else None,
+        "stopwatch": confirmed.stopwatch.to_json() if won and confirmed.stopwatch else None,
+        "time_to_target": seconds,
+        "quality": confirmed.gate.to_json() if confirmed else untried,
+        **_runs(found),
+        "competent_recipe": found.competent.methods,
+        "shares": found.shares if won and recipe == found.top else [],
+        "anatomy": found.anatomy,
+        "offered": [_fate(name, study.trials, recipe) for name in offered.methods],
+        "trials": study.trials,
+        **{key: found.story.get(key) for key in ("phases", "headroom", "facts")},
+        **surroundings(study.device),
+        "noise": (confirmed.pace.get("noise") if confirmed else None) or found.story.get("noise"),
+        "budget_seconds": study.budget.total,
+        "search_seconds": study.budget.spent,
+        "pays_after_runs": study.budget.spent / saved if saved > 0 else None,
+        "remembered_trials": study.ledger.found,
+        "seed": study.seed,
+    }
+
+
+def write(folder: Path, result: dict) -> None:
+    """recipe.toml and result.json.
+
+    Raises:
+        Failure: the folder cannot be written.
+    """
+    result["recipe_file"] = str(folder / "recipe.toml")
+    texts = {"recipe.toml": Recipe(result["recipe"]).to_toml(), "result.json": json.dumps(result, indent=1, allow_nan=False)}
+    for name, text in texts.items():
+        write_whole(folder / name, lambda file, text=text: file.write(text.encode()))
+
+
+def surroundings(device: str) -> dict:
+    """The machine and the versions, without which no number means anything."""
+    facts = environment(device)
+    machine = {key: facts.get(key) for key in ("cpu", "cores", "threads", "device", "gpu")}
+    machine |= {"os": facts["system"], "memory_gb": round(psutil.virtual_memory().total / 2**30, 1)}
+    return {"machine": machine, "versions": {key: facts[key] for key in ("hasten", "python", "torch", "numpy")}}
+
+
+def _why(confirmed: Confirmed | None, won: bool) -> str:
+    if confirmed is None:
+        return "no method that was tried is surely faster; see the trials"
+    if won:
+        return f"{confirmed.speedup.median:.1f} times faster to the target; {confirmed.why}"
+    return confirmed.why if confirmed.speedup is None else f"the gain did not hold on fresh seeds: {confirmed.speedup}"
+
+
+def _runs(found: Found) -> dict:
+    """Of both arms, seed by seed: samples and seconds to the target, and the metric on the way."""
+    baseline, confirmed = found.baseline, found.confirmed
+    of_search = {"baseline": dict(zip(baseline.seeds, baseline.runs, strict=True)), "tuned": {}}
+    arms = {"baseline": confirmed.baseline_runs, "tuned": confirmed.tuned_runs} if confirmed else of_search
+    return {
+        "samples_to_target": {arm: [run.get("samples_to_target") for run in runs.values()] for arm, runs in arms.items()},
+        "stopwatch_to_target": {arm: [run.get("seconds_to_target") for run in runs.values()] for arm, runs in arms.items()},
+        "curves": {arm: [_curve(seed, run) for seed, run in runs.items() if "evaluations" in run] for arm, runs in arms.items()},
+    }
+
+
+def _curve(seed: int, run: dict) -> dict:
+    return {"seed": seed, "points": [{key: look[key] for key in ("seconds", "samples", "metric")} for look in run["evaluations"]]}
+
+
+def _fate(name: str, trials: list[dict], recipe: Recipe) -> dict:
+    """What became of a method that the user offered."""
+    told = [trial for trial in trials if name in trial["what"]]
+    return {"method": name, "accepted": name in recipe.methods, "why": told[-1]["why"] if told else "the budget ended before it was tried"}
