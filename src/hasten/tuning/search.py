@@ -7,8 +7,9 @@ confirmation measures the winner anew, on seeds that the search has not seen.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, stdev
 
 from hasten.contract.card import Card, Exactness
 from hasten.contract.errors import Refusal
@@ -55,10 +56,11 @@ class Baseline:
         known = sorted(run["samples_to_target"] or run["samples"] for run in self.runs)
         return known[len(known) // 2]
 
-    def as_good(self, metric: float) -> bool:
-        """Good enough to go on with; the gate will judge with more seeds."""
-        worse = self.metric - metric if self.higher_is_better else metric - self.metric
-        return worse <= self.margin
+    def as_good(self, metrics: list[float]) -> bool:
+        """Good enough to go on with, given what so few seeds can tell; the gate will judge with more."""
+        worse = self.metric - fmean(metrics) if self.higher_is_better else fmean(metrics) - self.metric
+        doubt = stdev(run["metric"] for run in self.runs) / math.sqrt(len(metrics))
+        return worse <= self.margin + doubt
 
 
 @dataclass
@@ -159,7 +161,8 @@ def in_place(base: Recipe, name: str, settings: dict) -> Recipe | str:
 
 def training(study: Study, ladder: Ladder, candidates: list[Candidate], baseline: Baseline) -> None:
     """Methods that change the training: kept when they reach the target sooner and end as well, on every seed of the search."""
-    best = Outcome.of([study.run(ladder.best, seed) for seed in baseline.seeds[:1]], baseline)
+    reference = study.run(ladder.best, baseline.seeds[0])
+    best = Outcome("kept", "", reference.get("seconds_to_target") or reference.get("seconds") or float("inf"))
     for candidate in candidates:
         base, losses, has_effect = ladder.best, 0, False
         for settings in candidate.tries:
@@ -205,7 +208,7 @@ class Outcome:
         if run["seconds_to_target"] is None:
             return Outcome("refused", f"never reached the target {baseline.target:g}: it ended at {run['metric']:.4g}", None, spent)
         metric, seconds = fmean(each["metric"] for each in runs), fmean(each["seconds_to_target"] for each in runs)
-        if not baseline.as_good(metric):
+        if not baseline.as_good([each["metric"] for each in runs]):
             told = f"ended at {metric:.4g}; the original ends at {baseline.metric:.4g}, and the margin is {baseline.margin:.3g}"
             return Outcome("refused", told, None, spent)
         if seconds * WORTH_IT > to_beat:
@@ -215,9 +218,9 @@ class Outcome:
 
 def _trained(study: Study, recipe: Recipe, best: Outcome, baseline: Baseline) -> Outcome:
     """One seed after the other, as long as the recipe can still be kept and more seeds can be afforded."""
-    runs, to_beat = [], best.seconds if best.seconds else float("inf")
+    runs, to_beat = [], best.seconds
     for seed in baseline.seeds:
-        runs.append(study.run(recipe, seed, give_up_after=None if runs or to_beat == float("inf") else round(to_beat, 2)))
+        runs.append(study.run(recipe, seed, give_up_after=None if runs or math.isinf(to_beat) else round(to_beat, 2)))
         outcome = Outcome.of(runs, baseline, to_beat)
         more = (len(baseline.seeds) - 1) * runs[0]["trial_seconds"]
         if outcome.verdict != "kept" or more > AFFORDABLE * study.budget.left():
