@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start, and before torch reads it
+
 import torch
 
 BESIDE = Path(__file__).resolve().parents[2] / "shared" / "data"

@@ -22,6 +22,7 @@ def seconds_a_sample(task, blocks: int = 3) -> float:
     return paces[blocks // 2] + (plan["evaluation"] / plan["evaluate_every"] if plan["evaluation"] else 0.0)
 
 
+@pytest.mark.slow
 def test_a_slow_dataset():
     result = diagnose(planted_tasks.slow_dataset(), budget=BUDGET)
     assert "waiting for the next batch" in result["verdict"].lower()
@@ -38,6 +39,7 @@ def test_an_item_in_every_step():
     assert "reads values back" in result["verdict"]
 
 
+@pytest.mark.slow
 def test_a_tiny_batch():
     result = diagnose(planted_tasks.tiny_batch(), budget=BUDGET)
     assert "batch of 1 is small" in result["verdict"]
@@ -46,6 +48,7 @@ def test_a_tiny_batch():
     assert result["causes"]["host_reads_per_step"] == 0
 
 
+@pytest.mark.slow
 def test_a_for_loop_optimizer():
     result = diagnose(planted_tasks.for_loop_optimizer(), budget=BUDGET)
     assert "optimizer's update" in result["verdict"]
@@ -53,6 +56,7 @@ def test_a_for_loop_optimizer():
     assert advised(result)["fused_optimizer"] == pytest.approx(result["headroom"]["update"])
 
 
+@pytest.mark.slow
 def test_an_expensive_evaluation():
     result = diagnose(planted_tasks.expensive_evaluation(), budget=BUDGET)
     assert "measuring the metric" in result["verdict"].lower()

@@ -35,6 +35,7 @@ def sleepy(pause: float = 0.002) -> Task:
     )
 
 
+@pytest.mark.slow
 def test_a_thing_with_itself_is_not_called_different():
     told = hasten.compare(sleepy(), budget=6)
     assert told["verdict"] in ("no difference", "unsure")
@@ -42,6 +43,7 @@ def test_a_thing_with_itself_is_not_called_different():
     assert told["ratio"]["high"] > 0.98
 
 
+@pytest.mark.slow
 def test_a_planted_speed_up_is_found_with_its_size():
     """The cache takes the wait away; what is left is measured on a task that never waits."""
     slow, fast = sleepy(0.004), sleepy(0.0)

@@ -60,6 +60,7 @@ def task(tmp_path) -> str:
     return f"{tmp_path / 'points.py'}:points"
 
 
+@pytest.mark.slow
 def test_a_gain_is_found_and_proven(task, tmp_path):
     told = hasten.tune(task, budget=60, consider=["batched_fetch", "gradient_clipping"], out=tmp_path / "out")
     assert told["verdict"] == "faster", told["why"]
