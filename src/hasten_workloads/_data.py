@@ -107,6 +107,8 @@ def pack(files: Iterable[tuple[str, bytes]], to: Path) -> None:
 
 def _folders() -> list[Path]:
     own = os.environ.get("HASTEN_DATA")
+    if own and not Path(own).expanduser().is_dir():
+        raise Refusal(f"HASTEN_DATA={own} is not a folder")
     return [Path(own).expanduser(), _downloads()] if own else [_downloads()]
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hasten.contract.errors import Failure
+from hasten.contract.errors import Refusal
 from hasten.tuning.ledger import FILE, Ledger
 
 
@@ -52,5 +52,5 @@ def test_a_line_cut_by_a_kill_costs_that_trial_alone(tmp_path):
 
 def test_a_folder_that_is_a_file_is_told_in_a_line(tmp_path):
     (tmp_path / "taken").write_text("")
-    with pytest.raises(Failure, match="cannot use"):
+    with pytest.raises(Refusal, match="cannot use"):
         Ledger(tmp_path / "taken", {})

@@ -102,6 +102,7 @@ def test_a_killed_search_goes_on_and_loses_no_finished_trial(task, tmp_path):
     assert trials.read_text().splitlines()[: len(kept) - 1] == kept[:-1]
 
 
+@pytest.mark.slow
 def test_the_budget_is_kept_within_one_trial(task, tmp_path):
     told = hasten.tune(task, budget=20, out=tmp_path / "out")
     longest = max(json.loads(line)["outcome"]["trial_seconds"] for line in (tmp_path / "out" / "trials.jsonl").read_text().splitlines())

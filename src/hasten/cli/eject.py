@@ -4,7 +4,7 @@ from pathlib import Path
 
 from hasten.cli import values
 from hasten.cli.answer import Answer
-from hasten.contract.errors import Failure
+from hasten.contract.errors import Failure, Refusal
 
 HELP = "the composed run as one flat PyTorch script without hasten"
 
@@ -18,6 +18,8 @@ def arguments(parser) -> None:
 def run(options, watch) -> Answer:
     from hasten.engine.eject import eject
 
+    if options.out and Path(options.out).exists():
+        raise Refusal(f"{options.out} exists already; choose another --out")
     source = eject(options.task, values.recipe(options), device=options.device)
     if not options.out:
         return Answer({"source": source}, lambda: source.rstrip("\n"))

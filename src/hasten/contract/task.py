@@ -49,7 +49,8 @@ class Task:
     def __post_init__(self):
         must_be_callable = {"model": "() -> nn.Module", "optimizer": "(model) -> optimizer"}
         for field, shape in must_be_callable.items():
-            if not callable(getattr(self, field)):
+            made_already = hasattr(getattr(self, field), "state_dict") and not isinstance(getattr(self, field), type)
+            if made_already or not callable(getattr(self, field)):
                 raise Refusal(f"Task({field}=) must be a function {shape}, not {_kind(getattr(self, field))}")
         if self.loss is not None and not callable(self.loss):
             raise Refusal(f"Task(loss=) must be a function (output, target) -> scalar or None, not {_kind(self.loss)}")

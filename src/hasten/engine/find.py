@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import importlib.util
 import pkgutil
+import re
 import sys
 import typing
 from collections.abc import Callable
@@ -90,7 +91,7 @@ def import_file(path: Path):
     path = path.resolve()
     if not path.is_file():
         raise Refusal(f"there is no file {path}")
-    name = f"hasten_file_{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
+    name = f"hasten_file_{re.sub(r'[^0-9a-zA-Z]', '_', path.stem)}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     module = importlib.util.module_from_spec(spec := importlib.util.spec_from_file_location(name, path))

@@ -44,7 +44,7 @@ class RunFolder:
             found = set(os.listdir(self.path)) if self.path.exists() else set()
         except OSError as error:
             raise Refusal(f"cannot use {self.path} as a run's folder: {error.strerror}; choose another --out") from None
-        begun = "environment.json" in found
+        self.begun = begun = "environment.json" in found
         if not begun and {name for name in found if name.removesuffix(TEMPORARY) not in OURS}:
             raise Refusal(f"{self.path} is not empty and holds no run; choose another --out")
         if begun and not resume:
@@ -72,7 +72,9 @@ class RunFolder:
             raise Refusal(f"another process is training in {self.path}; wait for it or choose another --out") from None
         except OSError as error:
             raise Refusal(f"cannot write to {self.path}: {error.strerror}; choose another --out") from None
-        if not (self.path / "environment.json").exists():
+        if not self.begun:
+            if (self.path / "environment.json").exists():  # since we looked, another process has begun, and may have ended
+                raise Refusal(f"{self.path} already holds a run; go on with it with --resume, or choose another --out")
             self.write("recipe.toml", self.recipe)
             self.write("environment.json", json.dumps({**self.identity, **environment}, indent=2) + "\n")
 

@@ -254,6 +254,8 @@ class Training:
         state = self.checkpoints.newest(lambda state: state["identity"] == self._identity() and state["log"] <= length)
         self.folder.cut_log(state["log"] if state else 0)
         if not state:
+            if self.folder.begun:
+                warnings.warn("no checkpoint was written yet; the run starts over at step 0", Notice, stacklevel=2)
             return
         checkpoint.restore(self.program, state)
         self.history = [Evaluation(step, samples, metric) for step, samples, metric, _ in state["history"]]

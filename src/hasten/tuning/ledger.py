@@ -6,15 +6,16 @@ on where it stopped: it walks the same path and finds the answers already here.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
-from hasten.contract.errors import Failure
+from hasten.contract.errors import Failure, Refusal
 
-FILE = "trials.jsonl"
+FILE, LOCK = "trials.jsonl", "lock"
 PASSING = ("memory ran out", "out of memory", "the process was", "took longer")  # failures of the moment, not of the recipe
 
 
@@ -27,9 +28,13 @@ class Ledger:
         self.found = 0  # trials answered from the file
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            self.lock = (folder / LOCK).open("a")  # held as long as the search lives, however it ends
+            fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        except BlockingIOError:
+            raise Refusal(f"another search is running in {folder}; wait for it or choose another --out") from None
         except OSError as error:
-            raise Failure(f"cannot use {folder}: {error.strerror}") from None
+            raise Refusal(f"cannot use {folder}: {error.strerror}; choose another --out") from None
         for line in lines:
             try:
                 entry = json.loads(line)

@@ -85,7 +85,7 @@ def tune(
         _search(study, found)
         _confirm(study, found)
     except OutOfBudget:
-        enough = _words(2 * RESERVED_RUNS * textbook)
+        enough = f"{max(2 * RESERVED_RUNS * textbook, 2 * study.budget.total):.0f}s"
         raise Failure(
             f"the budget of {_words(study.budget.total)} ended before the task's own training was measured; give --budget {enough} or more"
         ) from None
