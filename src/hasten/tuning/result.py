@@ -48,7 +48,7 @@ def result_of(study: Study, found: Found, *, metric: str, offered: Recipe) -> di
         "kind": "tune",
         "task": str(study.task),
         "verdict": "faster" if won else "leave it",
-        "why": _why(confirmed, won),
+        "why": _why(confirmed, won, stopped=any(trial["verdict"] == "stopped" for trial in study.trials)),
         "recipe": recipe.methods,
         "metric": {"name": metric, "higher_is_better": study.higher_is_better, "target": study.target},
         "speedup": confirmed.speedup.to_json() if won else None,
@@ -93,7 +93,9 @@ def surroundings(device: str) -> dict:
     return {"machine": machine, "versions": {key: facts[key] for key in ("hasten", "python", "torch", "numpy")}}
 
 
-def _why(confirmed: Confirmed | None, won: bool) -> str:
+def _why(confirmed: Confirmed | None, won: bool, stopped: bool) -> str:
+    if confirmed is None and stopped:
+        return "the budget ended before the search did, and nothing was surely faster by then; give it a larger --budget"
     if confirmed is None:
         return "no method that was tried is surely faster; see the trials"
     if won:
