@@ -10,7 +10,7 @@ from loadtune import Workload
 
 from hasten.contract.batch import map_tensors
 from hasten.contract.task import optimizer_and_schedule, takes_steps
-from hasten.engine.plan import call_model, own_loss
+from hasten.engine.forward import call_model, own_loss
 from hasten.engine.tasks import load_task
 
 

@@ -41,6 +41,7 @@ def cifar10() -> Task:
         target=0.62,
         batch_size=64,
         epochs=4,
+        evaluate_every=25_000,
     )
 
 

@@ -35,6 +35,7 @@ def fashion_mnist() -> Task:
         target=0.88,
         batch_size=64,
         epochs=8,
+        evaluate_every=20_000,
     )
 
 

@@ -39,6 +39,17 @@ def nan_validation(): return good(validation_data=[(torch.full((2,), float("nan"
 def changing_shape(): return good(train_data=[(torch.zeros(2), 0), (torch.zeros(3), 0)] * 4, batch_size=8)
 def raises_at_a_sample(): return good(train_data=Raising())
 def longer(): return good(epochs=3)
+def no_length(): return good(train_data=Stream())
+def plain_number(): return good(loss=lambda output, target: nn.functional.cross_entropy(output, target).item())
+def no_number(): return good(loss=lambda output, target: None)
+def no_loss_of_its_own(): return good(loss=None, model=Silent, train_data=[{"x": torch.zeros(2)}] * 4)
+
+class Silent(nn.Linear):
+    def __init__(self): super().__init__(2, 2)
+    def forward(self, x): return {"loss": None, "logits": super().forward(x)}
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self): return iter([(torch.zeros(2), 0)] * 4)
 
 class Raising(torch.utils.data.Dataset):
     def __len__(self): return 8
@@ -130,7 +141,19 @@ WRONG = [
     ("train mine.py:good --with ema:decay=fast", "number"),
     ("train mine.py:good --with ema:decay", "key=value"),
     ("train mine.py:good --with ema:decay=2", "decay"),
+    ("train mine.py:good --with ema:start=-3", "start must be at least 0"),
+    ("train mine.py:good --with ema:start=1e23", "whole number"),
+    ("train mine.py:good --with threads:count=-2", "count must be at least 1"),
+    ("train mine.py:good --with compressed_schedule:factor=0", "factor must be above 0 and below 1"),
+    ("train mine.py:good --with gradient_clipping:max_norm=nan", "max_norm must be finite and above 0"),
+    ("train mine.py:good --with early_stopping:patience=-1", "patience must be at least 1"),
+    ("train mine.py:good --with batch_size:rule=cubic", "linear, sqrt, none"),
     ("train mine.py:good --with ema --with ema", "twice"),
+    ("train mine.py:good --with ema+ema:decay=0.9", "twice"),
+    ("train mine.py:good --with ema:decay=0.9,decay=0.99", "decay is given twice"),
+    ("train mine.py:plain_number --quiet", "Task(loss=) must return a tensor"),
+    ("train mine.py:no_number --quiet", "not None"),
+    ("train mine.py:no_loss_of_its_own --quiet", "returns its own loss; this one returned None"),
     ("train mine.py:good --with batched_fetch --with cache_dataset", "batched_fetch and cache_dataset both replace data"),
     ("train mine.py:good --with mine.py:Bad", "hasten.Method"),
     ("train mine.py:good --with mine.py:NoCard", "card"),
@@ -198,7 +221,13 @@ CANNOT_GO_ON = [
     ("train mine.py:changing_shape", "equal size"),
     ("train mine.py:raises_at_a_sample", "a file is gone"),
     ("train mine.py:raises_at_a_sample --with loader_workers:workers=1", "a file is gone"),
+    ("train mine.py:good --with compile:backend=warp", "warp"),
     ("eject mine.py:good --out nowhere/script.py", "nowhere"),
+]
+
+GOES_ON = [
+    ("train mine.py:no_length", "no length"),
+    ("train mine.py:good --out fresh --resume", "no run in fresh"),
 ]
 
 
@@ -222,6 +251,15 @@ def test_wrong_request(words, says, here, monkeypatch, capfd):
 def test_run_that_cannot_go_on(words, says, here, monkeypatch, capfd):
     monkeypatch.chdir(here)
     assert_one_line(words, says, main([*words.split(), "--quiet"]), 1, capfd)
+
+
+@pytest.mark.parametrize(("words", "says"), GOES_ON, ids=lambda value: value[:60])
+def test_what_is_worth_a_notice(words, says, here, monkeypatch, capfd):
+    """The run goes on; one line says what the user may not have meant."""
+    monkeypatch.chdir(here)
+    assert main([*words.split(), "--json"]) == 0
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1 and err.startswith("hasten: ") and says in err
 
 
 @pytest.mark.parametrize(

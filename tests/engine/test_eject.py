@@ -244,7 +244,7 @@ def test_runs_where_hasten_is_not_installed(file, tmp_path):
 def test_only_what_is_used_is_written(file):
     script = hasten.eject(f"{file}:plain", None)
     assert "EveryOther" not in script and "class Ema" not in script and "must not run" not in script
-    assert "def _from_stream" not in script and "def _accumulated" not in script
+    assert "def from_stream" not in script and "def _accumulated" not in script
     assert "class Ema" in hasten.eject(f"{file}:plain", "ema")
 
 

@@ -1,9 +1,11 @@
 """``train``: what it returns, what it writes, and what it says when the run cannot go on."""
 
+import dataclasses
 import json
 import math
 import os
 import signal
+import weakref
 
 import engine_tasks
 import pytest
@@ -36,6 +38,40 @@ def test_result_and_folder_agree(tmp_path):
     environment = json.loads((tmp_path / "r" / "environment.json").read_text())
     assert environment["torch"] == torch.__version__
     assert (tmp_path / "r" / "recipe.toml").read_text().strip() in ("", "[methods]")
+
+
+def test_the_metric_is_named():
+    assert train(engine_tasks.map_style())["metric_name"] == "accuracy"
+
+
+def test_nothing_is_logged_where_nothing_happened(tmp_path):
+    with pytest.raises(Failure, match="the loss is nan at step 1"):
+        train(engine_tasks.task(TensorDataset(x * math.nan, y)), out=tmp_path / "r")
+    assert (tmp_path / "r" / "log.jsonl").read_bytes() == b""
+
+
+def test_losses_that_wait_for_the_log_hold_on_to_nothing():
+    """What the graph of a loss remembers goes when the next loss is there, not when the log is written."""
+    remembered = []
+
+    class Remembering(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, loss):
+            ctx.activations = torch.zeros(3)
+            remembered.append(weakref.ref(ctx.activations))
+            return loss.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            assert sum(each() is not None for each in remembered) <= 2
+            return gradient
+
+    def loss(output, target):
+        return Remembering.apply(torch.nn.functional.cross_entropy(output, target))
+
+    for recipe in ("baseline", "gradient_accumulation"):
+        task = engine_tasks.task(TensorDataset(x, y), validation_data=None)
+        assert train(dataclasses.replace(task, loss=loss, model=lambda: torch.nn.Linear(6, 3)), recipe)["steps"] == 12
 
 
 def test_without_a_folder_the_same_and_nothing_is_written(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from hasten.contract.watch import Watch, silent
 
 PATIENCE = 2.0  # seconds that may pass without a word
-REDRAW = 0.2  # seconds between two pictures of the bar
+REDRAW = 0.5  # seconds between two pictures of the bar; drawing one takes a millisecond
 BETWEEN_LINES = 15.0  # seconds between two lines where there is no terminal
 
 

@@ -46,8 +46,8 @@ def tensors(batch) -> list[torch.Tensor]:
 
 def size(batch) -> int:
     """How many samples the batch holds: the first dimension of its first tensor."""
-    if type(batch) in (list, tuple) and batch and type(batch[0]) is torch.Tensor and batch[0].ndim:  # the usual case, fast
-        return batch[0].shape[0]
+    if type(batch) in (list, tuple) and batch and type(batch[0]) is torch.Tensor and (shape := batch[0].shape):
+        return shape[0]  # the usual case, fast: a tensor is touched once
     for tensor in tensors(batch):
         if tensor.ndim:
             return tensor.shape[0]

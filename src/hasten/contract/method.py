@@ -15,7 +15,7 @@ The hooks, in the order in which the run is built::
     loss       (output, target) -> loss
     forward    (batch) -> loss
     backward   (loss) -> None
-    micro      (batch) -> loss          forward and backward together
+    micro      (batch) -> loss          forward and backward together; whoever keeps the loss detaches it
     gradients  () -> None               between the last backward and the update
     update     () -> None               the optimizer's step
     clear      () -> None               zeroing the gradients
@@ -24,9 +24,11 @@ The hooks, in the order in which the run is built::
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hasten.contract.card import Card
@@ -92,6 +94,26 @@ class Run:
             self.idle.append((method.name, why))
 
 
+BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
+
+
+def setting(default, *, one_of: tuple[str, ...] = (), **bounds: float):
+    """A field of a method that states what it may be: one of some words, or a finite number within bounds (keys of BOUNDS)."""
+    if strangers := bounds.keys() - BOUNDS.keys():
+        raise TypeError(f"a setting has no bound {sorted(strangers)[0]!r}; there are {', '.join(BOUNDS)}")
+    words = [f"one of {', '.join(one_of)}" if len(one_of) > 1 else one_of[0]] if one_of else []
+    if bounds:
+        words.append(" and ".join(f"{name.replace('_', ' ')} {bound}" for name, bound in bounds.items()))
+    return field(default=default, metadata={"one_of": one_of, "bounds": bounds, "range": " or ".join(words)})
+
+
+def fits(value, one_of: tuple[str, ...], bounds: dict[str, float]) -> bool:
+    """Whether a value is in the range that a setting states."""
+    if not bounds or isinstance(value, str):
+        return value in one_of
+    return (isinstance(value, int) or math.isfinite(value)) and all(BOUNDS[name](value, bound) for name, bound in bounds.items())
+
+
 class Method:
     """Base of all methods: fifteen hooks that do nothing. Settings are dataclass fields: data, never callables."""
 
@@ -101,6 +123,13 @@ class Method:
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         cls.name = cls.__module__.rpartition(".")[2]  # the file name is the method's name: no registry
+
+    def __post_init__(self):
+        for stated in fields(self):
+            value, about = getattr(self, stated.name), stated.metadata
+            if "range" in about and not fits(value, about["one_of"], about["bounds"]):
+                finite = "finite and " if isinstance(value, float) and not math.isfinite(value) else ""
+                raise ValueError(f"{stated.name} must be {finite}{about['range']}, not {value!r:.40}")
 
     def process(self, context: Callable[[], AbstractContextManager], run: Run):
         return context

@@ -126,6 +126,8 @@ def _settings(text: str, pairs: str | None) -> dict:
         key, equals, value = pair.partition("=")
         if not equals or not key.strip():
             raise Refusal(f"cannot read {pair!r} in {text!r}; settings are key=value, separated by commas")
+        if key.strip() in settings:
+            raise Refusal(f"{key.strip()} is given twice in {text!r}; say it once")
         settings[key.strip()] = _value(value.strip())
     return settings
 

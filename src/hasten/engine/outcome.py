@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hasten.contract.method import Evaluation, Run
-from hasten.engine.metrics import higher_is_better
+from hasten.engine.metrics import higher_is_better, name_of
 from hasten.engine.observers import number_or_none
 
 
@@ -17,6 +17,7 @@ def outcome(run: Run, history: list[Evaluation], seconds_at: list[float]) -> dic
     at = reached_at(metrics, target, higher)
     return {
         "metric": metrics[-1] if metrics else None,
+        "metric_name": name_of(run.task),
         "best_metric": (max if higher else min)(known, default=None),
         "higher_is_better": higher,
         "target": target,

@@ -21,6 +21,7 @@ from hasten.contract.errors import Refusal
 from hasten.contract.method import Loop, Method, Run, hooks_of
 from hasten.contract.task import Task, optimizer_and_schedule, takes_steps
 from hasten.engine import sources
+from hasten.engine.forward import forward_of, own_loss, refuse_loss
 from hasten.engine.metrics import higher_is_better
 from hasten.engine.seeds import set_seeds, undisturbed
 
@@ -83,14 +84,16 @@ def build(task: Task, methods: list[Method] = (), *, device: str = "cpu", seed: 
         to_device = partial(batches.map_tensors, lambda tensor: tensor.to(run.device, non_blocking=True))
         move = fold("batch", _as_it_is if run.device.type == "cpu" else to_device)
         loss = fold("loss", task.loss or own_loss)
-        forward = fold("forward", _forward(model, loss, own=task.loss is None))
+        forward = fold("forward", forward_of(model, loss, own=task.loss is None))
         clock, cut = run.clock, loop.microbatches > 1
         backward = fold("backward", (lambda loss: (loss * clock.share).backward()) if cut else torch.Tensor.backward)
 
         def micro(batch):
             loss = forward(batch)
+            if not isinstance(loss, torch.Tensor):
+                refuse_loss(loss)
             backward(loss)
-            return loss.detach()
+            return loss
 
         micro = fold("micro", micro)
         return Program(
@@ -142,38 +145,6 @@ def refuse_conflicts(methods: list[Method]) -> None:
                 raise Refusal(f"{one.name} needs {', '.join(sorted(lost))}, which {other.name} takes away; choose one of them")
 
 
-def own_loss(output, target=None) -> torch.Tensor:
-    """The loss that a model returns itself: ``output.loss``, ``output["loss"]``, the first of a tuple, or a scalar."""
-    if isinstance(output, torch.Tensor):
-        return output
-    if hasattr(output, "loss"):
-        return output.loss
-    return output["loss"] if isinstance(output, dict) else output[0]
-
-
-def call_model(model: torch.nn.Module, batch, own: bool):
-    """(output, target) of a batch; ``own``: the model gets the whole batch and returns its own loss."""
-    if not own:
-        inputs, named, target = batches.split(batch)
-        return model(*inputs, **named), target
-    if isinstance(batch, dict) or hasattr(batch, "keys"):
-        return model(**batch), batches.target_of(batch)
-    return (model(*batch) if isinstance(batch, (tuple, list)) else model(batch)), batches.target_of(batch)
-
-
-def _forward(model, loss, own: bool):
-    if own:
-        return lambda batch: loss(*call_model(model, batch, own=True))
-
-    def forward(batch):
-        if type(batch) in (list, tuple) and len(batch) == 2:  # the usual case, without a detour
-            return loss(model(batch[0]), batch[1])
-        inputs, named, target = batches.split(batch)
-        return loss(model(*inputs, **named), target)
-
-    return forward
-
-
 def _accumulated(micro, count: int, clock):
     """Forward and backward on ``count`` pieces of the batch, each weighted by its share of the samples."""
 
@@ -181,7 +152,7 @@ def _accumulated(micro, count: int, clock):
         total, whole = batches.size(batch), 0.0
         for piece in batches.pieces(batch, count):
             clock.share = batches.size(piece) / total
-            whole = whole + micro(piece) * clock.share
+            whole = whole + micro(piece).detach() * clock.share
         return whole
 
     return micro_by_micro

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import count, islice
-from traceback import walk_tb
+from itertools import islice
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from hasten.contract.data import Batches, Samples
-from hasten.contract.errors import Failure, Refusal, one_line
+from hasten.contract.errors import Refusal
 from hasten.contract.method import Loop, Method, Run
 from hasten.contract.task import Task
-from hasten.engine.seeds import derived, drawing_from, undisturbed
+from hasten.engine.loaders import from_loader, from_samples, from_stream, length_of
+from hasten.engine.seeds import derived
 
 
 def opened(task: Task) -> Task:
@@ -36,7 +36,7 @@ def plan_of(task: Task) -> Loop:
     """The plan of steps of a task whose data are opened, before any method has touched it."""
     data = task.train_data
     batch_size = data.batch_size if isinstance(data, DataLoader) else task.batch_size
-    samples = _length(data.dataset) if isinstance(data, DataLoader) else _length(data)
+    samples = length_of(data.dataset) if isinstance(data, DataLoader) else length_of(data)
     return Loop(batch_size=batch_size or task.batch_size or 1, epochs=task.epochs, samples=samples, evaluate_every=task.evaluate_every)
 
 
@@ -48,40 +48,6 @@ def validation(task: Task, batch_size: int, seed: int) -> Batches | None:
     if task.validation_data is None:
         return None
     return _batches(task.validation_data, task, batch_size, seed, training=False)
-
-
-def from_samples(samples: Samples) -> Batches:
-    """Batches read sample by sample through a torch DataLoader: what the textbook does."""
-    dataset = _Fetched(samples.dataset, samples.seed, samples.loader is None)
-    loaders: dict[str, DataLoader] = {}  # a loader with persistent workers is made once
-
-    def loader(order: Iterable, number: int) -> DataLoader:
-        if "kept" in loaders:
-            loaders["kept"].batch_sampler.order = order
-            return loaders["kept"]
-        made = DataLoader(
-            dataset,
-            batch_sampler=_Order(order),
-            collate_fn=samples.collate,
-            num_workers=samples.workers,
-            prefetch_factor=samples.prefetch if samples.workers else None,
-            pin_memory=samples.pin,
-            persistent_workers=samples.persistent and samples.workers > 0,
-            worker_init_fn=samples.loader and samples.loader.worker_init_fn,
-            generator=torch.Generator().manual_seed(derived(samples.seed, number)),  # its base seed; the run's own stream stays untouched
-        )
-        if made.persistent_workers:
-            loaders["kept"] = made
-        return made
-
-    def epoch(epoch: int, start: int = 0) -> Iterator:
-        keyed = ((epoch, number, indices) for number, indices in enumerate(samples.order(epoch)))
-        return _with_clear_errors(iter(loader(islice(keyed, start, None), epoch)))
-
-    return Batches(
-        epoch=epoch, length=samples.length, samples=samples, training=samples.training,
-        seekable=samples.loader is None, generators=_generators_of(samples.loader),
-    )  # fmt: skip
 
 
 def rewrapped(method: Method, inner: Batches, run: Run) -> Batches:
@@ -118,19 +84,19 @@ def _opened(data, field: str):
         data = data()
     if data is None or isinstance(data, (str, bytes, dict)) or not (hasattr(data, "__getitem__") or hasattr(data, "__iter__")):
         raise Refusal(f"Task({field}=) must be a dataset, a DataLoader or a function that returns one, not {type(data).__name__}")
-    if hasattr(data, "__len__") and _length(data) == 0:
+    if hasattr(data, "__len__") and length_of(data) == 0:
         raise Refusal(f"Task({field}=) is empty")
     return data
 
 
 def _batches(data, task: Task, batch_size: int, seed: int, training: bool) -> Batches:
     if isinstance(data, DataLoader):
-        return _from_loader(data, task.batch_size, batch_size, seed, training)
+        return from_loader(data, task.batch_size, batch_size, seed, training)
     if batch_size is None or (task.batch_size is None and not isinstance(task.train_data, DataLoader)):
         raise Refusal("Task(batch_size=) is missing; only a ready DataLoader brings its own")
-    length = _length(data)
+    length = length_of(data)
     if length is None or isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
-        return _from_stream(data, batch_size, training, seed)
+        return from_stream(data, batch_size, training, seed)
     return from_samples(
         Samples(
             dataset=data,
@@ -141,153 +107,3 @@ def _batches(data, task: Task, batch_size: int, seed: int, training: bool) -> Ba
             build=from_samples,
         )
     )
-
-
-def _from_loader(loader: DataLoader, task_size: int | None, batch_size: int, seed: int, training: bool) -> Batches:
-    """A ready DataLoader, iterated as the user's own loop would; its samples are shown where they are indexed."""
-    samples = _samples_of(loader, seed, training)
-    if samples is not None and loader.batch_size is not None and batch_size != loader.batch_size and training:
-        resized = BatchSampler(loader.sampler, batch_size, loader.drop_last)
-        loader = DataLoader(
-            loader.dataset, batch_sampler=resized, collate_fn=loader.collate_fn, num_workers=loader.num_workers,
-            pin_memory=loader.pin_memory, generator=loader.generator, worker_init_fn=loader.worker_init_fn,
-            prefetch_factor=loader.prefetch_factor, persistent_workers=loader.persistent_workers,
-        )  # fmt: skip
-        samples = _samples_of(loader, seed, training)
-    elif training and batch_size != (loader.batch_size or task_size or 1):
-        raise Refusal("the batch size of this DataLoader cannot be changed: it has a sampler of its own")
-
-    def epoch(epoch: int, start: int = 0) -> Iterator:
-        if epoch and loader.persistent_workers and loader._iterator is None:  # taken up here: kept workers draw their base seed once only
-            with undisturbed(*_generators_of(loader)):
-                iter(loader)
-        return islice(_with_clear_errors(iter(loader)), start, None)
-
-    return Batches(
-        epoch=epoch, length=_length(loader), samples=samples, training=training,
-        seekable=False, generators=_generators_of(loader),
-    )  # fmt: skip
-
-
-def _generators_of(loader: DataLoader | None) -> tuple[torch.Generator, ...]:
-    own = dict.fromkeys((getattr(loader, "generator", None), getattr(getattr(loader, "sampler", None), "generator", None)))
-    return tuple(generator for generator in own if generator is not None)
-
-
-def _samples_of(loader: DataLoader, seed: int, training: bool) -> Samples | None:
-    standard = isinstance(loader.batch_sampler, BatchSampler) and isinstance(loader.sampler, (RandomSampler, SequentialSampler))
-    if not standard or isinstance(loader.dataset, IterableDataset):
-        return None
-
-    def order(epoch: int) -> Iterator[list[int]]:
-        if not (loader.persistent_workers and epoch):  # the base seed that iter(loader) draws; kept workers draw it once
-            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-        return iter(loader.batch_sampler)
-
-    return Samples(
-        dataset=loader.dataset, order=order, length=len(loader), collate=loader.collate_fn, training=training, seed=seed,
-        workers=loader.num_workers, prefetch=loader.prefetch_factor or 2, pin=loader.pin_memory,
-        persistent=loader.persistent_workers, loader=loader, build=from_samples,
-    )  # fmt: skip
-
-
-def _from_stream(data, batch_size: int, training: bool, seed: int) -> Batches:
-    """An iterable dataset, batched in the order in which it comes."""
-
-    def epoch(number: int, start: int = 0) -> Iterator:
-        with undisturbed(), drawing_from(derived(seed, number)):
-            iterator = iter(DataLoader(_Stream(data), batch_size=batch_size))
-        return islice(_drawing_by_position(_with_clear_errors(iterator), seed, number), start, None)
-
-    length = _length(data)
-    return Batches(epoch=epoch, length=length and -(-length // batch_size), training=training, seekable=False)
-
-
-def _drawing_by_position(iterator: Iterator, seed: int, epoch: int) -> Iterator:
-    """The same batches; the random numbers drawn for each are a function of its position, so a replay draws the same."""
-    for number in count():
-        with drawing_from(derived(seed, epoch, number)):
-            batch = next(iterator, None)
-        if batch is None:
-            return
-        yield batch
-
-
-class _Order:
-    """A batch sampler over one pass's lists of indices."""
-
-    def __init__(self, order: Iterable):
-        self.order = order
-
-    def __iter__(self):
-        return iter(self.order)
-
-
-class _Fetched(torch.utils.data.Dataset):
-    """Reads whole batches of samples: seeds what they draw from their position, names the sample that fails."""
-
-    def __init__(self, dataset, seed: int, seeded: bool):
-        self.dataset, self.seed, self.seeded = dataset, seed, seeded
-
-    def __getitems__(self, keyed) -> list:
-        epoch, number, indices = keyed
-        if not self.seeded:
-            return self._read(indices)
-        with drawing_from(derived(self.seed, epoch, number)):
-            return self._read(indices)
-
-    def _read(self, indices: list[int]) -> list:
-        if not hasattr(self.dataset, "__getitems__"):
-            return self._one_by_one(indices)
-        try:
-            return self.dataset.__getitems__(indices)
-        except Exception:
-            self._one_by_one(indices)  # raises with the sample's name, if it is one sample's fault
-            raise
-
-    def _one_by_one(self, indices: list[int]) -> list:
-        read = []
-        for index in indices:
-            try:
-                read.append(self.dataset[index])
-            except Exception as error:
-                raise Failure(f"the dataset raised at sample {index}: {one_line(error)}") from error
-        return read
-
-
-class _Stream(IterableDataset):
-    def __init__(self, data):
-        self.data = data
-
-    def __iter__(self):
-        return iter(self.data)
-
-
-def _with_clear_errors(iterator: Iterator) -> Iterator:
-    """The same batches; what the dataset raised is told in one line, wherever it was raised."""
-    for number in count(1):
-        try:
-            batch = next(iterator)
-        except StopIteration:
-            return
-        except Failure as error:  # from a worker, torch has put the whole traceback into the message
-            lines = [line for line in str(error).splitlines() if "the dataset raised at sample" in line]
-            raise Failure(lines[-1].split("Failure: ")[-1] if lines else str(error)) from error
-        except Exception as error:
-            last = [line for line in str(error).strip().splitlines() if line.strip()]
-            detail = f"{type(error).__name__}: {last[-1].strip()}" if last else one_line(error)
-            raise Failure(f"the data raised at batch {number} of the pass{_sample_at_fault(error)}: {detail[:300]}") from error
-        yield batch
-
-
-def _sample_at_fault(error: Exception) -> str:
-    """``, sample 7``: where torch's own reading of a batch stopped, as its frame tells; a worker's frames are lost."""
-    frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_filename.endswith("_utils/fetch.py")]
-    return f", sample {frames[-1].f_locals['idx']}" if frames and "idx" in frames[-1].f_locals else ""
-
-
-def _length(data) -> int | None:
-    try:
-        return len(data)
-    except TypeError:
-        return None

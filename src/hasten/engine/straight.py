@@ -215,8 +215,9 @@ from hasten.contract.batch import map_tensors, size, split
 from hasten.contract.data import Samples
 from hasten.contract.method import Evaluation, Loop, Run
 from hasten.contract.task import optimizer_and_schedule
+from hasten.engine.forward import call_model, own_loss
 from hasten.engine.metrics import metric_of
-from hasten.engine.plan import _accumulated, call_model, own_loss
+from hasten.engine.plan import _accumulated
 from hasten.engine.seeds import derived, set_seeds, undisturbed
 from hasten.engine import sources
 from hasten.engine.sources import from_samples, in_sequence, opened, rewrapped, shuffled, training

@@ -1,45 +1,35 @@
 """``train``: a task under a recipe, from start to end.
 
-The loop knows how to train; this file decides what happens between two steps: fetching the losses,
-telling observers, evaluating, saving, stopping.
+This file is the verb: it reads what was asked for, refuses what cannot be, builds the run and clears up after it.
+What happens on the way is in ``running.py``.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
-import torch
-
-from hasten.contract.batch import tensors
 from hasten.contract.errors import Failure, Notice
-from hasten.contract.method import Evaluation
 from hasten.contract.recipe import Recipe
 from hasten.contract.watch import Watch, silent
-from hasten.engine import checkpoint
 from hasten.engine.devices import pick_device
 from hasten.engine.environment import environment
 from hasten.engine.failures import explained
 from hasten.engine.find import make_methods
-from hasten.engine.folder import RunFolder, write_whole
-from hasten.engine.loop import ONCE, evaluate, finished, rest_of_pass
+from hasten.engine.folder import RunFolder
 from hasten.engine.metrics import higher_is_better
-from hasten.engine.observers import PROGRESS_EVERY, Observer, number_or_none, numbers_of, progress
-from hasten.engine.outcome import outcome
-from hasten.engine.plan import Program, build
-from hasten.engine.seeds import undisturbed
+from hasten.engine.observers import Observer
+from hasten.engine.plan import build
+from hasten.engine.running import Training
 from hasten.engine.stopping import stop_requests
 from hasten.engine.tasks import TaskRef
 
-STEPS_BETWEEN_LOGS = 50
-SECONDS_BETWEEN_LOGS = 1.0
-SHARE_FOR_CHECKPOINTS = 0.01  # of the run's time
-CALMER = "a lower learning rate or gradient_clipping may help"
+NO_LENGTH = (
+    "the training data tell no length: nobody knows how much is left, and a pass ends only where they end; "
+    "give the dataset a __len__, and an end if it has none (itertools.islice)"
+)
 
 
 def train(
@@ -67,7 +57,7 @@ def train(
         observers: told the records of the log, see ``engine/observers.py``.
 
     Returns:
-        metric, best_metric, steps, samples, seconds, split (seconds by part), seconds_to_target and samples_to_target
+        metric, metric_name, best_metric, steps, samples, seconds, split (seconds by part), seconds_to_target and samples_to_target
         (None if the target was never reached and held), reached, stopped (early), evaluations, idle, out, ...
 
     Raises:
@@ -88,11 +78,15 @@ def train(
         )
     if folder and (result := folder.finished()):
         return result
+    if folder and resume and not folder.begun:
+        warnings.warn(f"there is no run in {out} to go on with; it starts anew", Notice, stacklevel=2)
     with stop_requests() as asked:
         try:
             program = build(task, make_methods(recipe), device=device, seed=seed)
         except Exception as error:
             raise explained(error, "building the run", task.batch_size or 0) from error
+        if program.loop.steps is None:
+            warnings.warn(NO_LENGTH, Notice, stacklevel=2)
         if folder:
             folder.begin(environment(device) | {"code": code})
         try:
@@ -107,247 +101,3 @@ def train(
         finally:
             if folder:
                 folder.close()
-
-
-class Training:
-    """One run on its way. ``to_the_end`` is the story; the rest are its sentences."""
-
-    def __init__(
-        self, program: Program, recipe: Recipe, folder: RunFolder | None, observers, watch: Watch, every: float, asked: list, began: float
-    ):
-        self.run, self.task, self.recipe, self.folder = program.run, program.run.task, recipe, folder
-        self.asked, self.observers = asked, [*([folder.log] if folder else []), *observers]
-        self.began, self.earlier = began, 0.0  # seconds that runs before this resumption took
-        self.split = {"start": 0.0, "evaluation": 0.0, "checkpoints": 0.0}
-        self.history: list[Evaluation] = []
-        self.seconds_at: list[float] = []  # of each evaluation
-        self.pending: list[tuple] = []  # (loss on the device, epoch, batch) since the last log point
-        self.stopped = False
-        self.start_of_pass: dict | None = None
-        self.source = program.train
-        self.every = every
-        self.checkpoints = checkpoint.Checkpoints(folder.path / "checkpoints") if folder else None
-        self.program = dataclasses.replace(program, train=dataclasses.replace(program.train, epoch=self._epoch))
-        self.interrupted = None  # how to take up the pass that a checkpoint was made in
-        if folder:
-            self._take_up()
-        self.tell = progress(watch, self._share)
-        self.last_log = self.last_checkpoint = self.next_look = perf_counter()
-        self.saving = 0.0  # seconds that the latest checkpoint took
-        self.next_evaluation = self._next_evaluation()
-        self.split["start"] += perf_counter() - began
-
-    def to_the_end(self) -> dict:
-        if self.folder:
-            self.folder.note_time("start", self.run.clock.step, self._seconds())
-        while not finished(self.program) and not self.stopped:
-            before = self.run.clock.step, self.run.clock.batch
-            self._train_one_pass()
-            self._fetch_losses()
-            if before == (self.run.clock.step, 0):
-                raise Failure(f"the training data gave no batch in pass {self.run.clock.epoch}; {ONCE}")
-            if not self.stopped and self.run.loop.evaluate_every is None:
-                self._evaluate()
-        self._refuse_bad_weights()
-        if not self.history or self.history[-1].step != self.run.clock.step:
-            self._evaluate()
-        return self._finish()
-
-    def _train_one_pass(self) -> None:
-        clock, pending, asked = self.run.clock, self.pending, self.asked
-        advance = rest_of_pass(self.program).__next__
-        while True:
-            epoch, batch = clock.epoch, clock.batch
-            try:
-                loss = advance()
-            except StopIteration:
-                return
-            except Exception as error:
-                raise explained(error, self._place(epoch, batch), self.run.loop.batch_size) from error
-            pending.append((loss, epoch, batch))
-            if clock.samples >= self.next_evaluation:
-                self._evaluate()
-                if self.stopped:
-                    return
-            if asked or len(pending) >= STEPS_BETWEEN_LOGS or perf_counter() >= self.next_look:
-                self._look_up()
-
-    def _look_up(self) -> None:
-        """Between two steps, a few times a second: progress, losses, checkpoint, a request to stop."""
-        self.tell()
-        now = perf_counter()
-        if len(self.pending) >= STEPS_BETWEEN_LOGS or now >= self.last_log + SECONDS_BETWEEN_LOGS:
-            self._fetch_losses()
-        wait = max(self.every, self.saving / SHARE_FOR_CHECKPOINTS) if self.every else 0.0
-        due = self.last_checkpoint + wait
-        if self.folder and (self.asked or now >= due):
-            self._save()
-            due = self.last_checkpoint + wait
-        if self.asked:
-            raise Failure(f"stopped at step {self.run.clock.step} of {self.run.loop.steps or 'an unknown number'}{self._how_to_go_on()}")
-        self.next_look = min(perf_counter() + PROGRESS_EVERY, due) if self.folder else perf_counter() + PROGRESS_EVERY
-
-    def _fetch_losses(self) -> None:
-        """Turns the losses since the last log point into numbers and tells the observers."""
-        pending, self.last_log = self.pending, perf_counter()
-        if not pending:
-            return
-        _, epoch, batch = pending[-1]
-        try:
-            losses = numbers_of([loss for loss, _, _ in pending])
-        except Exception as error:  # CUDA tells of a failed kernel only when somebody waits for it
-            raise explained(error, f"{self._place(epoch, batch)} or just before", self.run.loop.batch_size) from error
-        first = self.run.clock.step - len(pending) + 1
-        good = next((i for i, loss in enumerate(losses) if number_or_none(loss) is None), len(losses))
-        self._observe([{"step": first + i, "loss": loss} for i, loss in enumerate(losses[:good])])
-        if good < len(losses):
-            _, epoch, batch = pending[good]
-            raise Failure(f"the loss is {losses[good]} at {self._place(epoch, batch, first + good)}: {self._why_not_finite(epoch, batch)}")
-        pending.clear()
-        if self.folder:
-            self.folder.note_time("steps", self.run.clock.step, self._seconds())
-
-    def _evaluate(self) -> None:
-        self._fetch_losses()
-        self.next_evaluation = self._next_evaluation()
-        if self.program.validation is None:
-            return
-        began, clock = perf_counter(), self.run.clock
-        try:
-            measured = evaluate(self.program)
-        except Exception as error:
-            raise explained(error, f"the evaluation after step {clock.step}", self.run.loop.batch_size) from error
-        if number_or_none(measured.metric) is None:
-            self._refuse_bad_metric(measured.metric)
-        self.split["evaluation"] += perf_counter() - began
-        self.history.append(Evaluation(clock.step, clock.samples, measured.metric))
-        self.seconds_at.append(self._seconds())
-        record = {"step": clock.step, "samples": clock.samples, "metric": measured.metric, "validation_loss": measured.loss}
-        self._observe([{name: number_or_none(value) for name, value in record.items()}])
-        if self.folder:
-            self.folder.note_time("evaluation", clock.step, self.seconds_at[-1])
-        if self.run.loop.stop is not None and self.run.agree(bool(self.run.loop.stop(self.history))):
-            self.stopped = True
-
-    def _save(self) -> None:
-        self._fetch_losses()
-        self.last_checkpoint = began = perf_counter()
-        if not self._weights_are_finite():
-            return  # the next loss will say so; the newest good checkpoint stays
-        state = checkpoint.state_of(self.program) | {
-            "identity": self._identity(),
-            "start of pass": self.start_of_pass,
-            "history": [[e.step, e.samples, e.metric, s] for e, s in zip(self.history, self.seconds_at, strict=True)],
-            "log": self.folder.logged(),
-            "seconds": self._seconds(),
-            "split": dict(self.split),
-        }
-        self.checkpoints.save(state)
-        self.last_checkpoint = perf_counter()
-        self.saving = self.last_checkpoint - began
-        self.split["checkpoints"] += self.saving
-        self.folder.note_time("checkpoint", self.run.clock.step, self._seconds())
-
-    def _take_up(self) -> None:
-        """Goes back to the newest whole checkpoint; to the start where none was made yet."""
-        length = self.folder.logged()
-        state = self.checkpoints.newest(lambda state: state["identity"] == self._identity() and state["log"] <= length)
-        self.folder.cut_log(state["log"] if state else 0)
-        if not state:
-            if self.folder.begun:
-                warnings.warn("no checkpoint was written yet; the run starts over at step 0", Notice, stacklevel=2)
-            return
-        checkpoint.restore(self.program, state)
-        self.history = [Evaluation(step, samples, metric) for step, samples, metric, _ in state["history"]]
-        self.seconds_at = [seconds for *_, seconds in state["history"]]
-        self.earlier, self.split = state["seconds"], state["split"]
-        self.start_of_pass = state["start of pass"]
-        self.interrupted = checkpoint.taken_up(self.source, self.start_of_pass, state["random"])
-
-    def _epoch(self, number: int, start: int) -> Iterator:
-        """The task's batches; notes the random state at the start of a pass, for sources that cannot be sought."""
-        if self.interrupted:
-            take_up, self.interrupted = self.interrupted, None
-            return take_up(number, start)
-        if not self.source.seekable:
-            self.start_of_pass = {"epoch": number, **checkpoint.random_now(self.source)}
-        return self.source.epoch(number, start)
-
-    def _finish(self) -> dict:
-        if self.folder:
-            write_whole(self.folder.path / "model.safetensors", lambda file: file.write(checkpoint.exported(self.program.export())))
-        seconds = self._seconds()
-        result = outcome(self.run, self.history, self.seconds_at) | {
-            "seconds": seconds,
-            "split": {**self.split, "training": seconds - sum(self.split.values())},
-            "stopped": self.stopped,
-            "recipe": str(self.recipe),
-            "out": str(self.folder.path) if self.folder else None,
-        }
-        if self.folder:
-            self.folder.write("result.json", json.dumps(result, indent=2, allow_nan=False) + "\n")
-        return result
-
-    def _observe(self, records: list[dict]) -> None:
-        for observer in self.observers:
-            observer(records)
-
-    def _next_evaluation(self) -> float:
-        """The sample count at which the next evaluation is due; with none asked for, the end of a pass is the time."""
-        every = self.run.loop.evaluate_every
-        return float("inf") if every is None else (self.run.clock.samples // every + 1) * every
-
-    def _seconds(self) -> float:
-        return self.earlier + perf_counter() - self.began
-
-    def _share(self) -> float:
-        clock, loop = self.run.clock, self.run.loop
-        return clock.step / loop.steps if loop.steps else clock.epoch / loop.epochs
-
-    def _identity(self) -> dict:
-        return {**self.folder.identity, "recipe": self.folder.recipe}
-
-    def _place(self, epoch: int, batch: int, step: int | None = None) -> str:
-        return f"step {step or self.run.clock.step + 1} (pass {epoch + 1}, batch {batch + 1})"
-
-    def _how_to_go_on(self) -> str:
-        return f"; go on with --out {self.folder.path} --resume" if self.folder else "; nothing was kept, give --out to be able to go on"
-
-    def _weights_are_finite(self) -> bool:
-        trained = [parameter for parameter in self.run.model.parameters() if parameter.requires_grad]
-        return bool(torch.stack([parameter.isfinite().all() for parameter in trained]).all())
-
-    def _refuse_bad_weights(self) -> None:
-        if not self._weights_are_finite():
-            raise Failure(f"the weights are not finite after step {self.run.clock.step}: the training diverged; {CALMER}")
-
-    def _refuse_bad_metric(self, metric: float) -> None:
-        """A metric that is not a number ends the run; an infinite one may pass by, unless the data are to blame."""
-        told = f"the metric is {metric} after step {self.run.clock.step}"
-        with undisturbed():
-            bad = next((i for i, batch in enumerate(self.program.validation.epoch(0, 0), 1) if not _finite(batch)), None)
-        if bad:
-            raise Failure(f"{told}: batch {bad} of the validation data holds NaN or infinity; clean the data")
-        if math.isnan(metric):
-            raise Failure(f"{told}: the validation data are finite; {CALMER}")
-
-    def _why_not_finite(self, epoch: int, batch: int) -> str:
-        """Whether the batch is to blame, or the training."""
-        try:
-            found = next(iter(self._again(epoch, batch)))
-        except Exception:
-            return "this batch could not be read again to look for the cause in it"
-        if _finite(found):
-            return f"the batch itself is finite, the training diverged; {CALMER}"
-        return "the batch itself holds NaN or infinity; clean the data"
-
-    def _again(self, epoch: int, batch: int) -> Iterator:
-        if self.source.seekable:
-            return self.source.epoch(epoch, batch)
-        if epoch != self.start_of_pass["epoch"]:
-            raise LookupError("its pass is over")
-        return checkpoint.taken_up(self.source, self.start_of_pass, checkpoint.random_now(self.source))(epoch, batch)
-
-
-def _finite(batch) -> bool:
-    return all(bool(tensor.isfinite().all()) for tensor in tensors(batch))

@@ -72,7 +72,7 @@ class Arm:
         self._synchronise()
         samples, usage, began = clock.samples, resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
         for loss in islice(self.steps, count):
-            self.unread.append(loss)
+            self.unread.append(loss.detach())
             if len(self.unread) >= READ_LOSSES_EVERY:
                 self._read_losses()
         self._synchronise()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hasten.contract.card import Card, Exactness
 from hasten.contract.data import Batches
 from hasten.contract.errors import Refusal
-from hasten.contract.method import Loop, Method, Run
+from hasten.contract.method import Loop, Method, Run, setting
 from hasten.contract.task import optimizer_and_schedule, scale_learning_rates
 
 RULES = {"linear": float, "sqrt": math.sqrt, "none": lambda factor: 1.0}
@@ -21,9 +21,9 @@ class BatchSize(Method):
     larger one (Goyal et al. 2017, section 2.2), on top of whatever schedule there is.
     """
 
-    factor: int = 2
-    rule: str = "sqrt"
-    warmup: float = 0.05
+    factor: int = setting(2, at_least=2, at_most=65536)
+    rule: str = setting("sqrt", one_of=tuple(RULES))
+    warmup: float = setting(0.05, at_least=0, below=1)  # share of the steps
 
     card = Card(
         summary="larger batches with a matching learning rate and warm-up",
@@ -33,14 +33,6 @@ class BatchSize(Method):
         speeds={"steps", "forward", "backward", "update", "input"},
         tries=tuple({"factor": factor, "rule": rule} for factor in (2, 4, 8) for rule in ("sqrt", "linear")),
     )
-
-    def __post_init__(self):
-        if self.factor < 2:
-            raise ValueError("factor must be 2 or more")
-        if self.rule not in RULES:
-            raise ValueError(f"rule must be one of {', '.join(RULES)}, not {self.rule!r}")
-        if not 0 <= self.warmup < 1:
-            raise ValueError("warmup must be a share of the steps, from 0 to below 1")
 
     @property
     def scale(self) -> float:

@@ -19,7 +19,7 @@ from hasten.contract.batch import map_tensors, tensors
 from hasten.contract.card import Card, Exactness, Order
 from hasten.contract.data import Batches, Samples
 from hasten.contract.errors import Failure, one_line
-from hasten.contract.method import Method, Run
+from hasten.contract.method import Method, Run, setting
 
 RING = 3  # a batch stays whole until the third one after it is asked for
 CHUNK = 256  # samples that are collated together while stacking
@@ -29,7 +29,7 @@ CHUNK = 256  # samples that are collated together while stacking
 class BatchedFetch(Method):
     """Stacks all samples once, at the first use, if they fit into ``gigabytes`` (training and validation each)."""
 
-    gigabytes: float = 2.0
+    gigabytes: float = setting(2.0, above=0)
 
     card = Card(
         summary="stack the samples once, then fetch whole batches by index",
@@ -42,10 +42,6 @@ class BatchedFetch(Method):
         order=Order.EARLY,
         replaces={"data"},
     )
-
-    def __post_init__(self):
-        if not self.gigabytes > 0:
-            raise ValueError("gigabytes must be above 0")
 
     def data(self, batches: Batches, run: Run) -> Batches:
         if why_not := self._obstacle(batches.samples):

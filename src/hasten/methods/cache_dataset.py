@@ -14,14 +14,14 @@ from torch.utils.data import TensorDataset
 from hasten.contract.batch import map_tensors
 from hasten.contract.card import Card, Exactness, Order
 from hasten.contract.data import Batches
-from hasten.contract.method import Method, Run
+from hasten.contract.method import Method, Run, setting
 
 
 @dataclass(frozen=True)
 class CacheDataset(Method):
     """The first pass reads, later passes remember, as long as ``gigabytes`` last (training and validation each)."""
 
-    gigabytes: float = 2.0
+    gigabytes: float = setting(2.0, above=0)
 
     card = Card(
         summary="keep decoded samples in memory after their first reading",
@@ -33,10 +33,6 @@ class CacheDataset(Method):
         order=Order.EARLY,
         replaces={"data"},
     )
-
-    def __post_init__(self):
-        if not self.gigabytes > 0:
-            raise ValueError("gigabytes must be above 0")
 
     def data(self, batches: Batches, run: Run) -> Batches:
         if why_not := self._obstacle(batches):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hasten.contract.card import Card, Exactness, Order
-from hasten.contract.method import Method
+from hasten.contract.method import Method, setting
 
 MODES = ("default", "max-autotune-no-cudagraphs")  # torch's others record CUDA graphs of their own; that is what cuda_graph is for
 COMPILER_VARIABLES = ("TORCHINDUCTOR_", "TRITON_")  # torch sets its cache folders in the environment while compiling
@@ -29,12 +29,8 @@ class Compile(Method):
         slow_start=True,
         tries=({}, {"mode": "max-autotune-no-cudagraphs"}),
     )
-    mode: str = "default"
+    mode: str = setting("default", one_of=MODES)
     backend: str = "inductor"
-
-    def __post_init__(self):
-        if self.mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
 
     def process(self, context, run):
         @contextmanager

@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from hasten.contract.card import Card, Exactness
 from hasten.contract.errors import Refusal
-from hasten.contract.method import Loop, Method, Run
+from hasten.contract.method import Loop, Method, Run, setting
 from hasten.contract.task import optimizer_and_schedule, scale_learning_rates, takes_steps
 
 DECAYS = {"linear": lambda left: left, "cosine": lambda left: (1 - cos(pi * left)) / 2, "none": lambda left: 1.0}
@@ -23,10 +23,10 @@ class CompressedSchedule(Method):
     run end where a long one ends; the more epochs are left out, the higher a peak it takes.
     """
 
-    factor: float = 0.5
-    decay: str = "linear"
-    peak: float = 1.0
-    warmup: float = 0.1
+    factor: float = setting(0.5, above=0, below=1)
+    decay: str = setting("linear", one_of=tuple(DECAYS))
+    peak: float = setting(1.0, above=0)
+    warmup: float = setting(0.1, at_least=0, below=1)  # share of the steps
 
     card = Card(
         summary="fewer epochs with the learning-rate schedule squeezed into them",
@@ -44,16 +44,6 @@ class CompressedSchedule(Method):
             {"factor": 0.1, "peak": 20.0},
         ),
     )
-
-    def __post_init__(self):
-        if not 0 < self.factor < 1:
-            raise ValueError("factor must lie between 0 and 1")
-        if self.decay not in DECAYS:
-            raise ValueError(f"decay must be one of {', '.join(DECAYS)}, not {self.decay!r}")
-        if not 0 < self.peak < float("inf"):
-            raise ValueError("peak must be above 0")
-        if not 0 <= self.warmup < 1:
-            raise ValueError("warmup must be a share of the steps, from 0 to below 1")
 
     def loop(self, loop: Loop, run: Run) -> Loop:
         loop.epochs *= self.factor

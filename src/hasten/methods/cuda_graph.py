@@ -94,7 +94,7 @@ def _recorded(micro, batch, run):
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
-            loss = micro(buffers)
+            loss = micro(buffers).detach()
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:

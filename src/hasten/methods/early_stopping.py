@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from hasten.contract.card import Card, Exactness
-from hasten.contract.method import Evaluation, Loop, Method, Run
+from hasten.contract.method import Evaluation, Loop, Method, Run, setting
 
 
 @dataclass(frozen=True)
@@ -13,9 +13,9 @@ class EarlyStopping(Method):
     The decision is a function of the evaluations so far, which travel in the checkpoint: so does the patience.
     """
 
-    hold: int = 2
-    patience: int = 10
-    min_delta: float = 0.0
+    hold: int = setting(2, at_least=1)  # looks
+    patience: int = setting(10, at_least=1)  # looks
+    min_delta: float = setting(0.0, at_least=0)  # in the metric's unit
 
     card = Card(
         summary="stop once the target is reached and held, or progress has ended",
@@ -26,14 +26,6 @@ class EarlyStopping(Method):
         applies_to={"evaluations"},
         tries=({"hold": 3}, {"hold": 2}),
     )
-
-    def __post_init__(self):
-        if self.hold < 1:
-            raise ValueError("hold must be 1 or more looks")
-        if self.patience < 1:
-            raise ValueError("patience must be 1 or more looks")
-        if not self.min_delta >= 0:
-            raise ValueError("min_delta must be 0 or more, in the metric's unit")
 
     def loop(self, loop: Loop, run: Run) -> Loop:
         if run.task.validation_data is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from hasten.contract.card import Card, Exactness, Order
-from hasten.contract.method import Method, Run
+from hasten.contract.method import Method, Run, setting
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Ema(Method):
     statistics of batch normalisation, are those of the live model.
     """
 
-    decay: float = 0.999
-    start: int = 0
+    decay: float = setting(0.999, above=0, below=1)
+    start: int = setting(0, at_least=0)  # steps
 
     card = Card(
         summary="average the weights over the last steps; evaluate and save the average",
@@ -31,12 +31,6 @@ class Ema(Method):
         after=("compile", "float16"),
         tries=({"decay": 0.99}, {"decay": 0.995}, {"decay": 0.999}),
     )
-
-    def __post_init__(self):
-        if not 0 < self.decay < 1:
-            raise ValueError("decay must lie between 0 and 1")
-        if self.start < 0:
-            raise ValueError("start must be 0 or more steps")
 
     def update(self, update: Callable, run: Run) -> Callable:
         weights, clock = list(run.model.parameters()), run.clock

@@ -21,7 +21,7 @@ import torch
 
 from hasten.contract.card import Card, Exactness, Order
 from hasten.contract.errors import Failure
-from hasten.contract.method import Method
+from hasten.contract.method import Method, setting
 
 BACKOFF, GROWTH, GOOD_STEPS = 0.5, 2.0, 2000
 GIVE_UP_AFTER = 30  # overflows in a row: from 2**16 far below 1, so it is not the scale
@@ -41,11 +41,7 @@ class Float16(Method):
         order=Order.EARLY,
         tries=({}, {"scale": 1024}),
     )
-    scale: str | float = "dynamic"
-
-    def __post_init__(self):
-        if self.scale != "dynamic" and not (isinstance(self.scale, (int, float)) and 0 < self.scale < float("inf")):
-            raise ValueError(f'scale must be "dynamic" or a positive number, not {self.scale!r}')
+    scale: str | float = setting("dynamic", one_of=("dynamic",), above=0)
 
     def forward(self, forward, run):
         if all(parameter.ndim < 2 or parameter.dtype != torch.float32 for parameter in run.model.parameters()):

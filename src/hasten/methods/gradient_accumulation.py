@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from hasten.contract.card import Card, Exactness
-from hasten.contract.method import Method
+from hasten.contract.method import Method, setting
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,7 @@ class GradientAccumulation(Method):
         gain_when="the batch does not fit into memory, or its activations not into the cache; otherwise it costs time",
         tries=({}, {"pieces": 4}),
     )
-    pieces: int = 2
-
-    def __post_init__(self):
-        if self.pieces < 1:
-            raise ValueError(f"pieces must be at least 1, not {self.pieces}")
+    pieces: int = setting(2, at_least=1)
 
     def model(self, model, run):
         """Cuts the plan here and not in ``loop``: whether pieces give the same gradient depends on the model."""

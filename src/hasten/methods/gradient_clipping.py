@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from hasten.contract.card import Card, Exactness, Order
-from hasten.contract.method import Method
+from hasten.contract.method import Method, setting
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,7 @@ class GradientClipping(Method):
         after=("float16",),
         tries=({}, {"max_norm": 0.25}),
     )
-    max_norm: float = 1.0
-
-    def __post_init__(self):
-        if not 0 < self.max_norm < float("inf"):
-            raise ValueError(f"max_norm must be a positive number, not {self.max_norm}")
+    max_norm: float = setting(1.0, above=0)
 
     def gradients(self, gradients, run):
         parameters, max_norm = list(run.model.parameters()), self.max_norm

@@ -4,9 +4,7 @@ from dataclasses import dataclass, replace
 
 from hasten.contract.card import Card, Exactness, Order
 from hasten.contract.data import Batches
-from hasten.contract.method import Method, Run
-
-MOST = 64  # workers; more only take memory and starting time
+from hasten.contract.method import Method, Run, setting
 
 
 @dataclass(frozen=True)
@@ -19,8 +17,8 @@ class LoaderWorkers(Method):
     from one pass to the next.
     """
 
-    workers: int = 2
-    prefetch: int = 2
+    workers: int = setting(2, at_least=0, at_most=64)  # more only take memory and starting time
+    prefetch: int = setting(2, at_least=1, at_most=1024)  # batches a worker
     pin: bool = True
     persistent: bool = True
 
@@ -35,12 +33,6 @@ class LoaderWorkers(Method):
         after=("batched_fetch", "cache_dataset"),  # what is in memory already needs no workers
         tries=({"workers": 1}, {"workers": 2}, {"workers": 4}, {"workers": 8}),
     )
-
-    def __post_init__(self):
-        if not 0 <= self.workers <= MOST:
-            raise ValueError(f"workers must be a number of processes from 0 to {MOST}")
-        if self.prefetch < 1:
-            raise ValueError("prefetch must be 1 or more batches a worker")
 
     def data(self, batches: Batches, run: Run) -> Batches:
         if batches.samples is None:

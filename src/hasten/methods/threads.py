@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from hasten.contract.card import Card, Exactness
-from hasten.contract.method import Method, Run
+from hasten.contract.method import Method, Run, setting
 
 
 @dataclass(frozen=True)
 class Threads(Method):
     """``count`` threads inside operations. Sums are split among them, so another count may round differently."""
 
-    count: int = 1
+    count: int = setting(1, at_least=1)
 
     card = Card(
         summary="choose the number of threads inside operations",
@@ -26,10 +26,6 @@ class Threads(Method):
         applies_to={"cpu"},
         tries=({"count": 1}, {"count": 2}, {"count": 4}, {"count": 8}),
     )
-
-    def __post_init__(self):
-        if self.count < 1:
-            raise ValueError("count must be 1 or more")
 
     def process(self, context: Callable[[], AbstractContextManager], run: Run):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from hasten.contract.card import Card, Exactness
-from hasten.contract.method import Method, Run
+from hasten.contract.method import Method, Run, setting
 
 GRANULARITIES = ("tensor", "row")
 EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
@@ -21,9 +21,9 @@ class ZNorm(Method):
     with plain SGD the learning rate has to be chosen anew, and clipping would clip the same norm in every step.
     """
 
-    granularity: str = "tensor"
+    granularity: str = setting("tensor", one_of=GRANULARITIES)
     skip_1d: bool = True
-    eps: float = 1e-8
+    eps: float = setting(1e-8, above=0)
 
     card = Card(
         summary="z-score each gradient tensor",
@@ -36,12 +36,6 @@ class ZNorm(Method):
         after=("float16",),  # it wants gradients without a loss scale
         tries=({"granularity": "tensor"}, {"granularity": "row"}),
     )
-
-    def __post_init__(self):
-        if self.granularity not in GRANULARITIES:
-            raise ValueError(f"granularity must be one of {', '.join(GRANULARITIES)}, not {self.granularity!r}")
-        if not self.eps > 0:
-            raise ValueError("eps must be above 0")
 
     def gradients(self, gradients: Callable, run: Run) -> Callable:
         embeddings = {module.weight for module in run.model.modules() if isinstance(module, EMBEDDINGS)}

@@ -9,10 +9,11 @@ down at once; a search that was killed goes on where it stopped.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
-from hasten.contract.errors import Failure, Refusal
+from hasten.contract.errors import Failure, Notice, Refusal
 from hasten.contract.recipe import Recipe
 from hasten.contract.watch import Watch, silent
 from hasten.diagnosis.diagnose import diagnose
@@ -31,6 +32,7 @@ from hasten.tuning.study import Budget, OutOfBudget, Study
 
 BASELINE_SEEDS = 3
 RUNS_IN_A_BUDGET = 18  # textbook runs that the default budget is worth
+FEWEST_RUNS = 10  # below this, little more than the baselines gets measured
 SMALLEST_BUDGET = 160.0  # seconds; below this the processes themselves are the cost
 SYSTEMS_PART, TRAINING_PART = 0.4, 0.85  # of what is left when each begins
 FEWEST_SECONDS, SCREENING_SECONDS = 5.0, 8.0  # for a comparison of the search
@@ -104,6 +106,9 @@ def _set_budget(study: Study, budget: float | None) -> float:
     study.budget.total = budget if budget is not None else max(SMALLEST_BUDGET, RUNS_IN_A_BUDGET * probe["seconds"])
     words = f"one textbook run takes about {_words(probe['seconds'])}; the search may take {_words(study.budget.total)}"
     study.watch(words, 0.0, study.budget.total)
+    if (worth := study.budget.total / probe["seconds"]) < FEWEST_RUNS:
+        told = f"the budget is worth {worth:.1f} textbook runs, and below {FEWEST_RUNS} little more than the baselines gets measured"
+        warnings.warn(f"{told}; --budget {RUNS_IN_A_BUDGET * probe['seconds']:.0f}s would do", Notice, stacklevel=3)
     return probe["seconds"]
 
 

@@ -1,0 +1,52 @@
+"""Whether a run's numbers are still numbers, and what is to blame where they are not: the data, or the training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+
+from hasten.contract.batch import tensors
+from hasten.contract.data import Batches
+from hasten.contract.errors import Failure
+from hasten.engine.seeds import undisturbed
+
+CALMER = "a lower learning rate or gradient_clipping may help"
+
+
+def weights_are_finite(model: torch.nn.Module) -> bool:
+    """Whether every trained weight is a finite number; frozen ones may be masks."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return bool(torch.stack([parameter.isfinite().all() for parameter in trained]).all())
+
+
+def refuse_bad_weights(model: torch.nn.Module, step: int) -> None:
+    if not weights_are_finite(model):
+        raise Failure(f"the weights are not finite after step {step}: the training diverged; {CALMER}")
+
+
+def refuse_bad_metric(metric: float, step: int, validation: Batches) -> None:
+    """A metric that is not a number ends the run; an infinite one may pass by, unless the data are to blame."""
+    told = f"the metric is {metric} after step {step}"
+    with undisturbed():
+        bad = next((i for i, batch in enumerate(validation.epoch(0, 0), 1) if not _finite(batch)), None)
+    if bad:
+        raise Failure(f"{told}: batch {bad} of the validation data holds NaN or infinity; clean the data")
+    if math.isnan(metric):
+        raise Failure(f"{told}: the validation data are finite; {CALMER}")
+
+
+def why_not_finite(read_again: Callable[[], Iterator]) -> str:
+    """Whether the batch, which ``read_again`` gives first, is to blame for a loss, or the training."""
+    try:
+        found = next(iter(read_again()))
+    except Exception:
+        return "this batch could not be read again to look for the cause in it"
+    if _finite(found):
+        return f"the batch itself is finite, the training diverged; {CALMER}"
+    return "the batch itself holds NaN or infinity; clean the data"
+
+
+def _finite(batch) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in tensors(batch))
