@@ -117,7 +117,7 @@ def test_global_options_before_and_after_the_verb(words):
 
 def test_one_method_told_as_data():
     method = methods.run(Namespace(name="znorm", device="cpu"), silent).result
-    assert {"name": "eps", "type": "float", "default": 1e-8} in method["settings"]
+    assert {"name": "eps", "type": "float", "default": 1e-8, "range": "above 0"} in method["settings"]
     assert "float16" in method["wraps"] and "znorm" not in method["wraps"]
     both = methods.run(Namespace(name="batched_fetch", device="cpu"), silent).result
     assert "cache_dataset" in [conflict["method"] for conflict in both["conflicts"]]
@@ -133,11 +133,13 @@ def test_the_catalogue(here, monkeypatch, capfd):
 
 
 def test_a_method_page_shows_its_records(here, monkeypatch, capfd):
-    (here / "records" / "2026-01-01_ema_digits_laptop").mkdir(parents=True)
+    (folder := here / "records" / "2026-01-01_time-to-target_digits_laptop").mkdir(parents=True)
+    trial = {"what": "ema:decay=0.9", "verdict": "no gain", "ratio": {"median": 0.973, "low": 0.9, "high": 1.1}, "why": "slower"}
+    (folder / "result.json").write_text(json.dumps({"task": "digits", "trials": [trial, trial | {"what": "emanation"}]}))
     monkeypatch.chdir(here)
     assert main(["methods", "ema"]) == 0
     page = capfd.readouterr().out
-    assert "decay" in page and "2026-01-01_ema_digits_laptop" in page
+    assert "above 0 and below 1" in page and "digits: ema:decay=0.9 no gain, 0.97x" in page and "emanation" not in page
 
 
 def test_a_reader_that_has_seen_enough_is_no_mistake(here):

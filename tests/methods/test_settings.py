@@ -44,14 +44,12 @@ def test_every_bound_is_where_it_says(name, field):
     """Just inside is taken, just outside is not."""
     step, kind = (1, int) if isinstance(field.default, int) else (1e-9, float)
     for bound, edge in field.metadata["bounds"].items():
-        inward = 1 if BOUNDS[bound](1, 0) else -1
         for value in (edge - step, edge, edge + step):
             if BOUNDS[bound](value, edge):
                 assert getattr(make_method(name, {field.name: kind(value)}), field.name) == value
             else:
                 with pytest.raises(Refusal, match=f"{field.name} must be .*{bound.replace('_', ' ')} {edge}"):
                     make_method(name, {field.name: kind(value)})
-        assert not BOUNDS[bound](edge - inward * step, edge)
 
 
 def test_a_number_that_is_none_is_told_to_be_finite():

@@ -102,17 +102,17 @@ def test_the_page_of_a_method_shows_its_whole_card():
     card = {
         "source": "https://arxiv.org/abs/1", "gain_when": "samples lie in memory", "speeds": frozenset({"input"}), "applies_to": {"indexed samples"},
         "tries": ({}, {"gigabytes": 4.0}), "text": "First ``line``,\n    wrapped.\n\nSecond.", "hooks": ("data",), "replaces": {"data"},
-        "settings": [{"name": "gigabytes", "type": "float", "default": 2.0}], "conflicts": [{"method": "cache_dataset", "why": "both replace data"}],
-        "records": [{"folder": "records/one"}], "wraps": [], "wrapped_by": ["ema"],
+        "settings": [{"name": "gigabytes", "type": "float", "default": 2.0, "range": "above 0"}], "conflicts": [{"method": "cache_dataset", "why": "both replace data"}],
+        "records": [{"task": "digits", "what": "batched_fetch", "verdict": "kept", "ratio": {"median": 1.52}}], "wraps": [], "wrapped_by": ["ema"],
     }  # fmt: skip
     text = words_of(printed(terminal.method_page(METHODS[0] | card)))
     for needed in (
         "First line, wrapped.",
         "waiting for the next batch",
-        "gigabytes = 2.0 (float)",
+        "gigabytes = 2.0 (float, above 0)",
         "batched_fetch:gigabytes=4.0",
         "cache_dataset: both replace data",
-        "records/one",
+        "digits: batched_fetch kept, 1.52x",
         "wrapped by ema",
     ):
         assert needed in text

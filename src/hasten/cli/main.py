@@ -13,7 +13,7 @@ import sys
 import warnings
 
 from hasten import __version__
-from hasten.cli import compare, diagnose, eject, methods, report, train, tune, values
+from hasten.cli import compare, data, diagnose, eject, methods, report, train, tune, values
 from hasten.cli.answer import Answer, show, stdout_kept_for_the_answer, strict_json
 from hasten.cli.progress import watching
 from hasten.contract.errors import Failure, Notice, Refusal, nearest, one_line
@@ -26,6 +26,7 @@ VERBS = {
     "tune": tune,
     "report": report,
     "eject": eject,
+    "data": data,
 }
 TASK_HELP = "TASK is the name of a workload (such as digits) or path/to/file.py:function"
 
@@ -105,14 +106,15 @@ class _Parser(argparse.ArgumentParser):
     """argparse, whose errors become one line and offer the nearest name."""
 
     def error(self, message: str):
-        if unknown := re.search(r"invalid choice: '(.*?)' \(choose from", message):
-            raise Refusal(f"no command is called {unknown[1]!r}{nearest(unknown[1], VERBS)}")
+        if unknown := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            known = re.findall(r"[\w-]+", unknown[2])
+            raise Refusal(f"no command is called {unknown[1]!r}{nearest(unknown[1], known)}")
         message = re.sub(r"^argument (?:-\w, )?(\S+): ", r"\1 ", message)
         raise Refusal(f"{message}; see {self.prog} --help")
 
 
 def _parser() -> argparse.ArgumentParser:
-    everywhere = _global_options()
+    everywhere = values.everywhere()
     parser = _Parser(
         prog="hasten", description="Makes the training of neural networks faster, and proves it.", parents=[everywhere], allow_abbrev=False,
         epilog=f"{TASK_HELP}. Exit code: 0 done, 1 a result that is a no, 2 a wrong request.",
@@ -125,27 +127,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _global_options() -> argparse.ArgumentParser:
-    """Options that may stand before or after the verb; without defaults, so that neither place overrides the other."""
-    parser = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
-    group = parser.add_argument_group("everywhere")
-    group.add_argument("--json", action="store_true", help="one JSON object on standard output, for programs")
-    group.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:1; an NVIDIA GPU where there is one, unless said")
-    group.add_argument("--seed", type=values.seed, metavar="N", help="of all random numbers; 0 unless said")
-    group.add_argument("--quiet", action="store_true", help="no progress")
-    return parser
-
-
 def _refuse_strangers(strangers: list[str], verb: str | None) -> None:
     """One clear line about words that nobody asked for."""
     options = [word.partition("=")[0] for word in strangers if word.startswith("-")]
     if not options:
         raise Refusal(f"do not know what to do with {strangers[0]!r}; see hasten {verb or ''} --help".replace("  ", " "))
-    known = set(_global_options()._option_string_actions)
+    parser = values.everywhere()
     if verb:
-        VERBS[verb].arguments(parser := argparse.ArgumentParser(add_help=False))
-        known |= set(parser._option_string_actions)
-    raise Refusal(f"there is no option {options[0]}{nearest(options[0], known)}")
+        VERBS[verb].arguments(parser)
+    raise Refusal(f"there is no option {options[0]}{nearest(options[0], _options_of(parser))}")
+
+
+def _options_of(parser: argparse.ArgumentParser) -> set[str]:
+    """What a parser knows, those of its actions included."""
+    actions = [each for action in parser._actions if isinstance(action.choices, dict) for each in action.choices.values()]
+    return set(parser._option_string_actions).union(*map(_options_of, actions))
 
 
 def _quieten_libraries() -> None:

@@ -68,7 +68,7 @@ def _described(name: str, device: str | None) -> dict:
 def _settings(cls) -> list[dict]:
     types = typing.get_type_hints(cls) if dataclasses.is_dataclass(cls) else {}
     fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
-    return [{"name": f.name, "type": getattr(types[f.name], "__name__", str(types[f.name])), "default": _default(f)} for f in fields]
+    return [{"name": f.name, "type": getattr(types[f.name], "__name__", str(types[f.name])), "default": _default(f), "range": f.metadata.get("range", "")} for f in fields]
 
 
 def _default(field):
@@ -107,14 +107,15 @@ def _conflicts(cls) -> list[dict]:
 
 
 def _records(name: str) -> list[dict]:
-    """The measured claims about a method, from records/ here: folders DATE_method_workload_machine, each with a record.json."""
+    """What searches say about a method: every trial of it in the records here, winners and losers."""
     found = []
-    for folder in sorted(Path("records").glob(f"*_{name}_*")):
+    for path in sorted(Path("records").glob("*/result.json")):
         try:
-            content = json.loads((folder / "record.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            content = {}
-        found.append({"folder": str(folder), **(content if isinstance(content, dict) else {})})
+            told = json.loads(path.read_text(encoding="utf-8"))
+            trials = [trial for trial in told.get("trials", ()) if trial["what"].partition(":")[0] == name]
+        except (OSError, ValueError, AttributeError, KeyError):
+            continue  # the record of another claim
+        found += [{"task": told.get("task"), **{key: trial.get(key) for key in ("what", "verdict", "ratio", "why")}} for trial in trials]
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,6 +63,17 @@ def names(text: str) -> list[str]:
     if not found:
         raise ArgumentTypeError("must be names separated by commas")
     return found
+
+
+def everywhere() -> ArgumentParser:
+    """Options that may stand before or after the verb; without defaults, so that neither place overrides the other."""
+    parser = ArgumentParser(add_help=False, argument_default=SUPPRESS)
+    group = parser.add_argument_group("everywhere")
+    group.add_argument("--json", action="store_true", help="one JSON object on standard output, for programs")
+    group.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:1; an NVIDIA GPU where there is one, unless said")
+    group.add_argument("--seed", type=seed, metavar="N", help="of all random numbers; 0 unless said")
+    group.add_argument("--quiet", action="store_true", help="no progress")
+    return parser
 
 
 def add_recipe(parser: ArgumentParser) -> None:

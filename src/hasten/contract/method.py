@@ -101,6 +101,8 @@ def setting(default, *, one_of: tuple[str, ...] = (), **bounds: float):
     """A field of a method that states what it may be: one of some words, or a finite number within bounds (keys of BOUNDS)."""
     if strangers := bounds.keys() - BOUNDS.keys():
         raise TypeError(f"a setting has no bound {sorted(strangers)[0]!r}; there are {', '.join(BOUNDS)}")
+    if not one_of and not bounds:
+        raise TypeError("a setting states what it may be: give one_of or a bound")
     words = [f"one of {', '.join(one_of)}" if len(one_of) > 1 else one_of[0]] if one_of else []
     if bounds:
         words.append(" and ".join(f"{name.replace('_', ' ')} {bound}" for name, bound in bounds.items()))
@@ -109,9 +111,22 @@ def setting(default, *, one_of: tuple[str, ...] = (), **bounds: float):
 
 def fits(value, one_of: tuple[str, ...], bounds: dict[str, float]) -> bool:
     """Whether a value is in the range that a setting states."""
-    if not bounds or isinstance(value, str):
+    if not bounds or isinstance(value, bool) or not isinstance(value, (int, float)):
         return value in one_of
     return (isinstance(value, int) or math.isfinite(value)) and all(BOUNDS[name](value, bound) for name, bound in bounds.items())
+
+
+def check_settings(method) -> None:
+    """Holds the settings of a method against what they may be.
+
+    Raises:
+        ValueError: the setting that lies outside.
+    """
+    for stated in fields(method):
+        value, about = getattr(method, stated.name), stated.metadata
+        if "range" in about and value is not stated.default and not fits(value, about["one_of"], about["bounds"]):
+            finite = "finite and " if isinstance(value, float) and not math.isfinite(value) else ""
+            raise ValueError(f"{stated.name} must be {finite}{about['range']}, not {value!r:.40}")
 
 
 class Method:
@@ -125,11 +140,7 @@ class Method:
         cls.name = cls.__module__.rpartition(".")[2]  # the file name is the method's name: no registry
 
     def __post_init__(self):
-        for stated in fields(self):
-            value, about = getattr(self, stated.name), stated.metadata
-            if "range" in about and not fits(value, about["one_of"], about["bounds"]):
-                finite = "finite and " if isinstance(value, float) and not math.isfinite(value) else ""
-                raise ValueError(f"{stated.name} must be {finite}{about['range']}, not {value!r:.40}")
+        check_settings(self)
 
     def process(self, context: Callable[[], AbstractContextManager], run: Run):
         return context

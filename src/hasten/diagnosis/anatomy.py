@@ -15,7 +15,7 @@ from hasten.diagnosis.timeline import Timeline
 from hasten.engine.tasks import TaskRef
 from hasten.measure.compare import block_steps
 from hasten.measure.noise import Noise
-from hasten.measure.ratio import spread_percent
+from hasten.measure.ratio import spread
 from hasten.measure.workers import Worker
 
 TIMELINE_SHARE = 0.4  # of the budget; the rest is for taking phases away
@@ -110,7 +110,7 @@ def examine(
         host_reads_per_step=operations.get("host_reads_per_step"),
         flops=arithmetic and _rates(arithmetic, samples / seconds),
         facts=frozenset(facts),
-        noise=noise.told(spread_percent([_pace(block) for block in plain]), int(_sum(both, "switches"))),
+        noise=noise.told(100 * spread([_pace(block) for block in plain]), int(_sum(both, "switches"))),
     )
 
 

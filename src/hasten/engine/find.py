@@ -23,7 +23,7 @@ from pathlib import Path
 import hasten.methods
 from hasten.contract.card import Card
 from hasten.contract.errors import Refusal, nearest, one_line
-from hasten.contract.method import HOOKS, Method
+from hasten.contract.method import HOOKS, Method, check_settings
 from hasten.contract.recipe import Recipe
 
 ENTRY_POINTS = "hasten.methods"
@@ -70,8 +70,11 @@ def make_method(name: str, settings: dict | None = None) -> Method:
             raise Refusal(f"{name} has no setting {key!r}{hint}")
         checked[key] = _fitting(f"{name}:{key}", value, types[key])
     try:
-        return cls(**checked)
-    except ValueError as error:  # a method's own __post_init__ knows the range
+        method = cls(**checked)
+        if fields:
+            check_settings(method)  # a __post_init__ of its own may have replaced ours
+        return method
+    except ValueError as error:
         raise Refusal(f"{name}: {error}") from None
     except TypeError as error:  # a setting without a default was not given
         raise Refusal(f"{name} cannot be made: {one_line(error)}") from None

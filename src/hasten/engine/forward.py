@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 
 from hasten.contract import batch as batches
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import Failure
 
 
 def forward_of(model: torch.nn.Module, loss: Callable, own: bool) -> Callable:
@@ -39,7 +39,7 @@ def own_loss(output, target=None) -> torch.Tensor:
     """The loss that a model returns itself: ``output.loss``, ``output["loss"]``, the first of a tuple, or a scalar.
 
     Raises:
-        Refusal: there is none.
+        Failure: there is none.
     """
     loss = output
     if hasattr(output, "loss"):
@@ -49,7 +49,7 @@ def own_loss(output, target=None) -> torch.Tensor:
     elif isinstance(output, (tuple, list)):
         loss = output[0] if output else None
     if not isinstance(loss, torch.Tensor):
-        raise Refusal(
+        raise Failure(
             f"Task(loss=None) is for a model that returns its own loss; this one returned {_shown(loss)}: give it the labels, or give a loss"
         )
     return loss
@@ -57,7 +57,7 @@ def own_loss(output, target=None) -> torch.Tensor:
 
 def refuse_loss(loss) -> NoReturn:
     """Says why training cannot go backward from what Task(loss=) returned."""
-    raise Refusal(f"Task(loss=) must return a tensor that remembers how it was computed, not {_shown(loss)}; leave out float() and .item()")
+    raise Failure(f"Task(loss=) must return a tensor that remembers how it was computed, not {_shown(loss)}; leave out float() and .item()")
 
 
 def _shown(loss) -> str:

@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hasten.contract.method import Evaluation, Run
+from hasten.contract.task import Task
 from hasten.engine.metrics import higher_is_better, name_of
 from hasten.engine.observers import number_or_none
 
 
-def outcome(run: Run, history: list[Evaluation], seconds_at: list[float]) -> dict:
-    """The metrics of a run and when its target was reached; ``seconds_at``: of each evaluation, since the run began."""
-    target, higher = run.task.target, higher_is_better(run.task)
+def outcome(task: Task, run: Run, history: list[Evaluation], seconds_at: list[float]) -> dict:
+    """The metrics of a run and when its target was reached.
+
+    Args:
+        task: as it was given, whatever a method made of ``run.task``.
+        seconds_at: of each evaluation, since the run began.
+    """
+    target, higher = task.target, higher_is_better(task)
     metrics = [number_or_none(evaluation.metric) for evaluation in history]
     known = [metric for metric in metrics if metric is not None]
     at = reached_at(metrics, target, higher)
     return {
         "metric": metrics[-1] if metrics else None,
-        "metric_name": name_of(run.task),
+        "metric_name": name_of(task),
         "best_metric": (max if higher else min)(known, default=None),
         "higher_is_better": higher,
         "target": target,
@@ -31,7 +37,7 @@ def outcome(run: Run, history: list[Evaluation], seconds_at: list[float]) -> dic
             for evaluation, metric, seconds in zip(history, metrics, seconds_at, strict=True)
         ],
         "idle": [list(pair) for pair in run.idle],
-        "task": run.task.name,
+        "task": task.name,
         "seed": run.seed,
         "device": str(run.device),
     }

@@ -34,7 +34,7 @@ class Training:
     def __init__(
         self, program: Program, recipe: Recipe, folder: RunFolder | None, observers, watch: Watch, every: float, asked: list, began: float
     ):
-        self.run, self.task, self.recipe, self.folder = program.run, program.run.task, recipe, folder
+        self.run, self.recipe, self.folder = program.run, recipe, folder
         self.asked, self.observers = asked, [*([folder.log] if folder else []), *observers]
         self.began, self.earlier = began, 0.0  # seconds that runs before this resumption took
         self.split = {"start": 0.0, "evaluation": 0.0, "checkpoints": 0.0}
@@ -78,12 +78,12 @@ class Training:
         while True:
             epoch, batch = clock.epoch, clock.batch
             try:
-                loss = advance()
+                loss = advance().detach()  # at once, so that the next backward finds one graph alive, as by hand
             except StopIteration:
                 return
             except Exception as error:
                 raise explained(error, self._place(epoch, batch), self.run.loop.batch_size) from error
-            pending.append((loss.detach(), epoch, batch))
+            pending.append((loss, epoch, batch))
             if clock.samples >= self.next_evaluation:
                 self._evaluate()
                 if self.stopped:
@@ -197,7 +197,7 @@ class Training:
         if self.folder:
             write_whole(self.folder.path / "model.safetensors", lambda file: file.write(checkpoint.exported(self.program.export())))
         seconds = self._seconds()
-        result = outcome(self.run, self.history, self.seconds_at) | {
+        result = outcome(self.program.task, self.run, self.history, self.seconds_at) | {
             "seconds": seconds,
             "split": {**self.split, "training": seconds - sum(self.split.values())},
             "stopped": self.stopped,

@@ -3,6 +3,7 @@
 A map-style dataset is shuffled by (seed, epoch) in the order of torch's DistributedSampler, and any
 random numbers that it draws are a function of (seed, epoch, batch): the same for any number of workers
 and any point of resumption. A ready DataLoader is used exactly as a hand-written loop would use it.
+A pipeline of hasten.data, or whatever else has ``batches(batch_size, seed, training)``, makes its own Batches.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def opened(task: Task) -> Task:
 def plan_of(task: Task) -> Loop:
     """The plan of steps of a task whose data are opened, before any method has touched it."""
     data = task.train_data
-    batch_size = data.batch_size if isinstance(data, DataLoader) else task.batch_size
-    samples = length_of(data.dataset) if isinstance(data, DataLoader) else length_of(data)
+    batch_size = data.batch_size if _makes_batches(data) else task.batch_size
+    samples = length_of(data.dataset) if _makes_batches(data) else length_of(data)
     return Loop(batch_size=batch_size or task.batch_size or 1, epochs=task.epochs, samples=samples, evaluate_every=task.evaluate_every)
 
 
@@ -89,11 +90,18 @@ def _opened(data, field: str):
     return data
 
 
+def _makes_batches(data) -> bool:
+    """Whether the data come in batches of their own size: a ready DataLoader, or a pipeline with ``batches(batch_size, seed, training)``."""
+    return isinstance(data, DataLoader) or (hasattr(data, "batches") and not hasattr(data, "__getitem__"))
+
+
 def _batches(data, task: Task, batch_size: int, seed: int, training: bool) -> Batches:
     if isinstance(data, DataLoader):
         return from_loader(data, task.batch_size, batch_size, seed, training)
-    if batch_size is None or (task.batch_size is None and not isinstance(task.train_data, DataLoader)):
-        raise Refusal("Task(batch_size=) is missing; only a ready DataLoader brings its own")
+    if batch_size is None or (task.batch_size is None and getattr(task.train_data, "batch_size", None) is None):
+        raise Refusal("Task(batch_size=) is missing; only a ready DataLoader or a pipeline brings its own")
+    if _makes_batches(data):
+        return data.batches(batch_size, seed, training)
     length = length_of(data)
     if length is None or isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
         return from_stream(data, batch_size, training, seed)

@@ -119,12 +119,13 @@ class TaskRef:
         return TaskRef(told["name"], given=cloudpickle.loads(base64.b64decode(told["pickle"])))
 
     def fingerprint(self) -> str:
-        """Changes when the task's code does: of its file, its workload's module, or the pickled object."""
+        """Changes when the task's code does: of its file and what it imports from beside it, its workload's module, or the pickled object."""
         if self.given is not None:
-            source = _pickled(self.given).encode()
+            sources = [_pickled(self.given).encode()]
         else:
-            source = Path(self.file or inspect.getsourcefile(_workload(self.name))).read_bytes()
-        return f"{self.name}-{hashlib.sha256(source).hexdigest()[:16]}"
+            file = Path(self.file or inspect.getsourcefile(_workload(self.name)))
+            sources = [path.read_bytes() for path in [file, *(_imported_from(file.parent) if self.file else ())]]
+        return f"{self.name}-{hashlib.sha256(b''.join(sources)).hexdigest()[:16]}"
 
     def __str__(self) -> str:
         return self.name
@@ -171,6 +172,12 @@ def _workload(name: str) -> Callable:
         except Exception as error:
             raise Refusal(f"the workload {name} cannot be imported: {one_line(error)}") from None
     return getattr(importlib.import_module(f"hasten_workloads.{name}"), name)
+
+
+def _imported_from(folder: Path) -> list[Path]:
+    """The modules of a user's own folder that are loaded by now; an environment that stands in it is not theirs."""
+    files = {Path(module.__file__) for module in list(sys.modules.values()) if getattr(module, "__file__", None)}
+    return sorted(path for path in files if path.is_relative_to(folder) and "site-packages" not in path.parts and path.suffix == ".py")
 
 
 def _called(function: Callable, name: str) -> Task:

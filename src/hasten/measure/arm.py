@@ -14,10 +14,10 @@ from hasten.contract.recipe import Recipe
 from hasten.engine.find import make_methods
 from hasten.engine.loop import evaluate, steps
 from hasten.engine.plan import Program, build
+from hasten.engine.running import STEPS_BETWEEN_LOGS
 from hasten.engine.tasks import TaskRef
 from hasten.measure.workers import Worker
 
-READ_LOSSES_EVERY = 50  # steps; as a run does
 WARM_UP_STEPS, WARM_UP_ROUNDS = 3, 4
 EVALUATION_SECONDS = 1.0  # a timed evaluation is a slice of about this length, scaled up
 
@@ -71,9 +71,9 @@ class Arm:
         clock = self.program.run.clock
         self._synchronise()
         samples, usage, began = clock.samples, resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-        for loss in islice(self.steps, count):
-            self.unread.append(loss.detach())
-            if len(self.unread) >= READ_LOSSES_EVERY:
+        for _ in range(count):
+            self.unread.append(next(self.steps).detach())
+            if len(self.unread) >= STEPS_BETWEEN_LOGS:  # as a run does
                 self._read_losses()
         self._synchronise()
         seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)

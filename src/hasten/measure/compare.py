@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from hasten.contract.errors import Failure
 from hasten.contract.recipe import Recipe
@@ -22,14 +23,14 @@ from hasten.engine.find import make_methods
 from hasten.engine.plan import in_order, refuse_conflicts
 from hasten.engine.tasks import TaskRef
 from hasten.measure.noise import Noise
-from hasten.measure.ratio import LOOKS, SAME, UNSURE, Ratio, ratio_of, spread_percent, verdict_of
+from hasten.measure.ratio import ERROR, LOOKS, SAME, UNSURE, Ratio, ratio_of, spread, verdict_of, with_evaluations
 from hasten.measure.workers import Worker
 
 BLOCK_SECONDS = 0.3  # long enough to bury the timer and the switch between processes
 BLOCK_STEPS = 5
 LONG_BLOCK_SECONDS = 3.0  # steps so long that five would make a longer block are taken fewer at a time
 FEWEST_PAIRS = 3
-EVALUATIONS = 4  # timed evaluations of each arm
+FIRST_EVALUATIONS = 2  # of each arm, before the first block
 CLOCKS_AGREE = 0.8  # share of what we see a block take that the arm itself must have seen
 PATIENCE = 120.0  # seconds beyond the budget after which an arm counts as hanging
 
@@ -44,10 +45,21 @@ class Side:
     evaluations: list[float] = field(default_factory=list)
 
     def seconds_a_sample(self) -> list[float]:
-        """Of every block, with the share of an evaluation that falls on a sample; the evaluations take turns too."""
+        """Of every block; without evaluations."""
+        return [block["seconds"] / block["samples"] for block in self.blocks]
+
+    def evaluating_a_sample(self) -> float:
+        """Seconds of evaluation that fall on a training sample."""
         every = self.plan["evaluate_every"] or self.plan["samples_a_pass"]
-        extra = [seconds / every for seconds in self.evaluations] if every else []
-        return [b["seconds"] / b["samples"] + (extra[i % len(extra)] if extra else 0.0) for i, b in enumerate(self.blocks)]
+        return fmean(self.evaluations) / every if self.evaluations and every else 0.0
+
+    def evaluations_share(self) -> float:
+        """Seconds that evaluations take in a run, for every second of its steps."""
+        return self.evaluating_a_sample() / fmean(self.seconds_a_sample())
+
+    def seconds_per_1000_samples(self) -> float:
+        """Of a run, with the evaluations that fall due."""
+        return 1000 * (_middle(self.seconds_a_sample()) + self.evaluating_a_sample())
 
     def cpu_seconds_a_sample(self) -> list[float]:
         return [block["cpu"] / block["samples"] for block in self.blocks]
@@ -66,7 +78,7 @@ class Comparison:
     noise: dict
 
     def to_json(self) -> dict:
-        per_thousand = {name: 1000 * _middle(side.seconds_a_sample()) for name, side in (("a", self.a), ("b", self.b))}
+        per_thousand = {name: side.seconds_per_1000_samples() for name, side in (("a", self.a), ("b", self.b))}
         cpu = [side.cpu_seconds_a_sample() for side in (self.a, self.b)]
         return {
             "kind": "compare",
@@ -122,8 +134,9 @@ def take_turns(
             arms[0].freeze()
         lengths = [block_steps(side.plan) for side in sides]
         ready = time.monotonic()
-        _take_evaluations(arms, sides, budget / 4)
         while True:
+            while _evaluation_is_due(sides, budget):
+                _take_evaluations(arms, sides)
             pairs = len(sides[0].blocks)
             for turn in (0, 1) if pairs % 2 == 0 else (1, 0):
                 sides[turn].blocks.append(_block(arms[turn], lengths[turn], budget))
@@ -135,12 +148,12 @@ def take_turns(
             limit = budget if pairs >= looks[0] else 2 * budget  # an interval from fewer pairs says next to nothing
             out_of_budget = pairs >= FEWEST_PAIRS and spent + spent / pairs > limit
             if pairs in looks or out_of_budget:
-                ratio = ratio_of(sides[0].seconds_a_sample(), sides[1].seconds_a_sample(), 0.05 / len(looks))
+                ratio = _ratio(*sides, ERROR / len(looks))
                 verdict = verdict_of(ratio)
                 if verdict != UNSURE or out_of_budget or pairs >= looks[-1]:
                     break
     why = _why(verdict, ratio, pairs, out_of_budget)
-    told = noise.told(spread_percent(sides[0].seconds_a_sample()), sum(block["switches"] for block in sides[0].blocks))
+    told = noise.told(100 * spread(sides[0].seconds_a_sample()), sum(block["switches"] for block in sides[0].blocks))
     return Comparison(verdict, ratio, *sides, why, time.monotonic() - began, told)
 
 
@@ -170,17 +183,34 @@ def block_steps(plan: dict) -> int:
     return max(enough, min(BLOCK_STEPS, few))
 
 
-def _take_evaluations(arms: list, sides: list[Side], seconds: float) -> None:
-    """Times evaluations of both arms in turn: at least one each, as many as fit."""
+def _ratio(a: Side, b: Side, error: float) -> Ratio:
+    """Of whole runs: their steps in pairs, and their evaluations, of which there are fewer."""
+    steps = ratio_of(a.seconds_a_sample(), b.seconds_a_sample(), error)
+    if not a.evaluations:
+        return steps
+    spreads = [max(spread(side.seconds_a_sample()), spread(side.evaluations)) / math.sqrt(len(side.evaluations)) for side in (a, b)]
+    return with_evaluations(steps, (a.evaluations_share(), b.evaluations_share()), spreads, len(a.blocks), error)
+
+
+def _evaluation_is_due(sides: list[Side], budget: float) -> bool:
+    """Evaluations come as often as in a run, but two come first; an eighth of the budget is enough for those."""
     if sides[0].plan["evaluation"] is None:
-        return
-    began = time.monotonic()
-    for round_ in range(EVALUATIONS):
-        for turn in (0, 1) if round_ % 2 == 0 else (1, 0):
-            sides[turn].evaluations.append(arms[turn].call("evaluate"))
-            arms[turn].freeze()
-        if time.monotonic() - began > seconds:
-            return
+        return False
+    evaluated, trained = (sum(sum(times) for times in each) for each in zip(*map(_times, sides), strict=True))
+    if len(sides[0].evaluations) < FIRST_EVALUATIONS:
+        return evaluated <= budget / 8
+    return evaluated < sum(side.evaluations_share() for side in sides) / len(sides) * trained if trained else False
+
+
+def _times(side: Side) -> tuple[list[float], list[float]]:
+    return side.evaluations, [block["seconds"] for block in side.blocks]
+
+
+def _take_evaluations(arms: list, sides: list[Side]) -> None:
+    """One of each arm, in turns which goes first."""
+    for turn in (0, 1) if len(sides[0].evaluations) % 2 == 0 else (1, 0):
+        sides[turn].evaluations.append(arms[turn].call("evaluate"))
+        arms[turn].freeze()
 
 
 def _why(verdict: str, ratio: Ratio, pairs: int, out_of_budget: bool) -> str:

@@ -50,6 +50,25 @@ def ratio_of(a: list[float], b: list[float], error: float = ERROR / len(LOOKS)) 
     return Ratio(math.exp(centre), math.exp(centre - reach), math.exp(centre + reach))
 
 
+def with_evaluations(steps: Ratio, shares: tuple[float, float], errors: list[float], pairs: int, error: float) -> Ratio:
+    """The ratio of runs whose steps compare like ``steps`` and that evaluate besides.
+
+    Args:
+        shares: seconds that the evaluations of (a, b) take for every second of their steps.
+        errors: standard error of the logarithm of these, of (a, b).
+        pairs: of blocks, behind ``steps``; error: as for ``ratio_of``.
+
+    Three independent errors add up (the delta method), each weighted by its part of the run: of the steps' ratio, and
+    of either arm's evaluations.
+    """
+    parts = [share / (1 + share) for share in shares]
+    centre = math.log(steps.median) + math.log1p(shares[0]) - math.log1p(shares[1])
+    quantile = float(stdtrit(pairs - 1, 1 - error / 2))
+    of_steps = (1 - sum(parts) / 2) * math.log(steps.high / steps.low) / 2
+    reach = math.hypot(of_steps, *(quantile * part * each for part, each in zip(parts, errors, strict=True)))
+    return Ratio(math.exp(centre), math.exp(centre - reach), math.exp(centre + reach))
+
+
 def verdict_of(ratio: Ratio) -> str:
     """What an interval says: the second arm is faster, slower, no different; or nobody can tell yet."""
     if ratio.low > 1.01:
@@ -61,8 +80,8 @@ def verdict_of(ratio: Ratio) -> str:
     return UNSURE
 
 
-def spread_percent(seconds: list[float]) -> float:
-    """Standard deviation of the blocks' log times, in per cent: how noisy the machine was."""
+def spread(seconds: list[float]) -> float:
+    """Standard deviation of the log times: how noisy the machine was, as a share."""
     logs = [math.log(x) for x in seconds]
     mean = sum(logs) / len(logs)
-    return 100 * math.sqrt(sum((x - mean) ** 2 for x in logs) / max(1, len(logs) - 1))
+    return math.sqrt(sum((x - mean) ** 2 for x in logs) / max(1, len(logs) - 1))

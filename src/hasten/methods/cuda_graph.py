@@ -46,10 +46,10 @@ class CudaGraph(Method):
             share = run.clock.share
             if share not in graphs:
                 if round(size(batch) / share) < run.loop.batch_size:  # a resumed run may begin with the short batch
-                    return micro(batch)
+                    return micro(batch).detach()  # a graph that is alive would be in the way of the recording
                 graphs[share] = _shapes(batch), _recorded(micro, batch, run)
             shapes, replay = graphs[share]
-            return replay(batch) if _shapes(batch) == shapes else micro(batch)
+            return replay(batch) if _shapes(batch) == shapes else micro(batch).detach()
 
         return replayed
 

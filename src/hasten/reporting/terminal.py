@@ -131,8 +131,8 @@ def method_page(method: dict) -> RenderableType:
     """One method: its card, settings, place among the others, conflicts and records.
 
     Args:
-        method: the card's fields by name, with ``text``, ``hooks``, ``settings`` ([{name, type, default}]), ``wraps``,
-            ``wrapped_by``, ``conflicts`` ([{method, why}]), ``records`` ([{folder}]) and ``not_here`` where they are known.
+        method: the card's fields by name, with ``text``, ``hooks``, ``settings`` ([{name, type, default, range}]), ``wraps``,
+            ``wrapped_by``, ``conflicts`` ([{method, why}]), ``records`` ([{task, what, verdict, ratio}]) and ``not_here`` where they are known.
     """
     known = {exactness.value: changes for exactness, changes in CHANGES.items()}
     rows = [
@@ -144,15 +144,26 @@ def method_page(method: dict) -> RenderableType:
         ("applies if", _meanings(method, "applies_to", FACTS)),
         ("needs", _meanings(method, "needs", TRAITS)),
         ("breaks", _meanings(method, "breaks", TRAITS)),
-        ("settings", "\n".join(f"{each['name']} = {each['default']} ({each['type']})" for each in method.get("settings", ()))),
+        ("settings", "\n".join(_setting(each) for each in method.get("settings", ()))),
         ("tuner tries", "\n".join(str(Recipe({method["name"]: values})) for values in method.get("tries", ()))),
         *((name.replace("_", " "), ", ".join(sorted(method.get(name, ())))) for name in ("hooks", "replaces", "wraps", "wrapped_by")),
         ("conflicts", "\n".join(f"{each['method']}: {each['why']}" for each in method.get("conflicts", ()))),
-        ("records", "\n".join(each["folder"] for each in method.get("records", ()))),
+        ("records", "\n".join(_record(each) for each in method.get("records", ()))),
     ]
     paragraphs = [" ".join(each.replace("``", "").split()) for each in (method.get("text") or "").split("\n\n")]
     told = [Text("\n".join(paragraphs)), Text()] if any(paragraphs) else []
     return Group(headline(method["name"], "", False), Text(method["summary"]), Text(), *told, pairs([row for row in rows if row[1]]))
+
+
+def _setting(setting: dict) -> str:
+    allowed = f", {setting['range']}" if setting.get("range") else ""
+    return f"{setting['name']} = {setting['default']} ({setting['type']}{allowed})"
+
+
+def _record(record: dict) -> str:
+    """A trial of the method in somebody's search."""
+    ratio = (record.get("ratio") or {}).get("median")
+    return f"{record['task']}: {record['what']} {record['verdict']}{f', {ratio:.2f}x' if ratio else ''}"
 
 
 def _before_and_after(times: dict) -> RenderableType:

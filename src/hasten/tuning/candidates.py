@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -9,12 +10,13 @@ from pathlib import Path
 
 from hasten.contract.card import Exactness
 from hasten.contract.recipe import Recipe
-from hasten.engine.find import make_methods
+from hasten.engine.find import make_methods, method_class
 from hasten.tuning.search import EXACT, Candidate, candidate
 
 NEVER_SOONER = {
     "early_stopping": "it ends a run at its target and does not reach it sooner; add it to the recipe to save the rest of the run",
 }
+MOST_WORKERS = 16  # that somebody would set by hand, however many cores there are
 BY_HAND = ("fused_optimizer", "tf32")
 FEWEST_STEPS_FIRST = ("compressed_schedule", "batch_size")  # what shortens all trials after it comes first
 
@@ -49,8 +51,9 @@ class Wanted:
 
     def codes(self) -> dict[str, str]:
         """Fingerprints of the files that outside methods come from: another code is another trial."""
-        files = {name: name.rpartition(":")[0] for recipe in (self.only or Recipe(), self.offered) for name in recipe.methods}
-        return {name: sha256(Path(file).read_bytes()).hexdigest()[:16] for name, file in files.items() if file.endswith(".py")}
+        outside = [name for recipe in (self.only or Recipe(), self.offered) for name in recipe.methods if ":" in name]
+        files = {name: Path(inspect.getsourcefile(method_class(name))) for name in outside}
+        return {name: sha256(file.read_bytes()).hexdigest()[:16] for name, file in files.items()}
 
 
 def candidates_for(story: dict, wanted: Wanted) -> Candidates:
@@ -88,7 +91,7 @@ def competent_recipes(device: str, cores: int) -> list[Recipe]:
     by_hand = Recipe().with_method("fused_optimizer")
     if device != "cpu":
         by_hand = by_hand.with_method("tf32")
-    return [Recipe(), by_hand, by_hand.with_method("loader_workers", workers=cores, persistent=True)]
+    return [Recipe(), by_hand, by_hand.with_method("loader_workers", workers=min(cores, MOST_WORKERS), persistent=True)]
 
 
 def _rank(each: Candidate) -> tuple:

@@ -38,6 +38,7 @@ class Confirmed:
     baseline_runs: dict[int, dict] = field(default_factory=dict)
     tuned_runs: dict[int, dict] = field(default_factory=dict)
     pace: dict = field(default_factory=dict)
+    samples: list[tuple[int, int]] = field(default_factory=list)  # to the target, baseline and tuned, a pair a seed
     seconds: dict[str, float] = field(default_factory=dict)  # time to the target: baseline, competent, tuned
     why: str = ""
 
@@ -146,15 +147,15 @@ def _exactness_of(recipe: Recipe) -> Exactness:
 def _clock(study: Study, done: Confirmed, competent: Recipe, pace_seconds: float) -> None:
     """Times to the target: samples from the paired runs, seconds a sample from the interleaved comparison."""
     seeds = sorted(done.baseline_runs.keys() & done.tuned_runs.keys())
-    samples = [_samples(done.baseline_runs[seed], done.tuned_runs[seed]) for seed in seeds]
-    done.speedup, done.seconds["baseline"], done.seconds["tuned"] = time_to_target(done.pace, samples)
+    done.samples = [_samples(done.baseline_runs[seed], done.tuned_runs[seed]) for seed in seeds]
+    done.speedup, done.seconds["baseline"], done.seconds["tuned"] = time_to_target(done.pace, done.samples)
     done.over_competent, done.seconds["competent"] = done.speedup, done.seconds["baseline"]
     _check_by_stopwatch(done, seeds)
     if competent:
         pace = study.pace(competent, done.recipe, looks=PACE_LOOKS, seconds=pace_seconds, salt="confirmation", last=True)
         done.over_competent = None
         if "failed" not in pace:
-            done.over_competent, done.seconds["competent"], _ = time_to_target(pace, samples)
+            done.over_competent, done.seconds["competent"], _ = time_to_target(pace, done.samples)
 
 
 def _check_by_stopwatch(done: Confirmed, seeds: list[int]) -> None:

@@ -55,6 +55,7 @@ def result_of(study: Study, found: Found, *, metric: str, offered: Recipe) -> di
         "speedup_over_competent": confirmed.over_competent.to_json() if won and confirmed.over_competent else None,
         "stopwatch": confirmed.stopwatch.to_json() if won and confirmed.stopwatch else None,
         "time_to_target": seconds,
+        "samples_compared": confirmed.samples if won else None,
         "quality": confirmed.gate.to_json() if confirmed else untried,
         **_runs(found),
         "competent_recipe": found.competent.methods,

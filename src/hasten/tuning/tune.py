@@ -8,7 +8,6 @@ down at once; a search that was killed goes on where it stopped.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,6 +17,7 @@ from hasten.contract.recipe import Recipe
 from hasten.contract.watch import Watch, silent
 from hasten.diagnosis.diagnose import diagnose
 from hasten.engine.devices import pick_device
+from hasten.engine.environment import cores, own_code
 from hasten.engine.metrics import higher_is_better, name_of
 from hasten.engine.tasks import TaskRef
 from hasten.measure.arm import estimate
@@ -75,7 +75,8 @@ def tune(
         raise Refusal("tune needs validation_data and a metric: without them nobody can say that quality did not suffer")
     higher, wanted = higher_is_better(loaded), Wanted.of(consider, extra)  # names and settings are checked before anything runs
     folder = Path(out) if out is not None else Path("runs") / f"tune-{_file_name(str(ref))}"
-    ledger = Ledger(folder, {"task": ref.fingerprint(), "target": loaded.target, "device": device, "seed": seed, **surroundings(device)})
+    setting = {"task": ref.fingerprint(), "target": loaded.target, "device": device, "seed": seed, "code": own_code()}
+    ledger = Ledger(folder, setting | surroundings(device))
     study = Study(
         ref, device, ledger, Budget(float("inf")), watch, seed=seed, higher_is_better=higher, target=loaded.target, codes=wanted.codes()
     )
@@ -183,7 +184,7 @@ def _baseline(study: Study, margin: float | None) -> Baseline:
 
 def _competent(study: Study, seconds: float) -> Recipe:
     """The second baseline: what a competent user sets by hand, the faster of its usual forms."""
-    best, *others = competent_recipes(study.device, os.cpu_count() or 1)
+    best, *others = competent_recipes(study.device, cores())
     for other in others:
         outcome = study.pace(best, other, seconds=seconds)
         verdict = outcome.get("verdict", "failed")

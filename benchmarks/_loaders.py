@@ -1,0 +1,171 @@
+"""What the benchmarks of data loading share: loaders in turns, each timed while it gives batches, and what is said of them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from itertools import chain, repeat
+from pathlib import Path
+
+from _common import Interval, in_turns, installed, interval, show, tell
+
+PACKAGES = ("pyarrow", "simplejpeg", "torchdata", "spdl", "grain", "tensorflow-cpu", "litdata", "webdataset", "datasets")
+
+
+@dataclass(frozen=True)
+class Loader:
+    """One arm.
+
+    Attributes:
+        make: sets it up and returns something that can be iterated over again and again, a pass of batches each time.
+        module: what has to be importable for it.
+    """
+
+    make: Callable[[], Iterable]
+    module: str | None = None
+
+
+class Passes:
+    """A pass is what ``function`` yields."""
+
+    def __init__(self, function: Callable[[], Iterator]):
+        self.function = function
+
+    def __iter__(self):
+        return self.function()
+
+
+def set_up(loaders: dict[str, Loader], fits: Callable[[object], bool]) -> tuple[dict[str, Iterable], dict[str, str]]:
+    """(loaders that give batches as they should, why the others do not). Ours, which need no module, must work."""
+    ready, missing = {}, {}
+    for name, loader in loaders.items():
+        tell(f"set up: {name}")
+        try:
+            if loader.module and (why := installed(loader.module)):
+                missing[name] = why
+                continue
+            made = loader.make()
+            if not fits(next(iter(made))):
+                raise ValueError("its batches are not of the kind that was asked for")
+            ready[name] = made
+        except Exception as error:
+            if loader.module is None:
+                raise
+            missing[name] = f"does not run: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:90]}"
+    return ready, missing
+
+
+def rates(ready: dict[str, Iterable], rounds: int, seconds: float) -> dict[str, list[float]]:
+    """Samples a second of each loader, round by round."""
+    return in_turns({name: (lambda made=made: rate(made, seconds)) for name, made in ready.items()}, rounds)
+
+
+def rate(made: Iterable, seconds: float) -> float:
+    """Samples a second, pass after pass, from the moment that the first batch is there: start-up is left out."""
+    batches = chain.from_iterable(repeat(made))
+    with closing(batches):
+        next(batches)
+        count, began = 0, time.perf_counter()
+        for batch in batches:
+            count += rows_in(batch)
+            del batch  # as a training would
+            if (took := time.perf_counter() - began) >= seconds:
+                return count / took
+
+
+def seconds_of_a_pass(make: Callable[[], Iterable]) -> float:
+    """From nothing to the end of the first pass: opening, start-up, decoding and all."""
+    began, count = time.perf_counter(), 0
+    for batch in make():
+        count += rows_in(batch)
+        del batch
+    return time.perf_counter() - began
+
+
+@contextmanager
+def closing(batches):
+    """Ends what stands in the middle of a pass."""
+    try:
+        yield
+    finally:
+        with suppress(AttributeError):
+            batches.close()
+
+
+def rows_in(batch) -> int:
+    while isinstance(batch, (dict, tuple, list)):
+        batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+    return int(batch.shape[0])
+
+
+def over(taken: dict[str, list[float]], ours: str, theirs: str) -> Interval | None:
+    """Round by round, how many times as fast ``ours`` is; None where the other one did not run."""
+    if theirs not in taken:
+        return None
+    return interval(a / b for a, b in zip(taken[ours], taken[theirs], strict=True))
+
+
+def best_of(taken: dict[str, list[float]], names: Iterable[str]) -> str | None:
+    """The fastest of these that ran."""
+    return max((name for name in names if name in taken), key=lambda name: interval(taken[name]).median, default=None)
+
+
+def table(taken: dict[str, list[float]], missing: dict[str, str], ours: str, unit: str) -> None:
+    """Rates, and how many times as fast ``ours`` is."""
+    rows = [
+        (name, f"{interval(values).median:,.0f}", f"{max(values):,.0f}", "" if name == ours else f"{over(taken, ours, name):.2f}")
+        for name, values in taken.items()
+    ]
+    show(("loader", unit, "best round", f"{ours}: times as fast"), rows + [(name, why, "", "") for name, why in missing.items()])
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that are measured, where they are installed."""
+    found = {}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def words(ratio: Interval | None) -> str:
+    return "not measured" if ratio is None else f"{ratio:.2f}x"
+
+
+def on_one_core() -> int:
+    """Leaves this process, and all that it starts, one core: the last it has. Call it before torch is imported."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    core = max(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {core})
+    return core
+
+
+def quiet() -> None:
+    """Peers say little."""
+    warnings.filterwarnings("ignore")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("DISABLE_OPTIMIZED_PROGRESS", "1")
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder for files that are made for the measurement; the caches of all who are measured go there too."""
+    with tempfile.TemporaryDirectory(prefix="hasten-benchmark-") as folder:
+        os.environ["HASTEN_CACHE"] = str(Path(folder) / "cache")
+        os.environ["HF_HOME"] = str(Path(folder) / "hugging-face")
+        yield Path(folder)
+
+
+def data(folder: str) -> Path | None:
+    """A folder of the real data, if it is here: below HASTEN_DATA."""
+    place = Path(os.environ.get("HASTEN_DATA", "")) / folder
+    return place if "HASTEN_DATA" in os.environ and place.is_dir() else None

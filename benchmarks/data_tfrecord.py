@@ -1,0 +1,142 @@
+"""TFRecord files of ``Example`` messages, read and parsed: hasten beside tf.data, on the same files, in file order, in batches of 512.
+
+Two kinds of records: small pictures (784 bytes and a label) and a click log (13 floats, 26 whole numbers, a label). tf.data
+gets its documented fast way: parallel reads, ``parse_example`` on whole batches, autotuning; hasten gets a thread for each core.
+*First pass*: from nothing to the end; the files are in the system's cache for both. *Later*: batches a second once both run.
+tf.data compares checksums on every pass, hasten when a record is first read.
+
+Figure: at least tf.data, for both kinds, on the first pass and later.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from _loaders import Loader, Passes, over, quiet, rates, scratch, seconds_of_a_pass, set_up, table, versions, words
+
+quiet()
+
+import numpy
+import torch
+from _common import finish, in_turns, interval, parser, tell
+
+BATCH, FILES = 512, 4
+CORES = len(os.sched_getaffinity(0))
+OURS, THEIRS, ALONE = "hasten", "tf.data", "hasten, shuffled"
+BOUND = "bound: copying the files"
+KINDS = ("pictures", "clicks")
+
+
+def record(kind: str, chance: numpy.random.Generator) -> dict:
+    label = int(chance.integers(10))
+    if kind == "pictures":
+        return {"image": [chance.bytes(28 * 28)], "label": [label]}
+    return {"dense": chance.standard_normal(13).astype("float32").tolist(), "ids": chance.integers(0, 100_000, 26).tolist(), "label": [label]}
+
+
+def write(folder, kind: str, records: int) -> list[str]:
+    from hasten.data.example_messages import encoded
+    from hasten.data.records import framed
+
+    tell(f"write {records} {kind}")
+    chance, paths = numpy.random.default_rng(0), []
+    for number in range(FILES):
+        path = folder / f"{kind}-{number}.tfrecord"
+        path.write_bytes(framed(encoded(record(kind, chance)) for _ in range(records // FILES)))
+        paths.append(str(path))
+    return paths
+
+
+def hasten(kind, paths):
+    from hasten.data import tfrecord
+
+    features = {
+        "pictures": {"image": (torch.uint8, (28, 28)), "label": ()},
+        "clicks": {"dense": (13,), "ids": (26,), "label": ()},
+    }[kind]
+    return tfrecord(paths, features).batch(BATCH).prefetch(2, threads=CORES)
+
+
+def shuffled(kind, paths):
+    return hasten(kind, paths).shuffle(seed=0)
+
+
+def tf_data(kind, paths):
+    import tensorflow as tf
+
+    spec = {
+        "pictures": {"image": tf.io.FixedLenFeature((), tf.string), "label": tf.io.FixedLenFeature((), tf.int64)},
+        "clicks": {
+            "dense": tf.io.FixedLenFeature((13,), tf.float32),
+            "ids": tf.io.FixedLenFeature((26,), tf.int64),
+            "label": tf.io.FixedLenFeature((), tf.int64),
+        },
+    }[kind]
+
+    def parsed(batch):
+        columns = tf.io.parse_example(batch, spec)
+        if kind == "pictures":
+            columns["image"] = tf.reshape(tf.io.decode_raw(columns["image"], tf.uint8), (-1, 28, 28))
+        return columns
+
+    batches = tf.data.TFRecordDataset(paths, num_parallel_reads=tf.data.AUTOTUNE).batch(BATCH)
+    return Passes(batches.map(parsed, num_parallel_calls=tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE).as_numpy_iterator)
+
+
+class Bound:
+    """The bytes of as many records, copied into memory that is warm."""
+
+    def __init__(self, paths, records: int):
+        self.bytes = numpy.concatenate([numpy.fromfile(path, numpy.uint8) for path in paths])
+        self.size = len(self.bytes) // records * BATCH
+        self.into = numpy.empty(self.size, numpy.uint8)
+
+    def __iter__(self):
+        nothing = torch.empty(BATCH, 0)
+        for begin in range(0, len(self.bytes) - self.size, self.size):
+            numpy.copyto(self.into, self.bytes[begin : begin + self.size])
+            yield nothing
+
+
+def fits(batch) -> bool:
+    return torch.is_tensor(batch) or all(len(column) == BATCH for column in batch.values())
+
+
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--seconds", type=float, default=1.5, help="of each loader in a round, later")
+    options.add_argument("--records", type=int, default=100_000, help="of each kind")
+    options.add_argument("--quick", action="store_true", help="a look at it: fewer records, three short rounds")
+    options = options.parse_args()
+    if options.quick:
+        options.rounds, options.seconds, options.records = 3, 0.5, 20_000
+    numbers, ratios = {}, {}
+    with scratch() as folder:
+        for kind in KINDS:
+            paths = write(folder, kind, options.records)
+            both = {OURS: (hasten, None), THEIRS: (tf_data, "tensorflow")}
+            loaders = {name: Loader(lambda make=make, kind=kind, paths=paths: make(kind, paths), module) for name, (make, module) in both.items()}
+            ready, missing = set_up(loaders, fits)
+            passes = {name: (lambda name=name, loaders=loaders: seconds_of_a_pass(loaders[name].make)) for name in ready}
+            first = {name: [options.records / each for each in taken] for name, taken in in_turns(passes, options.rounds).items()}
+            ready |= {ALONE: shuffled(kind, paths), BOUND: Bound(paths, options.records)}
+            later = rates(ready, options.rounds, options.seconds)
+            for when, taken in (("first pass, from nothing", first), ("later", later)):
+                print(f"\n{kind}, {when}:\n")
+                table(taken, missing, OURS, "records/s")
+                numbers[f"{kind}, {when}"], ratios[f"{kind}, {when}"] = taken, over(taken, OURS, THEIRS)
+    print()
+    told = ", ".join(f"{words(ratio)} ({name})" for name, ratio in ratios.items())
+    bounds = ", ".join(f"{interval(numbers[f'{kind}, later'][BOUND]).median:,.0f} {kind}/s" for kind in KINDS)
+    return finish(
+        options,
+        f"at least tf.data on the same files; it is {told} (bound, later: {bounds})",
+        None if None in ratios.values() else all(ratio.median >= 1 for ratio in ratios.values()),
+        {"rates": numbers, "ratios": ratios, "missing": missing, "versions": versions()},
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

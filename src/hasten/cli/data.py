@@ -1,0 +1,89 @@
+"""Looks at stored data, stores them in a faster way, and times a task's input stage by stage."""
+
+from __future__ import annotations
+
+import shlex
+
+from hasten.cli import values
+from hasten.cli.answer import Answer
+from hasten.contract.errors import Failure
+
+HELP = "look at stored data, store them faster, time a task's input"
+FORMS = "parquet, feather, tfrecord, rows (.npy matrices) or, for pictures, shards (tar files)"
+
+
+def arguments(parser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions", required=True)
+    for name, (add, run) in ACTIONS.items():
+        action = actions.add_parser(name, help=run.__doc__, description=run.__doc__, parents=[values.everywhere()], allow_abbrev=False)
+        add(action)
+
+
+def run(options, watch) -> Answer:
+    return ACTIONS[options.action][1](options, watch)
+
+
+def _inspect_arguments(parser) -> None:
+    parser.add_argument("path", metavar="PATH", help="a folder, a file or a pattern in quotes")
+    parser.add_argument("--target", metavar="NAME", help="the column of a table to predict; the others are then read as one matrix")
+    parser.add_argument("--budget", type=values.seconds, default=20.0, metavar="TIME", help="time to spend; 20s unless said")
+
+
+def _inspect(options, watch) -> Answer:
+    """what is there, how fast it is read, what limits that, which storage would be faster"""
+    from hasten.data.inspection import inspect
+
+    result = inspect(options.path, target=options.target, budget=options.budget, watch=watch)
+    return Answer(result, lambda: _pages().inspect_answer(result))
+
+
+def _convert_arguments(parser) -> None:
+    parser.add_argument("path", metavar="PATH", help="a folder, a file or a pattern in quotes")
+    parser.add_argument("--to", required=True, metavar="FORM", help=FORMS)
+    parser.add_argument(
+        "--out", required=True, type=values.folder, metavar="DIR", help="where it is written; a killed conversion goes on there"
+    )
+    parser.add_argument("--resize", type=values.count, metavar="N", help="pictures become squares of N pixels a side")
+    parser.add_argument("--shards", type=values.count, metavar="N", help="files to write; one for every 256 MB unless said")
+    parser.add_argument("--target", metavar="NAME", help="with --to rows: this column of a table apart, the others as one matrix")
+    parser.add_argument("--fill", type=float, metavar="NUMBER", help="what stands for missing numbers")
+
+
+def _convert(options, watch) -> Answer:
+    """store the same samples in another form, each part read back; started again, it goes on"""
+    from hasten.data.conversion import convert
+
+    settings = {name: getattr(options, name) for name in ("to", "target", "fill", "resize", "shards")}
+    try:
+        result = convert(options.path, options.out, **settings, watch=watch)
+    except KeyboardInterrupt:
+        words = [f"--{name} {value}" for name, value in settings.items() if value is not None]
+        command = f"hasten data convert {shlex.quote(options.path)} {' '.join(words)} --out {shlex.quote(options.out)}"
+        raise Failure(f"stopped; go on with: {command}") from None
+    return Answer(result, lambda: _pages().convert_answer(result))
+
+
+def _bench_arguments(parser) -> None:
+    parser.add_argument("task", metavar="TASK")
+    parser.add_argument("--budget", type=values.seconds, default=20.0, metavar="TIME", help="time to spend; 20s unless said")
+
+
+def _bench(options, watch) -> Answer:
+    """samples a second of each stage of a task's input, alone and together, and what the training step eats"""
+    from hasten.data.appetite import bench
+
+    result = bench(options.task, budget=options.budget, device=options.device, seed=options.seed, watch=watch)
+    return Answer(result, lambda: _pages().bench_answer(result))
+
+
+def _pages():
+    from hasten.reporting import terminal_data
+
+    return terminal_data
+
+
+ACTIONS = {
+    "inspect": (_inspect_arguments, _inspect),
+    "convert": (_convert_arguments, _convert),
+    "bench": (_bench_arguments, _bench),
+}

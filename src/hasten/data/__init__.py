@@ -1,0 +1,41 @@
+"""From files to batches: fast by construction, the same whoever computes them, resumable by three integers.
+
+    from hasten.data import parquet
+    train = parquet("train/*.parquet", target="label").shuffle(seed=0).batch(512)
+
+Each name below makes a ``Pipeline``; the rooms behind them are loaded when they are first used.
+"""
+
+from importlib import import_module
+
+_WHERE = {
+    "arrays": "hasten.data.in_memory",
+    "images": "hasten.data.pictures",
+    "shards": "hasten.data.tars",
+    "tfrecord": "hasten.data.records",
+    "csv": "hasten.data.tables",
+    "feather": "hasten.data.tables",
+    "parquet": "hasten.data.tables",
+    "tokens": "hasten.data.token_files",
+    "inspect": "hasten.data.inspection",
+    "convert": "hasten.data.conversion",
+    "bench": "hasten.data.appetite",
+    "augmented": "hasten.data.stored_pictures",
+    "crop": "hasten.data.transforms",
+    "flip": "hasten.data.transforms",
+    "normalise": "hasten.data.transforms",
+    "Pipeline": "hasten.data.pipeline",
+    "Source": "hasten.data.source",
+}
+
+__all__ = list(_WHERE)
+
+
+def __getattr__(name: str):
+    if name not in _WHERE:
+        raise AttributeError(f"module 'hasten.data' has no attribute {name!r}")
+    return getattr(import_module(_WHERE[name]), name)
+
+
+def __dir__():
+    return sorted(__all__)

@@ -1,0 +1,160 @@
+"""Decoding and resizing of pictures, straight into the batch.
+
+JPEG is decoded by ``simplejpeg`` (libjpeg-turbo) where it is installed and by Pillow otherwise; what the first refuses the
+second may still read. Both leave Python's lock while they decode, and so does the resizing: threads help.
+
+How a picture is resized: so that its shorter side fits, with an antialiasing (triangle) filter, then its middle is cut
+out; what torchvision's ``Resize`` and ``CenterCrop`` do. A JPEG that is more than four times as big is first decoded at an
+eighth, a quarter or half of its size, never to less than twice of what is wanted. Turning by EXIF is not done.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+import numpy
+import torch
+
+from hasten.contract.errors import Refusal, one_line
+from hasten.data.memory import taken
+from hasten.data.source import BadRow
+
+PIXELS = 178_956_970 // 4  # a quarter of what Pillow warns of twice: 44 million, 134 MB of colours
+SPARE = 2  # a JPEG is decoded at no less than so many times the size that is wanted
+
+_own = threading.local()  # each thread decodes into memory of its own
+
+
+def size_of(resize: int | tuple[int, int] | None) -> tuple[int, int] | None:
+    """(height, width) of ``resize``."""
+    sides = (resize, resize) if isinstance(resize, int) else resize
+    if sides is None:
+        return None
+    if not isinstance(sides, (tuple, list)) or len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
+        raise Refusal(f"resize is the side of a square or (height, width) in pixels, not {resize!r}")
+    return tuple(sides)
+
+
+def manner(size: tuple[int, int] | None) -> dict:
+    """How pictures are decoded, for the identity of their source: decoders differ in the last bits."""
+    return {"resize": size and list(size), "decoder": "simplejpeg" if _simplejpeg() else "pillow"}
+
+
+def pictures_of(
+    rows: Sequence[int],
+    where: Sequence[str],
+    contents: Iterator[bytes],
+    size: tuple[int, int] | None,
+    pixels: int,
+) -> torch.Tensor | list[torch.Tensor]:
+    """A batch of pictures: uint8, shape (rows, 3, *size), or a list of tensors where there is no size.
+
+    Args:
+        where: the place of each row, for people.
+        contents: the files' bytes, in order; a file that cannot be read raises a ValueError.
+
+    Raises:
+        BadRow: a picture that cannot be read.
+    """
+    batch = [None] * len(rows) if size is None else taken((len(rows), 3, *size), torch.uint8)
+    for place, row in enumerate(rows):
+        try:
+            if size is None:
+                batch[place] = torch.from_numpy(numpy.ascontiguousarray(decoded(next(contents), pixels).transpose(2, 0, 1)))
+            else:
+                _fit(decoded(next(contents), pixels, size), batch[place])
+        except ValueError as error:
+            raise BadRow(row, where[place], str(error)) from None
+    return batch
+
+
+def decoded(content: bytes, pixels: int = PIXELS, size: tuple[int, int] | None = None) -> numpy.ndarray:
+    """The colours of a JPEG or PNG file: uint8, shape (height, width, 3).
+
+    Args:
+        size: that it will be resized to: a big JPEG may be decoded smaller, and into memory that the same thread's next call overwrites.
+
+    Raises:
+        ValueError: damaged, too big, or no picture.
+    """
+    if content[:2] == b"\xff\xd8" and _simplejpeg():
+        try:
+            return _by_simplejpeg(content, pixels, size)
+        except _TooBig:
+            raise
+        except ValueError:
+            pass  # Pillow reads more kinds, and says better what is wrong
+    return _by_pillow(content, pixels, size)
+
+
+def _by_simplejpeg(content: bytes, pixels: int, size: tuple[int, int] | None) -> numpy.ndarray:
+    jpeg = _simplejpeg()
+    _check(*jpeg.decode_jpeg_header(content)[:2], pixels)
+    if size is None:
+        return jpeg.decode_jpeg(content)
+    least = {"min_height": SPARE * size[0], "min_width": SPARE * size[1], "min_factor": 2}
+    height, width = jpeg.decode_jpeg_header(content, **least)[:2]
+    # colours have half the detail in most files; how they are enlarged cannot be seen once the picture is made smaller
+    return jpeg.decode_jpeg(content, fastupsample=True, buffer=_memory(height * width * 3), **least)
+
+
+def _by_pillow(content: bytes, pixels: int, size: tuple[int, int] | None) -> numpy.ndarray:
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(content), formats=("JPEG", "PNG")) as image:
+            _check(image.height, image.width, pixels)
+            if image.mode.startswith("I"):
+                raise ValueError("it has 16 bits a pixel; write it with 8")
+            if size is not None:
+                image.draft(image.mode, (SPARE * size[1], SPARE * size[0]))  # JPEG alone heeds it
+            return numpy.array(image.convert("RGB"))
+    except Image.UnidentifiedImageError:
+        raise ValueError("it is no JPEG or PNG picture") from None
+    except ValueError:
+        raise
+    except Exception as error:  # its readers of damaged files raise nearly anything
+        raise ValueError(f"it cannot be decoded ({one_line(error)})") from None
+
+
+class _TooBig(ValueError):
+    """More pixels than are allowed."""
+
+
+def _check(height: int, width: int, pixels: int) -> None:
+    if height * width > pixels:
+        raise _TooBig(
+            f"it has {height} x {width} pixels, more than the {pixels} that are allowed; say pixels={height * width} if that is right"
+        )
+
+
+@cache
+def _simplejpeg():
+    """The module, or None where it is not installed."""
+    try:
+        import simplejpeg
+    except ImportError:
+        return None
+    return simplejpeg
+
+
+def _memory(size: int) -> numpy.ndarray:
+    if getattr(_own, "memory", None) is None or len(_own.memory) < size:
+        _own.memory = numpy.empty(size, numpy.uint8)
+    return _own.memory
+
+
+def _fit(colours: numpy.ndarray, picture: torch.Tensor) -> None:
+    """Resizes colours (height, width, 3) into a picture (3, height, width)."""
+    (height, width), (new_height, new_width) = colours.shape[:2], picture.shape[1:]
+    scale = max(new_height / height, new_width / width)
+    whole = max(new_height, int(height * scale)), max(new_width, int(width * scale))
+    layers = torch.from_numpy(colours).permute(2, 0, 1)[None]
+    if whole != (height, width):
+        layers = torch.nn.functional.interpolate(layers, whole, mode="bilinear", antialias=True)
+    top, left = round((whole[0] - new_height) / 2), round((whole[1] - new_width) / 2)
+    # NumPy copies in this thread alone; torch would wake its own threads for it
+    numpy.copyto(picture.numpy(), layers[0, :, top : top + new_height, left : left + new_width].numpy())

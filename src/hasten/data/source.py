@@ -1,0 +1,99 @@
+"""What a source is: rows that can be read by number, many at a time.
+
+Everything that the pipeline promises (the same batches for any number of workers or ranks, resumption at any
+batch, caches that can be trusted) follows from this one shape: a batch is a function of row numbers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy
+import torch
+
+
+class Source(ABC):
+    """Rows that are read by number.
+
+    A row is one sample. ``read`` gives many of them at once as *columns*: a tensor, or a tuple or dict of tensors,
+    whose first dimension is the row. A column whose rows have unequal shapes, or hold text or bytes, is a list.
+    """
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many rows there are."""
+
+    @abstractmethod
+    def read(self, rows: numpy.ndarray) -> Any:
+        """The columns of the given rows, in the order asked for. Safe to call from several threads at once.
+
+        Args:
+            rows: int64, shape (n,), each in [0, len).
+
+        Raises:
+            BadRow: a row that cannot be read.
+        """
+
+    @abstractmethod
+    def identity(self) -> dict:
+        """What the rows are made of, as plain JSON: files with their sizes and times, columns, settings. Keys the caches."""
+
+    def edges(self) -> numpy.ndarray:
+        """Where the runs of rows that are read best together begin, and the end: int64, shape (runs + 1,)."""
+        return numpy.array([0, len(self)])
+
+    def prepare(self, runner: Callable, faults) -> None:
+        """Called before every pass, in the process that iterates: the moment to fill a cache.
+
+        Args:
+            runner: shares the work among threads or processes.
+            faults: how many rows may be bad.
+        """
+        return
+
+
+class BadRow(Exception):
+    """A row that cannot be read: its number, where it is, and why. The pipeline turns it into a Failure, or skips it."""
+
+    def __init__(self, row: int, where: str, why: str):
+        super().__init__(f"row {row} ({where}): {why}")
+        self.row, self.where, self.why = int(row), where, why
+
+    def __reduce__(self):
+        return type(self), (self.row, self.where, self.why)  # travels between processes
+
+
+def rows_of(columns) -> list:
+    """The samples of a batch of columns, one by one."""
+    if isinstance(columns, Mapping):
+        return [dict(zip(columns, values, strict=True)) for values in zip(*map(rows_of, columns.values()), strict=True)]
+    if isinstance(columns, tuple):
+        return list(zip(*map(rows_of, columns), strict=True))
+    return list(columns)
+
+
+def length_of(columns) -> int:
+    """How many rows the columns hold."""
+    if isinstance(columns, Mapping):
+        return length_of(next(iter(columns.values())))
+    return length_of(columns[0]) if isinstance(columns, tuple) else len(columns)
+
+
+def leaves_of(columns) -> list[torch.Tensor | list]:
+    """Every column, in order."""
+    if isinstance(columns, Mapping):
+        return [leaf for column in columns.values() for leaf in leaves_of(column)]
+    if isinstance(columns, tuple):
+        return [leaf for column in columns for leaf in leaves_of(column)]
+    return [columns]
+
+
+def mapped(function, columns):
+    """The same nesting, ``function`` applied to every column."""
+    if isinstance(columns, Mapping):
+        return {name: mapped(function, column) for name, column in columns.items()}
+    if isinstance(columns, tuple):
+        return tuple(mapped(function, column) for column in columns)
+    return function(columns)

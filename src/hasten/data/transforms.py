@@ -1,0 +1,150 @@
+"""What is done to pictures in training, a whole batch at once: ``.batch(512).map(crop(4, mirror=True)).map(normalise(mean, std))``.
+
+Functions for ``Pipeline.map`` after ``batch``; of a tuple they take the first part. Pictures stay in their own type until the
+last pass, which writes the floats, and all is done in memory that was used before: fresh memory would cost more than the work.
+
+No border is laid around a picture to crop it. Pictures lie one after the other, so a crop is the same number of values from another
+beginning: one copy of a picture, shifted. What came in from its neighbours is then overwritten with zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+
+import torch
+
+from hasten.contract.errors import Refusal
+from hasten.data.chance import Chance
+from hasten.data.memory import taken
+
+
+def flip() -> Callable:
+    """Mirrors half of the pictures, by chance, left to right: any type, shape (rows, ..., height, width)."""
+    return _flipped
+
+
+def crop(padding: int, mirror: bool = False) -> Callable:
+    """Moves every picture by chance, by up to ``padding`` pixels up or down and left or right; zeros come in from the border.
+
+    The same as laying a border of zeros around it and cutting out a window of the old size: any type, shape (rows, ..., height, width).
+
+    Args:
+        mirror: does what ``flip()`` does on the way, which spares a copy.
+    """
+    if not isinstance(padding, int) or padding < 1:
+        raise Refusal(f"crop(padding) is in pixels, at least 1, not {padding!r}")
+    return partial(_cropped, padding=padding, mirror=mirror)
+
+
+def normalise(mean: float | Sequence[float], std: float | Sequence[float]) -> Callable:
+    """``(value - mean) / std`` as float32; whole numbers (uint8) are taken as fractions of 255 first.
+
+    Args:
+        mean, std: one number, or one for each channel, which is the dimension after the rows.
+    """
+    means, stds = ([float(one) for one in each] if isinstance(each, Sequence) else [float(each)] for each in (mean, std))
+    if len(means) != len(stds):
+        raise Refusal(f"normalise() wants as many means as deviations, not {len(means)} and {len(stds)}")
+    if min(stds) <= 0:
+        raise Refusal(f"normalise() divides by the deviations: they are above 0, not {min(stds):g}")
+    return partial(_normalised, means=means, stds=stds)
+
+
+# ---- what is done to a batch
+
+
+def _flipped(batch, chance: Chance):
+    pictures = _pictures(batch)
+    return _replaced(batch, _mirror(_like(pictures).copy_(pictures), chance.coins()))
+
+
+def _cropped(batch, chance: Chance, *, padding: int, mirror: bool):
+    pictures = _pictures(batch)
+    top, left = chance.integers(0, 2 * padding + 1, 2).unbind(1)
+    moved = _moved(pictures, (top - padding) * pictures.shape[-1] + left - padding)
+    blanked(moved, top, left, padding)
+    return _replaced(batch, _mirror(moved, chance.coins()) if mirror else moved)
+
+
+def _normalised(batch, *, means: list[float], stds: list[float]):
+    pictures = _pictures(batch)
+    if len(means) not in (1, pictures.shape[1]):
+        raise Refusal(f"normalise() has {len(means)} means, and the pictures have {pictures.shape[1]} channels: {list(pictures.shape)}")
+    unit = 1.0 if pictures.dtype.is_floating_point else 255.0
+    floats = taken(pictures.shape, torch.float32).copy_(pictures)
+    for mean, std, part in zip(means, stds, floats.unbind(1) if len(means) > 1 else [floats], strict=True):
+        torch.add(torch.tensor(-mean / std), part, alpha=1 / (unit * std), out=part)
+    return _replaced(batch, floats)
+
+
+# ---- how
+
+
+def _moved(pictures: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
+    """Every picture, read from so many values further on."""
+    moved, size = _like(pictures), pictures[0].numel()
+    last = (len(pictures) - 1) * size
+    begins = torch.arange(0, last + 1, size) + shifts
+    windows = pictures.contiguous().as_strided((last + 1, size), (1, 1))
+    torch.index_select(windows, 0, begins.clamp(0, last), out=moved.view(-1, size))
+    for row in ((begins < 0) | (begins > last)).nonzero()[:, 0].tolist():  # at the ends of the batch, where no neighbour is
+        moved[row] = pictures[row].roll(-int(shifts[row]))
+    return moved
+
+
+def blanked(pictures: torch.Tensor, top: torch.Tensor, left: torch.Tensor, padding: int) -> torch.Tensor:
+    """The same memory, with zeros where windows that begin there lie outside the picture."""
+    down, across = _insides(padding, *pictures.shape[-2:], pictures.dtype.itemsize)
+    kept, also = (
+        torch.index_select(inside, 0, begins, out=taken((len(begins), inside.shape[1]), inside.dtype))
+        for inside, begins in ((down, top), (across, left))
+    )
+    values = pictures.view(len(pictures), -1, pictures.shape[-2] * pictures.shape[-1]).view(down.dtype)
+    values.bitwise_and_(kept.bitwise_and_(also)[:, None])
+    return pictures
+
+
+@lru_cache(maxsize=8)
+def _insides(padding: int, height: int, width: int, itemsize: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each beginning of a window, which bytes of its plane are inside the picture from top to bottom, and from left to right.
+
+    All ones or zeros, shape (2 * padding + 1, height * width * itemsize bytes), as the widest integers that a plane is made of.
+    """
+
+    def inside(length: int) -> torch.Tensor:
+        places = torch.arange(2 * padding + 1)[:, None] - padding + torch.arange(length)
+        return (places >= 0) & (places < length)
+
+    down, across = inside(height)[:, :, None], inside(width).repeat_interleave(itemsize, 1)[:, None]
+    planes = [each.expand(-1, height, width * itemsize).flatten(1).to(torch.uint8).neg() for each in (down, across)]
+    return tuple(plane.view(torch.int64) if plane.shape[1] % 8 == 0 else plane for plane in planes)
+
+
+def _mirror(pictures: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """The same memory, the chosen pictures turned left to right."""
+    rows, flat = chosen.nonzero()[:, 0], pictures.view(len(pictures), -1)
+    some = torch.index_select(flat, 0, rows, out=taken((len(rows), flat.shape[1]), flat.dtype))
+    turned = some.view(-1, *pictures.shape[1:]).flip(-1).view(some.shape)
+    flat.view(torch.uint8).numpy()[rows.numpy()] = turned.view(torch.uint8).numpy()  # twelve times as fast as index_copy_
+    return pictures
+
+
+def _like(pictures: torch.Tensor) -> torch.Tensor:
+    return taken(pictures.shape, pictures.dtype)
+
+
+def _pictures(batch) -> torch.Tensor:
+    """The pictures of a batch."""
+    pictures = batch[0] if isinstance(batch, tuple) else batch
+    if isinstance(pictures, list):
+        raise Refusal("the pictures differ in size; give them one with resize=, or a map before batch()")
+    if not isinstance(pictures, torch.Tensor):
+        raise Refusal(f"a batch is pictures, or a tuple that begins with them, not a {type(pictures).__name__}; name a target=")
+    if pictures.ndim < 3:
+        raise Refusal(f"pictures have the shape (rows, ..., height, width), not {list(pictures.shape)}")
+    return pictures
+
+
+def _replaced(batch, pictures: torch.Tensor):
+    return (pictures, *batch[1:]) if isinstance(batch, tuple) else pictures

@@ -1,0 +1,122 @@
+"""What `hasten data` prints: storages and how fast they are, what a conversion gave, the stages of an input."""
+
+import shlex
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from hasten.reporting import words
+from hasten.reporting.layout import HEAD, QUIET, bar, grid, headline, indented, pairs
+
+BAR = 30  # characters
+MOST_COLUMNS = 12  # shown; the JSON has them all
+LIMITS = {"disk": "The disk limits reading", "decode": "Decoding limits reading", "copy": "Copying rows into batches limits reading"}
+
+
+def inspect_answer(result: dict) -> RenderableType:
+    """What is there, how fast it is read, and which storage would be faster."""
+    speed = result["speed"]
+    about = "" if result["rows_exact"] else "about "
+    rows = [
+        ("files", f"{words.count(result['files'], 'file', 'files')}, {size(result['bytes'])}"),
+        ("rows", f"{about}{words.count(result['rows'], 'row', 'rows')}"),
+        ("columns", _columns(result["columns"])),
+    ]
+    paces = [
+        ("from the disk", _bytes(speed["disk"])),
+        ("from memory", _bytes(speed["page_cache"])),
+        ("decoding", pace(speed["decode"])),
+        ("into batches", pace(speed["copy"])),
+    ]
+    told = [Text((result["trouble"] and f"Not measured: {result['trouble']}") or _verdict(result)), Text()]
+    parts = [headline(result["title"], result["path"], False), pairs(rows), Text(), *told, pairs([row for row in paces if row[1]])]
+    return Group(*parts, *_storages(result))
+
+
+def convert_answer(result: dict) -> RenderableType:
+    """What was written, that it was read back, and what it gives."""
+    gain = result["gain"]
+    paces = f"{pace(gain['before'])} before, {pace(gain['after'])} now" if gain["ratio"] else ""
+    rows = [
+        ("files", f"{words.count(len(result['files']), 'file', 'files')}, {size(result['bytes'])}, before {size(result['bytes_before'])}"),
+        ("read back", f"all {words.count(result['rows'], 'row', 'rows')}, content {result['digest']}"),
+        ("took", words.seconds(result["seconds"])),
+        ("one core", paces),
+        ("open it with", result["open"]),
+    ]
+    faster = gain["ratio"] is not None and gain["ratio"] > 1
+    said = f"Read {words.ratio(gain['ratio'])} as fast" if gain["ratio"] else f"Stored as {result['to']}"
+    return Group(headline(said, result["out"], faster), pairs([row for row in rows if row[1]]))
+
+
+def bench_answer(result: dict) -> RenderableType:
+    """A bar for every stage beside what the training step eats."""
+    table, rates = grid("", "", ">samples/s"), {**result["stages"], "together": result["together"], "the step eats": result["appetite"]}
+    longest = max(rate for rate in rates.values() if rate)
+    for name, rate in rates.items():
+        if rate:
+            style = "cyan" if name in result["stages"] else "bold cyan"
+            table.add_row(Text(name, HEAD if name == result["limit"] else ""), bar(rate / longest, BAR, style), f"{rate:,.0f}")
+    rows = [("batches", f"{words.count(result['batch_size'], 'sample', 'samples')}, on {result['device']}")]
+    rows.append(("first batch", f"after {words.seconds(result['first_batch_seconds'])}"))
+    return Group(headline(_hungry(result), result["task"], False), Text(), indented(table), Text(), pairs(rows))
+
+
+def size(number: float) -> str:
+    """``512 bytes``, ``1.2 GB`` (10**9 bytes)."""
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if number >= unit:
+            return f"{words.plain(number / unit, digits=3)} {name}"
+    return words.count(number, "byte", "bytes")
+
+
+def pace(rows: float | None) -> str:
+    return "" if rows is None else f"{_three_digits(rows)} rows/s"
+
+
+def _three_digits(number: float) -> str:
+    return f"{float(f'{number:.3g}'):,.0f}"
+
+
+def _bytes(rate: float | None) -> str:
+    return "" if rate is None else f"{size(rate)}/s"
+
+
+def _columns(columns: dict) -> str:
+    shown = [f"{name}: {kind}" for name, kind in list(columns.items())[:MOST_COLUMNS]]
+    more = len(columns) - len(shown)
+    return "; ".join([*shown, *([f"and {more} more"] if more > 0 else [])]) or words.NOTHING
+
+
+def _verdict(result: dict) -> str:
+    resized = f", resized to {result['resize']} pixels" if result["resize"] else ""
+    told = f"{LIMITS[result['limit']]}: {pace(result['speed']['batches'])} on one core{resized}."
+    if result["limit"] == "copy" and result["passes"] == "first" and not result["target"]:
+        told += " With --target NAME, columns of numbers become one matrix, which is copied faster."
+    if result["passes"] == "first":
+        return f"{told} The table fits into memory: this is the first pass, later ones take decoded rows from there."
+    return told
+
+
+def _storages(result: dict) -> list[RenderableType]:
+    if result["trouble"]:
+        return []
+    if not result["storages"]:
+        return [Text(), Text("No other storage that was tried would be faster.", QUIET)]
+    head = "would make the first pass faster" if result["passes"] == "first" else "would be faster"
+    table = grid(head, ">estimate", ">rows/s", ">size")
+    for each in result["storages"]:
+        name = f"{each['to']} at {each['resize']} pixels" if each["resize"] else each["to"]
+        table.add_row(Text(name, HEAD), words.ratio(each["gain"]), _three_digits(each["rows_per_second"]), size(each["bytes"]))
+    best = result["storages"][0]
+    command = ["hasten", "data", "convert", result["path"], "--to", best["to"]]
+    command += ["--resize", str(best["resize"])] if best["resize"] else []
+    command += ["--target", result["target"]] if result["target"] and best["to"] == "rows" else []
+    return [Text(), indented(table), Text(), Text(f"{shlex.join(command)} --out DIR")]
+
+
+def _hungry(result: dict) -> str:
+    if result["limit"] == "step":
+        return f"The step is the slower one; it waits {words.percent(result['waits'])} of the time"
+    what = "the input" if result["limit"] == "input" else f"the stage {result['limit']!r}"
+    return f"The step waits {words.percent(result['waits'])} of the time, most of it for {what}"

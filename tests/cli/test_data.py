@@ -1,0 +1,85 @@
+"""`hasten data`: answers for people and programs, exit codes, one line for what is wrong."""
+
+import json
+
+import numpy
+import pytest
+
+from hasten.cli.main import main
+
+WRONG = [
+    ("data", "action"),
+    ("data inspct x", "did you mean inspect"),
+    ("data inspect", "PATH"),
+    ("data inspect gone", "there is no file gone"),
+    ("data inspect *.tar", "no file matches *.tar"),
+    ("data inspect words.dat", "no file name of words.dat tells"),
+    ("data inspect empty", "the folder empty is empty"),
+    ("data inspect broken.parquet", "no whole Parquet file"),
+    ("data inspect x.npy --budget soon", "--budget"),
+    ("data inspect x.npy --target y", "a target is a column of a table"),
+    ("data convert x.npy --out out", "--to"),
+    ("data convert x.npy --to feather", "--out"),
+    ("data convert x.npy --to fether --out out", "did you mean feather"),
+    ("data convert x.npy --to shards --out out", "cannot be stored as shards"),
+    ("data convert x.npy --to feather --out x.npy", "must be a folder"),
+    ("data convert x.npy --to feather --out full", "holds no conversion"),
+    ("data convert x.npy --to feather --out out --resize 0", "--resize"),
+    ("data convert x.npy --to feather --out out --resize 8", "for pictures"),
+    ("data convert x.npy --to feather --out out --resise 8", "did you mean --resize"),
+    ("data bench digit", "did you mean digits"),
+    ("data bench gone.py:task", "no file"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
+    numpy.save("x.npy", numpy.arange(3000, dtype=numpy.float32).reshape(1000, 3))
+    (tmp_path / "words.dat").write_text("hello")
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1")
+    for folder in ("empty", "full"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "full" / "mine.txt").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(("words", "says"), WRONG, ids=lambda value: value[:60])
+def test_wrong_request(words, says, here, capfd):
+    code = main(words.split())
+    out, err = capfd.readouterr()
+    assert (code, out) == (2, "") and err.count("\n") == 1 and err.startswith("hasten: ")
+    assert says.lower() in err.lower() and "internal error" not in err
+
+
+def test_json(here, capfd):
+    assert main(["--json", "data", "convert", "x.npy", "--to", "feather", "--out", "out", "--quiet"]) == 0
+    assert json.loads(capfd.readouterr().out)["rows"] == 1000
+    assert main(["data", "inspect", "out", "--budget", "1", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["kind"] == "feather"
+    assert main(["data", "bench", "digits", "--json", "--budget", "1", "--device", "cpu"]) == 0
+    assert json.loads(capfd.readouterr().out)["stages"]["read"] > 0
+
+
+def test_pages(here, capfd):
+    assert main(["data", "convert", "x.npy", "--to", "parquet", "--out", "out"]) == 0
+    out = capfd.readouterr().out
+    assert "read back" in out and "all 1,000 rows" in out and "rows/s" in out and "before" in out
+    assert main(["data", "inspect", "out", "--budget", "1"]) == 0
+    out = capfd.readouterr().out
+    assert "Parquet" in out and "1,000 rows" in out and "limits" in out
+    assert main(["data", "bench", "digits", "--budget", "1", "--device", "cpu"]) == 0
+    out = capfd.readouterr().out
+    assert "the step eats" in out and "together" in out and "waits" in out
+
+
+def test_a_conversion_that_is_stopped_says_how_it_goes_on(here, capfd, monkeypatch):
+    from hasten.data import conversion
+
+    def stopped(*arguments, **named):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(conversion, "convert", stopped)
+    assert main(["data", "convert", "x.npy", "--to", "feather", "--out", "my out", "--shards", "2"]) == 1
+    assert "go on with: hasten data convert x.npy --to feather --shards 2 --out 'my out'" in capfd.readouterr().err

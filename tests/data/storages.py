@@ -1,0 +1,53 @@
+"""Data in files, for the tests of what looks at them and stores them in other ways."""
+
+import numpy
+import pyarrow as pa
+import pyarrow.parquet
+import torch
+from PIL import Image
+
+ROWS = 3000
+
+
+def table(rows=ROWS):
+    """Numbers of all kinds, text and lists; text and numbers are missing here and there."""
+    random = numpy.random.default_rng(0)
+    words = numpy.array(["alpha", "beta", "gamma", ""], dtype=object)[random.integers(0, 4, rows)]
+    words[::97] = None
+    lists = [random.integers(0, 9, length).tolist() for length in random.integers(0, 4, rows)]
+    return pa.table(
+        {
+            "number": random.normal(size=rows).astype("float32"),
+            "small": pa.array(random.integers(0, 100, rows), pa.int8()),
+            "missing": pa.array([None if row % 50 == 3 else row / 7 for row in range(rows)]),
+            "word": pa.array(words).dictionary_encode(),
+            "list": lists,
+            "flag": random.integers(0, 2, rows).astype(bool),
+            "inner": pa.array([{"a": row, "b": str(row)} for row in range(rows)]),
+        }
+    )
+
+
+def numbers(rows=ROWS):
+    """A table of numbers alone, with a label."""
+    random = numpy.random.default_rng(0)
+    columns = {f"x{number}": random.normal(size=rows).astype("float32") for number in range(4)}
+    return pa.table(columns | {"label": pa.array(random.integers(0, 10, rows), pa.int64())})
+
+
+def written(folder, name="train.parquet", content=None, runs=500):
+    folder.mkdir(exist_ok=True)
+    pa.parquet.write_table(numbers() if content is None else content, folder / name, row_group_size=runs)
+    return folder
+
+
+def pictures(folder, count=12, sizes=((300, 400), (320, 280)), ending="jpg"):
+    """Pictures of two classes."""
+    for number in range(count):
+        height, width = sizes[number % len(sizes)]
+        x, y = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+        colours = torch.stack([x + number, y, x + y], dim=-1).remainder(256).to(torch.uint8)
+        place = folder / ("cat" if number % 2 else "dog") / f"{number}.{ending}"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(colours.numpy()).save(place)
+    return folder

@@ -1,0 +1,65 @@
+"""Advice is measured on the data, and leaves nothing behind, however the process ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy
+import pytest
+from storages import pictures, table, written
+
+from hasten.contract.watch import silent
+from hasten.data.advice import better_storages, slower_of, workplace
+from hasten.data.kinds import kind_of
+from hasten.data.readings import Reading
+from hasten.data.stages import pace
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_a_slow_disk_makes_small_files_better(tmp_path):
+    """Rows of raw pixels are read at once from memory, and much later than small JPEGs from a slow disk."""
+    data = pictures(tmp_path / "in", count=24)
+    kind, files = kind_of(data)
+    reading = Reading(kind, str(data), files, resize=256)
+    before = pace(reading, 0.5)["batches"]
+    fast = better_storages(reading, before, 1000, None, 4.0, silent)
+    assert fast[0]["to"] == "rows" and fast[0]["bytes"] == pytest.approx(1000 * 3 * 256 * 256, rel=0.01)
+    disk = 200_000.0  # bytes a second
+    before = slower_of(before, sum(map(os.path.getsize, files)) / len(files), disk)
+    slow = better_storages(reading, before, 1000, disk, 4.0, silent)
+    assert "rows" not in [each["to"] for each in slow]
+
+
+def test_fastest_storages_get_no_advice(tmp_path):
+    numpy.save(tmp_path / "x.npy", numpy.zeros((100, 3), numpy.float32))
+    kind, files = kind_of(tmp_path / "x.npy")
+    assert better_storages(Reading(kind, files, files), 1e6, 100, None, 1.0, silent) == []
+
+
+def test_what_cannot_be_stored_that_way_is_left_out(tmp_path):
+    data = written(tmp_path / "in", content=table().drop_columns(["word"]))
+    kind, files = kind_of(data)
+    found = better_storages(Reading(kind, files, files, fill=0), 1.0, 3000, None, 2.0, silent)
+    assert [each["to"] for each in found] == ["feather"]
+
+
+def test_what_a_killed_process_left_is_swept_away(cache):
+    held = "from hasten.data.advice import workplace\nimport time\nwith workplace() as folder:\n    print(folder, flush=True)\n    time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", held], stdout=subprocess.PIPE, text=True)
+    left = process.stdout.readline().strip()
+    with workplace() as mine:
+        assert os.path.isdir(left) and str(mine) != left  # in use
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    with workplace():
+        deadline = time.monotonic() + 5
+        while os.path.isdir(left) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not os.path.isdir(left)

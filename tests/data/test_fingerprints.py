@@ -1,0 +1,161 @@
+"""A fingerprint changes when what a function does may change, and only then."""
+
+import functools
+import importlib.util
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+import textwrap
+import threading
+
+import numpy
+import pytest
+import torch
+
+from hasten import Refusal
+from hasten.data.fingerprints import fingerprint
+
+BASE = """
+import math
+import re
+import helpers
+
+SCALE = 2
+NAMES = {"cat", "dog", "owl", "fox", "bee"}
+PATTERN = re.compile("a+")
+
+class Shift:
+    by = 1
+    def __init__(self, start): self.start = start
+    def __call__(self, x): return x + self.start * self.by
+
+def inner(x): return x * SCALE
+
+def made(n):
+    def closed(x): return x + n
+    return closed
+
+def f(x, power=1):
+    "What it does."
+    values = [inner(v) for v in range(3)]
+    return helpers.add(x, sum(values)) ** power + math.sqrt(len(NAMES)) + len(PATTERN.sub("", "b"))
+"""
+HELPERS = "def add(a, b): return a + b\ndef unused(a): return a\n"
+
+
+def of(folder, source=BASE, helpers=HELPERS, what="f"):
+    """The fingerprint of an expression over a module written out now."""
+    loaded = {}
+    for name, text in (("helpers", helpers), ("user_code", source)):
+        (folder / f"{name}.py").write_text(text)
+        spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+        sys.modules[name] = loaded[name] = importlib.util.module_from_spec(spec)
+        exec(compile(text, str(folder / f"{name}.py"), "exec"), loaded[name].__dict__)
+    try:
+        return fingerprint(eval(what, loaded["user_code"].__dict__))
+    finally:
+        del sys.modules["helpers"], sys.modules["user_code"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("SCALE = 2", "SCALE = 3"),
+        ("x * SCALE", "x + SCALE"),
+        ("power=1", "power=2"),
+        ("range(3)", "range(4)"),
+        ('"owl"', '"elk"'),
+        ('"a+"', '"b+"'),
+        ("math.sqrt", "math.log"),
+        ("return a + b", "return a - b"),
+    ],
+)
+def test_what_a_function_depends_on_changes_it(tmp_path, old, new):
+    assert old in BASE + HELPERS
+    assert of(tmp_path) != of(tmp_path, BASE.replace(old, new), HELPERS.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("def inner", "\n\n# said better\ndef inner"), ("return a\n", "return -a\n"), ("class Shift", "UNUSED = 3\nclass Shift")],
+)
+def test_what_it_does_not_depend_on_leaves_it(tmp_path, old, new):
+    assert old in BASE + HELPERS
+    assert of(tmp_path) == of(tmp_path, BASE.replace(old, new), HELPERS.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("made(1)", "made(2)"),
+        ("Shift(1)", "Shift(2)"),
+        ("Shift(1).__call__", "Shift(2).__call__"),
+        ("lambda x: x + 1", "lambda x: x + 2"),
+        ("lambda x: x + 1", "lambda x: x + 1.0"),
+        ("lambda x: x == 'a'", "lambda x: x == b'a'"),
+        ("math.sqrt", "math.log"),
+        ("str.upper", "str.lower"),
+    ],
+)
+def test_functions_are_told_apart(tmp_path, one, other):
+    assert of(tmp_path, what=one) == of(tmp_path, what=one) != of(tmp_path, what=other)
+
+
+def test_a_class_of_the_users_own_counts_with_its_methods(tmp_path):
+    assert of(tmp_path, what="Shift(1)") != of(tmp_path, BASE.replace("by = 1", "by = 2"), what="Shift(1)")
+    assert of(tmp_path, what="Shift(1)") != of(tmp_path, BASE.replace("x + self", "x - self"), what="Shift(1)")
+
+
+def test_arrays_and_modules_count_by_content():
+    def adding(values):
+        return lambda x: x + values
+
+    for a, b in [(torch.ones(3), torch.zeros(3)), (numpy.ones(3), numpy.ones(3, numpy.float32)), (torch.ones(3), torch.ones(1, 3))]:
+        assert fingerprint(adding(a)) != fingerprint(adding(b))
+    layer = torch.nn.Linear(2, 2)
+    before = fingerprint(layer)
+    torch.nn.init.zeros_(layer.weight)
+    assert fingerprint(layer) != before
+    assert fingerprint(functools.partial(math.pow, 2)) != fingerprint(functools.partial(math.pow, 3))
+
+
+def test_circles_end():
+    def again(x):
+        return again(x - 1) if x else other(x)
+
+    def other(x):
+        return again(x)
+
+    assert fingerprint(again) == fingerprint(again)
+
+
+def test_it_is_the_same_in_every_process(tmp_path):
+    (tmp_path / "helpers.py").write_text(HELPERS)
+    (tmp_path / "user_code.py").write_text(BASE)
+    ask = "from user_code import f; from hasten.data.fingerprints import fingerprint; print(fingerprint(f))"
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", ask],
+            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(told) == 1 and len(told.pop().strip()) == 32
+
+
+@pytest.mark.parametrize("what", [threading.Lock(), sys.stdout, (x for x in [1])], ids=["lock", "file", "generator"])
+def test_what_cannot_be_told_is_refused(what):
+    def using(x):
+        return x, what
+
+    with pytest.raises(Refusal, match=f"using has changed cannot be told, as it depends on a {type(what).__name__}"):
+        fingerprint(using)
+
+
+def test_library_functions_count_by_name_and_version():
+    assert len({fingerprint(each) for each in (torch.relu, torch.sigmoid, numpy.sqrt, re.sub, random.random, textwrap.dedent, sorted)}) == 7

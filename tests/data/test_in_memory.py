@@ -1,0 +1,64 @@
+"""Arrays of all kinds, and what is refused."""
+
+import numpy
+import pytest
+import torch
+
+from hasten import Refusal
+from hasten.data import arrays
+
+
+def test_nestings(tmp_path):
+    x, y = numpy.arange(20.0).reshape(10, 2), torch.arange(10)
+    numpy.save(tmp_path / "x.npy", x)
+    for a, b in arrays(tmp_path / "x.npy", y).batch(4):
+        assert torch.equal(a[:, 0], 2.0 * b)
+    for batch in arrays({"x": x, "more": (y, y)}).batch(4):
+        assert torch.equal(batch["x"][:, 0], 2.0 * batch["more"][1])
+    assert [batch.tolist() for batch in arrays(y[:3]).batch(2)] == [[0, 1], [2]]
+
+
+def test_arrays_that_torch_would_not_take_as_they_are():
+    backwards, readonly = numpy.arange(6)[::-1], numpy.arange(6)
+    readonly.flags.writeable = False
+    (batch,) = arrays(backwards, readonly, torch.arange(12)[::2]).batch(6)
+    assert [column.tolist() for column in batch] == [[5, 4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5], [0, 2, 4, 6, 8, 10]]
+
+
+def test_batches_are_copies():
+    data = torch.zeros(10, 2000)
+    for batch in arrays(data).batch(5):
+        batch += 1
+    assert data.sum() == 0
+
+
+def test_identities_tell_contents_apart(tmp_path):
+    x = torch.arange(10)
+    assert arrays(x).source.identity() == arrays(x.clone()).source.identity() != arrays(x + 1).source.identity()
+    numpy.save(tmp_path / "x.npy", x.numpy())
+    before = arrays(tmp_path / "x.npy").source.identity()
+    numpy.save(tmp_path / "x.npy", x.numpy()[:9])
+    assert arrays(tmp_path / "x.npy").source.identity() != before
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (lambda folder: arrays(), "at least one"),
+        (lambda folder: arrays({}), "at least one"),
+        (lambda folder: arrays(torch.zeros(3), torch.zeros(4)), "unequal lengths: 3, 4"),
+        (lambda folder: arrays(torch.tensor(3)), "a row per sample"),
+        (lambda folder: arrays([1, 2, 3]), "not list"),
+        (lambda folder: arrays(numpy.array(["a", "b"])), "not what torch can hold"),
+        (lambda folder: arrays(numpy.array([None, 3])), "without executing code"),
+        (lambda folder: arrays(torch.zeros(3, device="meta")), "cpu"),
+        (lambda folder: arrays(folder / "missing.npy"), "cannot read .*missing.npy: No such file"),
+        (lambda folder: arrays(folder / "pickled.npy"), "pickled.npy is no array of numbers"),
+        (lambda folder: arrays(folder / "text.npy"), "text.npy is no array of numbers"),
+    ],
+)
+def test_what_is_no_array_is_refused(tmp_path, wrong, told):
+    numpy.save(tmp_path / "pickled.npy", numpy.array([{"a": 1}]), allow_pickle=True)
+    (tmp_path / "text.npy").write_text("hello")
+    with pytest.raises(Refusal, match=told):
+        wrong(tmp_path)

@@ -1,0 +1,103 @@
+"""What is told about data: what is there, what limits its reading, what would be faster. Nothing is left behind."""
+
+import json
+
+import numpy
+import pyarrow.csv
+import pytest
+import torch
+from storages import ROWS, numbers, pictures, table, written
+
+from hasten import Refusal
+from hasten.data import convert, inspect
+
+BUDGET = 1.0
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """Where samples are written; empty again after every test."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("HASTEN_CACHE", str(folder))
+    yield
+    assert not folder.exists() or not [path for path in folder.rglob("*") if path.is_file()]
+
+
+def test_a_table(tmp_path):
+    result = inspect(written(tmp_path / "in"), target="label", budget=BUDGET)
+    assert (result["kind"], result["files"], result["rows"], result["rows_exact"]) == ("parquet", 1, ROWS, True)
+    assert result["columns"] == {"inputs": "float32 (4,)", "label": "int64"}
+    assert all(result["speed"][name] > 0 for name in ("page_cache", "decode", "copy", "batches"))
+    assert result["passes"] == "first" and result["in_memory"] and result["limit"] in ("decode", "copy")
+    assert result["trouble"] is None and json.dumps(result)
+
+
+def test_a_table_that_is_slow_to_decode_would_be_faster_as_rows(tmp_path):
+    """Compressed text of numbers: nothing takes longer to decode."""
+    (tmp_path / "in").mkdir()
+    pyarrow.csv.write_csv(numbers(100_000), tmp_path / "in" / "train.csv")
+    result = inspect(tmp_path / "in", target="label", budget=6.0)
+    gains = {each["to"]: each["gain"] for each in result["storages"]}
+    assert gains["rows"] > 3 and list(gains.values()) == sorted(gains.values(), reverse=True)
+    assert all(0 < each["bytes"] < 10 * result["bytes"] for each in result["storages"])
+    converted = convert(tmp_path / "in", tmp_path / "out", to="rows", target="label")
+    assert converted["gain"]["ratio"] > 3
+
+
+def test_a_long_csv_is_told_from_its_first_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr("hasten.data.inspection.SAMPLED_TEXT", 50_000)
+    (tmp_path / "in").mkdir()
+    pyarrow.csv.write_csv(numbers(5000), tmp_path / "in" / "train.csv")
+    result = inspect(tmp_path / "in", budget=BUDGET)
+    assert not result["rows_exact"] and abs(result["rows"] - 5000) < 100
+
+
+def test_pictures(tmp_path):
+    result = inspect(pictures(tmp_path / "in", count=24), budget=4.0)
+    assert (result["kind"], result["files"], result["rows"], result["resize"]) == ("images", 24, 24, 256)
+    assert result["columns"] == {"pictures": "uint8 (3, 256, 256)", "labels": "int64"}
+    assert result["limit"] == "decode" and result["passes"] == "every"
+    best = result["storages"][0]
+    assert (best["to"], best["resize"]) == ("rows", 256) and best["gain"] > 3
+
+
+def test_small_pictures_of_one_size_stay_as_they_are(tmp_path):
+    result = inspect(pictures(tmp_path / "in", sizes=((32, 48),), ending="png"), budget=BUDGET)
+    assert result["resize"] is None and result["columns"]["pictures"] == "uint8 (3, 32, 48)"
+    assert all(each["resize"] is None for each in result["storages"])
+
+
+@pytest.mark.parametrize("to", ["shards", "rows"])
+def test_what_was_converted(tmp_path, to):
+    convert(pictures(tmp_path / "in"), tmp_path / "out", to=to, resize=64)
+    result = inspect(tmp_path / "out", budget=BUDGET)
+    assert (result["kind"], result["rows"]) == (to, 12) and result["speed"]["copy"] > 0
+    assert (result["speed"]["decode"] is None) == (to == "rows")
+
+
+def test_records_and_tokens(tmp_path):
+    convert(written(tmp_path / "in"), tmp_path / "out", to="tfrecord")
+    assert inspect(tmp_path / "out", budget=BUDGET)["rows"] == ROWS
+    numpy.arange(10_000, dtype=numpy.uint16).tofile(tmp_path / "train.bin")
+    result = inspect(tmp_path / "train.bin", budget=BUDGET)
+    assert (result["kind"], result["limit"], result["storages"]) == ("tokens", "copy", [])
+
+
+def test_what_cannot_be_decoded_is_told_beside_what_is_there(tmp_path):
+    data = pictures(tmp_path / "in")
+    for path in (data / "cat").iterdir():
+        path.write_bytes(b"no picture")
+    result = inspect(data, budget=BUDGET)
+    assert "no JPEG or PNG" in result["trouble"] and result["files"] == 12 and result["storages"] == []
+    result = inspect(written(tmp_path / "texts", content=table()), budget=BUDGET)
+    assert "'word' lacks" in result["trouble"] and result["rows"] == ROWS and result["speed"]["disk"] != 0
+
+
+def test_what_is_refused(tmp_path):
+    torch.save([1], tmp_path / "model.pt")
+    for path, told in ((tmp_path / "nothing", "there is no file"), (tmp_path, "no file name of .* tells what it holds")):
+        with pytest.raises(Refusal, match=told):
+            inspect(path)
+    (tmp_path / "x.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(Refusal, match="no whole Parquet file"):
+        inspect(tmp_path / "x.parquet")

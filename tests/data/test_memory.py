@@ -1,0 +1,69 @@
+"""Memory is used again as soon as nobody holds it, and never before."""
+
+import gc
+import tracemalloc
+
+import pytest
+import torch
+
+from hasten.data import arrays
+from hasten.data.memory import KEPT, SIZES, _waiting, taken
+
+
+@pytest.fixture(autouse=True)
+def from_scratch():
+    gc.collect()
+    _waiting.clear()
+
+
+def test_memory_comes_back_when_the_last_holder_goes():
+    tensor = taken((1000, 100), torch.float32)
+    place, view = tensor.data_ptr(), tensor[10:20].view(-1)
+    del tensor
+    assert taken((1000, 100), torch.float32).data_ptr() != place, "a view still holds it"
+    del view
+    assert place in [taken((1000, 100), torch.float32).data_ptr() for _ in range(2)]
+
+
+def test_whatever_holds_a_batch_keeps_it():
+    def held_by(use):
+        tensor = taken((64, 100), torch.float32).fill_(1.0)
+        return tensor.data_ptr(), use(tensor)
+
+    weights = torch.ones(100, requires_grad=True)
+    for use in (
+        torch.Tensor.numpy,
+        lambda t: (t * weights).sum(),
+        lambda t: t.untyped_storage(),
+        lambda t: torch.utils.dlpack.to_dlpack(t),
+    ):
+        place, holder = held_by(use)
+        others = [taken((64, 100), torch.float32) for _ in range(KEPT + 1)]
+        assert place not in [other.data_ptr() for other in others], use
+        del holder, others
+
+
+def test_little_waits_to_be_used_again():
+    held = [taken((10_000,), torch.float32) for _ in range(3 * KEPT)]
+    del held
+    for size in range(2 * SIZES):
+        taken((4096 << (size % 12),) if size < 12 else (50_000 + 10_000 * size,), torch.uint8)
+    assert len(_waiting) <= SIZES and all(len(blocks) <= KEPT for blocks in _waiting.values())
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (0, 5), (7, 11, 13), (4096,), (4097,)])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.bfloat16, torch.float64, torch.uint16])
+def test_any_shape_and_type(shape, dtype):
+    tensor = taken(shape, dtype)
+    assert tensor.shape == shape and tensor.dtype == dtype and tensor.is_contiguous()
+
+
+def test_a_pass_takes_no_new_memory():
+    pipeline = arrays(torch.zeros(64, 100_000)).batch(8)
+    list(pipeline)  # more at once than a loop ever holds
+    tracemalloc.start()
+    for batch in pipeline:
+        assert batch.shape == (8, 100_000)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < batch.nbytes / 2

@@ -1,0 +1,177 @@
+"""What the pipeline promises: the same batches whoever computes them, any place found again, trainers content."""
+
+import itertools
+import random
+
+import numpy
+import pytest
+import torch
+from pipelines import BATCH, ROWS, Bad, augmented, equal
+
+from hasten import Refusal
+from hasten.data import Pipeline, arrays
+
+WAYS = [{"batches": 0}, {"batches": 3}]
+WAYS += [{way: count} for way in ("threads", "processes") for count in (1, 2, 8)]
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return list(augmented())
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_every_runner_gives_the_same_bits(whole, way):
+    assert equal(list(augmented().prefetch(**way)), whole)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_no_runner_touches_the_random_state_of_the_run(way):
+    pipeline = augmented().prefetch(**way)
+    torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
+    before = torch.rand(3), random.random(), numpy.random.rand()
+    torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
+    list(pipeline)
+    after = torch.rand(3), random.random(), numpy.random.rand()
+    assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_shares_of_all_ranks_are_the_whole_batch(whole, ranks):
+    shares = [list(augmented().share(rank, ranks)) for rank in range(ranks)]
+    joined = [tuple(torch.cat(parts) for parts in zip(*of_ranks, strict=True)) for of_ranks in zip(*shares, strict=True)]
+    assert equal(joined, whole)
+
+
+def test_a_last_batch_that_has_no_row_for_some_rank_is_refused():
+    pipeline = arrays(torch.arange(17)).batch(8).share(0, 2)
+    with pytest.raises(Refusal, match="2 ranks cannot share a batch of 1 rows"):
+        list(pipeline)
+    assert len(list(arrays(torch.arange(17)).batch(8, drop_last=True).share(0, 2))) == 2
+
+
+@pytest.mark.parametrize("way", [{"batches": 0}, {"threads": 2}, {"processes": 2}], ids=str)
+def test_resumed_at_any_batch_exactly_the_rest_comes(way):
+    pipeline = augmented().prefetch(**way)
+    first, second = list(pipeline), list(pipeline)
+    for seen in range(1, len(first) + 1) if way == WAYS[0] else (3, len(first)):
+        interrupted = augmented()
+        list(itertools.islice(interrupted, seen))
+        resumed = augmented().prefetch(**way)
+        resumed.load_state_dict(interrupted.state_dict())
+        assert equal(list(resumed), first[seen:])
+        assert equal(list(resumed), second), "the pass after the resumed one"
+
+
+def test_the_place_between_two_passes_is_the_start_of_the_next():
+    pipeline, resumed = augmented(), augmented()
+    list(pipeline)
+    resumed.load_state_dict(pipeline.state_dict())
+    assert equal(list(resumed), list(pipeline))
+
+
+def test_passes_differ_and_a_seed_repeats_them(whole):
+    pipeline = augmented()
+    first, second = list(pipeline), list(pipeline)
+    assert equal(first, whole) and not equal(first, second)
+    assert sorted(torch.cat([labels for _, labels in second]).tolist()) == list(range(ROWS))
+    assert not equal(list(pipeline.shuffle(seed=6)), first)
+
+
+def test_a_pass_that_was_left_is_followed_by_the_next():
+    pipeline, whole = augmented(), augmented()
+    for _ in pipeline:
+        break
+    list(whole)
+    assert equal(list(pipeline), list(whole))
+
+
+def test_maps_draw_numbers_of_their_own():
+    def drawn(batch, chance):
+        return (*batch, chance.uniform()) if isinstance(batch, tuple) else (batch, chance.uniform())
+
+    for _, a, b in arrays(torch.arange(64)).batch(64).map(drawn).map(drawn):
+        assert not torch.equal(a, b)
+
+
+def test_every_step_of_a_description_leaves_the_former_one_alone():
+    plain = arrays(torch.arange(8)).batch(4)
+    list(plain.shuffle(seed=1))
+    assert plain.state_dict() == {"seed": 0, "epoch": 0, "position": 0}
+    assert [batch.tolist() for batch in plain] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_all_batches_of_a_pass_may_be_kept():
+    kept = list(arrays(torch.arange(40_000).view(20, 2000)).batch(2))
+    assert [batch[0, 0].item() for batch in kept] == list(range(0, 40_000, 4000))
+
+
+@pytest.mark.parametrize("way", [{"batches": 0}, {"threads": 3}, {"processes": 2}], ids=str)
+def test_bad_rows_are_left_out_the_same_everywhere(way):
+    pipeline = Pipeline(Bad([3, 50, 51])).shuffle(seed=2).skip_bad(3).batch(BATCH).prefetch(**way)
+    rows = torch.cat(list(pipeline)).tolist()
+    assert sorted(rows) == sorted(set(range(ROWS)) - {3, 50, 51})
+    assert rows == [row for row in torch.cat(list(Pipeline(Bad([])).shuffle(seed=2).batch(BATCH))).tolist() if row not in (3, 50, 51)]
+    assert sorted(pipeline.faults.found) == [3, 50, 51]
+    list(pipeline)
+    assert len(pipeline.faults.found) == 3, "a row is counted once, however often it is met"
+
+
+def test_the_place_costs_nothing_that_grows_with_it():
+    state = augmented().state_dict()
+    assert set(state) == {"seed", "epoch", "position"} and all(isinstance(value, int) for value in state.values())
+
+
+def test_a_place_of_another_order_is_refused():
+    with pytest.raises(Refusal, match="belongs to seed 9"):
+        augmented().load_state_dict({"seed": 9, "epoch": 0, "position": 0})
+    with pytest.raises(Refusal, match="seed, epoch and position"):
+        augmented().load_state_dict({"step": 4})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (lambda p: p.batch(0), "batch.size. must be a whole number of at least 1"),
+        (lambda p: p.batch(2.5), "not 2.5"),
+        (lambda p: p.map(3), "wants a function, not a int"),
+        (lambda p: p.shuffle(window=0), "window"),
+        (lambda p: p.prefetch(threads=1, processes=1), "not both"),
+        (lambda p: p.prefetch(timeout=0), "seconds"),
+        (lambda p: p.share(2, 2), "rank is from 0"),
+        (lambda p: p.skip_bad(-1), "at_most"),
+        (lambda p: list(p), "does not know its batch size"),
+        (lambda p: p.batch(4).cache(), "before .batch"),
+    ],
+)
+def test_wrong_requests_are_refused(wrong, told):
+    with pytest.raises(Refusal, match=told):
+        wrong(arrays(torch.arange(8)))
+
+
+def test_it_answers_like_a_dataloader():
+    pipeline = augmented().prefetch(processes=2)
+    assert len(pipeline) == len(list(pipeline)) == -(-ROWS // BATCH)
+    assert len(pipeline.dataset) == ROWS and pipeline.batch_size == BATCH and pipeline.drop_last is False
+    assert pipeline.num_workers == 2 and pipeline.pin_memory is False and pipeline.batch_sampler is None
+    with pytest.raises(TypeError):
+        len(arrays(torch.arange(8)))
+
+
+def test_set_epoch_chooses_the_pass_but_keeps_a_place_that_was_loaded(whole):
+    pipeline = augmented()
+    list(pipeline)
+    pipeline.set_epoch(0)
+    assert equal(list(pipeline), whole)
+    pipeline.load_state_dict({"seed": 5, "epoch": 0, "position": 4})
+    pipeline.sampler.set_epoch(0)  # as trainers do at the start of a pass that they take up
+    assert equal(list(pipeline), whole[4:])
+
+
+def test_the_batches_of_the_engine_depend_on_the_run_and_validation_is_never_shuffled():
+    pipeline = augmented()
+    runs = [list(pipeline.batches(8, seed, training=True).epoch(0, 0)) for seed in (0, 0, 1)]
+    assert equal(runs[0], runs[1]) and not equal(runs[0], runs[2])
+    judged = [list(pipeline.batches(8, seed, training=False).epoch(0, 0)) for seed in (0, 1)]
+    assert equal(*judged)
+    assert torch.cat([labels for _, labels in judged[0]]).tolist() == list(range(ROWS))

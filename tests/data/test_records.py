@@ -1,0 +1,164 @@
+"""TFRecord files: the framing against its document, the checksum against published ones, and every way a file can be broken."""
+
+import gzip
+import struct
+
+import numpy
+import pytest
+import torch
+
+from hasten.contract.errors import Refusal
+from hasten.data import checksums, tfrecord
+from hasten.data.checksums import computed, crc32c, masked
+from hasten.data.example_messages import encoded
+from hasten.data.records import HEAD, Records, framed
+from hasten.data.source import BadRow
+
+PUBLISHED = {  # RFC 3720, appendix B.4, and the usual check value
+    bytes(32): 0x8A9136AA,
+    b"\xff" * 32: 0x62A8AB43,
+    bytes(range(32)): 0x46DD794E,
+    bytes(range(31, -1, -1)): 0x113FDB5C,
+    b"123456789": 0xE3069283,
+    b"": 0,
+    b"a": 0xC1D04330,
+}
+
+
+def bit_by_bit(data: bytes) -> int:
+    remainder = 0xFFFFFFFF
+    for byte in data:
+        remainder ^= byte
+        for _ in range(8):
+            remainder = remainder >> 1 ^ (0x82F63B78 if remainder & 1 else 0)
+    return remainder ^ 0xFFFFFFFF
+
+
+@pytest.mark.parametrize("checksum", [computed, crc32c])
+def test_published_checksums(checksum):
+    assert checksum(list(PUBLISHED)).tolist() == list(PUBLISHED.values())
+
+
+def test_checksums_of_many_unequal_pieces():
+    rng = numpy.random.default_rng(0)
+    pieces = [rng.bytes(int(n)) for n in [*range(12), 63, 64, 65, 127, 128, 129, 5000, *rng.integers(0, 900, 60)]]
+    assert computed(pieces).tolist() == [bit_by_bit(piece) for piece in pieces]
+
+
+def test_a_big_piece_is_the_sum_of_its_parts():
+    """Linear: the checksums of a, b, c of equal length and of a ^ b ^ c are bound to each other."""
+    a, b, c = (numpy.frombuffer(numpy.random.default_rng(seed).bytes(1_000_003), numpy.uint8) for seed in range(3))
+    marks = computed([memoryview(x) for x in (a, b, c, a ^ b ^ c)])
+    assert marks[0] ^ marks[1] ^ marks[2] == marks[3]
+
+
+def test_the_framing_is_the_documented_one():
+    # the first record that TensorFlow's own tests of the format write: length 3, "foo"
+    length, data = struct.pack("<Q", 3), b"foo"
+    mask = lambda crc: ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF  # noqa: E731
+    assert framed([data]) == length + struct.pack("<I", mask(bit_by_bit(length))) + data + struct.pack("<I", mask(bit_by_bit(data)))
+    assert masked(numpy.array([0xE3069283], numpy.uint32))[0] == mask(0xE3069283)
+
+
+def written(path, count=100, first=0):
+    records = [encoded({"x": [i + 0.5, -i], "label": i * i, "id": f"row{i}"}) for i in range(first, first + count)]
+    path.write_bytes(framed(records))
+    return records
+
+
+def test_rows_in_any_order_from_several_files(tmp_path):
+    written(tmp_path / "a.tfrecord", 70)
+    written(tmp_path / "b.tfrecord", 30, first=70)
+    source = tfrecord(tmp_path, target="label").source
+    assert len(source) == 100 and source.edges().tolist() == [0, 70, 100]
+    rows = numpy.random.default_rng(0).permutation(100)
+    identity, x, label = source.read(rows)
+    assert identity == [b"row%d" % row for row in rows]
+    assert torch.equal(x, torch.from_numpy(numpy.stack([rows + 0.5, -rows], axis=1)).float())
+    assert label.tolist() == (rows * rows).tolist()
+    assert source.read(rows[:0])[2].shape == (0,)
+
+
+@pytest.mark.parametrize("lengths", [[5] * 3000, [5] * 100 + [6] * 2 + [5] * 50 + [0] * 40, list(range(200)), [0], [100_000, 1]])
+def test_the_walk_finds_every_record(tmp_path, lengths):
+    rng = numpy.random.default_rng(0)
+    records = [rng.bytes(length) for length in lengths]
+    (tmp_path / "a.tfrecord").write_bytes(framed(records))
+    found = Records([str(tmp_path / "a.tfrecord")])
+    data, begins, ends = found.data_of(numpy.arange(len(records)))
+    assert [data[b:e].tobytes() for b, e in zip(begins, ends, strict=True)] == records
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["numpy", "installed"])
+def test_a_wrong_checksum_names_the_record_and_only_it(tmp_path, monkeypatch, own):
+    if own:
+        monkeypatch.setattr(checksums, "_installed", None)
+    elif checksums._installed is None:
+        pytest.skip("google-crc32c is not installed")
+    records = written(tmp_path / "a.tfrecord")
+    broken = bytearray((tmp_path / "a.tfrecord").read_bytes())
+    at = sum(len(record) + 16 for record in records[:42])
+    broken[at + HEAD + len(records[42]) - 1] ^= 1
+    (tmp_path / "a.tfrecord").write_bytes(broken)
+    source = tfrecord(tmp_path / "a.tfrecord").source
+    with pytest.raises(BadRow, match=rf"a\.tfrecord, record 42, byte {at}.*checksum") as caught:
+        source.read(numpy.arange(30, 60))
+    assert caught.value.row == 42
+    with pytest.raises(BadRow):  # still, when asked again
+        source.read(numpy.array([42]))
+    assert len(source.read(numpy.delete(numpy.arange(100), 42))["label"]) == 99
+
+
+def test_the_checksum_may_be_left_out(tmp_path):
+    (tmp_path / "a.tfrecord").write_bytes(framed([encoded({"a": 1})])[:-4] + bytes(4))
+    assert tfrecord(tmp_path, verify=False).source.read(numpy.array([0]))["a"].tolist() == [1]
+
+
+@pytest.mark.parametrize("left", [5, 11, 12, 40, -1, -5])
+def test_a_file_that_is_cut_off_is_told(tmp_path, left):
+    written(tmp_path / "a.tfrecord")
+    whole = (tmp_path / "a.tfrecord").read_bytes()
+    (tmp_path / "a.tfrecord").write_bytes(whole[:left])
+    with pytest.raises(Refusal, match=r"a\.tfrecord is cut off: record (0|99), at byte"):
+        tfrecord(tmp_path)
+
+
+def test_a_damaged_length_is_told(tmp_path):
+    records = written(tmp_path / "a.tfrecord")
+    broken = bytearray((tmp_path / "a.tfrecord").read_bytes())
+    broken[sum(len(record) + 16 for record in records[:7]) + 1] ^= 0x40
+    (tmp_path / "a.tfrecord").write_bytes(broken)
+    with pytest.raises(Refusal, match=r"a\.tfrecord is damaged: the length of record 7, at byte"):
+        tfrecord(tmp_path)
+
+
+def test_other_files_are_refused(tmp_path):
+    written(tmp_path / "a.tfrecord")
+    (tmp_path / "zipped.tfrecord").write_bytes(gzip.compress((tmp_path / "a.tfrecord").read_bytes()))
+    with pytest.raises(Refusal, match=r"compressed with gzip.*unpack"):
+        tfrecord(tmp_path / "zipped.tfrecord")
+    (tmp_path / "text.tfrecord").write_text("this is not what it says that it is")
+    with pytest.raises(Refusal, match="no TFRecord file"):
+        tfrecord(tmp_path / "text.tfrecord")
+    (tmp_path / "empty.tfrecord").write_bytes(b"")
+    with pytest.raises(Refusal, match="no record in"):
+        tfrecord(tmp_path / "empty.tfrecord")
+    (tmp_path / "raw.tfrecord").write_bytes(framed([b"\xff\xff raw bytes"]))
+    with pytest.raises(Refusal, match=r"raw\.tfrecord, record 0, byte 0 is no tf\.train\.Example"):
+        tfrecord(tmp_path / "raw.tfrecord")
+
+
+def test_a_wrong_request_is_told(tmp_path):
+    written(tmp_path / "a.tfrecord")
+    with pytest.raises(Refusal, match="did you mean label"):
+        tfrecord(tmp_path, target="labl")
+    with pytest.raises(Refusal, match="nothing to predict it from"):
+        tfrecord(tmp_path, features=["label"], target="label")
+
+
+def test_the_identity_follows_the_file_and_the_request(tmp_path):
+    written(tmp_path / "a.tfrecord")
+    whole, part = tfrecord(tmp_path).source.identity(), tfrecord(tmp_path, features=["x"]).source.identity()
+    assert whole != part and whole == tfrecord(tmp_path).source.identity()
+    written(tmp_path / "a.tfrecord", 101)
+    assert whole != tfrecord(tmp_path).source.identity()

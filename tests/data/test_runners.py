@@ -1,0 +1,157 @@
+"""Threads and processes: errors, deaths, hangs, and nothing that is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from pipelines import BATCH, ROWS, Bad, Killing, hanging
+
+from hasten import Failure
+from hasten.contract.errors import Notice
+from hasten.data import Pipeline, arrays
+
+BOTH = [{"threads": 2}, {"processes": 2}]
+
+
+def numbers():
+    return arrays(torch.arange(ROWS)).batch(BATCH)
+
+
+def children():
+    return psutil.Process().children()
+
+
+class Odd(Exception):
+    """An error that cannot be rebuilt from its message."""
+
+    def __init__(self, a, b):
+        super().__init__(f"{a} and {b}")
+
+
+def test_a_killed_worker_is_named_and_another_one_goes_on(tmp_path):
+    with pytest.warns(Notice, match=r"worker process \d+ was killed by SIGKILL.*memory.* batch 3 of the pass; another one") as told:
+        batches = list(numbers().map(Killing(tmp_path, 1)).prefetch(processes=2))
+    assert torch.cat(batches).tolist() == list(range(ROWS))
+    assert len(told) == 1 and not children()
+
+
+def test_a_worker_that_is_killed_from_outside_at_any_time_costs_nothing():
+    pipeline, seen = numbers().map(lambda batch: time.sleep(0.01) or batch).prefetch(4, processes=2), []
+    with warnings.catch_warnings(action="ignore"):
+        for number, batch in enumerate(pipeline):
+            seen += batch.tolist()
+            if number in (0, 3):
+                os.kill(children()[0].pid, signal.SIGKILL)
+    assert seen == list(range(ROWS))
+
+
+def test_the_same_batch_killing_twice_is_a_failure(tmp_path):
+    with pytest.warns(Notice), pytest.raises(Failure, match=r"worker process \d+ was killed by SIGKILL.*so did the one before it"):
+        list(numbers().map(Killing(tmp_path, 2)).prefetch(processes=2))
+    assert not children()
+
+
+@pytest.mark.parametrize("way", BOTH, ids=str)
+def test_a_hang_is_told(way):
+    began = time.perf_counter()
+    with pytest.raises(Failure, match=r"batch 3 of the pass did not come within 0.5 s: (a thread|worker process \d+) hangs"):
+        list(numbers().map(hanging).prefetch(**way, timeout=0.5))
+    assert time.perf_counter() - began < 5
+    assert not children()
+
+
+@pytest.mark.parametrize("way", [{"batches": 0}, *BOTH], ids=str)
+def test_what_a_map_raises_comes_as_it_is_after_the_batches_before_it(way):
+    def raising(batch):
+        if 50 in batch.tolist():
+            raise KeyError("no such label")
+        return batch
+
+    seen = []
+    with pytest.raises(KeyError, match="no such label"):
+        for batch in numbers().map(raising).prefetch(**way):
+            seen += batch.tolist()
+    assert seen == list(range(3 * BATCH)) and not children()
+
+
+def test_an_error_that_cannot_travel_is_told_all_the_same():
+    def raising(batch):
+        raise Odd(1, 2)
+
+    with pytest.raises(Failure, match="Odd: 1 and 2"):
+        list(numbers().map(raising).prefetch(processes=1))
+
+
+@pytest.mark.parametrize("way", [{"batches": 0}, *BOTH], ids=str)
+def test_the_first_bad_row_ends_it_with_its_place(way):
+    with pytest.raises(Failure, match=r"row 50 \(numbers.txt line 51\): no number; mend it, or .*skip_bad"):
+        list(Pipeline(Bad([50])).batch(BATCH).prefetch(**way))
+
+
+@pytest.mark.parametrize("way", BOTH, ids=str)
+def test_nobody_runs_ahead_further_than_told(way, tmp_path):
+    def noted(batch):
+        (tmp_path / str(batch[0].item())).touch()
+        return batch
+
+    iterator = iter(arrays(torch.arange(400)).batch(4).map(noted).prefetch(3, **way))
+    next(iterator)
+    time.sleep(0.2)
+    assert len(list(tmp_path.iterdir())) <= 1 + 2 + 4  # given, being computed, waiting (rounded up to the workers)
+    iterator.close()
+
+
+@pytest.mark.parametrize("way", BOTH, ids=str)
+def test_a_pass_that_is_left_ends_its_workers(way):
+    before = threading.active_count()
+    for _ in numbers().prefetch(**way):
+        break
+    assert not children() and threading.active_count() == before
+
+
+def test_any_nesting_travels_between_processes():
+    def nested(batch):
+        return {"numbers": (batch, batch.double()), "names": [f"row {n}" for n in batch.tolist()], "none": None, "empty": batch[:0]}
+
+    for here, there in zip(numbers().map(nested), numbers().map(nested).prefetch(processes=1), strict=True):
+        assert torch.equal(here["numbers"][1], there["numbers"][1]) and here["numbers"][1].dtype == there["numbers"][1].dtype
+        assert here["names"] == there["names"] and there["none"] is None and there["empty"].shape == (0,)
+
+
+def test_batches_from_processes_may_all_be_kept_and_may_grow():
+    def grown(batch):
+        return batch[:, None].expand(-1, 10 * (1 + batch[0].item()))
+
+    kept = list(numbers().map(grown).prefetch(processes=2))
+    assert [batch[0, -1].item() for batch in kept] == list(range(0, ROWS, BATCH))
+
+
+PARENT = """
+import sys, time, torch
+from hasten.data import arrays
+for batch in arrays(torch.zeros(100_000, 100)).batch(1000).map(lambda batch: time.sleep(0.02) or batch).prefetch(4, processes=3):
+    print("batch", flush=True)
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system shows no shared memory as files")
+def test_a_killed_parent_leaves_no_process_and_no_shared_memory():
+    before = set(os.listdir("/dev/shm"))
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, start_new_session=True)
+    parent.stdout.readline()
+    workers = psutil.Process(parent.pid).children()
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    assert len(workers) == 3
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert not alive, "workers outlive their parent"
+    assert set(os.listdir("/dev/shm")) <= before

@@ -1,0 +1,120 @@
+"""A stage that is made slow is the one that is found slow."""
+
+import time
+
+import pytest
+import torch
+from storages import ROWS, written
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from hasten import Task
+from hasten.data import arrays, bench
+from hasten.data.kinds import kind_of
+from hasten.data.readings import Reading
+from hasten.data.stages import pace, reading_pace
+
+BUDGET, NAP = 0.8, 0.002
+
+
+class Samples(Dataset):
+    def __init__(self, nap=0.0):
+        self.nap = nap
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        time.sleep(self.nap)
+        return torch.full((2,), index / 64), index % 2
+
+
+class Napping(nn.Linear):
+    def forward(self, x):
+        time.sleep(8 * NAP)
+        return super().forward(x)
+
+
+def napping(samples):
+    time.sleep(8 * NAP)
+    return torch.utils.data.default_collate(samples)
+
+
+def task(data, model=nn.Linear):
+    return Task(
+        model=lambda: model(2, 2), train_data=data, loss=nn.functional.cross_entropy, batch_size=8, epochs=1,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    )  # fmt: skip
+
+
+def pipeline():
+    return arrays(torch.zeros(64, 2), torch.arange(64) % 2).shuffle()
+
+
+def nap_a_sample(sample):
+    time.sleep(NAP)
+    return sample
+
+
+def nap_a_batch(batch):
+    time.sleep(8 * NAP)
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("data", "limit"),
+    [
+        (Samples(NAP), "read"),
+        (DataLoader(Samples(NAP), batch_size=8), "read"),
+        (DataLoader(Samples(), batch_size=8, collate_fn=napping), "batch"),
+        (pipeline().map(nap_a_sample).batch(8), "transform"),
+        (pipeline().batch(8).map(nap_a_batch), "transform"),
+        (pipeline().batch(8).map(nap_a_batch).prefetch(2, threads=2), "transform"),
+        (pipeline().batch(8, collate=napping), "batch"),
+    ],
+)
+def test_the_slow_stage_is_named(data, limit):
+    result = bench(task(data), budget=BUDGET, device="cpu")
+    assert result["limit"] == limit and result["batch_size"] == 8
+    assert result["stages"][limit] == min(rate for rate in result["stages"].values() if rate)
+    assert result["stages"][limit] == pytest.approx(1 / NAP, rel=0.5)
+    assert result["waits"] > 0.5 and result["together"] < result["appetite"]
+    assert result["stages"]["copy"] is None
+
+
+@pytest.mark.parametrize("data", [Samples(), pipeline().batch(8), pipeline().batch(8).prefetch(2, threads=1)])
+def test_a_slow_step_waits_for_nothing(data):
+    result = bench(task(data, Napping), budget=BUDGET, device="cpu")
+    assert result["limit"] == "step" and result["waits"] < 0.3
+    assert result["appetite"] == pytest.approx(1 / NAP, rel=0.5)
+
+
+def test_a_stream_is_timed_as_a_whole():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter([(torch.zeros(2), 0)] * 64)
+
+    result = bench(task(Stream()), budget=BUDGET, device="cpu")
+    assert result["stages"]["read"] is None and result["together"] > 0
+
+
+def test_the_random_state_is_left_alone():
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    bench(task(Samples()), budget=0.2, device="cpu")
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_paces(tmp_path):
+    kind, files = kind_of(written(tmp_path / "in"))
+    speed = pace(Reading(kind, files, files), 0.2)
+    assert speed["batches"] < min(speed["decode"], speed["copy"])
+    assert speed["decode"] > ROWS
+    assert reading_pace(files)["page_cache"] > 0
+
+
+def test_decoding_only_some_rows_takes_no_longer_for_more_files(tmp_path):
+    """Reading.most holds for the stages, too: the rows of one run are decoded, not of twenty."""
+    kind, files = kind_of(written(tmp_path / "in", runs=ROWS // 20))
+    reading = Reading(kind, files, files, most=10)
+    assert reading.rows == 10 and pace(reading, 5.0)["decode"] > 0

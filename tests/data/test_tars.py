@@ -1,0 +1,181 @@
+"""Tar shards: written by Python's tarfile in all its forms, read by ours; and what must be refused."""
+
+import gzip
+import io
+import json
+import pickle
+import tarfile
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from hasten.contract.errors import Refusal
+from hasten.data import shards
+from hasten.data.source import BadRow
+from hasten.data.tar_headers import members
+
+FORMS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
+
+
+def npy(array):
+    file = io.BytesIO()
+    numpy.save(file, array)
+    return file.getvalue()
+
+
+def png(seed, size=(20, 30)):
+    file = io.BytesIO()
+    pixels = numpy.random.default_rng(seed).integers(0, 256, (*size, 3), numpy.uint8)
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue(), pixels.transpose(2, 0, 1)
+
+
+def pack(path, files, form=tarfile.PAX_FORMAT):
+    with tarfile.open(path, "w", format=form) as tar:
+        for name, content in files:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def sample(number):
+    return [
+        (f"set/{number:04}.cls", str(number % 10).encode()),
+        (f"set/{number:04}.json", json.dumps({"number": number}).encode()),
+        (f"set/{number:04}.txt", f"text {number} é".encode()),
+        (f"set/{number:04}.npy", npy(numpy.full((2, 3), number, numpy.float32))),
+        (f"set/{number:04}.bin", bytes([number])),
+    ]
+
+
+def test_samples_of_several_shards_in_any_order(tmp_path):
+    pack(tmp_path / "a.tar", [file for number in range(7) for file in sample(number)])
+    pack(tmp_path / "b.tar", [file for number in range(7, 10) for file in sample(number)])
+    source = shards(tmp_path).source
+    assert len(source) == 10 and source.edges().tolist() == [0, 7, 10]
+    rows = numpy.array([9, 0, 3, 7])
+    columns = source.read(rows)
+    assert list(columns) == ["cls", "json", "txt", "npy", "bin"]
+    assert columns["cls"].tolist() == [9, 0, 3, 7] and columns["cls"].dtype == torch.int64
+    assert columns["json"] == [{"number": row} for row in rows] and columns["txt"] == [f"text {row} é" for row in rows]
+    assert torch.equal(columns["npy"], torch.tensor(rows, dtype=torch.float32)[:, None, None].expand(4, 2, 3))
+    assert columns["bin"] == [bytes([row]) for row in rows]
+    text, number = shards(tmp_path, columns=["txt", "cls"], target="cls").source.read(rows)
+    assert text == columns["txt"] and number.tolist() == rows.tolist()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_header(tmp_path, form):
+    deep = "/".join(["a_folder_with_a_long_name"] * 5)
+    names = ["a.txt", f"{deep}/{'x' * 90}.txt", "./here/b.txt"] + ([] if form == "ustar" else [f"{'y' * 300}.txt", "ümläut.txt"])
+    pack(tmp_path / "a.tar", [(name, name.encode()) for name in names], FORMS[form])
+    content = (tmp_path / "a.tar").read_bytes()
+    with tarfile.open(tmp_path / "a.tar") as tar:
+        expected = [(info.name, info.offset_data, info.offset_data + info.size) for info in tar]
+    assert list(members(memoryview(content))) == expected
+    assert shards(tmp_path).source.read(numpy.arange(len(names)))["txt"] == names
+
+
+def test_folders_links_and_notes_are_passed_over(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name, kind in [("set", tarfile.DIRTYPE), ("set/link.txt", tarfile.SYMTYPE), ("set/hard.txt", tarfile.LNKTYPE)]:
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, "/etc/passwd"
+            tar.addfile(info)
+        for name in ("README", "__index__.txt", ".hidden.txt", "a.txt"):
+            info = tarfile.TarInfo(name)
+            info.size = 2
+            tar.addfile(info, io.BytesIO(b"hi"))
+    source = shards(tmp_path).source
+    assert source.keys == ["a"] and source.read(numpy.array([0])) == {"txt": ["hi"]}
+
+
+def test_pictures_whole_and_resized(tmp_path):
+    files = {f"{number}.png": png(number) for number in range(4)}
+    pack(tmp_path / "a.tar", [(name, content) for name, (content, _) in files.items()])
+    pictures = shards(tmp_path).source.read(numpy.array([2, 1]))["png"]
+    assert numpy.array_equal(pictures[0], files["2.png"][1]) and numpy.array_equal(pictures[1], files["1.png"][1])
+    assert shards(tmp_path, resize=16).source.read(numpy.arange(4))["png"].shape == (4, 3, 16, 16)
+
+
+def test_arrays_of_unequal_shapes_are_a_list(tmp_path):
+    pack(tmp_path / "a.tar", [(f"{n}.npy", npy(numpy.arange(n, dtype=">i2"))) for n in range(5)])
+    arrays = shards(tmp_path).source.read(numpy.array([3, 0]))["npy"]
+    assert [array.tolist() for array in arrays] == [[0, 1, 2], []]
+
+
+@pytest.mark.parametrize("name", ["/etc/a.txt", "../a.txt", "set/../../a.txt", "..\\a.txt"])
+def test_a_path_that_leads_out_is_refused(tmp_path, name):
+    pack(tmp_path / "a.tar", [("good.txt", b"x"), (name, b"x")])
+    with pytest.raises(Refusal, match=r"a\.tar has a member .* leads out of the folder"):
+        shards(tmp_path)
+
+
+class Bad:
+    def __reduce__(self):
+        return eval, ("1 / 0",)  # what no reader may run
+
+
+@pytest.mark.parametrize(
+    ("ending", "content"),
+    [
+        ("npy", npy(numpy.array([1.0]))[:-2]),
+        (
+            "npy",
+            b"\x93NUMPY\x01\x00"
+            + b"v\x00"
+            + b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }".ljust(117)
+            + b"\n"
+            + pickle.dumps(Bad()),
+        ),
+        ("npy", pickle.dumps(Bad())),
+        ("cls", b"seven"),
+        ("json", b"{"),
+        ("txt", b"\xff\xfe\xff"),
+        ("png", b"no picture"),
+    ],
+)
+def test_a_bad_file_is_named_and_pickles_are_never_loaded(tmp_path, ending, content):
+    good = {"npy": npy(numpy.array([1.0])), "cls": b"7", "json": b"{}", "txt": b"x", "png": png(0)[0]}[ending]
+    pack(tmp_path / "a.tar", [(f"set/{n}.{ending}", content if n == 3 else good) for n in range(6)])
+    source = shards(tmp_path).source
+    with pytest.raises(BadRow, match=rf"a\.tar, set/3\.{ending}") as caught:
+        source.read(numpy.arange(6))
+    assert caught.value.row == 3
+    assert len(source.read(numpy.array([0, 5]))[ending]) == 2
+
+
+def test_a_sample_that_lacks_a_file_is_a_bad_row(tmp_path):
+    pack(tmp_path / "a.tar", [("0.txt", b"x"), ("0.cls", b"1"), ("1.txt", b"y"), ("2.txt", b"z"), ("2.cls", b"2")])
+    source = shards(tmp_path).source
+    with pytest.raises(BadRow, match=r"no file that ends in \.cls") as caught:
+        source.read(numpy.arange(3))
+    assert caught.value.row == 1
+
+
+def test_broken_and_other_files_are_refused(tmp_path):
+    pack(tmp_path / "a.tar", [file for number in range(3) for file in sample(number)])
+    whole = (tmp_path / "a.tar").read_bytes()
+    for name, content, says in [
+        ("cut.tar", whole[:3000], "cut off"),
+        ("zipped.tar", gzip.compress(whole), "compressed with gzip"),
+        ("text.tar", b"no tar file at all " * 100, "no tar file"),
+        ("empty.tar", b"", "no tar file"),
+        ("damaged.tar", whole[:1024] + b"\x01" + whole[1025:], "damaged: the header at byte 1024"),
+        ("twice.tar", pack(tmp_path / "b", [("a.txt", b"1"), ("a.txt", b"2")]).read_bytes(), "two files a.txt"),
+        ("none.tar", pack(tmp_path / "c", [("README", b"1")]).read_bytes(), "no sample in"),
+    ]:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(Refusal, match=rf"{name}.*{says}|{says}.*{name}"):
+            shards(tmp_path / name)
+
+
+def test_an_ending_that_is_not_there_is_told(tmp_path):
+    pack(tmp_path / "a.tar", sample(1))
+    with pytest.raises(Refusal, match=r"ends in \.jsn \(did you mean json\?\)"):
+        shards(tmp_path, columns=["jsn"])
+    with pytest.raises(Refusal, match="nothing to predict it from"):
+        shards(tmp_path, columns=["cls"], target="cls")

@@ -1,0 +1,91 @@
+"""Token files: every window in its place, read from files as others write them."""
+
+import numpy
+import pytest
+import torch
+
+from hasten import Refusal
+from hasten.data import tokens
+
+TEXT = numpy.random.default_rng(0).integers(0, 60_000, 1000)
+
+
+def written(path, text=TEXT, dtype=numpy.uint16):
+    text.astype(dtype).tofile(path)
+    return path
+
+
+def samples(pipeline):
+    """All (input, target) of a pass."""
+    parts = list(pipeline.batch(7))
+    return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+
+
+@pytest.mark.parametrize("stride", [None, 1, 5, 64])
+def test_every_window_and_its_successor(tmp_path, stride):
+    x, y = samples(tokens(written(tmp_path / "a.bin"), 16, stride=stride))
+    begins = range(0, len(TEXT) - 16, stride or 16)
+    assert x.dtype == y.dtype == torch.int64 and x.is_contiguous() and y.is_contiguous()
+    assert x.tolist() == [TEXT[i : i + 16].tolist() for i in begins]
+    assert y.tolist() == [TEXT[i + 1 : i + 17].tolist() for i in begins]
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "int32", "int64", "uint8"])
+def test_types(tmp_path, dtype):
+    text = TEXT % 250
+    numpy.save(tmp_path / "a.npy", text.astype(dtype))
+    assert samples(tokens(tmp_path / "a.npy", 16))[0].flatten().tolist() == text[: 62 * 16].tolist()
+    written(tmp_path / "a.bin", text, dtype)
+    assert samples(tokens(tmp_path / "a.bin", 16, dtype=dtype))[0].flatten().tolist() == text[: 62 * 16].tolist()
+
+
+@pytest.mark.parametrize(("magic", "dtype"), [(20240520, "uint16"), (20240801, "uint32")])
+def test_a_header_is_no_text(tmp_path, magic, dtype):
+    header = numpy.zeros(256, numpy.int32)
+    header[:3] = magic, 1, len(TEXT)
+    (tmp_path / "a.bin").write_bytes(header.tobytes() + TEXT.astype(dtype).tobytes())
+    assert samples(tokens(tmp_path / "a.bin", 100))[0][0].tolist() == TEXT[:100].tolist()
+
+
+def test_no_window_reaches_across_files(tmp_path):
+    for name, part in (("a", TEXT[:100]), ("b", TEXT[100:105]), ("c", TEXT[105:400])):
+        written(tmp_path / f"{name}.bin", part)
+    pipeline = tokens(tmp_path, 10)
+    ordered, _ = samples(pipeline)
+    expected = [TEXT[i : i + 10].tolist() for i in [*range(0, 90, 10), *range(105, 390, 10)]]
+    assert ordered.tolist() == expected
+    shuffled = torch.cat([x for x, _ in pipeline.shuffle(seed=1).batch(8)]).tolist()
+    assert shuffled != expected and sorted(shuffled) == sorted(expected)
+    mixed = torch.cat([x for x, _ in pipeline.shuffle(seed=1, window=1).batch(8)]).tolist()
+    assert sorted(mixed) == sorted(expected)
+
+
+def test_a_changed_file_is_another_source(tmp_path):
+    before = tokens(written(tmp_path / "a.bin"), 16).source.identity()
+    assert tokens(tmp_path / "a.bin", 16).source.identity() == before
+    assert tokens(written(tmp_path / "a.bin", TEXT[1:]), 16).source.identity() != before
+    assert tokens(tmp_path / "a.bin", 17).source.identity() != tokens(tmp_path / "a.bin", 16).source.identity()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (lambda folder: tokens(folder / "missing.bin", 8), "missing.bin"),
+        (lambda folder: tokens(folder / "short.bin", 8), "shorter than a window of 9 tokens"),
+        (lambda folder: tokens(folder / "empty.bin", 8), "shorter than a window"),
+        (lambda folder: tokens(folder / "odd.bin", 2), "odd.bin has 7 bytes, no multiple of the 2 of uint16"),
+        (lambda folder: tokens(folder / "short.bin", 0), "length"),
+        (lambda folder: tokens(folder / "short.bin", 2, stride=-1), "stride"),
+        (lambda folder: tokens(folder / "short.bin", 2, dtype="uint15"), "uint15"),
+        (lambda folder: tokens(folder / "floats.npy", 2), "floats.npy holds float64 of 1 dimensions"),
+        (lambda folder: tokens(folder / "square.npy", 2), "of 2 dimensions"),
+    ],
+)
+def test_what_is_no_text_is_refused(tmp_path, wrong, told):
+    written(tmp_path / "short.bin", TEXT[:8])
+    (tmp_path / "empty.bin").touch()
+    (tmp_path / "odd.bin").write_bytes(b"1234567")
+    numpy.save(tmp_path / "floats.npy", numpy.zeros(9))
+    numpy.save(tmp_path / "square.npy", numpy.zeros((9, 9), int))
+    with pytest.raises(Refusal, match=told):
+        wrong(tmp_path)

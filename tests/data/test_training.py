@@ -1,0 +1,76 @@
+"""Training from pipelines: any runner, any kill, the same bits; and the trainers of others."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pipeline_tasks
+import pytest
+import torch
+
+import hasten
+from hasten import Refusal
+from hasten.data import arrays
+from hasten.engine import sources
+from hasten.engine.plan import build
+
+RUN = """
+import sys, torch
+torch.set_num_threads(1)
+import hasten
+hasten.train(sys.argv[1], out=sys.argv[2], resume=True, device="cpu", checkpoint_seconds=0)
+"""
+
+
+def weights(folder):
+    return (folder / "model.safetensors").read_bytes(), (folder / "log.jsonl").read_bytes()
+
+
+def test_every_runner_trains_to_the_same_bits(tmp_path):
+    for name in ("here", "threads", "processes"):
+        result = hasten.train(f"{pipeline_tasks.__file__}:{name}", out=tmp_path / name, device="cpu")
+        assert result["steps"] == 24
+    assert weights(tmp_path / "here") == weights(tmp_path / "threads") == weights(tmp_path / "processes")
+
+
+def start(out):
+    return subprocess.Popen([sys.executable, "-c", RUN, f"{Path(pipeline_tasks.__file__)}:longer", str(out)])
+
+
+def test_a_killed_run_goes_on_to_the_same_bits(tmp_path):
+    hasten.train(pipeline_tasks.longer(), out=tmp_path / "undisturbed", device="cpu")
+    for pause in (0.3, 0.25):
+        process = start(tmp_path / "killed")
+        times = tmp_path / "killed" / "times.jsonl"
+        while process.poll() is None and not times.exists():
+            time.sleep(0.01)
+        began = times.stat().st_size
+        while process.poll() is None and times.stat().st_size == began:
+            time.sleep(0.001)  # until it trains
+        time.sleep(pause)
+        assert process.poll() is None, "the run was over before it could be killed"
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert start(tmp_path / "killed").wait() == 0
+    assert weights(tmp_path / "killed") == weights(tmp_path / "undisturbed")
+
+
+def test_validation_is_never_shuffled_and_always_the_same():
+    task = sources.opened(pipeline_tasks.here())
+    for seed in (0, 1):
+        (labels,) = [torch.cat([labels for _, labels in sources.validation(task, 8, seed).epoch(0, 0)])]
+        assert torch.equal(labels, pipeline_tasks.LABELS)
+    first, second = (list(sources.validation(task, 8, seed).epoch(0, 0)) for seed in (0, 1))
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(first, second, strict=True)), "random maps draw the same at every evaluation"
+
+
+def test_the_plan_of_a_pipeline():
+    plan = sources.plan_of(sources.opened(pipeline_tasks.here()))
+    assert (plan.batch_size, plan.samples) == (8, pipeline_tasks.ROWS)
+    bare = arrays(pipeline_tasks.NUMBERS, pipeline_tasks.LABELS).shuffle()
+    program = build(pipeline_tasks.task(bare, batch_size=12))
+    assert (program.loop.batch_size, program.loop.steps) == (12, 16)
+    with pytest.raises(Refusal, match=r"batch_size=\) is missing"):
+        build(pipeline_tasks.task(bare))

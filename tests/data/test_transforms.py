@@ -1,0 +1,136 @@
+"""Whole batches of pictures come out as they would one by one, with the same numbers, whoever computes them."""
+
+import numpy
+import pytest
+import torch
+from pipelines import equal
+
+from hasten import Refusal
+from hasten.data import arrays, crop, flip, normalise
+from hasten.data.chance import Chance
+from hasten.data.fingerprints import fingerprint
+
+SHAPES = [(3, 32, 32), (1, 28, 28), (28, 28), (3, 7, 5), (2, 1, 9)]
+KEY = 4, 2, 0  # seed, epoch, stage
+
+
+def pictures(shape, kind=torch.uint8, rows=40):
+    drawn = torch.randint(0, 256, (rows, *shape), generator=torch.Generator().manual_seed(0))
+    return drawn.to(kind) if kind == torch.uint8 else drawn.to(kind) - 100.5
+
+
+def chance(rows):
+    return Chance(numpy.arange(rows), *KEY)
+
+
+def cropped(picture, one, padding):
+    top, left = one.integers(0, 2 * padding + 1, 2).tolist()
+    height, width = picture.shape[-2:]
+    return torch.nn.functional.pad(picture, (padding,) * 4)[..., top : top + height, left : left + width]
+
+
+def flipped(picture, one):
+    return picture.flip(-1) if one.coins() else picture
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("padding", [1, 4, 9])
+def test_crops_as_one_by_one(shape, kind, padding):
+    batch = pictures(shape, kind)
+    expected = [cropped(picture, one, padding) for picture, one in zip(batch, chance(len(batch)), strict=True)]
+    assert torch.equal(crop(padding)(batch, chance(len(batch))), torch.stack(expected))
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_flips_as_one_by_one(shape, kind):
+    batch = pictures(shape, kind)
+    expected = [flipped(picture, one) for picture, one in zip(batch, chance(len(batch)), strict=True)]
+    assert torch.equal(flip()(batch, chance(len(batch))), torch.stack(expected))
+
+
+def test_cropped_and_mirrored_in_one():
+    batch, one, other = pictures((3, 32, 32)), chance(40), chance(40)
+    corners = crop(4)(batch, one)
+    expected = [picture.flip(-1) if coin else picture for picture, coin in zip(corners, one.coins().tolist(), strict=True)]
+    assert torch.equal(crop(4, mirror=True)(batch, other), torch.stack(expected))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 33, 130])
+def test_normalises_as_one_by_one_in_any_company(rows):
+    mean, std = (0.49, 0.48, 0.45), (0.25, 0.24, 0.26)
+    batch = pictures((3, 32, 31), rows=rows)
+    made = normalise(mean, std)(batch)
+    assert made.dtype == torch.float32
+    assert torch.equal(made, torch.stack([normalise(mean, std)(picture[None])[0] for picture in batch]))
+    shaped = [torch.tensor(each, dtype=torch.float64).view(3, 1, 1) for each in (mean, std)]
+    assert torch.allclose(made.double(), (batch.double() / 255 - shaped[0]) / shaped[1], atol=1e-6)
+
+
+def test_one_mean_is_for_all_channels_and_fractions_are_taken_as_they_are():
+    batch = pictures((5, 4), torch.float64)
+    made = normalise(0.5, 2.0)(batch)
+    assert made.dtype == torch.float32 and torch.allclose(made.double(), (batch - 0.5) / 2, atol=1e-6)
+
+
+def test_what_came_in_is_left_as_it_was():
+    batch = pictures((3, 8, 8))
+    before = batch.clone()
+    for transform in (crop(2), flip()):
+        transform(batch, chance(len(batch)))
+    normalise(0.5, 0.5)(batch)
+    assert torch.equal(batch, before)
+
+
+def test_a_batch_of_pictures_and_labels_keeps_its_labels():
+    batch = pictures((3, 8, 8)), torch.arange(40)
+    images, labels = crop(2)(batch, chance(40))
+    assert images.shape == batch[0].shape and labels is batch[1]
+
+
+def pipeline():
+    images = pictures((3, 32, 32), rows=300)
+    made = arrays(images, torch.arange(300)).shuffle(seed=9).batch(64)
+    return made.map(flip()).map(crop(4, mirror=True)).map(normalise((0.5, 0.4, 0.3), (0.2, 0.3, 0.4)))
+
+
+@pytest.mark.parametrize("way", [{"threads": 2}, {"processes": 2}], ids=str)
+def test_the_same_whoever_computes_them(way):
+    assert equal(list(pipeline().epoch(1)), list(pipeline().prefetch(3, **way).epoch(1)))
+
+
+def test_the_same_for_one_rank_and_two_and_after_a_resume():
+    whole = list(pipeline().epoch(1))
+    halves = zip(*[pipeline().share(rank, 2).epoch(1) for rank in (0, 1)], strict=True)
+    assert equal(whole, [tuple(map(torch.cat, zip(*both, strict=True))) for both in halves])
+    assert equal(whole[3:], list(pipeline().epoch(1, 3)))
+
+
+def test_another_pass_is_another_augmentation():
+    images = pictures((3, 32, 32), rows=64)
+    first, second = (list(arrays(images).batch(64).map(crop(4)).epoch(epoch))[0] for epoch in (0, 1))
+    assert not torch.equal(first, second)
+
+
+def test_a_cache_can_tell_them_apart():
+    marks = [fingerprint(each) for each in (crop(2), crop(2, mirror=True), crop(3), flip(), normalise(0.5, 0.5), normalise(0.5, 0.6))]
+    assert len(set(marks)) == len(marks) and fingerprint(crop(2)) == marks[0]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (lambda: crop(0), "padding"),
+        (lambda: crop(-1), "padding"),
+        (lambda: normalise((0.5, 0.5), (0.5,)), "as many"),
+        (lambda: normalise(0.5, 0.0), "above 0"),
+        (lambda: normalise((0.5, 0.5), (0.5, 0.5))(pictures((3, 4, 4))), "3 channels"),
+        (lambda: flip()([torch.zeros(3, 4, 4), torch.zeros(3, 5, 5)], chance(2)), "resize"),
+        (lambda: flip()({"image": torch.zeros(2, 3, 4, 4)}, chance(2)), "dict"),
+        (lambda: flip()(torch.zeros(2, 4), chance(2)), "height"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(wrong, told):
+    with pytest.raises(Refusal, match=told):
+        wrong()

@@ -1,0 +1,18 @@
+"""What the room's README says about the targets is what the tasks say."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import hasten_workloads
+from hasten.engine.tasks import workload_names
+
+README = Path(hasten_workloads.__file__).parent / "README.md"
+
+
+@pytest.mark.parametrize("name", workload_names())
+def test_the_target_in_the_table_is_the_task_s(name):
+    row = re.search(rf"^\| `{name}` \|.*\| ([0-9.]+) \|$", README.read_text(), re.MULTILINE)
+    source = (README.parent / f"{name}.py").read_text()
+    assert float(row[1]) == float(re.search(r"target=([0-9.]+)", source)[1])
