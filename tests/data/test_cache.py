@@ -1,11 +1,13 @@
 """Caches: the same batches, in the budget, never stale, never half, one for all processes."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import numpy
 import pytest
@@ -14,7 +16,10 @@ from pipelines import BATCH, ROWS, Bad, Runs, doubled, equal, scaled, shifted
 
 from hasten import Failure, Refusal
 from hasten.contract.errors import Notice
-from hasten.data import Pipeline, arrays
+from hasten.data import Pipeline, arrays, augmented, tokens
+from hasten.data.cache import made_of
+from hasten.data.cache_disk import _locked, held, swept
+from hasten.data.in_memory import Arrays
 
 KINDS = ["memory", "disk"]
 NUMBERS = torch.arange(ROWS * 3, dtype=torch.float32).view(ROWS, 3)
@@ -115,7 +120,7 @@ print(peak() - before)
 def test_the_memory_taken_is_what_was_allowed():
     """0.2 GB of rows; chunks of 16 MB are read at a time."""
     asked = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, check=True, text=True)
-    assert 0.19e9 < int(asked.stdout) < 0.2e9 + 0.08e9
+    assert 0.15e9 < int(asked.stdout) < 0.2e9 + 0.08e9  # what the imports had taken for a moment is taken again
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -132,6 +137,49 @@ def test_a_changed_file_is_noticed_between_two_passes(kind, tmp_path):
     assert changed[-1, -1] == -1
 
 
+class Doubled(Arrays):
+    """Says of itself what Arrays does."""
+
+    def read(self, rows):
+        return super().read(rows) * 2
+
+
+def test_what_must_not_share_a_cache_does_not(tmp_path):
+    x, y = torch.arange(8), torch.arange(8)
+    for name in ("x", "y"):
+        numpy.save(tmp_path / f"{name}.npy", x.numpy())
+    pictures = torch.zeros(8, 3, 4, 4, dtype=torch.uint8)
+    built = [
+        arrays(x), Pipeline(Doubled(x)), arrays(x, y), arrays({"x": x, "y": y}), arrays({"y": x, "x": y}), arrays({"x": (x, y)}),
+        arrays(tmp_path / "x.npy"), arrays({"x": tmp_path / "x.npy"}), arrays({"y": tmp_path / "x.npy"}), arrays(tmp_path / "y.npy"),
+        tokens(tmp_path / "x.npy", 2), tokens(tmp_path / "x.npy", 3), tokens(tmp_path / "x.npy", 2, stride=1),
+        arrays(pictures), augmented(pictures), arrays(pictures, x), augmented(pictures, x),
+        arrays(x).map(lambda x: x + 1).cache(), Pipeline(Doubled(x)).map(lambda x: x + 1).cache(),
+    ]  # fmt: skip
+    told = [str(made_of(pipeline.source)) for pipeline in built]
+    assert len(set(told)) == len(told)
+    list(arrays(x).cache("disk").batch(8))
+    assert torch.equal(*Pipeline(Doubled(x)).cache("disk").batch(8), x * 2)
+
+
+class Odd(Bad):
+    """Says of itself what JSON does not know."""
+
+    def identity(self):
+        kinds = {"n": numpy.int64(3), 3: numpy.float32(0.5), "missing": float("nan"), "shape": torch.ones(2), "path": Path("x"), None: {1}}
+        return super().identity() | kinds
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_identity_may_hold_any_numbers(kind):
+    pipeline = counting(Pipeline(Odd([])))
+    cached = pipeline.cache(kind).batch(BATCH)
+    assert equal(list(cached), list(cached)) and pipeline.source.rows_read <= ROWS + 4
+    again = counting(Pipeline(Odd([])))
+    list(again.cache(kind).batch(BATCH))
+    assert (again.source.rows_read == 0) == (kind == "disk")
+
+
 def test_a_changed_function_or_file_makes_another_cache(tmp_path):
     def cached(data, by):
         return torch.cat(list(arrays(data).map(lambda x: x * by).cache("disk").batch(BATCH)))
@@ -143,12 +191,80 @@ def test_a_changed_function_or_file_makes_another_cache(tmp_path):
     assert len([name for name in files(tmp_path) if name.endswith("cache.json")]) == 3
 
 
-def test_a_damaged_cache_is_made_anew(tmp_path):
-    pipeline = arrays(NUMBERS).cache("disk").batch(ROWS)
-    list(pipeline)
-    (rows,) = (tmp_path / "cache").rglob("*.rows")
-    rows.write_bytes(rows.read_bytes()[:-8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_data_that_change_while_they_are_kept_are_a_failure_that_leaves_nothing(kind, tmp_path):
+    file, new = tmp_path / "x.npy", tmp_path / "new.npy"
+    numpy.save(file, NUMBERS.numpy())
+    numpy.save(new, NUMBERS.numpy() + 1)
+    pipeline = arrays(file).cache(kind, watch=lambda *what: new.exists() and os.replace(new, file)).batch(ROWS)
+    with pytest.raises(Failure, match="changed while the cache was being filled"):
+        list(pipeline)
+    assert not (tmp_path / "cache").exists() or not files(tmp_path)
+    for each in (pipeline, arrays(file).cache(kind).batch(ROWS)):
+        assert torch.equal(*each, NUMBERS + 1)
+
+
+def test_a_change_in_memory_is_noticed_between_two_passes():
+    data = NUMBERS.clone()
+    pipeline = arrays(data).cache().batch(ROWS)
+    assert torch.equal(*pipeline, NUMBERS)
+    data += 1
+    assert torch.equal(*pipeline, NUMBERS + 1)
+
+
+def test_rows_that_were_mended_are_read_again():
+    source = Bad([3, 50])
+    pipeline = Pipeline(source).cache().skip_bad(2).batch(ROWS)
+    assert len(*pipeline) == ROWS - 2
+    source.bad = {7}
+    assert sorted(set(range(ROWS)) - set(*map(torch.Tensor.tolist, pipeline))) == [7] == list(pipeline.faults.found)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda made: (made / "0.rows").write_bytes((made / "0.rows").read_bytes()[:-8]),
+        lambda made: (made / "0.rows").unlink(),
+        lambda made: (made / "cache.json").write_bytes((made / "cache.json").read_bytes()[:50]),
+        lambda made: (made / "cache.json").write_bytes(b"\xff\x00"),
+        lambda made: (made / "cache.json").write_text("{}"),
+        lambda made: (made / "cache.json").write_text("[1]"),
+        lambda made: (made / "cache.json").write_text((made / "cache.json").read_text().replace("float32", "float33")),
+    ],
+    ids=["short", "gone", "half", "no text", "empty", "a list", "no type"],
+)
+def test_a_damaged_cache_is_made_anew(tmp_path, damage):
+    list(arrays(NUMBERS).cache("disk").batch(ROWS))
+    (made,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
+    damage(made)
+    pipeline = counting(arrays(NUMBERS))
+    assert torch.equal(*pipeline.cache("disk").batch(ROWS), NUMBERS) and pipeline.source.rows_read >= ROWS
     assert torch.equal(*arrays(NUMBERS).cache("disk").batch(ROWS), NUMBERS)
+
+
+def test_locks_that_nobody_holds_are_swept_and_one_that_cannot_be_had_is_one_line(tmp_path):
+    list(arrays(NUMBERS).cache("disk").batch(ROWS))
+    (made,) = (tmp_path / "cache").iterdir()
+    shutil.rmtree(made)
+    made.with_suffix(".lock").mkdir()  # as good as one that may not be opened
+    with pytest.raises(Failure, match=r"cannot write .*\.lock: Is a directory; .*choose another folder") as told:
+        list(arrays(NUMBERS).cache("disk").batch(ROWS))
+    assert "\n" not in str(told.value)
+    (tmp_path / "cache" / "left.lock").touch()
+    list(arrays(NUMBERS + 1).cache("disk").batch(ROWS))
+    assert not (tmp_path / "cache" / "left.lock").exists() and made.with_suffix(".lock").exists()
+
+
+def test_a_lock_is_held_by_one_alone_also_when_it_was_removed_meanwhile(tmp_path):
+    lock = tmp_path / "x.lock"
+    with held(lock, "waiting"):
+        assert _locked(lock) is None
+        swept(tmp_path)
+        assert lock.exists(), "it is in use"
+        lock.unlink()
+        with held(lock, "waiting"):  # another file of that name
+            assert lock.exists()
+    assert not lock.exists()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -29,6 +29,30 @@ def test_a_batch_of_bad_rows_only_is_a_failure():
         rows(Pipeline(Bad([2, 3], rows=6)).skip_bad(2).batch(2))
 
 
+def test_rows_that_are_known_as_bad_are_not_met_again():
+    asked = []
+
+    class Counting(Bad):
+        def read(self, rows):
+            asked.append(len(rows))
+            return super().read(rows)
+
+    pipeline = Pipeline(Counting([3, 4, 20], rows=40)).skip_bad(3).batch(10)
+    first = rows(pipeline)
+    assert asked == [10, 9, 8, 10, 10, 9, 10]
+    asked.clear()
+    assert rows(pipeline) == first and asked == [8, 10, 9, 10]
+    known = Pipeline(Bad([2, 3], rows=6)).skip_bad(2).batch(3)
+    assert rows(known) == [0, 1, 4, 5]
+    with pytest.raises(Failure, match=r"nothing is left of batch 1 of the pass.* row 2 "):
+        rows(known.batch(2))
+
+
+def test_the_advice_is_what_there_is():
+    with pytest.raises(Failure, match=r"let some be left out: .skip_bad\(10\)$"):
+        rows(Pipeline(Bad([3])).batch(10))
+
+
 def test_the_found_rows_say_where_and_why():
     pipeline = Pipeline(Bad([3])).skip_bad(1).batch(10)
     rows(pipeline)

@@ -1,6 +1,7 @@
 """Where files are, what marks their contents, and patience with a network."""
 
 import os
+import time
 
 import pytest
 
@@ -108,7 +109,6 @@ def test_opened_and_mapped(folder):
         file.seek(2)
         assert file.read() == b"csv"
     assert bytes(mapped_bytes("a.csv")) == b"a.csv"
-    assert mapped_bytes("a.csv") is mapped_bytes("a.csv")
     (folder / "empty").touch()
     assert len(mapped_bytes("empty")) == 0
     for read in (opened, mapped_bytes, stamp):
@@ -119,7 +119,9 @@ def test_opened_and_mapped(folder):
 def test_a_file_that_changes_or_goes(folder):
     before = stamp("a.csv")
     unchanged("a.csv", before)
-    os.utime("a.csv", ns=(before[2] + 1, before[2] + 1))
+    os.link("a.csv", "a.backup")
+    unchanged("a.csv", before)  # a link is no change of the content
+    os.utime("a.csv", ns=(before[2][0] + 1,) * 2)
     with pytest.raises(Failure, match=r"a\.csv changed while it was being read"):
         unchanged("a.csv", before)
     assert bytes(mapped_bytes("b.csv")) == b"b.csv"
@@ -129,6 +131,47 @@ def test_a_file_that_changes_or_goes(folder):
     os.remove("a.csv")
     with pytest.raises(Failure, match="went away"):
         unchanged("a.csv", before)
+
+
+def test_a_stamp_tells_of_a_change_whose_time_was_set_back(folder):
+    before = stamp("a.csv")
+    time.sleep(0.02)  # the clock of a file system ticks slowly
+    (folder / "a.csv").write_text("A.CSV")
+    os.utime("a.csv", ns=(before[2][0], before[2][0]))
+    assert stamp("a.csv")[:2] == before[:2] == [str(folder / "a.csv"), 5] and stamp("a.csv") != before
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("shards", ["2023/0.tar", "2024/0.tar", "2024/1.tar"]),
+        ("shards/*", ["2023/0.tar", "2024/0.tar", "2024/1.tar"]),
+        ("shards/*/*.tar", ["2023/0.tar", "2024/0.tar", "2024/1.tar"]),
+        ("shards/**", ["2023/0.tar", "2024/0.tar", "2024/1.tar"]),
+        ("shards/**/0.tar", ["2023/0.tar", "2024/0.tar"]),
+        ("shards/a_link/*.tar", ["a_link/0.tar", "a_link/1.tar"]),
+    ],
+)
+def test_a_folder_that_links_lead_to_is_met_once(folder, pattern, names):
+    for name in ("2023/0.tar", "2024/0.tar", "2024/1.tar"):
+        (folder / "shards" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "shards" / name).touch()
+    (folder / "shards" / "a_link").symlink_to("2024")
+    (folder / "shards" / "back").symlink_to(".")
+    (folder / "shards" / "2023" / "back").symlink_to("..")  # two that lead back make ever more ways
+    assert found(pattern, (".tar",)) == [f"shards/{name}" for name in names]
+
+
+def test_numbers_in_braces_are_written_out(folder):
+    for number in range(12):
+        (folder / f"s-{number:03}-of-012.tar").touch()
+    assert found("s-{003..010}-of-012.tar") == [f"s-{number:03}-of-012.tar" for number in range(3, 11)]
+    assert found("s-0{0..1}{0..1}-of-012.tar") == [f"s-{number:03}-of-012.tar" for number in (0, 1, 10, 11)]
+    assert len(found("s-{000..001}*.tar")) == 2
+    with pytest.raises(Refusal, match=r"there is no file s-012-of-012\.tar"):
+        found("s-{003..999999999}-of-012.tar")
+    with pytest.raises(Refusal, match=r"\{5\.\.3\} in s-\{5\.\.3\}\.tar counts backwards; say \{3\.\.5\}"):
+        found("s-{5..3}.tar")
 
 
 def test_remote_files(unsteady):

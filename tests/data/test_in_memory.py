@@ -1,5 +1,7 @@
 """Arrays of all kinds, and what is refused."""
 
+import os
+
 import numpy
 import pytest
 import torch
@@ -39,6 +41,42 @@ def test_identities_tell_contents_apart(tmp_path):
     before = arrays(tmp_path / "x.npy").source.identity()
     numpy.save(tmp_path / "x.npy", x.numpy()[:9])
     assert arrays(tmp_path / "x.npy").source.identity() != before
+
+
+def test_identities_tell_names_and_nestings_apart():
+    x, y = torch.arange(10), torch.arange(10)
+    forms = [(x, y), ((x, y),), ((x,), (y,)), ({"a": x, "b": y},), ({"b": x, "a": y},), ({"a": {"b": x}, "c": y},), ({0: x, 1: y},)]
+    identities = [str(arrays(*form).source.identity()) for form in (*forms, (x, y.double()), (x.view(10, 1), y))]
+    assert len(set(identities)) == len(identities) - 1, "(x, y) is what arrays(x, y) makes of itself; all others differ"
+
+
+def test_what_lies_in_memory_is_hashed_once_and_again_when_it_changes(monkeypatch):
+    hashed = []
+    digest = "hasten.data.in_memory._digest"
+    monkeypatch.setattr(digest, lambda column: hashed.append(column.shape) or str(column.sum()))
+    data = torch.arange(10)
+    source = arrays(data, data[:10:2].repeat_interleave(2), data.view(10, 1)).source
+    before = [source.identity() for _ in range(3)]
+    assert len(hashed) == 3 and before[0] == before[2]
+    data += 1
+    assert source.identity() != before[0] and len(hashed) == 5, "those that share what was written to"
+
+
+def test_a_file_is_the_one_that_was_mapped_until_the_next_pass(tmp_path, monkeypatch):
+    """Its identity is taken before it is mapped, so a file in its place has another one, even of the same size and time."""
+    monkeypatch.chdir(tmp_path)
+    numpy.save("x.npy", numpy.zeros(8))
+    pipeline = arrays("x.npy").batch(20)
+    monkeypatch.chdir("/")
+    before, about = pipeline.source.identity(), os.stat(tmp_path / "x.npy")
+    numpy.save(tmp_path / "new.npy", numpy.ones(8))
+    os.utime(tmp_path / "new.npy", ns=(about.st_atime_ns, about.st_mtime_ns))
+    os.replace(tmp_path / "new.npy", tmp_path / "x.npy")
+    assert pipeline.source.identity() == before
+    assert torch.equal(*pipeline, torch.ones(8, dtype=torch.float64)) and pipeline.source.identity() != before
+    numpy.save(tmp_path / "new.npy", numpy.zeros(12))
+    os.replace(tmp_path / "new.npy", tmp_path / "x.npy")
+    assert torch.equal(*pipeline, torch.zeros(12, dtype=torch.float64)) and len(pipeline.source) == 12
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hasten.data import arrays
-from hasten.data.memory import KEPT, SIZES, _waiting, taken
+from hasten.data.memory import BYTES, KEPT, SIZES, _waiting, taken
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +49,19 @@ def test_little_waits_to_be_used_again():
     for size in range(2 * SIZES):
         taken((4096 << (size % 12),) if size < 12 else (50_000 + 10_000 * size,), torch.uint8)
     assert len(_waiting) <= SIZES and all(len(blocks) <= KEPT for blocks in _waiting.values())
+
+
+def test_what_waits_is_little_in_bytes_too_and_the_size_last_used_stays():
+    def use(*sizes):
+        held = [taken((size,), torch.uint8) for size in sizes]  # never written to, so that they cost nothing
+        return len(held)
+
+    small, quarter = BYTES // 64, BYTES // 4
+    for sizes in ([small], [quarter] * 3, [small], [2 * quarter], [quarter] * KEPT, [2 * BYTES]):
+        use(*sizes)
+        assert sum(size * len(blocks) for size, blocks in _waiting.items()) <= BYTES
+        if sizes == [2 * quarter]:
+            assert len(_waiting[small]) == 1 and len(_waiting[quarter]) == 1
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (0, 5), (7, 11, 13), (4096,), (4097,)])

@@ -36,6 +36,34 @@ def test_no_runner_touches_the_random_state_of_the_run(way):
     assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
 
 
+def noise(batch):
+    """Drawn from generators that belong to the process."""
+    return torch.cat([torch.rand(2, dtype=torch.float64), torch.tensor([random.random(), numpy.random.rand()], dtype=torch.float64)])
+
+
+def test_what_is_drawn_from_the_generators_of_a_process_is_the_same_whoever_draws_it():
+    pipeline = arrays(torch.arange(ROWS)).batch(BATCH).map(noise)
+    passes = [list(pipeline), list(pipeline)]
+    for way in ({"processes": 1}, {"processes": 2}, {"batches": 0}):
+        again = arrays(torch.arange(ROWS)).batch(BATCH).map(noise).prefetch(**way)
+        assert equal(list(again), passes[0]) and equal(list(again), passes[1])
+    ranks = [list(pipeline.share(rank, 2).epoch(0)) for rank in (0, 1)]
+    drawn = torch.cat([*passes[0], *passes[1], *ranks[1]])
+    assert equal(ranks[0], passes[0]) and len(drawn.unique()) == len(drawn), "no two batches, passes, ranks or generators are alike"
+
+
+@pytest.mark.parametrize("way", [{"batches": 0}, {"processes": 2}], ids=str)
+def test_what_maps_draw_leaves_the_random_state_of_the_run_alone(way):
+    def drawn():
+        return torch.rand(3).tolist(), random.random(), numpy.random.rand()
+
+    torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
+    before = drawn()
+    torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
+    list(arrays(torch.arange(ROWS)).map(noise).batch(BATCH).map(noise).prefetch(**way))
+    assert drawn() == before
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_shares_of_all_ranks_are_the_whole_batch(whole, ranks):
     shares = [list(augmented().share(rank, ranks)) for rank in range(ranks)]
@@ -61,6 +89,43 @@ def test_resumed_at_any_batch_exactly_the_rest_comes(way):
         resumed.load_state_dict(interrupted.state_dict())
         assert equal(list(resumed), first[seen:])
         assert equal(list(resumed), second), "the pass after the resumed one"
+
+
+@pytest.mark.parametrize(
+    "way",
+    [lambda p: p.to("cpu"), lambda p: p.prefetch(1), lambda p: p.share(0, 1), lambda p: p.skip_bad(1)],
+    ids=["to", "prefetch", "share", "skip_bad"],
+)
+def test_passes_go_on_where_each_begins_with_the_same_words(whole, way):
+    train, plain = augmented(), augmented()
+    for _ in range(2):
+        seen = []
+        for batch in way(train):
+            seen.append(batch)
+        assert equal(seen, list(plain))
+    assert train.state_dict() == plain.state_dict() == {"seed": 5, "epoch": 2, "position": 0}
+    resumed = augmented()
+    resumed.load_state_dict({"seed": 5, "epoch": 0, "position": 4 * BATCH})
+    assert equal(list(way(resumed)), whole[4:])
+
+
+def test_a_place_holds_in_every_batch_size_in_which_a_batch_begins_there():
+    def rows(size, state=None):
+        pipeline = arrays(torch.arange(ROWS)).shuffle(seed=5).batch(size)
+        pipeline.load_state_dict(state or pipeline.state_dict())
+        return pipeline, torch.cat([*pipeline, torch.empty(0, dtype=torch.int64)]).tolist()
+
+    pipeline, order = rows(16)
+    pipeline.set_epoch(0)
+    list(itertools.islice(pipeline, 2))
+    assert pipeline.state_dict() == {"seed": 5, "epoch": 0, "position": 32}
+    for size in (1, 8, 32):
+        assert rows(size, pipeline.state_dict())[1] == order[32:]
+    with pytest.raises(Refusal, match="no batch of 10 rows begins at row 32 of a pass"):
+        rows(10, pipeline.state_dict())
+    pipeline.set_epoch(0)
+    list(itertools.islice(pipeline, len(pipeline)))
+    assert pipeline.state_dict()["position"] == ROWS and rows(10, pipeline.state_dict())[1] == []
 
 
 def test_the_place_between_two_passes_is_the_start_of_the_next():
@@ -92,6 +157,31 @@ def test_maps_draw_numbers_of_their_own():
 
     for _, a, b in arrays(torch.arange(64)).batch(64).map(drawn).map(drawn):
         assert not torch.equal(a, b)
+
+
+def test_batches_have_the_nesting_of_the_samples():
+    x, y = torch.arange(12.0).view(6, 2), torch.arange(6)
+    nested = {"a": (x, y), "b": y}
+    for data in ((x, y), nested):
+        plain = arrays(*data) if isinstance(data, tuple) else arrays(data)
+        mapped = plain.map(lambda sample: sample)
+        for pipeline in (plain, mapped, plain.cache(), mapped.cache()):
+            (batch,) = pipeline.batch(6)
+            assert str(batch) == str(data), "tuples stay tuples"
+    (batch,) = arrays(x, y).map(lambda sample: (str(int(sample[1])), [sample[0], 2])).batch(6)
+    assert batch[0] == list("012345") and torch.equal(batch[1][0], x) and batch[1][1].tolist() == [2] * 6
+
+
+def test_random_numbers_go_to_the_parameter_of_that_name():
+    def named(sample, scale=2, *, chance):
+        return sample * scale + chance.uniform()
+
+    def other(sample, power=1):
+        return sample**power
+
+    numbers = torch.arange(64.0)
+    (drawn,) = arrays(numbers).map(named).batch(64).map(other)
+    assert ((drawn - 2 * numbers >= 0) & (drawn - 2 * numbers < 1)).all() and len((drawn - 2 * numbers).unique()) > 32
 
 
 def test_every_step_of_a_description_leaves_the_former_one_alone():
@@ -127,6 +217,9 @@ def test_a_place_of_another_order_is_refused():
         augmented().load_state_dict({"seed": 9, "epoch": 0, "position": 0})
     with pytest.raises(Refusal, match="seed, epoch and position"):
         augmented().load_state_dict({"step": 4})
+    for position in (-BATCH, BATCH + 1):
+        with pytest.raises(Refusal, match=f"begins at row {position}"):
+            augmented().load_state_dict({"seed": 5, "epoch": 0, "position": position})
 
 
 @pytest.mark.parametrize(
@@ -135,6 +228,8 @@ def test_a_place_of_another_order_is_refused():
         (lambda p: p.batch(0), "batch.size. must be a whole number of at least 1"),
         (lambda p: p.batch(2.5), "not 2.5"),
         (lambda p: p.map(3), "wants a function, not a int"),
+        (lambda p: p.map(lambda image, label: image), "this one wants image, label; take a tuple apart"),
+        (lambda p: p.load_state_dict(p.state_dict()), "does not know its batch size"),
         (lambda p: p.shuffle(window=0), "window"),
         (lambda p: p.prefetch(threads=1, processes=1), "not both"),
         (lambda p: p.prefetch(timeout=0), "seconds"),
@@ -163,7 +258,7 @@ def test_set_epoch_chooses_the_pass_but_keeps_a_place_that_was_loaded(whole):
     list(pipeline)
     pipeline.set_epoch(0)
     assert equal(list(pipeline), whole)
-    pipeline.load_state_dict({"seed": 5, "epoch": 0, "position": 4})
+    pipeline.load_state_dict({"seed": 5, "epoch": 0, "position": 4 * BATCH})
     pipeline.sampler.set_epoch(0)  # as trainers do at the start of a pass that they take up
     assert equal(list(pipeline), whole[4:])
 

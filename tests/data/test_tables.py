@@ -2,6 +2,7 @@
 
 import datetime
 import gzip
+import json
 import os
 import pickle
 import warnings
@@ -13,6 +14,7 @@ import numpy
 import pytest
 import torch
 
+from hasten.contract.batch import split
 from hasten.contract.errors import Failure, Notice, Refusal
 from hasten.data import csv, feather, parquet
 
@@ -112,7 +114,30 @@ def test_a_target_of_text(tmp_path, gigabytes):
 def test_a_target_of_fractions_and_text_beside_it(tmp_path):
     table = pa.table({"words": ["a", "b"], "size": [0.5, 1.5]})
     batch = parquet(write(table, tmp_path / "t.parquet", "parquet"), target="size").source.read(numpy.array([1, 0]))
-    assert batch["words"] == ["b", "a"] and batch["size"].dtype == torch.float32 and batch["size"].tolist() == [1.5, 0.5]
+    inputs, size = batch
+    assert inputs == {"words": ["b", "a"]} and size.dtype == torch.float32 and size.tolist() == [1.5, 0.5]
+
+
+@pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
+def test_a_target_beside_columns_of_every_kind_is_one_that_a_task_finds(tmp_path, gigabytes):
+    path = write(nested().append_column("label", pa.array(range(ROWS))), tmp_path / "t.parquet", "parquet")
+    (inputs,), _, label = split(parquet(path, columns=["id", "words", "point"], target="label", gigabytes=gigabytes).source.read(ANY_ORDER))
+    assert label.tolist() == inputs["id"].tolist() == inputs["point"]["x"].tolist() == ANY_ORDER.tolist()
+
+
+@pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
+@pytest.mark.parametrize("kind", ["i4", "u4", "i8", "u8"])
+def test_whole_numbers_that_a_matrix_would_round_are_told_once(tmp_path, kind, gigabytes):
+    names = (numpy.arange(ROWS) + (1 << 24) - ROWS + 2).astype(kind)  # the last one is beyond what fits
+    table = pa.table({"name": names, "right": names - 1, "label": names})
+    path = write(table, tmp_path / "t.parquet", "parquet")
+    with pytest.warns(Notice) as told:
+        list(parquet(path, target="label", gigabytes=gigabytes).batch(100))
+    (notice,) = (str(one.message) for one in told if "rounded" in str(one.message))
+    assert notice.startswith("column 'name' holds whole numbers as big as 16777217,") and "no target=" in notice
+    with warnings.catch_warnings(action="error"):
+        list(parquet(path, columns=["right"], target="label").batch(100))
+        assert parquet(path).source.read(numpy.array([ROWS - 1]))["name"].tolist() == [16777217]
 
 
 def test_chosen_columns_of_several_files(tmp_path):
@@ -153,6 +178,13 @@ def test_identity_follows_the_files_and_what_is_read(tmp_path):
     assert one != parquet(path, columns=["a"], target="label").source.identity()
     os.utime(path, ns=(1, 1))
     assert one != parquet(path, target="label").source.identity()
+
+
+def test_the_identity_of_a_csv_follows_how_it_is_read(tmp_path):
+    (tmp_path / "t.csv").write_text("a,b\n1,2\n")
+    settings = ({}, {"delimiter": ";"}, {"header": ["p", "q"]}, {"header": ["q", "p"]})
+    identities = [json.dumps(csv(tmp_path / "t.csv", **setting).source.identity()) for setting in settings]
+    assert len(set(identities)) == 4 and json.dumps(csv(tmp_path / "t.csv").source.identity()) == identities[0]
 
 
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])

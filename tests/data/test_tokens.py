@@ -1,5 +1,7 @@
 """Token files: every window in its place, read from files as others write them."""
 
+import os
+
 import numpy
 import pytest
 import torch
@@ -65,6 +67,21 @@ def test_a_changed_file_is_another_source(tmp_path):
     assert tokens(tmp_path / "a.bin", 16).source.identity() == before
     assert tokens(written(tmp_path / "a.bin", TEXT[1:]), 16).source.identity() != before
     assert tokens(tmp_path / "a.bin", 17).source.identity() != tokens(tmp_path / "a.bin", 16).source.identity()
+
+
+def test_a_file_in_its_place_is_read_from_the_next_pass_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pipeline = tokens(written(tmp_path / "a.bin").name, 16).batch(99)
+    monkeypatch.chdir("/")
+    before = pipeline.source.identity()
+    os.replace(written(tmp_path / "b", TEXT[1:]), tmp_path / "a.bin")
+    assert pipeline.source.identity() == before, "what is mapped is still the old one"
+    ((x, _),) = pipeline
+    assert x[0].tolist() == TEXT[1:17].tolist() and pipeline.source.identity() != before
+    os.replace(written(tmp_path / "b", TEXT[:3]), tmp_path / "a.bin")
+    for _ in range(2):
+        with pytest.raises(Refusal, match="shorter than a window"):
+            list(pipeline)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -92,13 +93,14 @@ def both_arms(case: Case, *extra: Method, steps: int | None = None) -> tuple[Arm
 def _run(case: Case, recipe: Recipe, extra: tuple[Method, ...], steps: int) -> Arm:
     dropout = _dropout(case.program(recipe))  # as it is outside the laboratory
     program = case.program(recipe, *extra)
-    deadline = time.monotonic() + case.seconds / 2
+    deadline = math.inf  # counts from the first step on: a start may be long, and be worth it
     done, in_time = 0, True
     with program.process():
         start = _weights(program)
         validation = _digest(program)
         for _ in training_steps(program):
             done += 1
+            deadline = min(deadline, time.monotonic() + case.seconds / 2)
             in_time = time.monotonic() < deadline
             if done == steps or not in_time:
                 break

@@ -29,12 +29,11 @@ class Trial:
 
         ``give_up_after``: seconds after which a run that has not reached the target can no longer win, and ends.
         """
-        task, recipe = self.task.load(), self.recipe
+        task, recipe = self.task.load(), self.recipe.with_method(f"{__name__}:NothingInVain")
         if give_up_after is not None and target is not None:
             recipe = recipe.with_method(f"{__name__}:GiveUp", seconds=float(give_up_after), target=float(target))
         result = train(task, recipe, device=self.device, seed=self.seed, watch=self.watch)
-        if result["idle"]:
-            raise Failure("; ".join(f"{method} has nothing to act on: {why}" for method, why in result["idle"]))
+        _refuse_idle(result["idle"])  # found out on the way
         if result["metric"] is None:
             raise Failure("the metric is missing or not a finite number")
         kept = ("metric", "best_metric", "evaluations", "steps", "samples", "seconds", "split", "stopped")
@@ -48,6 +47,22 @@ class Trial:
             self.task.load(), Recipe(base), self.recipe, Exactness[exactness], device=self.device, seed=self.seed, seconds=seconds
         )
         return {**asdict(proof), "number": proof.number if math.isfinite(proof.number) else None}
+
+
+def _refuse_idle(idle: list) -> None:
+    if idle:
+        raise Failure("; ".join(f"{method} has nothing to act on: {why}" for method, why in idle))
+
+
+@dataclass(frozen=True)
+class NothingInVain(Method):
+    """Refuses a run, as soon as it is built, of which a method says that it has nothing to act on."""
+
+    card = Card(summary="no run in vain", exactness=Exactness.BIT_EXACT, order=Order.LAST)
+
+    def update(self, update, run: Run):
+        _refuse_idle(run.idle)
+        return update
 
 
 @dataclass(frozen=True)
