@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 import time
@@ -149,6 +150,7 @@ def on_one_core() -> int:
 def quiet() -> None:
     """Peers say little."""
     warnings.filterwarnings("ignore")
+    logging.getLogger("spdl").setLevel(logging.CRITICAL)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")

@@ -134,6 +134,7 @@ def spdl_io(paths):
     from spdl.pipeline import PipelineBuilder
 
     shape = f"scale={SIDE}:{SIDE}:force_original_aspect_ratio=increase,crop={SIDE}:{SIDE}"
+    spdl.io.demux_image(paths[0])  # says at once whether FFmpeg is there
     wanted = spdl.io.get_video_filter_desc(filter_desc=shape, pix_fmt="rgb24")
 
     def decoded(path):

@@ -109,6 +109,7 @@ def test_opened_and_mapped(folder):
         file.seek(2)
         assert file.read() == b"csv"
     assert bytes(mapped_bytes("a.csv")) == b"a.csv"
+    assert mapped_bytes("a.csv") is mapped_bytes("a.csv")
     (folder / "empty").touch()
     assert len(mapped_bytes("empty")) == 0
     for read in (opened, mapped_bytes, stamp):

@@ -210,10 +210,10 @@ class _Stopwatch:
         self.seconds = 0.0
 
     def around(self, function: Callable) -> Callable:
-        def timed(*arguments):
+        def timed(*arguments, **named):
             began = time.perf_counter()
             try:
-                return function(*arguments)
+                return function(*arguments, **named)
             finally:
                 self.seconds += time.perf_counter() - began
 

@@ -7,7 +7,7 @@ windowed shuffle. Before every pass it asks the source what it is made of; a cha
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -15,15 +15,15 @@ from typing import Any
 import numpy
 import psutil
 import torch
-from torch.utils.data import default_collate
 
-from hasten.contract.errors import Notice, Refusal, one_line
+from hasten.contract.errors import Failure, Notice, Refusal, one_line
 from hasten.contract.watch import Watch
+from hasten.data.budget import free_memory
 from hasten.data.cache_disk import Folder, default_folder
 from hasten.data.faults import Faults
 from hasten.data.fingerprints import fingerprint
 from hasten.data.in_memory import gathered, signed
-from hasten.data.making import Map
+from hasten.data.making import Map, stacked
 from hasten.data.source import BadRow, Source, leaves_of, mapped, rows_of
 
 SHARE_OF_FREE = 0.5  # that a cache may take where nobody says
@@ -64,12 +64,12 @@ class Mapped(Source):
         for function in self.functions:
             samples = [function(sample) for sample in samples]
         try:
-            return _columns(default_collate(samples))
-        except (RuntimeError, TypeError) as error:
+            return stacked(samples)
+        except (RuntimeError, TypeError, ValueError, KeyError) as error:
             raise Refusal(f"the samples cannot be stacked ({one_line(error, 120)}); {ALIKE}") from error
 
     def identity(self) -> dict:
-        return {"of": self.source.identity(), "maps": self.marks}
+        return {"of": made_of(self.source), "maps": self.marks}
 
     def edges(self) -> numpy.ndarray:
         return self.source.edges()
@@ -103,22 +103,49 @@ class Cache(Source):
         return mapped(lambda column: gathered(column, index), self.kept)
 
     def identity(self) -> dict:
-        return self.source.identity()
+        return made_of(self.source)
 
     def edges(self) -> numpy.ndarray:
         return self.source.edges()
 
     def prepare(self, runner: Callable, faults: Faults) -> None:
         self.source.prepare(runner, faults)
-        made_of = self.source.identity()
-        if made_of != self.made_of:
-            self.kept, self.bad = None, {}  # given back before others are made
-            self.kept, self.bad = self.filled(made_of, runner, faults)
-            self.made_of = made_of
+        now = made_of(self.source)
+        if _differ(now, self.made_of):
+            self.made_of, self.kept, self.bad = None, None, {}  # given back before others are made
+            faults.found.clear()  # rows of other data, perhaps mended since
+            self.kept, self.bad = self.filled(now, runner, faults)
+            self.made_of = now
+        for row, why in self.bad.items():
+            faults.note(BadRow(row, *why))
 
-    def filled(self, made_of: dict, runner: Callable, faults: Faults) -> tuple[Any, dict]:
-        """All rows as columns, and the bad ones among them."""
+    def filled(self, now: dict, runner: Callable, faults: Faults) -> tuple[Any, dict]:
+        """All rows as columns, and the bad ones among them; ``now`` is what they are made of."""
         raise NotImplementedError
+
+    def chunks(self, like, now: dict, runner: Callable, faults: Faults, bad: dict, what: str) -> Iterator[tuple[int, Any]]:
+        """All rows in order, as (first row, columns); bad ones are zeros, and noted in ``bad``.
+
+        Raises:
+            Failure: more rows are bad than may be, or the data are no longer what they were made of.
+            Refusal: rows whose shape or type is not that of the first ones.
+        """
+        size = max(1, CHUNK // max(1, bytes_of(like, 1)))
+        watch, began, rows = self.watch or _noticing(), perf_counter(), len(self)
+
+        def make(number: int):
+            return _whole(self.source, numpy.arange(number * size, min((number + 1) * size, rows)), like, faults)
+
+        for number, (columns, faulty) in enumerate(runner(make, range(-(-rows // size)))):
+            for fault in faulty:
+                faults.note(fault)
+                bad[fault.row] = (fault.where, fault.why)
+            yield number * size, columns
+            done = min(1.0, (number + 1) * size / rows)
+            watch(what, done, (perf_counter() - began) * (1 - done) / done)
+        self.source.prepare(runner, faults)
+        if _differ(made_of(self.source), now):
+            raise Failure("the data changed while the cache was being filled; start again when nobody writes to them")
 
     def within(self, free: float, what: str) -> Any:
         """The first rows, as columns, if all rows like them may be kept.
@@ -138,11 +165,11 @@ class Cache(Source):
 class MemoryCache(Cache):
     """Stacked tensors."""
 
-    def filled(self, made_of: dict, runner: Callable, faults: Faults):
-        first = self.within(psutil.virtual_memory().available, "in memory")
+    def filled(self, now: dict, runner: Callable, faults: Faults):
+        first = self.within(free_memory(), "in memory")
         kept = mapped(lambda column: torch.zeros((len(self), *column.shape[1:]), dtype=column.dtype), first)
         bad = {}
-        for begin, columns in chunks(self.source, first, runner, faults, bad, self.watch, "filling the cache in memory"):
+        for begin, columns in self.chunks(first, now, runner, faults, bad, "filling the cache in memory"):
             for whole, part in zip(leaves_of(kept), leaves_of(columns), strict=True):
                 whole[begin : begin + len(part)] = part
         return kept, bad
@@ -155,16 +182,25 @@ class DiskCache(Cache):
         super().__init__(source, gigabytes, watch)
         self.folder = folder
 
-    def filled(self, made_of: dict, runner: Callable, faults: Faults):
-        return Folder(self.folder, made_of).opened(lambda write: self._written(write, runner, faults))
+    def filled(self, now: dict, runner: Callable, faults: Faults):
+        return Folder(self.folder, now).opened(lambda write: self._written(write, now, runner, faults))
 
-    def _written(self, write: Callable, runner: Callable, faults: Faults) -> dict:
+    def _written(self, write: Callable, now: dict, runner: Callable, faults: Faults) -> dict:
         """Hands every chunk of rows to ``write``; the bad rows."""
         bad = {}
         first = self.within(psutil.disk_usage(str(self.folder)).free, f"in {self.folder}")
-        for _, columns in chunks(self.source, first, runner, faults, bad, self.watch, f"filling the cache in {self.folder}"):
+        for _, columns in self.chunks(first, now, runner, faults, bad, f"filling the cache in {self.folder}"):
             write(columns)
         return bad
+
+
+def made_of(source: Source) -> dict:
+    """What tells a source's rows from all others, as plain JSON: whose they are, how many, and what it says of them itself."""
+    return _plain({"source": f"{type(source).__module__}.{type(source).__qualname__}", "rows": len(source), "of": source.identity()})
+
+
+def _differ(one: dict, other: dict | None) -> bool:
+    return repr(one) != repr(other)  # as text, in which a missing number equals itself
 
 
 def bytes_of(columns, rows: int) -> int:
@@ -172,39 +208,9 @@ def bytes_of(columns, rows: int) -> int:
     return sum(column[:1].nbytes for column in leaves_of(columns)) * rows
 
 
-def chunks(source: Source, like, runner: Callable, faults: Faults, bad: dict, watch: Watch | None, what: str) -> Iterator[tuple[int, Any]]:
-    """All rows in order, as (first row, columns); bad ones are zeros, and noted in ``bad``.
-
-    Raises:
-        Failure: more rows are bad than may be.
-        Refusal: rows whose shape or type is not that of the first ones.
-    """
-    size = max(1, CHUNK // max(1, bytes_of(like, 1)))
-    watch, began, rows = watch or _noticing(), perf_counter(), len(source)
-
-    def make(number: int):
-        return _whole(source, numpy.arange(number * size, min((number + 1) * size, rows)), like, faults)
-
-    for number, (columns, faulty) in enumerate(runner(make, range(-(-rows // size)))):
-        for fault in faulty:
-            faults.note(fault)
-            bad[fault.row] = (fault.where, fault.why)
-        yield number * size, columns
-        done = min(1.0, (number + 1) * size / rows)
-        watch(what, done, (perf_counter() - began) * (1 - done) / done)
-
-
 def _whole(source: Source, rows: numpy.ndarray, like, faults: Faults) -> tuple[Any, list[BadRow]]:
     """The columns of all these rows, with zeros for the bad ones."""
-    read, good, faulty = None, rows, []
-    while len(good) and read is None:
-        try:
-            read = source.read(good)
-        except BadRow as fault:
-            faulty.append(fault)
-            good = good[good != fault.row]
-            if len(faulty) > faults.at_most:
-                raise faults.failure(fault) from fault
+    read, good, faulty = faults.readable(source, rows)
     if read is not None:
         _refuse_others(read, like, rows)
     if read is not None and not faulty:
@@ -243,13 +249,15 @@ def _first_columns(source: Source):
     raise Refusal("there is no row that could be kept: all are bad, or there are none")
 
 
-def _columns(collated):
-    """What ``default_collate`` made, with a tuple wherever it made a list of tensors."""
-    if isinstance(collated, dict):
-        return {name: _columns(column) for name, column in collated.items()}
-    if isinstance(collated, tuple) or (isinstance(collated, list) and any(isinstance(column, torch.Tensor) for column in collated)):
-        return tuple(map(_columns, collated))
-    return collated
+def _plain(value):
+    """The same as JSON has it: numbers of NumPy and torch as Python's, and what it does not know as it prints itself."""
+    if isinstance(value, Mapping):
+        return {name if isinstance(name, str) else repr(name): _plain(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    if isinstance(value, (numpy.generic, numpy.ndarray, torch.Tensor)):
+        return _plain(value.tolist())
+    return value if value is None or type(value) in (bool, int, float, str) else repr(value)
 
 
 def _noticing() -> Watch:

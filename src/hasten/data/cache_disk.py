@@ -7,7 +7,7 @@
     KEY.making/        the same, while it is being written: renamed when it is whole
     KEY.lock           held by whoever writes; the system lets go of it when that process ends, however it ends
 
-KEY is a hash of what the rows are made of (files with sizes and times, fingerprints of maps) and of the format.
+KEY is a hash of what the rows are made of (the kind of source, files with sizes and times, fingerprints of maps) and of the format.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from typing import Any, BinaryIO
 import numpy
 import torch
 
-from hasten.contract.errors import Notice
+from hasten.contract.errors import Failure, Notice
 from hasten.data.in_memory import from_numpy_array
 from hasten.data.source import leaves_of, length_of
 from hasten.engine.failures import disk_trouble
 
 FORMAT = 1
+NOT_WHOLE = (OSError, ValueError, LookupError, TypeError, AttributeError)  # what reading a damaged description, or none, may raise
 SECONDS_BETWEEN_LOOKS = 0.1  # for the lock that another process holds
 
 
@@ -64,18 +65,14 @@ class Folder:
         Raises:
             Failure: the disk is full, or may not be written to.
         """
-        try:
+        with suppress(*NOT_WHOLE):
             return self._mapped()
-        except OSError:
-            pass  # not there, or not whole
         with _trouble(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         with held(self.lock, f"another process makes the cache in {self.folder}; waiting for it"):
-            try:
+            with suppress(*NOT_WHOLE):
                 return self._mapped()  # made by whoever held the lock before
-            except OSError:
-                self._make(fill)
-            self.lock.unlink(missing_ok=True)  # whoever waits for it will find the cache
+            self._make(fill)
             return self._mapped()
 
     def _make(self, fill: Callable) -> None:
@@ -150,31 +147,45 @@ def _trouble(folder: Path):
 
 @contextmanager
 def held(lock: Path, waiting: str) -> Iterator[None]:
-    """Holds a lock that only one process can hold; says so if it has to wait for it."""
-    with open(lock, "ab") as file:
-        told = False
-        while not _locked(file):
-            if not told:
-                warnings.warn(waiting, Notice, stacklevel=3)
-                told = True
-            time.sleep(SECONDS_BETWEEN_LOOKS)
-        yield
+    """Holds a lock that only one process can hold, and removes it; says so if it has to wait for it.
+
+    Raises:
+        Failure: the file system does not let it.
+    """
+    told = False
+    while (file := _locked(lock)) is None:
+        if not told:
+            warnings.warn(waiting, Notice, stacklevel=3)
+            told = True
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+    with file:
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 def swept(folder: Path) -> None:
-    """Removes what killed processes left half written."""
-    for making in folder.glob("*.making"):
-        with open(making.with_suffix(".lock"), "ab") as file:
-            if _locked(file):
-                shutil.rmtree(making, ignore_errors=True)
+    """Removes what killed processes left: what is half written, and locks."""
+    for left in {path.with_suffix("") for ending in ("making", "lock") for path in folder.glob(f"*.{ending}")}:
+        lock = left.with_suffix(".lock")
+        with suppress(Failure):  # another user's, perhaps
+            if file := _locked(lock):
+                with file:
+                    shutil.rmtree(left.with_suffix(".making"), ignore_errors=True)
+                    lock.unlink(missing_ok=True)
 
 
-def _locked(file: BinaryIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        return False
+def _locked(lock: Path) -> BinaryIO | None:
+    """The lock, locked; None while another process holds it."""
+    with disk_trouble(lock, "files there must be lockable; choose another folder: .cache('disk', folder=...), or HASTEN_CACHE"):
+        file = open(lock, "ab")  # noqa: SIM115 (whoever gets it closes it)
+        with suppress(BlockingIOError, FileNotFoundError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(lock)):  # else whoever held it has removed it meanwhile
+                return file
+        file.close()
+        return None
 
 
 def _synced(folder: Path) -> None:

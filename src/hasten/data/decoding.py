@@ -38,9 +38,9 @@ def size_of(resize: int | tuple[int, int] | None) -> tuple[int, int] | None:
     return tuple(sides)
 
 
-def manner(size: tuple[int, int] | None) -> dict:
+def manner(size: tuple[int, int] | None, pixels: int) -> dict:
     """How pictures are decoded, for the identity of their source: decoders differ in the last bits."""
-    return {"resize": size and list(size), "decoder": "simplejpeg" if _simplejpeg() else "pillow"}
+    return {"pixels": pixels, "resize": size and list(size), "decoder": "simplejpeg" if _simplejpeg() else "pillow"}
 
 
 def pictures_of(
@@ -65,7 +65,7 @@ def pictures_of(
             if size is None:
                 batch[place] = torch.from_numpy(numpy.ascontiguousarray(decoded(next(contents), pixels).transpose(2, 0, 1)))
             else:
-                _fit(decoded(next(contents), pixels, size), batch[place])
+                _fit(decoded(next(contents), pixels, size), batch[place], pixels)
         except ValueError as error:
             raise BadRow(row, where[place], str(error)) from None
     return batch
@@ -102,18 +102,20 @@ def _by_simplejpeg(content: bytes, pixels: int, size: tuple[int, int] | None) ->
 
 
 def _by_pillow(content: bytes, pixels: int, size: tuple[int, int] | None) -> numpy.ndarray:
-    from PIL import Image
+    from PIL import JpegImagePlugin, PngImagePlugin
 
+    # not Image.open, whose own limit would speak first, and not say how big the picture is
+    readers = {b"\xff\xd8\xff": JpegImagePlugin.JpegImageFile, b"\x89PN": PngImagePlugin.PngImageFile}
+    if (reader := readers.get(content[:3])) is None:
+        raise ValueError("it is no JPEG or PNG picture")
     try:
-        with Image.open(io.BytesIO(content), formats=("JPEG", "PNG")) as image:
+        with reader(io.BytesIO(content)) as image:
             _check(image.height, image.width, pixels)
             if image.mode.startswith("I"):
                 raise ValueError("it has 16 bits a pixel; write it with 8")
             if size is not None:
                 image.draft(image.mode, (SPARE * size[1], SPARE * size[0]))  # JPEG alone heeds it
             return numpy.array(image.convert("RGB"))
-    except Image.UnidentifiedImageError:
-        raise ValueError("it is no JPEG or PNG picture") from None
     except ValueError:
         raise
     except Exception as error:  # its readers of damaged files raise nearly anything
@@ -124,11 +126,10 @@ class _TooBig(ValueError):
     """More pixels than are allowed."""
 
 
-def _check(height: int, width: int, pixels: int) -> None:
+def _check(height: int, width: int, pixels: int, when: str = "") -> None:
     if height * width > pixels:
-        raise _TooBig(
-            f"it has {height} x {width} pixels, more than the {pixels} that are allowed; say pixels={height * width} if that is right"
-        )
+        allowed = f"more than the {pixels} that are allowed; say pixels={height * width} if that is right"
+        raise _TooBig(f"it has {height} x {width} pixels{when}, {allowed}")
 
 
 @cache
@@ -147,11 +148,12 @@ def _memory(size: int) -> numpy.ndarray:
     return _own.memory
 
 
-def _fit(colours: numpy.ndarray, picture: torch.Tensor) -> None:
+def _fit(colours: numpy.ndarray, picture: torch.Tensor, pixels: int) -> None:
     """Resizes colours (height, width, 3) into a picture (3, height, width)."""
     (height, width), (new_height, new_width) = colours.shape[:2], picture.shape[1:]
     scale = max(new_height / height, new_width / width)
     whole = max(new_height, int(height * scale)), max(new_width, int(width * scale))
+    _check(*whole, pixels, " when its shorter side is made to fit")  # a thin one becomes long
     layers = torch.from_numpy(colours).permute(2, 0, 1)[None]
     if whole != (height, width):
         layers = torch.nn.functional.interpolate(layers, whole, mode="bilinear", antialias=True)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy
+
 from hasten.contract.errors import Failure
-from hasten.data.source import BadRow
+from hasten.data.source import BadRow, Source
 
 
 class Faults:
@@ -16,6 +20,26 @@ class Faults:
 
     def __init__(self, at_most: int = 0):
         self.at_most, self.found = at_most, {}
+
+    def readable(self, source: Source, rows: numpy.ndarray) -> tuple[Any, numpy.ndarray, list[BadRow]]:
+        """(the columns of the rows that can be read, None where there are none; these rows; the bad ones).
+
+        Raises:
+            Failure: more are bad than may be left out.
+        """
+        bad = []
+        if self.found:  # these are not met again: each would have the others read once more
+            known = numpy.isin(rows, list(self.found))
+            bad, rows = [self.found[row] for row in rows[known].tolist()], rows[~known]
+        while len(rows):
+            try:
+                return source.read(rows), rows, bad
+            except BadRow as fault:
+                bad.append(fault)
+                rows = rows[rows != fault.row]
+                if len(bad) > self.at_most:
+                    raise self.failure(fault) from fault
+        return None, rows, bad
 
     def note(self, fault: BadRow) -> None:
         """Counts a row that was left out.
@@ -30,5 +54,5 @@ class Faults:
     def failure(self, fault: BadRow) -> Failure:
         """What is said about a row that may not be left out."""
         if not self.at_most:
-            return Failure(f"{fault}; mend it, or let some be left out: .skip_bad(10), or --skip-bad 10")
+            return Failure(f"{fault}; mend it, or let some be left out: .skip_bad(10)")
         return Failure(f"{fault}; it is bad row number {self.at_most + 1}, and {self.at_most} may be left out")

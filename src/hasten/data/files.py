@@ -9,22 +9,27 @@ import io
 import mmap
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import translate
 from functools import lru_cache
-from glob import glob, has_magic
+from glob import has_magic
 from pathlib import Path
 from typing import BinaryIO
 
 from hasten.contract.errors import Failure, Refusal, nearest
 from hasten.data import remote
+from hasten.data.walks import Mark, entries, walked
+
+NUMBERS = re.compile(r"\{([0-9]{1,9})\.\.([0-9]{1,9})\}")
+MAPPED = 128  # files that stay mapped: each counts among those that a process may have open, usually 1,024
 
 
 def found(patterns: str | Path | Iterable[str | Path], suffixes: tuple[str, ...] = ()) -> list[str]:
     """Every file that is meant, sorted, each once.
 
     Args:
-        patterns: files, folders or patterns (``*``, ``?``, ``[...]``, ``**`` for any depth), local or remote.
+        patterns: files, folders or patterns (``*``, ``?``, ``[...]``, ``**`` for any depth, ``{000..099}`` for so many names), local or
+            remote. A folder that links lead to as well is met once.
         suffixes: what the names of a folder's files end in (``.parquet``); empty for all of them. Hidden ones are passed over.
 
     Raises:
@@ -38,10 +43,11 @@ def found(patterns: str | Path | Iterable[str | Path], suffixes: tuple[str, ...]
         if not isinstance(pattern, (str, os.PathLike)):
             raise Refusal(f"a file is named by a text or a path, not by {pattern!r:.80}")
         matches = remote.matches if is_remote(pattern) else _local_matches
-        some = set(matches(_plain(pattern), tuple(suffix.lower() for suffix in suffixes)))
-        if not some:
-            raise Refusal(_nothing(_plain(pattern), suffixes))
-        files |= some
+        for each in _expanded(_plain(pattern)):
+            some = set(matches(each, tuple(suffix.lower() for suffix in suffixes)))
+            if not some:
+                raise Refusal(_nothing(each, suffixes))
+            files |= some
     return sorted(files)
 
 
@@ -61,16 +67,20 @@ def opened(path: str) -> BinaryIO:
 
 
 def mapped_bytes(path: str) -> memoryview:
-    """The bytes of a local file, mapped into memory: read-only, and shared by all processes.
+    """The bytes of a local file, mapped into memory: read-only, and shared by all processes. Who cuts it off meanwhile kills them.
 
     Raises:
         Refusal: it is not there, or may not be read.
     """
-    return _mapped(*stamp(path))
+    _, size, version = stamp(path)
+    return _mapped(path, size, *version)
 
 
 def stamp(path: str) -> list:
-    """[path, bytes, version], which changes when the file does. A local file's version is its time in nanoseconds.
+    """[path, bytes, version], which changes when the file does.
+
+    A local file's version is the time of its content and that of its inode, in nanoseconds: the second cannot be set back. The
+    number of the inode says no more, and some network file systems make up a new one every day.
 
     Raises:
         Refusal: it is not there.
@@ -82,7 +92,7 @@ def stamp(path: str) -> list:
         about = os.stat(path)
     except OSError as error:
         raise Refusal(f"cannot read {path}: {error.strerror}") from None
-    return [path, about.st_size, about.st_mtime_ns]
+    return [os.path.abspath(path), about.st_size, [about.st_mtime_ns, about.st_ctime_ns]]
 
 
 def unchanged(path: str, before: list) -> None:
@@ -92,11 +102,17 @@ def unchanged(path: str, before: list) -> None:
         Failure: it changed, or went away.
     """
     try:
-        same = stamp(path) == before
+        same = _content(stamp(path)) == _content(before)
     except Refusal as gone:
         raise Failure(f"{path} went away while it was being read: {gone}") from None
     if not same:
         raise Failure(f"{path} changed while it was being read; start again when nobody writes to it")
+
+
+def _content(stamp: list) -> tuple:
+    """What of a stamp tells of the content; an inode changes too when a file is linked to, as backups do."""
+    _, size, version = stamp
+    return size, version[0] if isinstance(version, list) else version
 
 
 def is_remote(path: str | Path) -> bool:
@@ -108,58 +124,78 @@ def _plain(pattern: str | Path) -> str:
     return text if is_remote(text) else os.path.expanduser(text.removeprefix("file://"))
 
 
+def _expanded(pattern: str) -> Iterator[str]:
+    """``{000..099}`` written out, as WebDataset's users name their shards."""
+    if (numbers := NUMBERS.search(pattern)) is None:
+        yield pattern
+        return
+    first, last = numbers.groups()
+    if int(last) < int(first):
+        raise Refusal(f"{numbers[0]} in {pattern} counts backwards; say {{{last}..{first}}}")
+    for number in range(int(first), int(last) + 1):
+        yield from _expanded(f"{pattern[: numbers.start()]}{number:0{len(first)}}{pattern[numbers.end() :]}")
+
+
 def _local_matches(pattern: str, suffixes: tuple[str, ...]) -> Iterator[str]:
     if os.path.isfile(pattern):
         yield pattern
     elif os.path.isdir(pattern):
-        yield from _inside(pattern, suffixes)
+        yield from _inside(pattern, suffixes, set())
     elif has_magic(pattern):
         yield from _globbed(pattern, suffixes)
 
 
+def _inside(folder: str, suffixes: tuple[str, ...], met: set[Mark]) -> Iterator[str]:
+    for inner, _, names in walked(folder, met):
+        path = os.path.join(folder, inner, "")
+        yield from (path + name for name in names if not suffixes or name.lower().endswith(suffixes))
+
+
 def _globbed(pattern: str, suffixes: tuple[str, ...]) -> Iterator[str]:
-    """As ``glob`` does, but a folder's entries tell what they are without being asked one by one: a million take a second."""
+    """As ``glob`` does, but no folder twice, and its entries tell what they are without being asked: a million take a second."""
     folder, name = os.path.split(pattern)
-    folders = glob(os.path.join(folder, ""), recursive=True) if has_magic(folder) else [folder]
-    folders += [""] if folder == "**" else []  # any depth: also here
-    if name == "**":
-        name = "*"
+    matches, met, folders = _matcher("*" if name == "**" else name), set(), []
+    for each in _once(_folders(folder), met):
+        for entry in entries(each):
+            if matches(entry.name):
+                path = os.path.join(each, entry.name)
+                if entry.is_dir():
+                    folders.append((entry.is_symlink(), path))
+                else:
+                    yield path
+    for _, each in sorted(folders):
+        yield from _inside(each, suffixes, met)
+
+
+def _folders(pattern: str) -> Iterator[str]:
+    """The folders that a pattern means; ``**`` is any depth."""
+    if not has_magic(pattern):
+        if os.path.isdir(pattern or "."):
+            yield pattern
+        return
+    above, name = os.path.split(pattern)
+    matches = _matcher(name)
+    for each in _folders(above):
+        if name == "**":
+            yield from (os.path.join(each, inner) if inner else each for inner, _, _ in walked(each))
+        elif has_magic(name):
+            yield from (os.path.join(each, entry.name) for entry in entries(each) if matches(entry.name) and entry.is_dir())
+        elif os.path.isdir(os.path.join(each, name)):
+            yield os.path.join(each, name)
+
+
+def _once(folders: Iterable[str], met: set[Mark]) -> Iterator[str]:
+    """Each folder once, by its own name rather than a link's; those that are met are added."""
+    for folder in sorted(folders, key=lambda each: (os.path.realpath(each) != os.path.abspath(each), each)):
+        about = os.stat(folder or ".")
+        if (about.st_dev, about.st_ino) not in met:
+            met.add((about.st_dev, about.st_ino))
+            yield folder
+
+
+def _matcher(name: str) -> Callable[[str], bool]:
     matches = re.compile(translate(name)).match
-    for each in folders:
-        for entry in _entries(each):
-            if matches(entry.name) and (name.startswith(".") or not entry.name.startswith(".")):
-                if not entry.is_dir():
-                    yield entry.path
-                elif "**" not in folder:  # else its folders are all among ``folders``
-                    yield from _inside(entry.path, suffixes)
-
-
-def _inside(folder: str, suffixes: tuple[str, ...]) -> Iterator[str]:
-    for entry in _entries(folder):
-        if entry.name.startswith("."):
-            continue
-        if entry.is_dir():
-            yield from _inside(entry.path, suffixes)
-        elif not suffixes or entry.name.lower().endswith(suffixes):
-            yield entry.path
-
-
-def _entries(folder: str) -> list[os.DirEntry]:
-    try:
-        with os.scandir(folder or ".") as entries:
-            return [*entries] if folder else [_Bare(entry) for entry in entries]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise Refusal(f"cannot read the folder {folder}: {error.strerror}") from None
-
-
-class _Bare:
-    """An entry of the folder where we are, named as the user named it: without ``./``."""
-
-    def __init__(self, entry: os.DirEntry):
-        self.name = self.path = entry.name
-        self.is_dir = entry.is_dir
+    return lambda text: matches(text) is not None and (name.startswith(".") or not text.startswith("."))
 
 
 def _nothing(pattern: str, suffixes: tuple[str, ...]) -> str:
@@ -169,15 +205,15 @@ def _nothing(pattern: str, suffixes: tuple[str, ...]) -> str:
     if os.path.isdir(pattern):
         return f"the folder {pattern} holds no file that ends in {' or '.join(suffixes)}" if suffixes else f"the folder {pattern} is empty"
     folder, name = os.path.split(pattern)
-    there = [entry.name for entry in _entries(folder)]
     what = f"no file matches {pattern}" if has_magic(pattern) else f"there is no file {pattern}"
     if has_magic(folder) or not os.path.isdir(folder or "."):
         return what if has_magic(folder) else f"{what}: there is no folder {folder}"
+    there = [entry.name for entry in entries(folder)]
     return what + (nearest(name, sorted(there)[:20] if has_magic(name) else there) if there else ": the folder is empty")
 
 
-@lru_cache(maxsize=1024)
-def _mapped(path: str, size: int, version: int) -> memoryview:
+@lru_cache(maxsize=MAPPED)
+def _mapped(path: str, size: int, *version: int) -> memoryview:
     if not size:
         return memoryview(b"")  # nothing cannot be mapped
     with opened(path) as file:

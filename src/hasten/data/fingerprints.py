@@ -1,21 +1,23 @@
 """Whether a function is still the same one: a hash of all that its result depends on.
 
-Its bytecode and constants, defaults, the values that it closes over, and the globals that it names, functions and classes of
-the user's own followed to the end. What comes from an installed package or from Python itself counts by name and version. What a
-function reads at run time (a file, the clock, a network) is not seen.
+Its bytecode and constants, defaults, the values that it closes over, the globals that it names and the modules that it imports,
+functions and classes of the user's own followed to the end. What comes from an installed package or from Python itself counts by
+name and version. What a function reads at run time (a file, the clock, a network) is not seen.
 """
 
 from __future__ import annotations
 
 import copyreg
+import dis
 import enum
 import functools
 import hashlib
 import sys
 import sysconfig
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -92,21 +94,12 @@ class _Walk:
     def _function(self, function: types.FunctionType) -> list:
         if _is_installed(function.__module__) and not function.__closure__ and "<locals>" not in function.__qualname__:
             return ["function", _named(function.__module__), function.__qualname__]
-        cells = [_content(cell) for cell in function.__closure__ or ()]
-        return ["function", function.__code__, function.__defaults__, function.__kwdefaults__, cells, *self._globals(function)]
-
-    def _globals(self, function: types.FunctionType) -> list:
-        """The global names of a function with their values; of a module of the user's own, the attributes that the function names."""
-        found = []
         names = _names(function.__code__)
-        for name in names:
-            if name not in function.__globals__:
-                continue
-            value = function.__globals__[name]
-            found += [name, value]
-            if isinstance(value, types.ModuleType) and not _is_installed(value.__name__):
-                found += [part for each in names if hasattr(value, each) for part in (each, getattr(value, each))]
-        return found
+        there = [("", _content(cell)) for cell in function.__closure__ or ()]
+        there += [(name, function.__globals__[name]) for name in names if name in function.__globals__]
+        there += [("", module) for module in _imported(function)]
+        used = [part for name, value in there for part in (name, *_within(value, names))]
+        return ["function", function.__code__, function.__defaults__, function.__kwdefaults__, used]
 
     def _class(self, value: type) -> list:
         if _is_installed(value.__module__):
@@ -120,13 +113,51 @@ class _Walk:
         try:
             reduced = copyreg.dispatch_table[type(value)](value) if type(value) in copyreg.dispatch_table else value.__reduce_ex__(2)
         except Exception:
-            untold = f"whether {self.name} has changed cannot be told, as it depends on a {type(value).__name__}"
-            raise Refusal(f"{untold}; make that inside the function, or leave the cache out") from None
+            raise self._untold(value) from None
         if isinstance(reduced, str):
+            if hasattr(value, "__wrapped__"):  # a function of the user's own behind functools.cache
+                return ["around", type(value), value.__wrapped__]
+            if not _is_installed(getattr(value, "__module__", None) or type(value).__module__):
+                raise self._untold(value)
             return ["named", type(value), reduced]
         make, args, *rest = reduced
         rest = [list(part) if isinstance(part, types.GeneratorType) or hasattr(part, "__next__") else part for part in rest]
         return ["object", type(value), make, args, rest]
+
+    def _untold(self, value) -> Refusal:
+        untold = f"whether {self.name} has changed cannot be told, as it depends on a {type(value).__name__}"
+        return Refusal(f"{untold}; make that inside the function, or leave the cache out")
+
+
+def _within(value, names: list[str], around: tuple = ()) -> list:
+    """A value; of a module of the user's own also what code names of it, and of the modules in it."""
+    if not isinstance(value, types.ModuleType) or _is_installed(value.__name__) or value in around:
+        return [value]
+    inner = [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+    return [value, *(part for name, found in inner for part in (name, *_within(found, names, (*around, value))))]
+
+
+def _imported(function: types.FunctionType) -> Iterator[types.ModuleType | str]:
+    """What a function imports when it is called; of installed packages, and of what is not there, the names."""
+    for name, parts, level in _imports(function.__code__):
+        if not level and _is_installed(name):
+            yield _named(name)
+            continue
+        try:
+            yield __import__(name, function.__globals__, None, parts, level)
+        except ImportError:
+            yield name
+
+
+def _imports(code: types.CodeType) -> Iterator[tuple[str, tuple | None, int]]:
+    """(module, names taken from it, folders up) of each import in code, and in the functions inside it."""
+    steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+    for level, parts, step in zip(steps, steps[1:], steps[2:], strict=False):
+        if step.opname == "IMPORT_NAME":
+            yield step.argval, parts.argval, level.argval
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _imports(inner)
 
 
 def _names(code: types.CodeType) -> list[str]:
@@ -156,7 +187,8 @@ def _is_installed(module: str | None) -> bool:
     """Whether a module is Python's own or an installed package's, which its version tells apart."""
     if module is None or module == "builtins" or module.partition(".")[0] in sys.stdlib_module_names:
         return module != "__main__"
-    file = getattr(sys.modules.get(module.partition(".")[0]), "__file__", None)
+    package = module.partition(".")[0]
+    file = getattr(sys.modules[package], "__file__", None) if package in sys.modules else getattr(find_spec(package), "origin", None)
     if file is None:
         return False
     return any(Path(file).is_relative_to(folder) for folder in INSTALLED)

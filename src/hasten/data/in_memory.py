@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy
@@ -13,13 +15,15 @@ from hasten.contract.errors import Refusal, one_line
 from hasten.data.files import stamp
 from hasten.data.memory import taken
 from hasten.data.pipeline import Pipeline
-from hasten.data.source import Source, leaves_of, mapped
+from hasten.data.source import Source, leaves_of, mapped, nesting
 
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def arrays(*columns) -> Pipeline:
     """Samples from arrays whose first dimension is the sample.
+
+    Arrays are held, not copied. A cache over them sees what torch changes in them between two passes, not what NumPy does.
 
     Args:
         columns: tensors, NumPy arrays or paths of ``.npy`` files (memory-mapped), all equally long; several become a
@@ -39,15 +43,16 @@ class Arrays(Source):
     def __init__(self, columns):
         if isinstance(columns, (dict, tuple)) and not columns:
             raise Refusal("arrays() wants at least one array")
-        self.files = [str(column) for column in leaves_of(columns) if isinstance(column, (str, Path))]
-        self.columns = mapped(_tensor, columns)
-        lengths = {len(column) for column in leaves_of(self.columns)}
-        if len(lengths) > 1:
-            raise Refusal(f"the arrays have unequal lengths: {', '.join(map(str, sorted(lengths)))}")
-        (self.length,) = lengths
+        self.given = mapped(lambda column: os.path.abspath(column) if isinstance(column, (str, Path)) else column, columns)
+        self.digests: dict[tuple, str] = {}
+        self._open()
 
     def __len__(self) -> int:
         return self.length
+
+    def prepare(self, runner: Callable, faults) -> None:
+        if self._stamps() != self.stamps:
+            self._open()
 
     def read(self, rows: numpy.ndarray):
         index = torch.from_numpy(rows)
@@ -55,9 +60,30 @@ class Arrays(Source):
 
     def identity(self) -> dict:
         """Files by their stamps; what lies in memory by its content."""
-        if len(self.files) == len(leaves_of(self.columns)):
-            return {"files": [stamp(file) for file in self.files]}
-        return {"arrays": [[list(column.shape), str(column.dtype), _digest(column)] for column in leaves_of(self.columns)]}
+        columns = zip(leaves_of(self.columns), self.stamps, strict=True)
+        return {"nesting": nesting(self.columns), "columns": [of_file or self._content(column) for column, of_file in columns]}
+
+    def _open(self) -> None:
+        stamps = self._stamps()  # before the files are mapped: one that changes meanwhile is found changed
+        columns = mapped(_tensor, self.given)
+        length, *others = sorted({len(column) for column in leaves_of(columns)})
+        if others:
+            raise Refusal(f"the arrays have unequal lengths: {', '.join(map(str, (length, *others)))}")
+        self.stamps, self.columns, self.length = stamps, columns, length
+
+    def _stamps(self) -> list[list | None]:
+        """Of each column that is a file."""
+        return [stamp(column) if isinstance(column, str) else None for column in leaves_of(self.given)]
+
+    def _content(self, column: torch.Tensor) -> list:
+        """Type, shape and hash; as long as torch has not written there, it is not read again."""
+        kind = [str(column.dtype), list(column.shape)]
+        if column.is_inference():
+            return [*kind, _digest(column)]  # nobody counts how often it is written to
+        key = (column.data_ptr(), column._version, *map(str, kind))
+        if key not in self.digests:
+            self.digests[key] = _digest(column)
+        return [*kind, self.digests[key]]
 
 
 def gathered(column: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -112,6 +112,8 @@ def named(columns, kind: Kind, target: str | None = None) -> dict:
             for name, inner in columns.items()
             for more, column in (named(inner, kind).items() if isinstance(inner, Mapping) else [("", inner)])
         }
+    if isinstance(columns, tuple) and isinstance(columns[0], Mapping):  # what a table is learnt from, and its target
+        return named(columns[0], kind) | {target or "targets": columns[1]}
     parts = columns if isinstance(columns, tuple) else (columns,)
     names = ["pictures", "labels"] if kind.name == "images" else ["inputs", target or "targets"]
     names += [f"column{number}" for number in range(2, len(parts))]

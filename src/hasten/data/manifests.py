@@ -19,6 +19,7 @@ import numpy
 
 from hasten.contract.errors import Refusal
 from hasten.data.cache_disk import default_folder
+from hasten.data.walks import walked
 
 FORM = 1  # of the kept file; a change of the code below is a change of this number
 WORTH = 1000  # files; a smaller folder is walked through in no time
@@ -71,7 +72,7 @@ def manifest_of(folder: str | Path, suffixes: tuple[str, ...]) -> Manifest:
     manifest = _loaded(kept, root)
     if manifest is None:
         begun = time.time_ns()
-        files, times = _walked(root, suffixes)
+        files, times = _listed(root, suffixes)
         manifest = _made(root, files)
         if len(manifest) >= WORTH and max(times.values()) < begun - SETTLED:
             _keep(kept, manifest, times)
@@ -89,28 +90,11 @@ def manifest_of_paths(paths: Iterable[str]) -> Manifest:
     return _made("", files)
 
 
-def _walked(root: str, suffixes: tuple[str, ...]) -> tuple[dict[str, list[str]], dict[str, int]]:
-    """({folder: names of its files}, {folder: its time}); a folder is met once, whatever links lead to it."""
-    files, times, met, waiting, links = {}, {}, set(), [""], []
-    while waiting or links:  # links last, and in order: what they lead to may be met by its own name
-        folder = waiting.pop() if waiting else links.pop(links.index(min(links)))
-        path = os.path.join(root, folder) if folder else root
-        try:
-            about = os.stat(path)
-            if (about.st_dev, about.st_ino) in met:
-                continue
-            met.add((about.st_dev, about.st_ino))
-            times[folder], files[folder] = about.st_mtime_ns, []
-            with os.scandir(path) as entries:
-                for entry in entries:
-                    if entry.name.startswith("."):
-                        continue
-                    if entry.name.lower().endswith(suffixes) and entry.is_file():
-                        files[folder].append(entry.name)
-                    elif entry.is_dir():
-                        (links if entry.is_symlink() else waiting).append(f"{folder}/{entry.name}" if folder else entry.name)
-        except OSError as error:
-            raise Refusal(f"cannot read the folder {path}: {error.strerror}") from None
+def _listed(root: str, suffixes: tuple[str, ...]) -> tuple[dict[str, list[str]], dict[str, int]]:
+    """({folder: names of its files}, {folder: its time})."""
+    files, times = {}, {}
+    for folder, time_ns, names in walked(root):
+        files[folder], times[folder] = [name for name in names if name.lower().endswith(suffixes)], time_ns
     return files, times
 
 

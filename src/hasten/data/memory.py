@@ -16,9 +16,10 @@ import torch
 
 KEPT = 8  # blocks of a size that wait to be used again
 SIZES = 32  # that are kept; batches of ever new sizes must not fill the memory
+BYTES = 1 << 30  # of all blocks that wait
 SMALLEST = 4096  # bytes; smaller ones are not worth the trouble
 
-_waiting: dict[int, deque[numpy.ndarray]] = {}
+_waiting: dict[int, deque[numpy.ndarray]] = {}  # by size, the one last used at the end
 
 
 def taken(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -37,9 +38,25 @@ def taken(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _take_back(size: int, block: numpy.ndarray) -> None:
-    _waiting.setdefault(size, deque(maxlen=KEPT)).append(block)
-    while len(_waiting) > SIZES:
-        _waiting.pop(next(iter(_waiting)), None)
+    """Called wherever a batch dies, in any thread, even within itself: so each step stands alone, and at worst a block is lost."""
+    blocks = _waiting.pop(size, None) or deque(maxlen=KEPT)
+    blocks.append(block)
+    _waiting[size] = blocks
+    while len(_waiting) > SIZES or _bytes_waiting() > BYTES:
+        _drop()
+
+
+def _bytes_waiting() -> int:
+    return sum(size * len(blocks) for size, blocks in list(_waiting.items()))
+
+
+def _drop() -> None:
+    """Lets go of a block, of the size that was not used for longest."""
+    for size in list(_waiting)[:1]:
+        try:
+            _waiting[size].popleft()
+        except (KeyError, IndexError):
+            _waiting.pop(size, None)  # none is left of that size
 
 
 def _rounded(size: int) -> int:

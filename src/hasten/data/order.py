@@ -50,6 +50,17 @@ class Order:
         rows = self._rows(epoch)
         return lambda number: rows(number * self.batch_size, min((number + 1) * self.batch_size, self.rows))
 
+    def number_at(self, position: int) -> int:
+        """The number of the batch that begins after so many rows of a pass; after all of them, there is no more to come.
+
+        Raises:
+            Refusal: none begins there.
+        """
+        number, within = divmod(min(position, self.rows), self.batch_size)
+        if position < 0 or (within and position < self.rows):
+            raise Refusal(f"no batch of {self.batch_size} rows begins at row {position} of a pass; go on in the batch size of that place")
+        return number + bool(within)
+
     def _rows(self, epoch: int) -> Callable[[int, int], numpy.ndarray]:
         """``(first, last) -> rows`` at these places of the pass."""
         if self.seed is None:

@@ -36,7 +36,7 @@ def images(
         labels: "folder" for the number (int64) of the sorted name of the folder right under ``paths``, or around a
             file of a pattern; a dict from file name (or path inside the folder) to a number; None for no label. With labels a
             batch is the tuple (pictures, labels).
-        pixels: a picture of more pixels is a bad row: a small file can ask for all memory.
+        pixels: a picture of more pixels, also while it is resized, is a bad row: a small file can ask for all memory.
 
     Raises:
         Refusal: no picture, a picture without a label.
@@ -71,9 +71,9 @@ class Images(Source):
     def identity(self) -> dict:
         digest = hashlib.blake2b(digest_size=16)
         for number in range(len(self.files)):
-            digest.update(repr(_mark(self.files, number)).encode())
+            digest.update(repr(stamp(self.files.path(number))).encode())
         labels = None if self.labels is None else hashlib.blake2b(self.labels.numpy(), digest_size=16).hexdigest()
-        return {"images": digest.hexdigest(), "labels": labels, **manner(self.size)}
+        return {"images": digest.hexdigest(), "labels": labels, **manner(self.size, self.pixels)}
 
 
 # ---- files and labels
@@ -88,10 +88,6 @@ def _files(paths) -> Manifest:
 def _content(path: str) -> bytes:
     with opened(path) as file:
         return file.read()
-
-
-def _mark(files: Manifest, number: int) -> tuple:
-    return files.inside(number), *stamp(files.path(number))[1:]
 
 
 def _by_folder(files: Manifest) -> tuple[list[str], torch.Tensor]:

@@ -6,8 +6,8 @@ Its one idea: *a batch is a function of (seed, epoch, number)*. Who computes it,
 run that was resumed, makes no difference; and the place in the data is three integers.
 
 ``map`` before ``batch`` gets one sample at a time, ``map`` after it a whole batch, which is faster. A function that wants
-random numbers takes a second parameter, a ``Chance``, whose numbers belong to the rows; numbers that it draws from the
-generators of torch, NumPy or Python depend on who computes, and when.
+random numbers takes a parameter called ``chance``, a ``Chance``, whose numbers belong to the rows. The generators of torch, NumPy
+and Python start every batch from a seed of its own; but threads share them, so there what a function draws from them is anybody's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hasten.data.source import Source
 
 @dataclass
 class Place:
-    """Where a pipeline stands: the pass, and the batches of it that were given out."""
+    """Where a pipeline stands: the pass, and how many rows of it were given out."""
 
     epoch: int = 0
     position: int = 0
@@ -43,7 +43,8 @@ class Place:
 class Pipeline:
     """Rows, their order, and what becomes of them. Every method returns a new pipeline; nothing is read before iteration.
 
-    Iterating makes one pass; iterating again the next one, in its own order, also when the first was left early.
+    Iterating makes one pass; iterating again the next one, in its own order, also when the first was left early. What does not change
+    the batches (``prefetch``, ``share``, ``skip_bad``, ``to``) shares the place, so ``for batch in train.to(device)`` goes on, too.
     """
 
     source: Source
@@ -72,26 +73,32 @@ class Pipeline:
         """
         _at_least("shuffle(window=)", window, 1, optional=True)
         _at_least("shuffle(seed=)", seed, 0)
-        return self._with(seed=seed, shuffled=True, window=window)
+        return self._anew(seed=seed, shuffled=True, window=window)
 
     def map(self, function: Callable) -> Pipeline:
-        """Before ``batch``: ``function(sample)``; after it: ``function(batch)``. With a second parameter it gets a ``Chance`` too."""
+        """Before ``batch``: ``function(sample)``; after it: ``function(batch)``; with ``chance=``, if it has a parameter of that name.
+
+        Samples are stacked to a batch in the nesting that they have: a tuple of samples' parts becomes a tuple of tensors.
+
+        Raises:
+            Refusal: no function, or one that wants several other things.
+        """
         if not callable(function):
             raise Refusal(f"map() wants a function, not a {type(function).__name__}")
         random_ones = sum(each.stage is not None for each in (*self.sample_maps, *self.batch_maps))
         made = Map(function, random_ones if wants_chance(function) else None)
         if self.batch_size is None:
-            return self._with(sample_maps=(*self.sample_maps, made))
-        return self._with(batch_maps=(*self.batch_maps, made))
+            return self._anew(sample_maps=(*self.sample_maps, made))
+        return self._anew(batch_maps=(*self.batch_maps, made))
 
     def batch(self, size: int, *, drop_last: bool = False, collate: Callable[[list], Any] | None = None) -> Pipeline:
         """Batches of ``size`` rows; with several ranks, that is what all of them see together in a step.
 
         Args:
-            collate: ``(list of samples) -> batch``; torch's default where nobody says.
+            collate: ``(list of samples) -> batch``; as torch's default, but with tuples, where nobody says.
         """
         _at_least("batch(size)", size, 1)
-        return self._with(batch_size=size, drop_last=drop_last, collate_fn=collate)
+        return self._anew(batch_size=size, drop_last=drop_last, collate_fn=collate)
 
     def cache(
         self, where: str = "memory", *, gigabytes: float | None = None, folder: str | Path | None = None, watch: Watch | None = None
@@ -114,7 +121,7 @@ class Pipeline:
         if self.batch_size is not None:
             raise Refusal("cache() keeps samples; it belongs before .batch()")
         source = cached(self.source, self.sample_maps, where, gigabytes, folder, watch)
-        return self._with(source=source, sample_maps=())
+        return self._anew(source=source, sample_maps=())
 
     def prefetch(self, batches: int = 2, *, threads: int = 0, processes: int = 0, timeout: float | None = 600.0) -> Pipeline:
         """Computes batches ahead of their use, in threads (for what leaves Python's lock) or processes (for what does not).
@@ -152,8 +159,9 @@ class Pipeline:
         if place.begun:
             place.epoch, place.position = place.epoch + 1, 0
         place.begun = True
-        for batch in self.epoch(place.epoch, place.position):
-            place.position += 1
+        batches, rows = self.epoch(place.epoch, self._order().number_at(place.position)), len(self.source)
+        for batch in batches:
+            place.position = min(place.position + self.batch_size, rows)
             yield batch
             del batch  # or its memory could not be used again for the next one
         place.epoch, place.position, place.begun = place.epoch + 1, 0, False
@@ -165,20 +173,22 @@ class Pipeline:
         return len(self._order())
 
     def state_dict(self) -> dict[str, int]:
-        """The place: (seed, epoch, position). ``position`` counts whole batches, whatever the number of ranks."""
+        """The place: (seed, epoch, position). ``position`` counts rows, whatever the batch size and the number of ranks."""
         return {"seed": self.seed, "epoch": self.place.epoch, "position": self.place.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """The next iteration goes on at that place, in the same batch size.
+        """The next iteration goes on at that place.
 
         Raises:
-            Refusal: the place of another order, or none at all.
+            Refusal: the place of another order, or none at all; no batch begins there; the pipeline has no batch size yet.
         """
         if not {"seed", "epoch", "position"} <= state.keys():
             raise Refusal(f"a place has seed, epoch and position; this one has {', '.join(map(str, state)) or 'nothing'}")
         if state["seed"] != self.seed:
             raise Refusal(f"this place belongs to seed {state['seed']}, the pipeline has {self.seed}; say .shuffle(seed={state['seed']})")
-        self._go_to(int(state["epoch"]), int(state["position"]))
+        epoch, position = int(state["epoch"]), int(state["position"])
+        self._order().number_at(position)
+        self._go_to(epoch, position)
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is this pass: what trainers call on a DistributedSampler. A place that was loaded in this pass stays."""
@@ -210,7 +220,7 @@ class Pipeline:
         order = self._order()
         make = Making(
             self.source, order.batches(epoch), self.seed, epoch, self.sample_maps, self.batch_maps, self.collate_fn,
-            self.rank, self.world, self.faults,
+            self.rank, self.world, self.faults, seeded=not isinstance(self.runner, runners.Threads),
         )  # fmt: skip
         noted = self._noted(self.runner(make, range(start, len(order))))
         return noted if self.device is None else moved(noted, self.device)
@@ -222,9 +232,9 @@ class Pipeline:
             seed: the run's: another run, another order, other random numbers.
         """
         if training:
-            pipeline = self._with(batch_size=batch_size, seed=self.seed + seed)
+            pipeline = self._anew(batch_size=batch_size, seed=self.seed + seed)
         else:
-            pipeline = self._with(batch_size=self.batch_size or batch_size, shuffled=False)
+            pipeline = self._anew(batch_size=self.batch_size or batch_size, shuffled=False)
         return Batches(epoch=pipeline.epoch, length=len(pipeline), training=training, seekable=True)
 
     def _noted(self, made: Iterator) -> Iterator:
@@ -235,6 +245,11 @@ class Pipeline:
             del batch
 
     def _with(self, **changes) -> Pipeline:
+        """The same batches, at the same place."""
+        return replace(self, **changes)
+
+    def _anew(self, **changes) -> Pipeline:
+        """Other batches, from the start."""
         return replace(self, place=Place(), **changes)
 
     def _go_to(self, epoch: int, position: int) -> None:

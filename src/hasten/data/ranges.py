@@ -1,12 +1,20 @@
-"""Parts of files by position, read from several threads and processes at once."""
+"""Parts of files by position, read from several threads and processes at once.
+
+Local files are read, not mapped into memory: somebody who cuts off a file that is mapped kills the process.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import BinaryIO
 
 import numpy
 
+from hasten.contract.errors import Failure
 from hasten.data.files import is_remote, mapped_bytes, opened, unchanged
 
 _own = threading.local()  # each thread keeps its own remote files open
@@ -23,13 +31,17 @@ def read_ranges(stamps: list[list], files: numpy.ndarray, begins: numpy.ndarray,
     Raises:
         Failure: a file is no longer what it was.
     """
-    if len(files) and (files == files[0]).all():
-        return _ranges(stamps[files[0]], begins.tolist(), ends.tolist())
-    parts: list = [None] * len(files)
+    parts = [b""] * len(files)
+    positions, sizes = begins.tolist(), (ends - begins).tolist()
     for file in numpy.unique(files).tolist():
-        where = numpy.flatnonzero(files == file)
-        for place, part in zip(where.tolist(), _ranges(stamps[file], begins[where].tolist(), ends[where].tolist()), strict=True):
-            parts[place] = part
+        with _reading(stamps[file]) as read:
+            for number in numpy.flatnonzero(files == file).tolist():
+                part = read(sizes[number], positions[number])
+                while len(part) < sizes[number]:  # few file systems give less than all at once
+                    if not (more := read(sizes[number] - len(part), positions[number] + len(part))):
+                        raise Failure(f"{stamps[file][0]} is shorter than it was; start again when nobody writes to it")
+                    part += more
+                parts[number] = part
     return parts
 
 
@@ -42,22 +54,27 @@ def whole(stamp: list) -> memoryview:
         return memoryview(file.read())
 
 
-def _ranges(stamp: list, begins: list[int], ends: list[int]) -> list[bytes]:
+@contextmanager
+def _reading(stamp: list) -> Iterator[Callable[[int, int], bytes]]:
+    """``(bytes, position) -> content`` of a file, which may be less than was asked for."""
     path = stamp[0]
     if is_remote(path):
-        return [_read(path, begin, end) for begin, end in zip(begins, ends, strict=True)]
+        yield partial(_read, _remote_file(path))
+        return
     unchanged(path, stamp)
-    content = mapped_bytes(path)
-    return [bytes(content[begin:end]) for begin, end in zip(begins, ends, strict=True)]
+    with opened(path) as file:
+        try:
+            yield partial(os.pread, file.fileno())
+        except OSError as error:
+            raise Failure(f"cannot read {path}: {error.strerror}") from None
 
 
-def _read(path: str, begin: int, end: int) -> bytes:
-    file = _remote_file(path)
-    file.seek(begin)
-    return file.read(end - begin)
+def _read(file: BinaryIO, size: int, position: int) -> bytes:
+    file.seek(position)
+    return file.read(size)
 
 
-def _remote_file(path: str):
+def _remote_file(path: str) -> BinaryIO:
     """A file that this thread of this process has opened: a fork must not share its parent's connections."""
     if getattr(_own, "process", None) != os.getpid():
         _own.process, _own.files = os.getpid(), {}

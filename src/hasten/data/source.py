@@ -45,7 +45,7 @@ class Source(ABC):
         return numpy.array([0, len(self)])
 
     def prepare(self, runner: Callable, faults) -> None:
-        """Called before every pass, in the process that iterates: the moment to fill a cache.
+        """Called before every pass, in the process that iterates: the moment to fill a cache, or to open anew what has changed.
 
         Args:
             runner: shares the work among threads or processes.
@@ -88,6 +88,11 @@ def leaves_of(columns) -> list[torch.Tensor | list]:
     if isinstance(columns, tuple):
         return [leaf for column in columns for leaf in leaves_of(column)]
     return [columns]
+
+
+def nesting(columns) -> str:
+    """How the columns are nested and what they are called, in order, as text: ``{'a': (0, 0), 'b': 0}``."""
+    return str(mapped(lambda column: 0, columns))
 
 
 def mapped(function, columns):

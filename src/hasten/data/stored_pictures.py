@@ -19,7 +19,7 @@ from hasten.data.making import Map
 from hasten.data.memory import taken
 from hasten.data.pipeline import Pipeline
 from hasten.data.source import Source
-from hasten.data.transforms import blanked, crop, normalise
+from hasten.data.transforms import blank, choices, crop, inside, normalise, places
 
 
 def augmented(
@@ -62,8 +62,8 @@ class Numbered(Source):
         labelled = isinstance(arrays.columns, tuple)
         self.images = arrays.columns[0] if labelled else arrays.columns
         self.labels = Arrays(arrays.columns[1:]) if labelled else None
-        if self.images.ndim < 3:
-            raise Refusal(f"pictures have the shape (rows, ..., height, width), not {list(self.images.shape)}")
+        if not isinstance(self.images, torch.Tensor) or self.images.ndim < 3:
+            raise Refusal("augmented() wants pictures as one array of the shape (rows, ..., height, width)")
 
     def __len__(self) -> int:
         return len(self.arrays)
@@ -73,33 +73,34 @@ class Numbered(Source):
         return numbers if self.labels is None else (numbers, *self.labels.read(rows))
 
     def identity(self) -> dict:
-        return self.arrays.identity()
+        return {"numbered": self.arrays.identity()}
 
 
 class Gather:
-    """``(row numbers) -> pictures``, drawing the same numbers as ``crop``."""
+    """``(row numbers) -> pictures``, drawing the same numbers as ``crop``. What a choice means is looked up."""
 
     def __init__(self, images: torch.Tensor, padding: int, mirror: bool, finish: Callable):
-        self.shape, self.padding, self.mirror, self.finish = images.shape[1:], padding, mirror, finish
-        self.size, self.mirrored = images[0].numel(), images.numel()
-        self.first = padding * (images.shape[-1] + 1)  # room for what a window at the very beginning, or end, reaches over
-        self.values = torch.zeros((1 + mirror) * self.mirrored + 2 * self.first, dtype=images.dtype)
+        self.shape, self.size, self.choices, self.finish = images.shape[1:], images[0].numel(), choices(padding), finish
+        height, width = self.shape[-2:]
+        first = padding * (width + 1)  # room for what a window at the very beginning, or end, reaches over
+        self.values = torch.zeros((1 + mirror) * images.numel() + 2 * first, dtype=images.dtype)
         for number, each in enumerate([images, images.flip(-1)] if mirror else [images]):
-            begin = self.first + number * self.mirrored
-            self.values[begin : begin + self.mirrored] = each.flatten()
+            begin = first + number * images.numel()
+            self.values[begin : begin + images.numel()] = each.flatten()
+        top, left, mirrored = places(torch.arange(self.choices), padding)
+        if mirror:
+            left = torch.where(mirrored, 2 * padding - left, left)  # crop moves first, and mirrors then
+            first += mirrored * images.numel()
+        self.begins = first + (top - padding) * width + left - padding
+        self.inside = inside(top, left, padding, height, width, images.dtype.itemsize)
 
     def __call__(self, batch, chance: Chance):
         labelled = isinstance(batch, tuple)
         numbers = batch[0] if labelled else batch
-        top, left = chance.integers(0, 2 * self.padding + 1, 2).unbind(1)
-        begins = self.first + numbers * self.size
-        if self.mirror:
-            chosen = chance.coins()
-            left = torch.where(chosen, 2 * self.padding - left, left)  # crop moves first, and mirrors then
-            begins += chosen * self.mirrored
-        begins += (top - self.padding) * self.shape[-1] + left - self.padding
+        chosen = chance.integers(0, self.choices)
+        begins = self.begins.index_select(0, chosen).add_(numbers, alpha=self.size)
         windows = self.values.as_strided((len(self.values) - self.size + 1, self.size), (1, 1))
         pictures = taken((len(numbers), *self.shape), self.values.dtype)
         torch.index_select(windows, 0, begins, out=pictures.view(-1, self.size))
-        made = self.finish(blanked(pictures, top, left, self.padding))
+        made = self.finish(blank(pictures, self.inside.index_select(0, chosen)))
         return (made, *batch[1:]) if labelled else made

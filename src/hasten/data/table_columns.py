@@ -7,16 +7,18 @@ holds it, packed, until its rows are asked for. Each column is made for a known 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import numpy
 import torch
 
-from hasten.contract.errors import Refusal, one_line
+from hasten.contract.errors import Notice, Refusal, one_line
 from hasten.data.in_memory import gathered
 
 BLOCK = 4096  # rows that are turned at a time: a block's columns stay in the processor's cache
+WHOLE = 1 << 24  # up to here a float32 holds every whole number
 TENSORS = {
     "bool": torch.bool, "int8": torch.int8, "int16": torch.int16, "int32": torch.int32, "int64": torch.int64,
     "uint8": torch.uint8, "uint16": torch.int32, "uint32": torch.int64, "uint64": torch.int64,
@@ -93,13 +95,15 @@ class Numbers:
 
 
 class Matrix:
-    """Many columns of numbers as one float32 tensor, (rows, columns), row after row."""
+    """Many columns of numbers as one float32 tensor, (rows, columns), row after row. ``told``: columns that are known to be rounded."""
 
-    def __init__(self, names: Sequence[str], rows: int):
+    def __init__(self, names: Sequence[str], rows: int, told: set[str]):
         self.tensor, self.names, self._filled = torch.empty((rows, len(names)), dtype=torch.float32), names, 0
+        self._told = told
 
     def put(self, table, fill, where: str) -> None:
         columns = [numbers_of(table.column(name), fill, name, where) for name in self.names]
+        self._tell_of_rounding(columns)
         out = self.tensor.numpy()[self._filled : self._filled + len(table)]
         for first in range(0, len(table), BLOCK):
             block = out[first : first + BLOCK]
@@ -109,6 +113,16 @@ class Matrix:
 
     def read(self, index: torch.Tensor) -> torch.Tensor:
         return gathered(self.tensor, index)
+
+    def _tell_of_rounding(self, columns: list[numpy.ndarray]) -> None:
+        """Numbers that are names of something, or times, would become those of others without a word."""
+        for name, values in zip(self.names, columns, strict=True):
+            if name in self._told or values.dtype.kind not in "iu" or values.dtype.itemsize < 4 or not len(values):
+                continue
+            if (largest := max(int(values.max()), -int(values.min()))) > WHOLE:
+                self._told.add(name)
+                what = f"column {name!r} holds whole numbers as big as {largest}, and in a float32 matrix those above {WHOLE} are rounded"
+                warnings.warn(f"{what}; leave it out (columns=[...]), or take a dict of columns (no target=)", Notice, stacklevel=2)
 
 
 class Classes:

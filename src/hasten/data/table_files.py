@@ -33,6 +33,7 @@ class Format(Protocol):
     name: str  # of the format
     run_name: str  # of a run, where a file can have several
     suffixes: tuple[str, ...]
+    settings: dict  # what its rows depend on, as plain JSON
 
     def manifest(self, path: str) -> Manifest: ...
 
@@ -43,7 +44,7 @@ class Format(Protocol):
 
 
 class Parquet:
-    name, run_name, suffixes = "Parquet", "row group", (".parquet", ".parq", ".pq")
+    name, run_name, suffixes, settings = "Parquet", "row group", (".parquet", ".parq", ".pq"), {}
 
     def __init__(self):
         self._kept = _Kept(self._open)
@@ -69,7 +70,7 @@ class Parquet:
 
 
 class Feather:
-    name, run_name, suffixes = "Feather", "record batch", (".feather", ".arrow", ".ipc")
+    name, run_name, suffixes, settings = "Feather", "record batch", (".feather", ".arrow", ".ipc"), {}
 
     def __init__(self):
         self._kept = _Kept(self._open)
@@ -91,10 +92,10 @@ class Feather:
         self._kept = _Kept(self._open)
 
     def _open(self, path: str, *columns: str):
-        """Only the chosen columns are unpacked."""
+        """Only the chosen columns are unpacked; not mapped into memory: who cuts off a file that is kills the process."""
         from pyarrow.ipc import IpcReadOptions, open_file
 
-        file = opened_arrow(path, mapped=True)
+        file = opened_arrow(path)
         chosen = [open_file(file).schema.get_field_index(name) for name in columns]
         return open_file(file, options=IpcReadOptions(included_fields=chosen))
 
@@ -105,7 +106,7 @@ class Csv:
     name, run_name, suffixes = "CSV", "", (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz")
 
     def __init__(self, delimiter: str | None, header: list[str] | None):
-        self._delimiter, self._header, self._parsed = delimiter, header, {}
+        self.settings, self._parsed = {"delimiter": delimiter, "header": header}, {}
 
     def manifest(self, path: str) -> Manifest:
         table = self._parsed[path] = self._parse(path)
@@ -126,13 +127,13 @@ class Csv:
         import pyarrow as pa
         from pyarrow.csv import ParseOptions, ReadOptions, read_csv
 
-        delimiter = self._delimiter or ("\t" if path.removesuffix(".gz").endswith(".tsv") else ",")
+        delimiter = self.settings["delimiter"] or ("\t" if path.removesuffix(".gz").endswith(".tsv") else ",")
         with _refusing(path, self.name):
             for block in (1 << 20, 1 << 30):  # types are guessed from the first block: where it misleads, from everything
                 file = opened_arrow(path)
                 with pa.CompressedInputStream(file, "gzip") if path.endswith(".gz") else file as file:
                     try:
-                        reading = ReadOptions(block_size=block, column_names=self._header)
+                        reading = ReadOptions(block_size=block, column_names=self.settings["header"])
                         return read_csv(file, reading, ParseOptions(delimiter=delimiter))
                     except pa.ArrowInvalid as error:
                         if "conversion error" not in str(error):

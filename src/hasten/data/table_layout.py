@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,11 +22,13 @@ class Layout:
         types: the plain Arrow type of every column that is read, the target's too.
         inputs: the names of the columns besides the target.
         target: the name of the column to learn, or None.
+        told: columns of which the user knows that a matrix rounds them.
     """
 
     types: dict[str, Any]
     inputs: list[str]
     target: str | None
+    told: set[str] = field(default_factory=set, compare=False)
 
     @staticmethod
     def of(schemas: Mapping[str, Any], columns: Sequence[str] | None, target: str | None, guessed: bool = False) -> Layout:
@@ -76,7 +78,7 @@ class Layout:
     def rows(self, count: int, classes: Sequence[str] | None) -> Rows:
         """Room for so many rows."""
         columns = {name: column(self.types[name], count, name) for name in ([] if self.is_matrix else self.inputs)}
-        return Rows(Matrix(self.inputs, count) if self.is_matrix else None, columns, self.target, self._target(count, classes))
+        return Rows(Matrix(self.inputs, count, self.told) if self.is_matrix else None, columns, self.target, self._target(count, classes))
 
     def _target(self, count: int, classes: Sequence[str] | None):
         if self.target is None:
@@ -111,11 +113,12 @@ class Rows:
             self.target.put(table.column(self.target_name), fill, where)
 
     def read(self, index: torch.Tensor):
-        """(matrix, target), or a dict of columns."""
+        """A matrix or a dict of columns; with a target the tuple (these, target)."""
         if self.matrix is not None:
-            return self.matrix.read(index), self.target.read(index)
-        columns = {name: each.read(index) for name, each in self.columns.items()}
-        return columns if self.target is None else columns | {self.target_name: self.target.read(index)}
+            inputs = self.matrix.read(index)
+        else:
+            inputs = {name: each.read(index) for name, each in self.columns.items()}
+        return inputs if self.target is None else (inputs, self.target.read(index))
 
 
 def merged(parts: list, order: torch.Tensor):

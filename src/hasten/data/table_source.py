@@ -19,10 +19,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 
 import numpy
-import psutil
 import torch
 
 from hasten.contract.errors import Notice, Refusal, one_line
+from hasten.data.budget import free_memory
 from hasten.data.faults import Faults
 from hasten.data.files import found, stamp, unchanged
 from hasten.data.source import BadRow, Source
@@ -58,7 +58,7 @@ class Table(Source):
         self._runs = [(file, number) for file, manifest in manifests.items() for number in range(len(manifest.runs))]
         self._edges = numpy.cumsum([0, *(rows for manifest in manifests.values() for rows in manifest.runs)], dtype=numpy.int64)
         self._bytes = self._layout.bytes(len(self), sum(manifest.bytes for manifest in manifests.values()))
-        self._room = psutil.virtual_memory().available / SHARE if gigabytes is None else gigabytes * 10**9
+        self._room = free_memory() / SHARE if gigabytes is None else gigabytes * 10**9
         self._processes = 1  # that share the room
         self._given, self._unpacked, self._warned = 0, 0, False  # rows, while the table does not fit
         self._held, self._bad = None, {}  # the whole table; runs that cannot be read: (where, why)
@@ -84,6 +84,7 @@ class Table(Source):
     def identity(self) -> dict:
         return {
             "table": self._form.name,
+            "settings": self._form.settings,
             "files": list(self._stamps.values()),
             "columns": self.columns,
             "target": self.target,

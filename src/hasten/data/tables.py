@@ -25,9 +25,10 @@ def parquet(
 
     With a ``target``, and numbers alone in the other columns, a batch is ``(matrix, target)``: float32 (n, columns) in the
     order of ``columns``, and the target as int64 (whole numbers, yes and no) or float32 (fractions). A target of text
-    is int64 too: the numbers of its ``classes``. Otherwise a batch is a dict of columns: numbers and lists of a
-    fixed size are tensors (n, ...) of their own type, times count their unit as int64, structs are dicts of columns,
-    text and bytes are lists, and lists of unequal length are lists of tensors where they hold numbers.
+    is int64 too: the numbers of its ``classes``. With other columns beside it, a batch is ``(dict of columns, target)``, and
+    without a target the dict alone: numbers and lists of a fixed size are tensors (n, ...) of their own type, times count
+    their unit as int64, structs are dicts of columns, text and bytes are lists, and lists of unequal length are lists of
+    tensors where they hold numbers. In the matrix, whole numbers above 2**24 are rounded, which a Notice tells.
 
     A table that fits is held in memory, decoded. Of a bigger one, ``.shuffle(window=4)`` mixes a few row groups at a time:
     fully shuffled, nearly every row of a batch would have a row group decoded for it; or put ``.cache("disk")`` first.
@@ -39,7 +40,8 @@ def parquet(
         fill: what stands for a missing number, or {column: value}; without it, missing values are refused.
         classes: the words of a text target in the order of their numbers; None sorts the words that the files hold. Say them
             where two sets of files, training and validation, may not hold the same words.
-        gigabytes: (10**9 bytes) of memory for decoded rows; None for a quarter of what is free.
+        gigabytes: (10**9 bytes) of memory for decoded rows; None for a quarter of what is free, or of what the
+            container allows, divided among the ranks of this machine.
 
     Raises:
         Refusal: no file, no such column (the nearest names are told), files that differ, a broken footer, missing values.
@@ -59,7 +61,7 @@ def feather(
     classes: Sequence[str] | None = None,
     gigabytes: float | None = None,
 ) -> Pipeline:
-    """Rows of Feather (Arrow) files, memory-mapped where they are local; written without compression, they are read fastest.
+    """Rows of Feather (Arrow) files; written without compression, they are read fastest.
 
     Everything else is as for ``parquet``. Source: https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format
     """

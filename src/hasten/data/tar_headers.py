@@ -6,12 +6,16 @@ Forms that are read: ustar with its prefix, GNU's long names and sizes, and pax 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 BLOCK = 512
 FILES = b"0\x00" + b"7"  # the kinds of a plain file
 LONG_NAME, PAX, PAX_FOR_ALL = b"L", b"x", b"g"
 SPARSE = b"S"
+EXTENDED = 1 << 20  # bytes that a long name or a pax header may have
+OCTAL = re.compile(rb"[0-7]*").fullmatch
+DECIMAL = re.compile(rb"[0-9]{1,18}").fullmatch  # an int() of more digits may take for ever, and of other ones mean anything
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZ": "bzip2", b"\xfd7": "xz", b"\x28\xb5": "zstd"}
 
 
@@ -35,11 +39,14 @@ def members(content: memoryview) -> Iterator[tuple[str, int, int]]:
         _check(header, at)
         kind, own = header[156:157], _number(header[124:136], at)
         begin, end = at + BLOCK, at + BLOCK + own
+        if kind in (PAX, LONG_NAME) and own > EXTENDED:
+            raise Damaged(f"is damaged: the extended header at byte {at} has {own} bytes")
         if kind == PAX:
             said = _pax(bytes(content[begin:end]), at)
-            if any(key.startswith("GNU.sparse") for key in said):
+            if any(key.startswith(b"GNU.sparse") for key in said):
                 raise Damaged(f"has a sparse member at byte {at}; write it again without holes")
-            name, size = said.get("path", name), int(said["size"]) if said.get("size", "").isdigit() else size
+            name = said[b"path"].decode(errors="surrogateescape") if said.get(b"path") else name
+            size = _decimal(said[b"size"], at) if said.get(b"size") else size
         elif kind == LONG_NAME:
             name = bytes(content[begin:end]).rstrip(b"\0").decode(errors="surrogateescape")
         elif kind == SPARSE:
@@ -62,13 +69,13 @@ def _check(header: bytes, at: int) -> None:
 
 
 def _number(field: bytes, at: int) -> int:
-    """Octal digits, or GNU's binary numbers."""
+    """Octal digits, or GNU's binary numbers; never below zero, or the way through the file could lead back."""
     if field[0] & 0x80:
         return int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big")
-    try:
-        return int(field.strip(b"\0 ") or b"0", 8)
-    except ValueError:
-        raise Damaged(f"is damaged: the header at byte {at} holds no number where one must be" if at else "is no tar file") from None
+    digits = field.strip(b"\0 ")
+    if not OCTAL(digits):
+        raise Damaged(f"is damaged: the header at byte {at} holds no number where one must be" if at else "is no tar file")
+    return int(digits or b"0", 8)
 
 
 def _own_name(header: bytes) -> str:
@@ -79,14 +86,20 @@ def _own_name(header: bytes) -> str:
     return (prefix + b"/" + name if prefix else name).decode(errors="surrogateescape")
 
 
-def _pax(records: bytes, at: int) -> dict[str, str]:
+def _pax(records: bytes, at: int) -> dict[bytes, bytes]:
     """``length key=value\\n`` each, the length in decimal digits."""
-    said = {}
-    while records:
-        length, space, _ = records.partition(b" ")
-        if not space or not length.isdigit() or not len(length) < int(length) <= len(records):
+    said, begin = {}, 0
+    while begin < len(records):
+        digits = records[begin : begin + 20].partition(b" ")[0]
+        end = begin + _decimal(digits, at)
+        if not begin + len(digits) < end <= len(records):
             raise Damaged(f"is damaged: the extended header at byte {at} cannot be read")
-        key, _, value = records[len(length) + 1 : int(length)].rstrip(b"\n").partition(b"=")
-        said[key.decode(errors="replace")] = value.decode(errors="surrogateescape")
-        records = records[int(length) :]
+        key, _, value = records[begin + len(digits) + 1 : end].rstrip(b"\n").partition(b"=")
+        said[key], begin = value, end
     return said
+
+
+def _decimal(digits: bytes, at: int) -> int:
+    if not DECIMAL(digits):
+        raise Damaged(f"is damaged: the extended header at byte {at} cannot be read")
+    return int(digits)

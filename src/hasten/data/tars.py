@@ -27,7 +27,7 @@ from hasten.data.tar_headers import Damaged, members
 
 SAMPLED = 32  # samples that are looked at to learn what shape arrays have
 PICTURES = ("jpg", "jpeg", "png")
-BROKEN = (ValueError, EOFError, OverflowError, RecursionError, MemoryError)  # what decoders raise
+BROKEN = (ValueError, OverflowError, RecursionError, MemoryError)  # what decoders raise
 
 
 def shards(
@@ -48,7 +48,7 @@ def shards(
         columns: the endings that are wanted; None for all of the first sample.
         target: the ending to predict; a batch is then the tuple (other columns in their order, target).
         resize: as in ``images``.
-        pixels: a picture of more pixels is a bad row.
+        pixels: as in ``images``.
 
     Raises:
         Refusal: no file, one that is compressed, cut off or no tar file; a member whose path leads out of the folder; an ending
@@ -85,7 +85,7 @@ class Shards(Source):
         return self._edges
 
     def identity(self) -> dict:
-        return {"shards": self.stamps, "columns": self.columns, "target": self.target, **manner(self.size)}
+        return {"shards": self.stamps, "columns": self.columns, "target": self.target, **manner(self.size, self.pixels)}
 
     def read(self, rows: numpy.ndarray):
         columns = {name: self._column(name, rows) for name in self.columns}
@@ -196,7 +196,10 @@ def _kind(name: str) -> str:
 
 
 def _array(content: bytes) -> torch.Tensor:
-    array = numpy.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+    try:
+        array = numpy.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+    except Exception as error:  # a damaged header is parsed as Python, which raises nearly anything
+        raise ValueError(one_line(error)) from None
     if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
         raise ValueError(f"it holds {array.dtype}, not numbers")
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C", copy=False))

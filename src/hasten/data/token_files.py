@@ -7,7 +7,8 @@ and passed over. ``.npy`` files bring their own type.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
 
@@ -49,14 +50,15 @@ class Tokens(Source):
     """Windows over token files."""
 
     def __init__(self, files: list[str], length: int, dtype, stride: int):
-        self.files, self.length, self.dtype, self.stride = files, length, dtype, stride
-        self.windows = [_windows(from_numpy_array(_opened(file, dtype)), length + 1, stride) for file in files]
-        self.begins = numpy.cumsum([0, *map(len, self.windows)])
-        if not len(self):
-            raise Refusal(f"{files[0]}{' and the others are' if files[1:] else ' is'} shorter than a window of {length + 1} tokens")
+        self.files, self.length, self.dtype, self.stride = [os.path.abspath(file) for file in files], length, dtype, stride
+        self._open()
 
     def __len__(self) -> int:
         return int(self.begins[-1])
+
+    def prepare(self, runner: Callable, faults) -> None:
+        if self._stamps() != self.stamps:
+            self._open()
 
     def read(self, rows: numpy.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         found = self._found(rows)
@@ -64,11 +66,21 @@ class Tokens(Source):
         return inputs.copy_(found[:, :-1]), targets.copy_(found[:, 1:])
 
     def identity(self) -> dict:
-        settings = {"length": self.length, "stride": self.stride, "dtype": str(self.dtype)}
-        return {"tokens": [stamp(file) for file in self.files], **settings}
+        return {"tokens": self.stamps, "length": self.length, "stride": self.stride, "dtype": str(self.dtype)}
 
     def edges(self) -> numpy.ndarray:
         return numpy.unique(numpy.concatenate([self.begins, *(numpy.arange(*of_file, RUN) for of_file in pairwise(self.begins))]))
+
+    def _open(self) -> None:
+        stamps = self._stamps()  # before the files are mapped: one that changes meanwhile is found changed
+        windows = [_windows(from_numpy_array(_opened(file, self.dtype)), self.length + 1, self.stride) for file in self.files]
+        if not sum(map(len, windows)):
+            others = " and the others are" if self.files[1:] else " is"
+            raise Refusal(f"{self.files[0]}{others} shorter than a window of {self.length + 1} tokens")
+        self.stamps, self.windows, self.begins = stamps, windows, numpy.cumsum([0, *map(len, windows)])
+
+    def _stamps(self) -> list[list]:
+        return [stamp(file) for file in self.files]
 
     def _found(self, rows: numpy.ndarray) -> torch.Tensor:
         """The windows as they lie in the files, shape (rows, length + 1)."""
@@ -105,7 +117,7 @@ def _opened(file: str, dtype) -> numpy.ndarray:
 
 
 def _opened_bare(file: str, dtype) -> numpy.ndarray:
-    _, size, _ = stamp(file)
+    size = os.path.getsize(file)
     if size == 0:
         return numpy.empty(0, numpy.uint16)
     with open(file, "rb") as opened:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 
+import numpy
 import torch
 
 from hasten.contract.errors import Refusal
@@ -43,7 +44,7 @@ def normalise(mean: float | Sequence[float], std: float | Sequence[float]) -> Ca
     Args:
         mean, std: one number, or one for each channel, which is the dimension after the rows.
     """
-    means, stds = ([float(one) for one in each] if isinstance(each, Sequence) else [float(each)] for each in (mean, std))
+    means, stds = (numpy.atleast_1d(numpy.asarray(each, dtype=float)).tolist() for each in (mean, std))
     if len(means) != len(stds):
         raise Refusal(f"normalise() wants as many means as deviations, not {len(means)} and {len(stds)}")
     if min(stds) <= 0:
@@ -61,10 +62,10 @@ def _flipped(batch, chance: Chance):
 
 def _cropped(batch, chance: Chance, *, padding: int, mirror: bool):
     pictures = _pictures(batch)
-    top, left = chance.integers(0, 2 * padding + 1, 2).unbind(1)
+    top, left, mirrored = places(chance.integers(0, choices(padding)), padding)
     moved = _moved(pictures, (top - padding) * pictures.shape[-1] + left - padding)
-    blanked(moved, top, left, padding)
-    return _replaced(batch, _mirror(moved, chance.coins()) if mirror else moved)
+    blank(moved, inside(top, left, padding, *pictures.shape[-2:], pictures.dtype.itemsize))
+    return _replaced(batch, _mirror(moved, mirrored) if mirror else moved)
 
 
 def _normalised(batch, *, means: list[float], stds: list[float]):
@@ -93,30 +94,42 @@ def _moved(pictures: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
     return moved
 
 
-def blanked(pictures: torch.Tensor, top: torch.Tensor, left: torch.Tensor, padding: int) -> torch.Tensor:
-    """The same memory, with zeros where windows that begin there lie outside the picture."""
-    down, across = _insides(padding, *pictures.shape[-2:], pictures.dtype.itemsize)
-    kept, also = (
-        torch.index_select(inside, 0, begins, out=taken((len(begins), inside.shape[1]), inside.dtype))
-        for inside, begins in ((down, top), (across, left))
-    )
-    values = pictures.view(len(pictures), -1, pictures.shape[-2] * pictures.shape[-1]).view(down.dtype)
-    values.bitwise_and_(kept.bitwise_and_(also)[:, None])
+def choices(padding: int) -> int:
+    """How many ways there are to place a window over a picture and its border, mirrored or not."""
+    return 2 * (2 * padding + 1) ** 2
+
+
+def places(numbers: torch.Tensor, padding: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(top, left, whether mirrored) of choices by number; (padding, padding) is the picture where it was."""
+    corner, sides = numbers >> 1, 2 * padding + 1
+    return corner // sides, corner % sides, (numbers & 1).bool()
+
+
+def inside(top: torch.Tensor, left: torch.Tensor, padding: int, height: int, width: int, itemsize: int) -> torch.Tensor:
+    """Which bytes of a plane belong to the picture in windows that begin there: all ones or zeros, shape (rows, integers of a plane)."""
+    down, across = _insides(padding, height, width, itemsize)
+    return down.index_select(0, top).bitwise_and_(across.index_select(0, left))
+
+
+def blank(pictures: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """The same memory, with zeros where it does not belong to the picture."""
+    planes = pictures.view(len(pictures), -1, pictures.shape[-2] * pictures.shape[-1]).view(kept.dtype)
+    planes.bitwise_and_(kept[:, None])
     return pictures
 
 
 @lru_cache(maxsize=8)
 def _insides(padding: int, height: int, width: int, itemsize: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each beginning of a window, which bytes of its plane are inside the picture from top to bottom, and from left to right.
+    """For each beginning of a window, which bytes of a plane are inside from top to bottom, and from left to right.
 
-    All ones or zeros, shape (2 * padding + 1, height * width * itemsize bytes), as the widest integers that a plane is made of.
+    As the widest integers that a plane is made of, shape (2 * padding + 1, integers of a plane).
     """
 
-    def inside(length: int) -> torch.Tensor:
-        places = torch.arange(2 * padding + 1)[:, None] - padding + torch.arange(length)
-        return (places >= 0) & (places < length)
+    def within(length: int) -> torch.Tensor:
+        values = torch.arange(2 * padding + 1)[:, None] - padding + torch.arange(length)
+        return (values >= 0) & (values < length)
 
-    down, across = inside(height)[:, :, None], inside(width).repeat_interleave(itemsize, 1)[:, None]
+    down, across = within(height)[:, :, None], within(width).repeat_interleave(itemsize, 1)[:, None]
     planes = [each.expand(-1, height, width * itemsize).flatten(1).to(torch.uint8).neg() for each in (down, across)]
     return tuple(plane.view(torch.int64) if plane.shape[1] % 8 == 0 else plane for plane in planes)
 

@@ -112,7 +112,8 @@ def _storages(result: dict) -> list[RenderableType]:
     command = ["hasten", "data", "convert", result["path"], "--to", best["to"]]
     command += ["--resize", str(best["resize"])] if best["resize"] else []
     command += ["--target", result["target"]] if result["target"] and best["to"] == "rows" else []
-    return [Text(), indented(table), Text(), Text(f"{shlex.join(command)} --out DIR")]
+    or_else = [Text('or .cache("disk") in the pipeline: its first pass stores such rows by itself', QUIET)] if best["to"] == "rows" else []
+    return [Text(), indented(table), Text(), Text(f"{shlex.join(command)} --out DIR"), *or_else]
 
 
 def _hungry(result: dict) -> str:

@@ -1,0 +1,59 @@
+"""The benchmarks of data loading: what is counted as a rate, and that whoever does not run is told."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def loaders(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import _loaders
+
+    yield _loaders
+    for name in ("_loaders", "_common"):
+        sys.modules.pop(name, None)
+
+
+def batches_of_ten(pause=0.0, start=0.0):
+    def passes():
+        time.sleep(start)
+        for _ in range(5):
+            time.sleep(pause)
+            yield {"x": (torch.zeros(10, 2), None)}
+
+    return passes
+
+
+def test_the_rate_counts_rows_over_many_passes(loaders):
+    rate = loaders.rate(loaders.Passes(batches_of_ten(pause=0.002)), 0.1)
+    assert 500 < rate < 5000, "ten rows every two milliseconds, or more where the machine is busy"
+
+
+def test_a_first_pass_counts_the_start(loaders):
+    assert loaders.seconds_of_a_pass(batches_of_ten(start=0.05)) >= 0.05
+
+
+def test_who_does_not_run_is_told_and_ours_must(loaders):
+    def broken():
+        raise RuntimeError("no FFmpeg\nand more")
+
+    fine = loaders.Loader(lambda: loaders.Passes(batches_of_ten()))
+    arms = {"fine": fine, "peer": loaders.Loader(broken, "json"), "absent": loaders.Loader(broken, "no_such_peer")}
+    ready, missing = loaders.set_up(arms, lambda batch: True)
+    assert list(ready) == ["fine"]
+    assert missing == {"peer": "does not run: RuntimeError: no FFmpeg", "absent": "not installed"}
+    assert "not of the kind" in loaders.set_up({"peer": loaders.Loader(fine.make, "json")}, lambda batch: False)[1]["peer"]
+    with pytest.raises(RuntimeError):
+        loaders.set_up({"ours": loaders.Loader(broken)}, lambda batch: True)
+
+
+def test_the_best_of_those_that_ran(loaders):
+    taken = {"ours": [4.0, 6.0], "slow": [1.0, 2.0], "fast": [2.0, 3.0]}
+    assert loaders.best_of(taken, ["slow", "fast", "absent"]) == "fast" and loaders.best_of(taken, ["absent"]) is None
+    assert loaders.over(taken, "ours", "fast").median == 2.0 and loaders.over(taken, "ours", "absent") is None

@@ -1,0 +1,46 @@
+"""How much memory may be filled: what the control groups of a container leave, in both their versions, and for one of several ranks."""
+
+import psutil
+import pytest
+
+from hasten.data import budget
+
+KEPT = {"": "inactive_file 100000\nactive_file 50000\n", "memory": "total_inactive_file 100000\ntotal_active_file 50000\n"}
+
+
+@pytest.fixture(params=["", "memory"], ids=["version 2", "version 1"])
+def groups(request, tmp_path, monkeypatch):
+    """A group with a limit, around one without."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(budget, "GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(budget, "MEMBERSHIP", tmp_path / "membership")
+    (tmp_path / "membership").write_text(f"1:name=systemd:/init\n{5 if request.param else 0}:{request.param}:/job/step\n")
+    limit, use, _ = budget.FILES[request.param]
+    for folder, most in {"job": "1000000", "job/step": "max" if not request.param else str(2**63 - 4096)}.items():
+        group = tmp_path / "groups" / request.param / folder
+        group.mkdir(parents=True)
+        for name, content in {limit: most, use: "600000", "memory.stat": KEPT[request.param]}.items():
+            (group / name).write_text(content)
+    return tmp_path
+
+
+def test_what_the_group_leaves_is_divided_among_the_ranks(groups, monkeypatch):
+    assert budget.free_memory() == 1_000_000 - 600_000 + 150_000  # what the system keeps of files is free
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert budget.free_memory() == 550_000 // 4
+
+
+def test_a_table_takes_no_more_than_that(groups):
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")
+    from pyarrow.parquet import write_table
+
+    from hasten.data import parquet
+
+    write_table(pa.table({"a": range(100_000), "label": range(100_000)}), groups / "t.parquet")
+    assert not parquet(groups / "t.parquet", target="label").source._fits()
+    assert parquet(groups / "t.parquet", target="label", gigabytes=1).source._fits()
+
+
+def test_without_groups_it_is_what_the_machine_has_free(groups, monkeypatch):
+    (groups / "membership").unlink()
+    assert 0.5 < budget.free_memory() / psutil.virtual_memory().available < 2

@@ -1,0 +1,110 @@
+"""Tar headers that lie: numbers that are none, and whatever damage does."""
+
+import signal
+import tarfile
+from contextlib import contextmanager, suppress
+
+import numpy
+import pytest
+from tar_files import FORMS, pack, png, sample
+
+from hasten.contract.errors import Refusal
+from hasten.data import shards
+from hasten.data.source import BadRow
+
+
+@contextmanager
+def at_most(seconds):
+    """What takes longer hangs."""
+
+    def told(*_):
+        pytest.fail(f"it did not end within {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, told)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def summed(header):
+    """A header whose checksum fits."""
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return header
+
+
+def with_size(path, size, kind=b"0"):
+    """A tar file whose first member says that it has this size, and is of this kind."""
+    content = bytearray(pack(path, [("a.txt", b"x"), ("b.txt", b"x")], tarfile.USTAR_FORMAT).read_bytes())
+    content[124:136], content[156:157] = size, kind
+    content[:512] = summed(content[:512])
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("kind", [b"0", b"5", b"x", b"L"])
+@pytest.mark.parametrize("size", [b"-0000001000\0", b"-0000002000\0", b"+0000000001\0", b"0_000000001\0", b"\xff" * 12])
+def test_a_size_that_is_no_octal_number_is_refused(tmp_path, kind, size):
+    with at_most(10), pytest.raises(Refusal, match=r"a\.tar is (no tar file|cut off|damaged)"):
+        shards(with_size(tmp_path / "a.tar", size, kind))
+
+
+@pytest.mark.parametrize("size", ["²", "٣", "-512", "+1", "1_0", " 1", "9" * 5000, "9" * 18])
+def test_a_pax_size_that_is_no_number_is_refused(tmp_path, size):
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+        info = tarfile.TarInfo("a.txt")
+        info.pax_headers = {"size": size}
+        tar.addfile(info)
+    with pytest.raises(Refusal, match=r"a\.tar is (damaged: the extended header at byte 0 cannot be read|cut off)"):
+        shards(tmp_path / "a.tar")
+
+
+def test_an_extended_header_of_countless_records_is_read_once(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+        info = tarfile.TarInfo("a.txt")
+        info.pax_headers = {f"{number:x}": "" for number in range(100_000)}
+        tar.addfile(info)
+    with at_most(10):
+        assert shards(tmp_path / "a.tar").source.read(numpy.array([0])) == {"txt": [""]}
+    (tmp_path / "b.tar").write_bytes((tmp_path / "a.tar").read_bytes()[: 1 << 19])
+    with pytest.raises(Refusal, match="extended header at byte 0 cannot be read"):
+        shards(tmp_path / "b.tar")
+    with pytest.raises(Refusal, match=r"extended header at byte 0 has \d+ bytes"):
+        shards(with_size(tmp_path / "c.tar", b"%011o\0" % (1 << 21), b"x"))
+
+
+LIES = (b"-0000001000\0", b"77777777777\0", b"\xff" * 12, b"00000000777\0")  # sizes
+
+
+def damaged(content, random):
+    """Some bytes changed, the checksums made to fit again as an attacker would, perhaps cut off."""
+    content = bytearray(content)
+    for _ in range(random.integers(1, 6)):
+        block = 512 * random.integers(0, len(content) // 512)
+        place = block + random.choice([random.integers(0, 512), random.integers(124, 136), 124, 156])
+        content[place] = random.choice([random.integers(0, 256), *b"07--++ _\0\xffLKgxS55"])
+        if random.random() < 0.1:
+            content[block + 124 : block + 136] = LIES[random.integers(len(LIES))]
+    for begin in range(0, len(content) - 511, 512):
+        if content[begin + 257 : begin + 262] == b"ustar" and random.random() < 0.9:
+            content[begin : begin + 512] = summed(content[begin : begin + 512])
+    return content[: random.integers(0, len(content))] if random.random() < 0.2 else content
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_whatever_is_damaged_is_told_in_our_words(tmp_path, form):
+    long = [] if form == "ustar" else [(f"{'y' * 200}/0001.json", b"{}")]
+    whole = pack(tmp_path / "a.tar", [*sample(0), *long, *sample(2), ("0003.png", png(0)[0])], FORMS[form]).read_bytes()
+    random, read = numpy.random.default_rng(0), 0
+    for _ in range(250):
+        (tmp_path / "a.tar").write_bytes(damaged(whole, random))
+        with at_most(10), suppress(Refusal):
+            source = shards(tmp_path / "a.tar").source
+            for row in range(len(source)):
+                with suppress(BadRow):
+                    source.read(numpy.array([row]))
+                    read += 1
+    assert read  # some of it was whole
