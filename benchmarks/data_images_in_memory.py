@@ -140,7 +140,9 @@ def grain(pictures, labels):
 
     batched = Batched(pictures, labels)
     rows = grain.MapDataset.range(len(labels)).seed(0).shuffle().batch(BATCH, drop_remainder=True)
-    return rows.map(lambda index: batched.of(torch.from_numpy(index))).to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
+    return rows.map(lambda index: batched.of(torch.from_numpy(index))).to_iter_dataset(
+        grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
+    )
 
 
 def tf_data(pictures, labels):
@@ -212,7 +214,11 @@ def webdataset(folder, pictures, labels):
 
 def fits(batch) -> bool:
     pictures = torch.as_tensor(batch[0])
-    return pictures.dtype == torch.float32 and sorted(pictures.shape) == sorted((BATCH, 3, SIDE, SIDE)) and -3 < pictures.min() < pictures.max() <= 255
+    return (
+        pictures.dtype == torch.float32
+        and sorted(pictures.shape) == sorted((BATCH, 3, SIDE, SIDE))
+        and -3 < pictures.min() < pictures.max() <= 255
+    )
 
 
 def main() -> int:
@@ -226,7 +232,10 @@ def main() -> int:
         options.rounds, options.seconds, options.pictures = 3, 0.5, 10_000
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    pictures, labels = torch.randint(0, 256, (options.pictures, 3, SIDE, SIDE), dtype=torch.uint8), torch.randint(0, 10, (options.pictures,))
+    pictures, labels = (
+        torch.randint(0, 256, (options.pictures, 3, SIDE, SIDE), dtype=torch.uint8),
+        torch.randint(0, 10, (options.pictures,)),
+    )
     with scratch() as folder:
         peers = {
             "DataLoader, __getitems__": Loader(lambda: batched_loader(DataLoader, pictures, labels)),

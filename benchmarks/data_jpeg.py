@@ -15,6 +15,7 @@ import io
 import os
 import shutil
 import sys
+from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # every thread and process decodes alone
 
@@ -183,7 +184,7 @@ class Decoding:
     """Decoding without resizing, batching or reading, on one core, counted for all."""
 
     def __init__(self, paths):
-        self.contents = [open(path, "rb").read() for path in paths[:: max(1, len(paths) // 200)]]
+        self.contents = [Path(path).read_bytes() for path in paths[:: max(1, len(paths) // 200)]]
 
     def __iter__(self):
         import simplejpeg

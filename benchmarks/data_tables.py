@@ -164,10 +164,16 @@ def main() -> int:
     print("\nFrom the cache:\n")
     table(cached, missing, OURS, "rows/s")
     ratios = [over(first, OURS, USUAL), over(cached, OURS, USUAL)]
-    peers = {f"{name}, {when}": over(taken, OURS, name) for when, taken in (("first pass", first), ("from the cache", cached)) for name in ABREAST}
+    peers = {
+        f"{name}, {when}": over(taken, OURS, name)
+        for when, taken in (("first pass", first), ("from the cache", cached))
+        for name in ABREAST
+    }
     print()
     show(("against", "times as fast"), [(name, words(ratio)) for name, ratio in peers.items()])
-    reached = ratios[0].median >= FIRST and ratios[1].median >= CACHED and all(ratio is None or ratio.median >= 1 for ratio in peers.values())
+    reached = (
+        ratios[0].median >= FIRST and ratios[1].median >= CACHED and all(ratio is None or ratio.median >= 1 for ratio in peers.values())
+    )
     return finish(
         options,
         f"{FIRST}x {USUAL} on the first pass, {CACHED}x from the cache, at least tf.data and datasets; it is {words(ratios[0])} and "

@@ -32,12 +32,16 @@ def record(kind: str, chance: numpy.random.Generator) -> dict:
     label = int(chance.integers(10))
     if kind == "pictures":
         return {"image": [chance.bytes(28 * 28)], "label": [label]}
-    return {"dense": chance.standard_normal(13).astype("float32").tolist(), "ids": chance.integers(0, 100_000, 26).tolist(), "label": [label]}
+    return {
+        "dense": chance.standard_normal(13).astype("float32").tolist(),
+        "ids": chance.integers(0, 100_000, 26).tolist(),
+        "label": [label],
+    }
 
 
 def write(folder, kind: str, records: int) -> list[str]:
-    from hasten.data.example_messages import encoded
-    from hasten.data.records import framed
+    from hasten.data.formats.example_messages import encoded
+    from hasten.data.formats.records import framed
 
     tell(f"write {records} {kind}")
     chance, paths = numpy.random.default_rng(0), []
@@ -117,7 +121,9 @@ def main() -> int:
         for kind in KINDS:
             paths = write(folder, kind, options.records)
             both = {OURS: (hasten, None), THEIRS: (tf_data, "tensorflow")}
-            loaders = {name: Loader(lambda make=make, kind=kind, paths=paths: make(kind, paths), module) for name, (make, module) in both.items()}
+            loaders = {
+                name: Loader(lambda make=make, kind=kind, paths=paths: make(kind, paths), module) for name, (make, module) in both.items()
+            }
             ready, missing = set_up(loaders, fits)
             passes = {name: (lambda name=name, loaders=loaders: seconds_of_a_pass(loaders[name].make)) for name in ready}
             first = {name: [options.records / each for each in taken] for name, taken in in_turns(passes, options.rounds).items()}

@@ -11,10 +11,10 @@ import pytest
 from storages import pictures, table, written
 
 from hasten.contract.watch import silent
-from hasten.data.advice import better_storages, slower_of, workplace
-from hasten.data.kinds import kind_of
-from hasten.data.readings import Reading
-from hasten.data.stages import pace
+from hasten.data.storing.advice import better_storages, slower_of, workplace
+from hasten.data.storing.kinds import kind_of
+from hasten.data.storing.readings import Reading
+from hasten.data.storing.stages import pace
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def test_what_cannot_be_stored_that_way_is_left_out(tmp_path):
 
 
 def test_what_a_killed_process_left_is_swept_away(cache):
-    held = "from hasten.data.advice import workplace\nimport time\nwith workplace() as folder:\n    print(folder, flush=True)\n    time.sleep(60)"
+    held = "from hasten.data.storing.advice import workplace\nimport time\nwith workplace() as folder:\n    print(folder, flush=True)\n    time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", held], stdout=subprocess.PIPE, text=True)
     left = process.stdout.readline().strip()
     with workplace() as mine:

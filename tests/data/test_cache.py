@@ -17,9 +17,9 @@ from pipelines import BATCH, ROWS, Bad, Runs, doubled, equal, scaled, shifted
 from hasten import Failure, Refusal
 from hasten.contract.errors import Notice
 from hasten.data import Pipeline, arrays, augmented, tokens
-from hasten.data.cache import made_of
-from hasten.data.cache_disk import _locked, held, swept
-from hasten.data.in_memory import Arrays
+from hasten.data.caching.cache import made_of
+from hasten.data.caching.cache_disk import _locked, held, swept
+from hasten.data.formats.in_memory import Arrays
 
 KINDS = ["memory", "disk"]
 NUMBERS = torch.arange(ROWS * 3, dtype=torch.float32).view(ROWS, 3)

@@ -133,7 +133,7 @@ def test_a_killed_conversion_goes_on(tmp_path):
 
 def test_matrices_go_on_too(tmp_path, monkeypatch):
     """They are one file a column, in which each part has its place."""
-    monkeypatch.setattr("hasten.data.conversion.PART_BYTES", 10_000)
+    monkeypatch.setattr("hasten.data.storing.conversion.PART_BYTES", 10_000)
     data = written(tmp_path / "in")
 
     def stop(what, done, left):
@@ -162,7 +162,7 @@ def test_another_conversion_in_the_same_folder_is_refused(tmp_path):
 
 def test_damage_while_writing_is_noticed(tmp_path, monkeypatch):
     """A bit that changes between writing and reading back: the file is changed behind the back of the conversion."""
-    from hasten.data import storages
+    from hasten.data.storing import storages
 
     synced = storages.synced
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from storages import table
 
-from hasten.data.digests import Digest
+from hasten.data.storing.digests import Digest
 
 ROWS = 200
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from hasten.contract.errors import Refusal
-from hasten.data.example_messages import encoded, parsed
-from hasten.data.examples import Malformed, columns_of, schema
+from hasten.data.formats.example_messages import encoded, parsed
+from hasten.data.formats.examples import Malformed, columns_of, schema
 
 # example { features { feature { key: "a" value { int64_list { value: [1, 300] } } } } }, byte by byte after the format's document
 BY_HAND = bytes([0x0A, 14, 0x0A, 12, 0x0A, 1, ord("a"), 0x12, 7, 0x1A, 5, 0x0A, 3, 1, 0xAC, 0x02])

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from hasten.contract.errors import Failure, Refusal
-from hasten.data import remote
-from hasten.data.files import found, mapped_bytes, opened, stamp, unchanged
+from hasten.data.places import remote
+from hasten.data.places.files import found, mapped_bytes, opened, stamp, unchanged
 
 fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed: no remote files")
 from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402

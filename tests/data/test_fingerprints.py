@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from hasten import Refusal
-from hasten.data.fingerprints import fingerprint
+from hasten.data.caching.fingerprints import fingerprint
 
 BASE = """
 import functools
@@ -164,7 +164,7 @@ def test_circles_end():
 
 def test_it_is_the_same_in_every_process(tmp_path):
     write(tmp_path)
-    ask = "from user_code import f; from hasten.data.fingerprints import fingerprint; print(fingerprint(f))"
+    ask = "from user_code import f; from hasten.data.caching.fingerprints import fingerprint; print(fingerprint(f))"
     told = {
         subprocess.run(
             [sys.executable, "-c", ask],

@@ -45,7 +45,7 @@ def test_a_table_that_is_slow_to_decode_would_be_faster_as_rows(tmp_path):
 
 
 def test_a_long_csv_is_told_from_its_first_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr("hasten.data.inspection.SAMPLED_TEXT", 50_000)
+    monkeypatch.setattr("hasten.data.storing.inspection.SAMPLED_TEXT", 50_000)
     (tmp_path / "in").mkdir()
     pyarrow.csv.write_csv(numbers(5000), tmp_path / "in" / "train.csv")
     result = inspect(tmp_path / "in", budget=BUDGET)

@@ -14,8 +14,10 @@ import torch
 from PIL import Image
 
 from hasten.contract.errors import Refusal
-from hasten.data import decoding, images, manifests
-from hasten.data.manifests import manifest_of
+from hasten.data import images
+from hasten.data.formats import decoding
+from hasten.data.places import manifests
+from hasten.data.places.manifests import manifest_of
 from hasten.data.source import BadRow
 
 

@@ -10,14 +10,14 @@ from tar_files import pack
 
 from hasten.contract.errors import Failure
 from hasten.data import tfrecord
-from hasten.data.example_messages import encoded
-from hasten.data.records import framed
+from hasten.data.formats.example_messages import encoded
+from hasten.data.formats.records import framed
 
 CUT_OFF_AFTER_THE_CHECK = """
 import os, sys, numpy
 from hasten import data
 from hasten.contract.errors import Failure
-from hasten.data import ranges
+from hasten.data.places import ranges
 path = sys.argv[3]
 source = getattr(data, sys.argv[1])(sys.argv[2]).source
 rows, check = numpy.arange(len(source)), ranges.unchanged

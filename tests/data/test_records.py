@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from hasten.contract.errors import Refusal
-from hasten.data import checksums, tfrecord
-from hasten.data.checksums import computed, crc32c, masked
-from hasten.data.example_messages import encoded
-from hasten.data.records import HEAD, Records, framed
+from hasten.data import tfrecord
+from hasten.data.formats import checksums
+from hasten.data.formats.checksums import computed, crc32c, masked
+from hasten.data.formats.example_messages import encoded
+from hasten.data.formats.records import HEAD, Records, framed
 from hasten.data.source import BadRow
 
 PUBLISHED = {  # RFC 3720, appendix B.4, and the usual check value

@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from hasten import Task
 from hasten.data import arrays, bench
-from hasten.data.kinds import kind_of
-from hasten.data.readings import Reading
-from hasten.data.stages import pace, reading_pace
+from hasten.data.storing.kinds import kind_of
+from hasten.data.storing.readings import Reading
+from hasten.data.storing.stages import pace, reading_pace
 
 BUDGET, NAP = 0.8, 0.002
 

@@ -12,8 +12,8 @@ from tar_files import FORMS, npy, pack, png, sample
 
 from hasten.contract.errors import Refusal
 from hasten.data import shards
+from hasten.data.formats.tar_headers import members
 from hasten.data.source import BadRow
-from hasten.data.tar_headers import members
 
 
 def test_samples_of_several_shards_in_any_order(tmp_path):

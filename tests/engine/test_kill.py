@@ -23,7 +23,22 @@ hasten.train(sys.argv[1], sys.argv[2], out=sys.argv[3], resume=True, device="cpu
 
 
 def start(out: Path) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-W", "error", "-W", "ignore:there is no run", "-W", "ignore:no checkpoint was written yet", "-c", RUN, TASK, METHOD, str(out)])
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-W",
+            "error",
+            "-W",
+            "ignore:there is no run",
+            "-W",
+            "ignore:no checkpoint was written yet",
+            "-c",
+            RUN,
+            TASK,
+            METHOD,
+            str(out),
+        ]
+    )
 
 
 def killed_and_taken_up(folder: Path, kills: int, seed: int) -> int:

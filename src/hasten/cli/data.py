@@ -31,7 +31,7 @@ def _inspect_arguments(parser) -> None:
 
 def _inspect(options, watch) -> Answer:
     """what is there, how fast it is read, what limits that, which storage would be faster"""
-    from hasten.data.inspection import inspect
+    from hasten.data.storing.inspection import inspect
 
     result = inspect(options.path, target=options.target, budget=options.budget, watch=watch)
     return Answer(result, lambda: _pages().inspect_answer(result))
@@ -51,7 +51,7 @@ def _convert_arguments(parser) -> None:
 
 def _convert(options, watch) -> Answer:
     """store the same samples in another form, each part read back; started again, it goes on"""
-    from hasten.data.conversion import convert
+    from hasten.data.storing.conversion import convert
 
     settings = {name: getattr(options, name) for name in ("to", "target", "fill", "resize", "shards")}
     try:
@@ -70,7 +70,7 @@ def _bench_arguments(parser) -> None:
 
 def _bench(options, watch) -> Answer:
     """samples a second of each stage of a task's input, alone and together, and what the training step eats"""
-    from hasten.data.appetite import bench
+    from hasten.data.storing.appetite import bench
 
     result = bench(options.task, budget=options.budget, device=options.device, seed=options.seed, watch=watch)
     return Answer(result, lambda: _pages().bench_answer(result))

@@ -68,7 +68,15 @@ def _described(name: str, device: str | None) -> dict:
 def _settings(cls) -> list[dict]:
     types = typing.get_type_hints(cls) if dataclasses.is_dataclass(cls) else {}
     fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
-    return [{"name": f.name, "type": getattr(types[f.name], "__name__", str(types[f.name])), "default": _default(f), "range": f.metadata.get("range", "")} for f in fields]
+    return [
+        {
+            "name": f.name,
+            "type": getattr(types[f.name], "__name__", str(types[f.name])),
+            "default": _default(f),
+            "range": f.metadata.get("range", ""),
+        }
+        for f in fields
+    ]
 
 
 def _default(field):

@@ -22,11 +22,11 @@ import torch
 from hasten.contract.data import Batches
 from hasten.contract.errors import Refusal
 from hasten.contract.watch import Watch
-from hasten.data import runners
 from hasten.data.faults import Faults
 from hasten.data.making import Making, Map, wants_chance
-from hasten.data.on_device import moved
 from hasten.data.order import Order
+from hasten.data.running import runners
+from hasten.data.running.on_device import moved
 from hasten.data.source import Source
 
 
@@ -116,7 +116,7 @@ class Pipeline:
             Refusal: a map that wants random numbers comes before it, or whose function cannot be told from a changed one.
             Refusal: when first iterated, if the samples differ in shape or need more than was allowed.
         """
-        from hasten.data.cache import cached
+        from hasten.data.caching.cache import cached
 
         if self.batch_size is not None:
             raise Refusal("cache() keeps samples; it belongs before .batch()")
@@ -270,7 +270,7 @@ class Pipeline:
 
 def _runner(ahead: int, threads: int, processes: int, timeout: float | None) -> runners.Runner:
     if processes:
-        from hasten.data.processes import Processes
+        from hasten.data.running.processes import Processes
 
         return Processes(processes, ahead, timeout)
     return runners.Threads(max(1, threads), ahead, timeout) if ahead or threads else runners.Here()

@@ -1,0 +1,273 @@
+"""Caches: samples that are read and decoded once, in memory or on disk.
+
+A cache changes when a batch comes, never what is in it: it stands where its source stood, row for row, with the same runs for a
+windowed shuffle. Before every pass it asks the source what it is made of; a changed file is a reason to fill it anew.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy
+import psutil
+import torch
+
+from hasten.contract.errors import Failure, Notice, Refusal, one_line
+from hasten.contract.watch import Watch
+from hasten.data.budget import free_memory
+from hasten.data.caching.cache_disk import Folder, default_folder
+from hasten.data.caching.fingerprints import fingerprint
+from hasten.data.faults import Faults
+from hasten.data.formats.in_memory import gathered, signed
+from hasten.data.making import Map, stacked
+from hasten.data.source import BadRow, Source, leaves_of, mapped, rows_of
+
+SHARE_OF_FREE = 0.5  # that a cache may take where nobody says
+PROBED = 4  # rows that are read to know the size of all
+CHUNK = 16_000_000  # bytes that are read at a time while filling
+SECONDS_BETWEEN_NOTICES = 30.0
+ALIKE = "a cache holds rows of one shape and type: make them so with .map() before .cache()"
+
+
+def cached(source: Source, maps: tuple[Map, ...], where: str, gigabytes: float | None, folder, watch: Watch | None) -> Source:
+    """The source, with its sample maps, behind a cache. The arguments are those of ``Pipeline.cache``."""
+    if where not in ("memory", "disk"):
+        raise Refusal(f"cache(where=) is 'memory' or 'disk', not {where!r}")
+    if gigabytes is not None and not gigabytes > 0:
+        raise Refusal(f"cache(gigabytes=) must be above 0, not {gigabytes!r}")
+    if folder is not None and where == "memory":
+        raise Refusal("cache(folder=) is for a cache on disk; say .cache('disk', folder=...)")
+    mapped_source = Mapped(source, maps) if maps else source
+    if where == "memory":
+        return MemoryCache(mapped_source, gigabytes, watch)
+    return DiskCache(mapped_source, gigabytes, watch, Path(folder) if folder else default_folder())
+
+
+class Mapped(Source):
+    """A source after its sample maps, stacked into columns again."""
+
+    def __init__(self, source: Source, maps: tuple[Map, ...]):
+        if any(each.stage is not None for each in maps):
+            raise Refusal("a map that wants random numbers comes before cache(), which would freeze them; put it after the cache")
+        self.source, self.functions = source, [each.function for each in maps]
+        self.marks = [fingerprint(function) for function in self.functions]
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, rows: numpy.ndarray):
+        samples = rows_of(self.source.read(rows))
+        for function in self.functions:
+            samples = [function(sample) for sample in samples]
+        try:
+            return stacked(samples)
+        except (RuntimeError, TypeError, ValueError, KeyError) as error:
+            raise Refusal(f"the samples cannot be stacked ({one_line(error, 120)}); {ALIKE}") from error
+
+    def identity(self) -> dict:
+        return {"of": made_of(self.source), "maps": self.marks}
+
+    def edges(self) -> numpy.ndarray:
+        return self.source.edges()
+
+    def prepare(self, runner: Callable, faults: Faults) -> None:
+        self.source.prepare(runner, faults)
+
+
+class Cache(Source):
+    """What both caches have in common: rows by index from ``kept``, or through to the source as long as it is not filled."""
+
+    def __init__(self, source: Source, gigabytes: float | None, watch: Watch | None):
+        self.source, self.gigabytes, self.watch = source, gigabytes, watch
+        self.made_of = self.kept = None
+        self.bad: dict[int, tuple[str, str]] = {}  # row -> (where, why)
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"made_of": None, "kept": None}  # another process fills its own
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, rows: numpy.ndarray):
+        if self.kept is None:
+            return self.source.read(rows)
+        if self.bad:
+            for row in rows.tolist():
+                if row in self.bad:
+                    raise BadRow(row, *self.bad[row])
+        index = torch.from_numpy(rows)
+        return mapped(lambda column: gathered(column, index), self.kept)
+
+    def identity(self) -> dict:
+        return made_of(self.source)
+
+    def edges(self) -> numpy.ndarray:
+        return self.source.edges()
+
+    def prepare(self, runner: Callable, faults: Faults) -> None:
+        self.source.prepare(runner, faults)
+        now = made_of(self.source)
+        if _differ(now, self.made_of):
+            self.made_of, self.kept, self.bad = None, None, {}  # given back before others are made
+            faults.found.clear()  # rows of other data, perhaps mended since
+            self.kept, self.bad = self.filled(now, runner, faults)
+            self.made_of = now
+        for row, why in self.bad.items():
+            faults.note(BadRow(row, *why))
+
+    def filled(self, now: dict, runner: Callable, faults: Faults) -> tuple[Any, dict]:
+        """All rows as columns, and the bad ones among them; ``now`` is what they are made of."""
+        raise NotImplementedError
+
+    def chunks(self, like, now: dict, runner: Callable, faults: Faults, bad: dict, what: str) -> Iterator[tuple[int, Any]]:
+        """All rows in order, as (first row, columns); bad ones are zeros, and noted in ``bad``.
+
+        Raises:
+            Failure: more rows are bad than may be, or the data are no longer what they were made of.
+            Refusal: rows whose shape or type is not that of the first ones.
+        """
+        size = max(1, CHUNK // max(1, bytes_of(like, 1)))
+        watch, began, rows = self.watch or _noticing(), perf_counter(), len(self)
+
+        def make(number: int):
+            return _whole(self.source, numpy.arange(number * size, min((number + 1) * size, rows)), like, faults)
+
+        for number, (columns, faulty) in enumerate(runner(make, range(-(-rows // size)))):
+            for fault in faulty:
+                faults.note(fault)
+                bad[fault.row] = (fault.where, fault.why)
+            yield number * size, columns
+            done = min(1.0, (number + 1) * size / rows)
+            watch(what, done, (perf_counter() - began) * (1 - done) / done)
+        self.source.prepare(runner, faults)
+        if _differ(made_of(self.source), now):
+            raise Failure("the data changed while the cache was being filled; start again when nobody writes to them")
+
+    def within(self, free: float, what: str) -> Any:
+        """The first rows, as columns, if all rows like them may be kept.
+
+        Raises:
+            Refusal: they need more than is allowed, or have no common shape.
+        """
+        first = _first_columns(self.source)
+        needed, allowed = bytes_of(first, len(self)), self.gigabytes * 1e9 if self.gigabytes else free * SHARE_OF_FREE
+        if needed > allowed:
+            whose = "were allowed" if self.gigabytes else f"are half of what is free {what}"
+            told = f"a cache of {len(self)} rows needs {needed / 1e9:.3g} GB, and {allowed / 1e9:.3g} GB {whose}"
+            raise Refusal(f"{told}; allow more with gigabytes=, or keep less of every sample")
+        return first
+
+
+class MemoryCache(Cache):
+    """Stacked tensors."""
+
+    def filled(self, now: dict, runner: Callable, faults: Faults):
+        first = self.within(free_memory(), "in memory")
+        kept = mapped(lambda column: torch.zeros((len(self), *column.shape[1:]), dtype=column.dtype), first)
+        bad = {}
+        for begin, columns in self.chunks(first, now, runner, faults, bad, "filling the cache in memory"):
+            for whole, part in zip(leaves_of(kept), leaves_of(columns), strict=True):
+                whole[begin : begin + len(part)] = part
+        return kept, bad
+
+
+class DiskCache(Cache):
+    """A row-major matrix a column, memory-mapped: its pages are shared by all processes that read it."""
+
+    def __init__(self, source: Source, gigabytes: float | None, watch: Watch | None, folder: Path):
+        super().__init__(source, gigabytes, watch)
+        self.folder = folder
+
+    def filled(self, now: dict, runner: Callable, faults: Faults):
+        return Folder(self.folder, now).opened(lambda write: self._written(write, now, runner, faults))
+
+    def _written(self, write: Callable, now: dict, runner: Callable, faults: Faults) -> dict:
+        """Hands every chunk of rows to ``write``; the bad rows."""
+        bad = {}
+        first = self.within(psutil.disk_usage(str(self.folder)).free, f"in {self.folder}")
+        for _, columns in self.chunks(first, now, runner, faults, bad, f"filling the cache in {self.folder}"):
+            write(columns)
+        return bad
+
+
+def made_of(source: Source) -> dict:
+    """What tells a source's rows from all others, as plain JSON: whose they are, how many, and what it says of them itself."""
+    return _plain({"source": f"{type(source).__module__}.{type(source).__qualname__}", "rows": len(source), "of": source.identity()})
+
+
+def _differ(one: dict, other: dict | None) -> bool:
+    return repr(one) != repr(other)  # as text, in which a missing number equals itself
+
+
+def bytes_of(columns, rows: int) -> int:
+    """Bytes that so many rows like these take."""
+    return sum(column[:1].nbytes for column in leaves_of(columns)) * rows
+
+
+def _whole(source: Source, rows: numpy.ndarray, like, faults: Faults) -> tuple[Any, list[BadRow]]:
+    """The columns of all these rows, with zeros for the bad ones."""
+    read, good, faulty = faults.readable(source, rows)
+    if read is not None:
+        _refuse_others(read, like, rows)
+    if read is not None and not faulty:
+        return read, faulty
+    whole = mapped(lambda column: torch.zeros((len(rows), *column.shape[1:]), dtype=column.dtype), like)
+    where = torch.from_numpy(numpy.searchsorted(rows, good))
+    for into, part in zip(leaves_of(whole), leaves_of(read) if len(good) else (), strict=False):
+        signed(into)[where] = signed(part)
+    return whole, faulty
+
+
+def _refuse_others(columns, like, rows: numpy.ndarray) -> None:
+    """Raises a Refusal where rows are not like the first ones."""
+    for number, (column, first) in enumerate(zip(leaves_of(columns), leaves_of(like), strict=True)):
+        if _kind(column) != _kind(first):
+            raise Refusal(
+                f"column {number} is {_kind(first)} in the first rows and {_kind(column)} in rows {rows[0]} to {rows[-1]}; {ALIKE}"
+            )
+
+
+def _kind(column) -> str:
+    return f"{column.dtype} {tuple(column.shape[1:])}".removeprefix("torch.") if isinstance(column, torch.Tensor) else "no tensor"
+
+
+def _first_columns(source: Source):
+    """Columns of the first few rows that can be read."""
+    for begin in range(0, len(source), PROBED):
+        try:
+            columns = source.read(numpy.arange(begin, min(begin + PROBED, len(source))))
+        except BadRow:
+            continue
+        for number, column in enumerate(leaves_of(columns)):
+            if not isinstance(column, torch.Tensor):
+                raise Refusal(f"column {number} of the samples holds {type(column[0]).__name__}s or unequal shapes; {ALIKE}")
+        return columns
+    raise Refusal("there is no row that could be kept: all are bad, or there are none")
+
+
+def _plain(value):
+    """The same as JSON has it: numbers of NumPy and torch as Python's, and what it does not know as it prints itself."""
+    if isinstance(value, Mapping):
+        return {name if isinstance(name, str) else repr(name): _plain(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    if isinstance(value, (numpy.generic, numpy.ndarray, torch.Tensor)):
+        return _plain(value.tolist())
+    return value if value is None or type(value) in (bool, int, float, str) else repr(value)
+
+
+def _noticing() -> Watch:
+    """A watch that gives a Notice now and then, if there is long to wait."""
+    told = perf_counter() - SECONDS_BETWEEN_NOTICES + 3.0
+
+    def watch(what: str, done: float, seconds_left: float | None = None) -> None:
+        nonlocal told
+        if perf_counter() - told >= SECONDS_BETWEEN_NOTICES and seconds_left:
+            told = perf_counter()
+            warnings.warn(f"{what}: {done:.0%} done, {seconds_left:.0f} s left", Notice, stacklevel=2)
+
+    return watch

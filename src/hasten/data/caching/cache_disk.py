@@ -1,0 +1,212 @@
+"""The folder of a disk cache, and how it comes to be whole or not at all.
+
+::
+
+    KEY/cache.json     format, rows, nesting, types and shapes of the columns, bad rows, what it was made of
+    KEY/0.rows, ...    one file a column: its rows one after the other, nothing else
+    KEY.making/        the same, while it is being written: renamed when it is whole
+    KEY.lock           held by whoever writes; the system lets go of it when that process ends, however it ends
+
+KEY is a hash of what the rows are made of (the kind of source, files with sizes and times, fingerprints of maps) and of the format.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy
+import torch
+
+from hasten.contract.errors import Failure, Notice
+from hasten.data.formats.in_memory import from_numpy_array
+from hasten.data.source import leaves_of, length_of
+from hasten.engine.failures import disk_trouble
+
+FORMAT = 1
+NOT_WHOLE = (OSError, ValueError, LookupError, TypeError, AttributeError)  # what reading a damaged description, or none, may raise
+SECONDS_BETWEEN_LOOKS = 0.1  # for the lock that another process holds
+
+
+def default_folder() -> Path:
+    """HASTEN_CACHE, or hasten's folder where this system keeps a user's caches."""
+    if os.environ.get("HASTEN_CACHE"):
+        return Path(os.environ["HASTEN_CACHE"])
+    usual = "~/Library/Caches" if sys.platform == "darwin" else os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(usual).expanduser() / "hasten"
+
+
+class Folder:
+    """The cache of rows that are made of ``made_of``, inside ``folder``."""
+
+    def __init__(self, folder: Path, made_of: dict):
+        told = json.dumps([FORMAT, sys.byteorder, made_of], sort_keys=True)
+        key = hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+        self.folder, self.made_of = folder, json.loads(told)[2]
+        self.whole, self.making, self.lock = folder / key, folder / f"{key}.making", folder / f"{key}.lock"
+
+    def opened(self, fill: Callable[[Callable], dict]) -> tuple[Any, dict]:
+        """(columns, bad rows), memory-mapped; made first where it is not there.
+
+        Args:
+            fill: ``(write) -> bad rows``: calls ``write(columns)`` for all rows, in order.
+
+        Raises:
+            Failure: the disk is full, or may not be written to.
+        """
+        with suppress(*NOT_WHOLE):
+            return self._mapped()
+        with _trouble(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        with held(self.lock, f"another process makes the cache in {self.folder}; waiting for it"):
+            with suppress(*NOT_WHOLE):
+                return self._mapped()  # made by whoever held the lock before
+            self._make(fill)
+            return self._mapped()
+
+    def _make(self, fill: Callable) -> None:
+        swept(self.folder)
+        for left in (self.making, self.whole):  # of a process that was killed, or damaged since
+            shutil.rmtree(left, ignore_errors=True)
+        with _trouble(self.folder):
+            self.making.mkdir()
+        written = _Written(self.making)
+        try:
+            bad = fill(written.write)
+            written.finish({"format": FORMAT, "made of": self.made_of, "bad": [[row, *why] for row, why in bad.items()]})
+            with _trouble(self.folder):
+                self.making.rename(self.whole)
+                _synced(self.folder)
+        except BaseException:
+            written.abandon()
+            shutil.rmtree(self.making, ignore_errors=True)
+            raise
+
+    def _mapped(self) -> tuple[Any, dict]:
+        about = json.loads((self.whole / "cache.json").read_text(encoding="utf-8"))
+        columns = []
+        for number, (kind, shape) in enumerate(about["columns"]):
+            file, dtype = self.whole / f"{number}.rows", getattr(torch, kind)
+            if file.stat().st_size != dtype.itemsize * numpy.prod(shape, dtype=int):
+                raise OSError(errno.EIO, "damaged", str(file))
+            mapped = numpy.memmap(file, numpy.uint8, mode="r") if file.stat().st_size else numpy.empty(0, numpy.uint8)
+            columns.append(from_numpy_array(mapped).view(dtype).view(shape))
+        return _nested(about["nesting"], columns), {row: (where, why) for row, where, why in about["bad"]}
+
+
+class _Written:
+    """The files of a cache that is being written."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.open, self.files = ExitStack(), []
+        self.like, self.rows = None, 0
+
+    def write(self, columns) -> None:
+        with _trouble(self.folder.parent):
+            if self.like is None:
+                self.like = columns
+                self.files = [self._new(f"{number}.rows") for number in range(len(leaves_of(columns)))]
+            for file, column in zip(self.files, leaves_of(columns), strict=True):
+                file.write(column.contiguous().reshape(-1).view(torch.uint8).numpy())
+        self.rows += length_of(columns)
+
+    def finish(self, about: dict) -> None:
+        kinds = [[str(column.dtype).removeprefix("torch."), [self.rows, *column.shape[1:]]] for column in leaves_of(self.like)]
+        about = {**about, "columns": kinds, "nesting": _nesting(self.like, iter(range(len(kinds))))}
+        with _trouble(self.folder.parent):
+            description = self._new("cache.json")
+            description.write(json.dumps(about).encode())
+            for file in (*self.files, description):
+                file.flush()
+                os.fsync(file.fileno())
+            self.open.close()
+
+    def abandon(self) -> None:
+        with suppress(OSError):  # a full disk says it once more; it has been told
+            self.open.close()
+
+    def _new(self, name: str) -> BinaryIO:
+        return self.open.enter_context(open(self.folder / name, "wb"))
+
+
+def _trouble(folder: Path):
+    return disk_trouble(folder, "nothing is left of the cache there; make room, or choose another folder: .cache('disk', folder=...)")
+
+
+@contextmanager
+def held(lock: Path, waiting: str) -> Iterator[None]:
+    """Holds a lock that only one process can hold, and removes it; says so if it has to wait for it.
+
+    Raises:
+        Failure: the file system does not let it.
+    """
+    told = False
+    while (file := _locked(lock)) is None:
+        if not told:
+            warnings.warn(waiting, Notice, stacklevel=3)
+            told = True
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+    with file:
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+def swept(folder: Path) -> None:
+    """Removes what killed processes left: what is half written, and locks."""
+    for left in {path.with_suffix("") for ending in ("making", "lock") for path in folder.glob(f"*.{ending}")}:
+        lock = left.with_suffix(".lock")
+        with suppress(Failure):  # another user's, perhaps
+            if file := _locked(lock):
+                with file:
+                    shutil.rmtree(left.with_suffix(".making"), ignore_errors=True)
+                    lock.unlink(missing_ok=True)
+
+
+def _locked(lock: Path) -> BinaryIO | None:
+    """The lock, locked; None while another process holds it."""
+    with disk_trouble(lock, "files there must be lockable; choose another folder: .cache('disk', folder=...), or HASTEN_CACHE"):
+        file = open(lock, "ab")  # noqa: SIM115 (whoever gets it closes it)
+        with suppress(BlockingIOError, FileNotFoundError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(lock)):  # else whoever held it has removed it meanwhile
+                return file
+        file.close()
+        return None
+
+
+def _synced(folder: Path) -> None:
+    """What was renamed in the folder outlives a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def _nesting(columns, numbers: Iterator[int]):
+    """The nesting of the columns as JSON: a number for a column, an object for a dict, an array for a tuple."""
+    if isinstance(columns, dict):
+        return {name: _nesting(column, numbers) for name, column in columns.items()}
+    if isinstance(columns, tuple):
+        return [_nesting(column, numbers) for column in columns]
+    return next(numbers)
+
+
+def _nested(nesting, columns: list):
+    if isinstance(nesting, dict):
+        return {name: _nested(part, columns) for name, part in nesting.items()}
+    if isinstance(nesting, list):
+        return tuple(_nested(part, columns) for part in nesting)
+    return columns[nesting]

@@ -1,0 +1,1 @@
+"""The sources, one maker each: arrays, tokens, tables, TFRecord, pictures, tar shards."""

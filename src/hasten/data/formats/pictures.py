@@ -1,0 +1,117 @@
+"""Pictures: folders and lists of JPEG and PNG files, with a class for each folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from numbers import Real
+from pathlib import Path
+
+import numpy
+import torch
+
+from hasten.contract.errors import Refusal
+from hasten.data.formats.decoding import PIXELS, manner, pictures_of, size_of
+from hasten.data.pipeline import Pipeline
+from hasten.data.places.files import found, opened, stamp
+from hasten.data.places.manifests import Manifest, manifest_of, manifest_of_paths
+from hasten.data.source import Source
+
+SUFFIXES = (".jpg", ".jpeg", ".png")
+
+
+def images(
+    paths: str | Path | Iterable[str | Path],
+    resize: int | tuple[int, int] | None = None,
+    labels: str | Mapping[str, float] | None = "folder",
+    pixels: int = PIXELS,
+) -> Pipeline:
+    """Pictures from JPEG and PNG files, uint8, shape (3, height, width), red, green, blue.
+
+    Args:
+        paths: a folder, whose list of files is kept for the next time, or files and patterns, local or remote.
+        resize: the side of a square, or (height, width), in pixels: the shorter side is made to fit, and the middle cut out. A
+            batch of pictures is then one tensor (rows, 3, height, width), and otherwise a list of tensors.
+        labels: "folder" for the number (int64) of the sorted name of the folder right under ``paths``, or around a
+            file of a pattern; a dict from file name (or path inside the folder) to a number; None for no label. With labels a
+            batch is the tuple (pictures, labels).
+        pixels: a picture of more pixels, also while it is resized, is a bad row: a small file can ask for all memory.
+
+    Raises:
+        Refusal: no picture, a picture without a label.
+    """
+    return Pipeline(Images(paths, resize, labels, pixels))
+
+
+class Images(Source):
+    """Picture files.
+
+    Attributes:
+        classes: the names of the classes, in the order of their numbers; empty where labels are not folders.
+    """
+
+    def __init__(self, paths, resize=None, labels="folder", pixels: int = PIXELS):
+        self.files = _files(paths)
+        self.size, self.pixels = size_of(resize), pixels
+        self.classes: list[str] = []
+        if labels == "folder":
+            self.classes, self.labels = _by_folder(self.files)
+        else:
+            self.labels = None if labels is None else _by_name(self.files, labels)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def read(self, rows: numpy.ndarray):
+        paths = [self.files.path(row) for row in rows.tolist()]
+        pictures = pictures_of(rows.tolist(), paths, map(_content, paths), self.size, self.pixels)
+        return pictures if self.labels is None else (pictures, self.labels[torch.from_numpy(rows)])
+
+    def identity(self) -> dict:
+        digest = hashlib.blake2b(digest_size=16)
+        for number in range(len(self.files)):
+            digest.update(repr(stamp(self.files.path(number))).encode())
+        labels = None if self.labels is None else hashlib.blake2b(self.labels.numpy(), digest_size=16).hexdigest()
+        return {"images": digest.hexdigest(), "labels": labels, **manner(self.size, self.pixels)}
+
+
+# ---- files and labels
+
+
+def _files(paths) -> Manifest:
+    if isinstance(paths, (str, os.PathLike)) and os.path.isdir(os.path.expanduser(paths)):
+        return manifest_of(os.path.expanduser(paths), SUFFIXES)
+    return manifest_of_paths(found(paths, SUFFIXES))
+
+
+def _content(path: str) -> bytes:
+    with opened(path) as file:
+        return file.read()
+
+
+def _by_folder(files: Manifest) -> tuple[list[str], torch.Tensor]:
+    """(names of the classes, class of each file)."""
+    part = 0 if files.root else -1
+    names = [folder.split("/")[part] for folder in files.folders]
+    if "" in names:
+        example = files.inside(int((files.parents == names.index("")).argmax()))
+        raise Refusal(f"{example} lies in no folder that would be its class; say labels=None, or labels={{file name: number}}")
+    classes = sorted(set(names))
+    number = {name: place for place, name in enumerate(classes)}
+    numbers = numpy.array([number[name] for name in names])
+    return classes, torch.from_numpy(numbers[files.parents])
+
+
+def _by_name(files: Manifest, labels: Mapping[str, float]) -> torch.Tensor:
+    if not isinstance(labels, Mapping):
+        raise Refusal(f'labels is "folder", a dict from file name to number, or None; not {labels!r}')
+    numbers = []
+    for number in range(len(files)):
+        label = labels.get(files.inside(number), labels.get(files.name(number)))
+        if not isinstance(label, Real):
+            raise Refusal(
+                f"{files.inside(number)} has no label" if label is None else f"the label of {files.inside(number)} is no number: {label!r}"
+            )
+        numbers.append(label)
+    return torch.tensor(numbers)

@@ -1,0 +1,254 @@
+"""TFRecord files, without TensorFlow: the framing, an index of the records, and their checksums.
+
+A record is framed as (https://www.tensorflow.org/tutorials/load_data/tfrecord)
+
+    uint64 length    uint32 masked CRC-32C of the length    bytes data[length]    uint32 masked CRC-32C of the data
+
+so a file has to be walked through once to know where its records are; after that any of them is read at once. The
+walk touches twelve bytes a record, and jumps over records of equal length many at a time.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy
+
+from hasten.contract.errors import Refusal, nearest
+from hasten.data.formats.checksums import crc32c, crc32c_of_rows, masked
+from hasten.data.formats.example_messages import Message, parsed
+from hasten.data.formats.examples import Malformed, columns_of, schema
+from hasten.data.pipeline import Pipeline
+from hasten.data.places.files import found, is_remote, mapped_bytes, stamp, unchanged
+from hasten.data.places.ranges import read_ranges, whole
+from hasten.data.source import BadRow, Source
+
+SUFFIXES = (".tfrecord", ".tfrecords", ".tfrec")
+HEAD, TAIL = 12, 4  # bytes of framing before and after the data
+SAMPLED = 64  # records that are looked at to learn what features there are
+AT_ONCE = 1 << 14  # records of equal length that the walk jumps over at a time
+WORTH = 8  # as many of them in a row, and it is tried
+COMPRESSED = {b"\x1f\x8b": "gzip", b"\x78\x9c": "zlib", b"\x78\x01": "zlib", b"\x78\xda": "zlib"}
+
+
+def tfrecord(
+    paths: str | Path | Iterable[str | Path],
+    features: Sequence[str] | Mapping | None = None,
+    target: str | None = None,
+    verify: bool = True,
+) -> Pipeline:
+    """Samples from TFRecord files of ``tf.train.Example`` messages.
+
+    A batch is a dict of columns. Floats are float32, whole numbers int64, shape (rows, *shape); byte strings are a list.
+
+    Args:
+        paths: files, folders or patterns, local or remote. A remote file is read once to find its records.
+        features: the names that are wanted, or a dict from name to the shape of a sample: ``()`` for one number, ``(28, 28)``,
+            None for lists of unequal length (a list of tensors), or ``(torch.uint8, (28, 28))`` for a byte string that holds
+            little-endian numbers. Without it: all, as the first and some later records have them.
+        target: the feature to predict; a batch is then the tuple (other features in their order, target).
+        verify: compares every record with its checksum when it is first read.
+
+    Raises:
+        Refusal: no file, a file that is compressed, cut off or no TFRecord file, a feature that is not there.
+
+    Source: https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/example/example.proto
+    """
+    return Pipeline(Examples(Records(found(paths, SUFFIXES), verify), features, target))
+
+
+class Examples(Source):
+    """Records that are ``tf.train.Example`` messages."""
+
+    def __init__(self, records: Records, features=None, target: str | None = None):
+        self.records, self.target = records, target
+        self.features = schema(self._some(), features, target)
+        names = [feature.name for feature in self.features]
+        if target is not None and target not in names:
+            raise Refusal(f"there is no feature {target!r} to be the target{nearest(target, names)}")
+        if target is not None and len(names) == 1:
+            raise Refusal(f"{target!r} is the only feature; without a target there is nothing to predict it from")
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def read(self, rows: numpy.ndarray):
+        data, begins, ends = self.records.data_of(rows)
+        try:
+            columns = columns_of(data, begins, ends, self.features)
+        except Malformed as error:
+            row = int(rows[error.place])
+            raise BadRow(row, self.records.where(row), error.why) from None
+        if self.target is None:
+            return columns
+        target = columns.pop(self.target)
+        return *columns.values(), target
+
+    def identity(self) -> dict:
+        features = [[f.name, f.kind, f.shape and list(f.shape), f.raw and str(f.raw)] for f in self.features]
+        return {"tfrecord": self.records.stamps, "features": features, "target": self.target, "verify": self.records.verify}
+
+    def edges(self) -> numpy.ndarray:
+        return self.records.edges
+
+    def _some(self) -> list[Message]:
+        """Some messages from everywhere; bad ones are told when they are read."""
+        rows = numpy.unique(numpy.linspace(0, len(self) - 1, min(SAMPLED, len(self))).astype(numpy.int64))
+        messages, faults = [], []
+        for row in rows.tolist():
+            try:
+                data, (begin,), (end,) = self.records.data_of(numpy.array([row]))
+                messages.append(parsed(data[begin:end].tobytes()))
+            except BadRow as fault:
+                faults.append(str(fault))
+            except ValueError as error:
+                faults.append(f"{self.records.where(row)} is no tf.train.Example: {error}")
+        if not messages:
+            raise Refusal(faults[0])
+        return messages
+
+
+class Records:
+    """The records of some files, by number.
+
+    Attributes:
+        stamps: of the files, as they were when they were walked through.
+        edges: the number of each file's first record, and the end.
+    """
+
+    def __init__(self, paths: list[str], verify: bool = True):
+        self.stamps, self.verify = [stamp(path) for path in paths], verify
+        indexes = [_walked(whole(each), each[0], verify) for each in self.stamps]
+        self.edges = numpy.cumsum([0, *(len(begins) for begins, _ in indexes)])
+        self.begins, self.ends = (numpy.concatenate(parts) for parts in zip(*indexes, strict=True))
+        self.unproven = numpy.full(len(self.begins), verify)
+        if not len(self.begins):
+            raise Refusal(f"there is no record in {', '.join(paths[:3])}")
+
+    def __len__(self) -> int:
+        return len(self.begins)
+
+    def data_of(self, rows: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
+        """(uint8 array, where each record begins in it, where each ends): the records in a row, or a local file as it is.
+
+        To read small records one by one takes twice as long as to look at the file where it is mapped into memory. So that is done
+        with one that was proven; who cuts it off within the moment after it was found unchanged kills the process.
+
+        Raises:
+            BadRow: a checksum is wrong.
+        """
+        begins, ends, files = self.begins[rows], self.ends[rows], numpy.searchsorted(self.edges, rows, "right") - 1
+        proven = not self.unproven[rows].any()
+        if proven and len(rows) and (files == files[0]).all() and not is_remote(path := self.stamps[files[0]][0]):
+            unchanged(path, self.stamps[files[0]])
+            return numpy.frombuffer(mapped_bytes(path), numpy.uint8), begins, ends
+        data = numpy.frombuffer(b"".join(read_ranges(self.stamps, files, begins, ends + TAIL)), numpy.uint8)
+        ends = numpy.cumsum(ends - begins + TAIL) - TAIL
+        begins = numpy.concatenate([[0], ends + TAIL])[:-1]
+        if not proven:
+            self._prove(rows, data, begins, ends)
+        return data, begins, ends
+
+    def where(self, row: int) -> str:
+        """The place of a record, for people."""
+        file = int(numpy.searchsorted(self.edges, row, "right")) - 1
+        return f"{self.stamps[file][0]}, record {row - self.edges[file]}, byte {self.begins[row] - HEAD}"
+
+    def _prove(self, rows: numpy.ndarray, data: numpy.ndarray, begins: numpy.ndarray, ends: numpy.ndarray) -> None:
+        """Compares records with the checksums behind them, once."""
+        view = memoryview(data)
+        told = data[ends[:, None] + numpy.arange(TAIL)].view("<u4")[:, 0]
+        wrong = masked(crc32c([view[first:last] for first, last in zip(begins.tolist(), ends.tolist(), strict=True)])) != told
+        if wrong.any():
+            row = int(rows[wrong.argmax()])
+            raise BadRow(row, self.where(row), "its checksum is wrong: the file was damaged after it was written")
+        self.unproven[rows] = False
+
+
+def framed(records: Iterable[bytes]) -> bytes:
+    """Records as they stand in a TFRecord file."""
+    records = list(records)
+    heads = [struct.pack("<Q", len(record)) for record in records]
+    marks = [[mark.tobytes() for mark in masked(crc32c(pieces)).astype("<u4")] for pieces in (heads, records)]
+    return b"".join(part for framing in zip(heads, marks[0], records, marks[1], strict=True) for part in framing)
+
+
+# ---- the walk
+
+
+def _walked(content: memoryview, path: str, verify: bool) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Where the data of each record begin and end, int64.
+
+    Raises:
+        Refusal: the file is compressed, damaged, or ends in the middle of a record.
+    """
+    begins, lengths = _chain(content)
+    wrong = _wrong_length(content, begins) if verify else None
+    if wrong is not None and begins[wrong] <= len(content):
+        begin = begins[wrong] - HEAD
+        if kind := COMPRESSED.get(bytes(content[:2])):
+            raise Refusal(f"{path} is compressed with {kind}, so that no record can be found by number; unpack it first")
+        if wrong == 0:
+            raise Refusal(f"{path} is no TFRecord file, or its first bytes are damaged: the first length does not fit its checksum")
+        raise Refusal(f"{path} is damaged: the length of record {wrong}, at byte {begin}, does not fit its checksum; write the file again")
+    ends = begins + lengths
+    if len(ends) and ends[-1] + TAIL != len(content):
+        begin = begins[-1] - HEAD
+        raise Refusal(
+            f"{path} is cut off: record {len(begins) - 1}, at byte {begin}, goes on after the end of the file; write the file again"
+        )
+    return begins, ends
+
+
+def _chain(content: memoryview) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """(begins, lengths) of the records; the last may go on after the end of the file."""
+    length_at = struct.Struct("<Q").unpack_from
+    data = numpy.frombuffer(content, numpy.uint8)
+    begins: list[numpy.ndarray] = []
+    lengths: list[numpy.ndarray] = []
+    single: list[int] = []
+    at, equal, before, size = 0, 0, -1, len(content)
+    while at < size:
+        length = length_at(content, at)[0] if at + HEAD <= size else size
+        equal = equal + 1 if length == before else 0
+        count = _alike(data, at, length + HEAD + TAIL) if equal >= WORTH else 1
+        if count > 1:
+            _add(begins, lengths, single)
+            begins.append(at + HEAD + numpy.arange(count) * (length + HEAD + TAIL))
+            lengths.append(numpy.full(count, length))
+        else:
+            single += at + HEAD, min(length, size)
+        at += count * (length + HEAD + TAIL)
+        before = length
+    _add(begins, lengths, single)
+    return numpy.concatenate(begins or [numpy.empty(0, numpy.int64)]), numpy.concatenate(lengths or [numpy.empty(0, numpy.int64)])
+
+
+def _add(begins: list[numpy.ndarray], lengths: list[numpy.ndarray], single: list[int]) -> None:
+    pairs = numpy.array(single, numpy.int64).reshape(-1, 2)
+    begins.append(pairs[:, 0])
+    lengths.append(pairs[:, 1])
+    single.clear()
+
+
+def _alike(data: numpy.ndarray, at: int, stride: int) -> int:
+    """How many whole records from here on have the same length."""
+    count = min((len(data) - at) // stride, AT_ONCE)
+    if count < 2:
+        return 1
+    heads = numpy.lib.stride_tricks.as_strided(data[at:], (count, 8), (stride, 1), writeable=False)
+    same = (heads == heads[0]).all(axis=1)
+    return count if same.all() else int(same.argmin())
+
+
+def _wrong_length(content: memoryview, begins: numpy.ndarray) -> int | None:
+    """The first record whose length does not fit its checksum."""
+    data = numpy.frombuffer(content, numpy.uint8)
+    for first in range(0, len(begins), AT_ONCE):
+        heads = data.take(begins[first : first + AT_ONCE, None] + numpy.arange(-HEAD, 0), mode="clip")
+        wrong = masked(crc32c_of_rows(heads[:, :8])) != heads[:, 8:].copy().view("<u4")[:, 0]
+        if wrong.any():
+            return first + int(wrong.argmax())
+    return None

@@ -1,0 +1,260 @@
+"""The rows of tables in files.
+
+A table that fits into memory is read once, run by run, into row-major tensors; from then on a batch is one gathering of
+rows, at the speed of memory. Of a bigger one only runs (row groups, record batches) are held, the last used ones. To read
+one row, its whole run has to be decoded, so rows in any order would decode a run for nearly every row of a batch: shuffle
+such a table with ``.shuffle(window=)``, which asks for the rows of a few runs at a time, or store its rows once, with
+``.cache("disk")``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+
+import numpy
+import torch
+
+from hasten.contract.errors import Notice, Refusal, one_line
+from hasten.data.budget import free_memory
+from hasten.data.faults import Faults
+from hasten.data.formats.table_files import Format
+from hasten.data.formats.table_layout import Layout, Rows, merged
+from hasten.data.places.files import found, stamp, unchanged
+from hasten.data.source import BadRow, Source
+
+SHARE = 4  # a table may take this part of the free memory
+WASTE = 4  # times the rows that are given may be decoded before it is told
+AHEAD = 4  # runs that are decoded at a time, at most
+
+
+class Table(Source):
+    """The rows of files of one format, as columns.
+
+    Attributes:
+        columns, target: the names of what is read.
+    """
+
+    def __init__(self, form: Format, paths, columns, target, fill, classes, gigabytes):
+        _arrow_error()
+        files = found(paths, form.suffixes)
+        with ThreadPoolExecutor(min(len(files), 16)) as pool:
+            self._stamps = dict(zip(files, pool.map(stamp, files), strict=True))
+            manifests = dict(zip(files, pool.map(form.manifest, files), strict=True))
+        self._form, self._fill, self._chosen_classes = form, fill, classes and [str(name) for name in classes]
+        schemas = {file: manifest.schema for file, manifest in manifests.items()}
+        self._layout = Layout.of(schemas, columns, target, guessed=form.name == "CSV")
+        if classes is not None and not self._layout.has_classes:
+            raise Refusal("classes= are the words of a target of text; there is none")
+        if gigabytes is not None and not (isinstance(gigabytes, (int, float)) and gigabytes >= 0):
+            raise Refusal(f"gigabytes= is a number of at least 0, not {gigabytes!r}")
+        self.columns, self.target = self._layout.inputs, target
+        self._runs = [(file, number) for file, manifest in manifests.items() for number in range(len(manifest.runs))]
+        self._edges = numpy.cumsum([0, *(rows for manifest in manifests.values() for rows in manifest.runs)], dtype=numpy.int64)
+        self._bytes = self._layout.bytes(len(self), sum(manifest.bytes for manifest in manifests.values()))
+        self._room = free_memory() / SHARE if gigabytes is None else gigabytes * 10**9
+        self._processes = 1  # that share the room
+        self._given, self._unpacked, self._warned = 0, 0, False  # rows, while the table does not fit
+        self._held, self._bad = None, {}  # the whole table; runs that cannot be read: (where, why)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._lock, self._recent = threading.RLock(), OrderedDict()  # runs that were used last
+        _tables.add(self)
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_recent")} | {"_held": None}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__ |= state
+        self._begin()
+
+    def __len__(self) -> int:
+        return int(self._edges[-1])
+
+    def edges(self) -> numpy.ndarray:
+        return self._edges
+
+    def identity(self) -> dict:
+        return {
+            "table": self._form.name,
+            "settings": self._form.settings,
+            "files": list(self._stamps.values()),
+            "columns": self.columns,
+            "target": self.target,
+            "fill": self._fill,
+            "classes": self._chosen_classes,
+        }
+
+    @cached_property
+    def classes(self) -> list[str] | None:
+        """The words of a text target, in the order of their numbers; None for a target of numbers."""
+        if not self._layout.has_classes or self._chosen_classes is not None:
+            return self._chosen_classes
+        words: set[str | None] = set()
+        for run in range(len(self._runs)):
+            if (table := self._attempted(run, [self.target])) is not None:
+                words.update(table.column(self.target).unique().to_pylist())
+        return sorted(words - {None})
+
+    def prepare(self, runner: Callable, faults: Faults) -> None:
+        self._processes = max(1, getattr(runner, "processes", 1))
+        if self._fits():
+            self._whole()  # before there are processes that would each read it again
+        else:
+            _ = self.classes
+
+    def read(self, rows: numpy.ndarray):
+        if not self._fits():
+            return self._from_runs(rows)
+        whole = self._whole()
+        if self._bad:
+            rows = rows - self._lost_before(rows)
+        return whole.read(torch.from_numpy(rows))
+
+    # ---- a table that fits
+
+    def _fits(self) -> bool:
+        return self._bytes <= self._room
+
+    def _whole(self) -> Rows:
+        with self._lock:
+            if self._held is None:
+                self._held = self._loaded()
+        return self._held
+
+    def _loaded(self) -> Rows:
+        """The whole table, without the runs that cannot be read."""
+        rows = self._layout.rows(len(self), self.classes)
+        with ThreadPoolExecutor(AHEAD) as pool:
+            waiting: deque[Future] = deque()
+            for run in range(len(self._runs) + AHEAD):
+                if run < len(self._runs):
+                    waiting.append(pool.submit(self._attempted, run, self._layout.names))
+                if run >= AHEAD and (table := waiting.popleft().result()) is not None:
+                    rows.put(table, self._fill, self._where(run - AHEAD))
+        self._form.let_go()
+        return rows
+
+    def _attempted(self, run: int, columns: list[str]):
+        """Some columns of a run; None where they cannot be read, which is noted."""
+        try:
+            return self._decoded(run, columns)
+        except BadRow:
+            return None
+
+    def _lost_before(self, rows: numpy.ndarray) -> numpy.ndarray:
+        """How many rows that could not be read come before each row."""
+        runs = self._run_of(rows)
+        for row, run in zip(rows, runs, strict=True):
+            if run in self._bad:
+                raise BadRow(row, *self._bad[run])
+        lost = numpy.zeros(len(self._runs), dtype=numpy.int64)
+        for run in self._bad:
+            lost[run + 1 :] += self._edges[run + 1] - self._edges[run]
+        return lost[runs]
+
+    # ---- a table that does not fit
+
+    def _from_runs(self, rows: numpy.ndarray):
+        """The rows, from the runs that they are in."""
+        if not len(rows):
+            return self._layout.rows(0, self.classes).read(torch.from_numpy(rows))
+        runs = self._run_of(rows)
+        order = numpy.argsort(runs, kind="stable")
+        together = numpy.split(order, numpy.flatnonzero(numpy.diff(runs[order])) + 1)  # places in the batch, run by run
+        parts = [self._from_run(int(runs[places[0]]), rows[places]) for places in together]
+        self._given += len(rows)
+        self._warn_of_waste()
+        return parts[0] if len(parts) == 1 else merged(parts, torch.from_numpy(numpy.argsort(order)))
+
+    def _from_run(self, run: int, rows: numpy.ndarray):
+        if run not in self._bad:
+            try:
+                return self._recently(run).read(torch.from_numpy(rows - self._edges[run]))
+            except BadRow:
+                pass  # the run's first row; the one to blame is among those asked for
+        raise BadRow(rows[0], *self._bad[run])
+
+    def _recently(self, run: int) -> Rows:
+        """A decoded run, kept until others need its room. Of several threads that want it, one decodes."""
+        with self._lock:
+            mine = run not in self._recent
+            kept = self._recent[run] = Future() if mine else self._recent.pop(run)
+            while mine and len(self._recent) > 1 and self._bytes_of(self._recent) > self._room / self._processes:
+                self._recent.popitem(last=False)
+        if mine:
+            try:
+                count = int(self._edges[run + 1] - self._edges[run])
+                self._unpacked += count
+                rows = self._layout.rows(count, self.classes)
+                rows.put(self._decoded(run, self._layout.names), self._fill, self._where(run))
+                kept.set_result(rows)
+            except BaseException as error:
+                kept.set_exception(error)
+                self._recent.pop(run, None)
+        return kept.result()
+
+    def _warn_of_waste(self) -> None:
+        fitting = len(self) * self._room / self._processes / self._bytes
+        if self._warned or self._unpacked < WASTE * (self._given + fitting + numpy.diff(self._edges).max()):
+            return
+        self._warned = True
+        what = f"{self._unpacked} rows were decoded to give {self._given}: each {self._form.run_name} is decoded again and again"
+        warnings.warn(f"{what}; use .shuffle(window=) with a smaller window, or .cache('disk')", Notice, stacklevel=2)
+
+    def _bytes_of(self, runs: Iterable[int]) -> float:
+        return sum(self._bytes * (self._edges[run + 1] - self._edges[run]) / len(self) for run in runs)
+
+    # ---- runs
+
+    def _run_of(self, rows: numpy.ndarray) -> numpy.ndarray:
+        return numpy.searchsorted(self._edges, rows, side="right") - 1
+
+    def _where(self, run: int) -> str:
+        file, number = self._runs[run]
+        return f"{file}, {self._form.run_name} {number}" if self._form.run_name else file
+
+    def _decoded(self, run: int, columns: list[str]):
+        """Some columns of a run, as an Arrow table.
+
+        Raises:
+            BadRow: they cannot be decoded; noted in ``_bad``.
+            Failure: the file is not what it was.
+        """
+        file, number = self._runs[run]
+        try:
+            table = self._form.run(file, number, columns)
+        except (OSError, _arrow_error()) as error:
+            unchanged(file, self._stamps[file])
+            self._bad[run] = (self._where(run), one_line(error))
+            raise BadRow(self._edges[run], *self._bad[run]) from None
+        unchanged(file, self._stamps[file])
+        return table
+
+
+def _arrow_error() -> type[Exception]:
+    try:
+        from pyarrow import ArrowException
+    except ImportError:
+        raise Refusal("tables are read by pyarrow: pip install 'hasten[data]'") from None
+    return ArrowException
+
+
+_tables: weakref.WeakSet[Table] = weakref.WeakSet()
+
+
+def _begin_anew() -> None:
+    """In a forked process nobody will ever open the locks that threads of the parent held."""
+    for table in _tables:
+        table._begin()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)

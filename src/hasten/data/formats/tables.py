@@ -1,0 +1,90 @@
+"""Tables in files: Parquet, Feather, CSV."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from hasten.data.formats.table_files import Csv, Feather, Parquet
+from hasten.data.formats.table_source import Table
+from hasten.data.pipeline import Pipeline
+
+Paths = str | Path | Iterable[str | Path]
+
+
+def parquet(
+    paths: Paths,
+    columns: Sequence[str] | None = None,
+    target: str | None = None,
+    *,
+    fill: float | dict | None = None,
+    classes: Sequence[str] | None = None,
+    gigabytes: float | None = None,
+) -> Pipeline:
+    """Rows of Parquet files.
+
+    With a ``target``, and numbers alone in the other columns, a batch is ``(matrix, target)``: float32 (n, columns) in the
+    order of ``columns``, and the target as int64 (whole numbers, yes and no) or float32 (fractions). A target of text
+    is int64 too: the numbers of its ``classes``. With other columns beside it, a batch is ``(dict of columns, target)``, and
+    without a target the dict alone: numbers and lists of a fixed size are tensors (n, ...) of their own type, times count
+    their unit as int64, structs are dicts of columns, text and bytes are lists, and lists of unequal length are lists of
+    tensors where they hold numbers. In the matrix, whole numbers above 2**24 are rounded, which a Notice tells.
+
+    A table that fits is held in memory, decoded. Of a bigger one, ``.shuffle(window=4)`` mixes a few row groups at a time:
+    fully shuffled, nearly every row of a batch would have a row group decoded for it; or put ``.cache("disk")`` first.
+
+    Args:
+        paths: files, folders or patterns, local or remote (``s3://...``); all files must have the same columns.
+        columns: those to read, besides the target; None for all.
+        target: the column to learn.
+        fill: what stands for a missing number, or {column: value}; without it, missing values are refused.
+        classes: the words of a text target in the order of their numbers; None sorts the words that the files hold. Say them
+            where two sets of files, training and validation, may not hold the same words.
+        gigabytes: (10**9 bytes) of memory for decoded rows; None for a quarter of what is free, or of what the
+            container allows, divided among the ranks of this machine.
+
+    Raises:
+        Refusal: no file, no such column (the nearest names are told), files that differ, a broken footer, missing values.
+        Failure: a file that changed while it was read, or a remote one that does not answer.
+
+    Source: https://parquet.apache.org/docs/file-format
+    """
+    return Pipeline(Table(Parquet(), paths, columns, target, fill, classes, gigabytes))
+
+
+def feather(
+    paths: Paths,
+    columns: Sequence[str] | None = None,
+    target: str | None = None,
+    *,
+    fill: float | dict | None = None,
+    classes: Sequence[str] | None = None,
+    gigabytes: float | None = None,
+) -> Pipeline:
+    """Rows of Feather (Arrow) files; written without compression, they are read fastest.
+
+    Everything else is as for ``parquet``. Source: https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format
+    """
+    return Pipeline(Table(Feather(), paths, columns, target, fill, classes, gigabytes))
+
+
+def csv(
+    paths: Paths,
+    columns: Sequence[str] | None = None,
+    target: str | None = None,
+    *,
+    fill: float | dict | None = None,
+    classes: Sequence[str] | None = None,
+    delimiter: str | None = None,
+    header: Sequence[str] | None = None,
+) -> Pipeline:
+    """Rows of CSV files, plain or gzipped: parsed once, at this call, and held in memory; convert bigger ones to Parquet.
+
+    Args:
+        delimiter: None for a comma, or a tab where the name ends in ``.tsv``.
+        header: the columns' names, for files whose first line does not hold them.
+
+    Everything else is as for ``parquet``; types are guessed from the values. Source: https://www.rfc-editor.org/rfc/rfc4180
+    """
+    form = Csv(delimiter, list(header) if header else None)
+    return Pipeline(Table(form, paths, columns, target, fill, classes, float("inf")))

@@ -1,0 +1,213 @@
+"""Tar shards in WebDataset's layout: files whose names agree up to the first dot are one sample, ``0017.jpg`` and ``0017.cls``.
+
+A shard's headers are walked through once, and nothing is ever unpacked to disk; after that every sample is read by its
+position, in any order. Layout: https://github.com/webdataset/webdataset; headers: POSIX pax and ustar, GNU long names
+(https://pubs.opengroup.org/onlinepubs/9799919799/utilities/pax.html).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from hasten.contract.errors import Refusal, nearest, one_line
+from hasten.data.formats.decoding import PIXELS, manner, pictures_of, size_of
+from hasten.data.formats.tar_headers import Damaged, members
+from hasten.data.memory import taken
+from hasten.data.pipeline import Pipeline
+from hasten.data.places.files import found, stamp
+from hasten.data.places.ranges import read_ranges, whole
+from hasten.data.source import BadRow, Source
+
+SAMPLED = 32  # samples that are looked at to learn what shape arrays have
+PICTURES = ("jpg", "jpeg", "png")
+BROKEN = (ValueError, OverflowError, RecursionError, MemoryError)  # what decoders raise
+
+
+def shards(
+    paths: str | Path | Iterable[str | Path],
+    columns: Sequence[str] | None = None,
+    target: str | None = None,
+    resize: int | tuple[int, int] | None = None,
+    pixels: int = PIXELS,
+) -> Pipeline:
+    """Samples from tar files, a column for each ending: a batch is a dict of them.
+
+    What a column holds follows from the last part of its ending: ``jpg``, ``jpeg``, ``png`` pictures (uint8, shape (3, height,
+    width)); ``cls`` whole numbers (int64); ``npy`` arrays, one tensor where all have the same shape; ``json`` what it says;
+    ``txt`` text; anything else bytes. What is no tensor is a list.
+
+    Args:
+        paths: files, folders or patterns, local or remote; not compressed. A remote file is read once to find its samples.
+        columns: the endings that are wanted; None for all of the first sample.
+        target: the ending to predict; a batch is then the tuple (other columns in their order, target).
+        resize: as in ``images``.
+        pixels: as in ``images``.
+
+    Raises:
+        Refusal: no file, one that is compressed, cut off or no tar file; a member whose path leads out of the folder; an ending
+            that is not there.
+    """
+    return Pipeline(Shards(paths, columns, target, resize, pixels))
+
+
+class Shards(Source):
+    """Samples in tar files.
+
+    Attributes:
+        keys: what the names of each sample's files begin with.
+    """
+
+    def __init__(self, paths, columns=None, target=None, resize=None, pixels: int = PIXELS):
+        self.stamps = [stamp(path) for path in found(paths, (".tar",))]
+        samples = [list(_samples(each)) for each in self.stamps]
+        self._edges = numpy.cumsum([0, *map(len, samples)])
+        self.keys = [key for some in samples for key, _ in some]
+        parts = [parts for some in samples for _, parts in some]
+        if not parts:
+            raise Refusal(f"there is no sample in {', '.join(each[0] for each in self.stamps[:3])}")
+        self.columns, self.target = _wanted(parts, columns, target), target
+        self.size, self.pixels = size_of(resize), pixels
+        nothing = (-1, -1)
+        self.places = {name: numpy.array([some.get(name, nothing) for some in parts], numpy.int64) for name in self.columns}
+        self.shapes = {name: self._shape(name) for name in self.columns if _kind(name) == "npy"}
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def edges(self) -> numpy.ndarray:
+        return self._edges
+
+    def identity(self) -> dict:
+        return {"shards": self.stamps, "columns": self.columns, "target": self.target, **manner(self.size, self.pixels)}
+
+    def read(self, rows: numpy.ndarray):
+        columns = {name: self._column(name, rows) for name in self.columns}
+        if self.target is None:
+            return columns
+        target = columns.pop(self.target)
+        return *columns.values(), target
+
+    def _column(self, name: str, rows: numpy.ndarray):
+        contents = self._contents(name, rows)
+        kind = _kind(name)
+        if kind in PICTURES:
+            where = [f"{self._where(row)}.{name}" for row in rows.tolist()]
+            return pictures_of(rows.tolist(), where, iter(contents), self.size, self.pixels)
+        values = []
+        for row, content in zip(rows.tolist(), contents, strict=True):
+            try:
+                values.append(DECODERS[kind](content) if kind in DECODERS else content)
+            except BROKEN as error:
+                raise BadRow(row, f"{self._where(row)}.{name}", f"it is no {kind} file ({one_line(error)})") from None
+        if kind == "cls":
+            return torch.tensor(values, dtype=torch.int64)
+        return self._stacked(name, rows, values) if kind == "npy" else values
+
+    def _stacked(self, name: str, rows: numpy.ndarray, values: list[torch.Tensor]):
+        """Arrays in one tensor, where those that were looked at have one shape and type."""
+        if (like := self.shapes[name]) is None:
+            return values
+        for row, value in zip(rows.tolist(), values, strict=True):
+            if (value.shape, value.dtype) != like:
+                shape, dtype = list(value.shape), value.dtype
+                raise BadRow(
+                    row, f"{self._where(row)}.{name}", f"its shape {shape} or type {dtype} differs from {list(like[0])}, {like[1]}"
+                )
+        batch = taken((len(values), *like[0]), like[1])
+        return torch.stack(values, out=batch) if values else batch
+
+    def _shape(self, name: str) -> tuple[torch.Size, torch.dtype] | None:
+        """The one (shape, type) that some arrays from everywhere have."""
+        there = numpy.flatnonzero(self.places[name][:, 0] >= 0)
+        rows = there[numpy.unique(numpy.linspace(0, len(there) - 1, SAMPLED).astype(numpy.int64))]
+        seen = set()
+        for content in self._contents(name, rows):
+            try:
+                array = _array(content)
+                seen.add((array.shape, array.dtype))
+            except BROKEN:
+                continue  # told when it is read
+        return seen.pop() if len(seen) == 1 else None
+
+    def _contents(self, name: str, rows: numpy.ndarray) -> list[bytes]:
+        begins, ends = self.places[name][rows].T
+        if (begins < 0).any():
+            row = int(rows[(begins < 0).argmax()])
+            raise BadRow(row, self._where(row), f"it has no file that ends in .{name}")
+        return read_ranges(self.stamps, numpy.searchsorted(self._edges, rows, "right") - 1, begins, ends)
+
+    def _where(self, row: int) -> str:
+        return f"{self.stamps[int(numpy.searchsorted(self._edges, row, 'right')) - 1][0]}, {self.keys[row]}"
+
+
+def _samples(stamped: list) -> Iterator[tuple[str, dict[str, tuple[int, int]]]]:
+    """(key, {ending: (begin, end)}) of each sample of a shard."""
+    path = stamped[0]
+    before, parts = None, {}
+    try:
+        for name, begin, end in members(whole(stamped)):
+            _inside(path, name)
+            folder, slash, file = name.removeprefix("./").rpartition("/")
+            stem, dot, ending = file.partition(".")
+            if not dot or not stem or not ending or stem.startswith("__"):
+                continue  # a note about the shard, or a hidden file
+            key = f"{folder}{slash}{stem}"
+            if key != before and parts:
+                yield before, parts
+                parts = {}
+            if ending.lower() in parts:
+                raise Refusal(f"{path} has two files {name}; a sample has each ending once, and its files stand together")
+            before, parts[ending.lower()] = key, (begin, end)
+    except Damaged as error:
+        raise Refusal(f"{path} {error}") from None
+    if parts:
+        yield before, parts
+
+
+def _inside(path: str, name: str) -> None:
+    if name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/"):
+        raise Refusal(f"{path} has a member {name!r}, whose path leads out of the folder; do not trust this file")
+
+
+def _wanted(parts: list[dict], columns: Sequence[str] | None, target: str | None) -> list[str]:
+    known = {name for some in parts for name in some}
+    names = [name.lstrip(".").lower() for name in (parts[0] if columns is None else columns)]
+    for name in [*names, *([] if target is None else [target])]:
+        if name not in known:
+            raise Refusal(f"no sample has a file that ends in .{name}{nearest(name, known)}")
+    names = [name for name in names if name != target]
+    if not names:
+        raise Refusal("without another column than the target there is nothing to predict it from" if target else "no column was named")
+    return names if target is None else [*names, target]
+
+
+# ---- what is in a file
+
+
+def _kind(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _array(content: bytes) -> torch.Tensor:
+    try:
+        array = numpy.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+    except Exception as error:  # a damaged header is parsed as Python, which raises nearly anything
+        raise ValueError(one_line(error)) from None
+    if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
+        raise ValueError(f"it holds {array.dtype}, not numbers")
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C", copy=False))
+
+
+DECODERS: dict[str, Callable[[Any], Any]] = {
+    "cls": lambda content: int(numpy.int64(int(content))),
+    "json": lambda content: json.loads(content),
+    "txt": lambda content: content.decode(),
+    "npy": _array,
+}

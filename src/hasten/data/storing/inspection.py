@@ -1,0 +1,164 @@
+"""``hasten data inspect``: what is there, how fast it is read, what limits that, and which storage would be faster.
+
+Everything is measured on these data: some of them are read from the disk, decoded, copied into batches, stored in other ways and
+read back. Nothing is left behind, but that the system forgets for a moment what it kept of the files that were read.
+"""
+
+from __future__ import annotations
+
+import gzip
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+
+import numpy
+import psutil
+import torch
+
+from hasten.contract.errors import Refusal
+from hasten.contract.watch import Watch, silent
+from hasten.data.formats.table_source import SHARE
+from hasten.data.formats.tars import PICTURES
+from hasten.data.places.files import opened, stamp
+from hasten.data.source import BadRow
+from hasten.data.storing.advice import better_storages, side_of, slower_of, workplace
+from hasten.data.storing.kinds import Kind, kind_of, named
+from hasten.data.storing.readings import CHUNK, PROBED, Reading
+from hasten.data.storing.stages import pace, reading_pace
+
+SAMPLED = 256_000_000  # bytes of files that have to be walked through
+SAMPLED_TEXT = 16_000_000  # bytes of CSV
+SIDE = 256  # pixels; bigger pictures are looked at as if they were resized to squares of it
+LOOKED_AT = 16  # pictures, to know whether all have one size
+COUNTED = 10_000  # files whose sizes are added up; of more, some are taken for all
+SHARES = {"disk": 0.1, "pace": 0.2, "storages": 0.6}  # of the budget
+
+
+def inspect(path: str | Path, *, target: str | None = None, budget: float = 20.0, watch: Watch = silent) -> dict:
+    """What lies at a path, how fast it goes into batches, and which storage would be faster.
+
+    Args:
+        path: a folder, a file or a pattern.
+        target: the column of a table to predict; the others are then one matrix, if they are numbers, as in training.
+        budget: seconds, about.
+
+    Returns:
+        "kind", "title", "files", "bytes", "rows" ("rows_exact": False where they were counted in some of the files), "columns"
+        ({name: type}), "target", "resize" (what pictures were resized to, to be measured), "speed" ({"disk", "page_cache": bytes a second; "decode",
+        "copy", "batches": rows a second on one core}; None for what is not there), "in_memory" (the files fit there, so that
+        the disk counts in the first pass alone), "limit" ("disk", "decode" or "copy"), "passes" ("first" where later ones take decoded
+        rows from memory, else "every"), "storages" (what would be faster, as ``better_storages`` gives it), "trouble" (why rows
+        could not be measured), "seconds".
+
+    Raises:
+        Refusal: nothing is there, or nothing that can be opened.
+    """
+    began = perf_counter()
+    watch("opening", 0.0, budget)
+    kind, files = kind_of(path)
+    size = _bytes_of(files)
+    with workplace() as folder:
+        some, share = _some(kind, files, size, folder)
+        fill = 0 if kind.is_table else None  # how fast numbers are read does not depend on which are missing
+        reading = _in_one_size(Reading(kind, str(path) if kind.name == "images" else some, some, target, fill))
+        if not reading.rows:
+            raise Refusal(f"{path} holds no rows")
+        rows, memory = round(reading.rows / share), psutil.virtual_memory().available
+        result = {
+            "path": str(path), "kind": kind.name, "title": kind.title, "files": len(files), "bytes": size, "rows": rows,
+            "rows_exact": share == 1.0, "target": target, "resize": side_of(reading.resize), "in_memory": size < memory / 2,
+            "columns": {}, "passes": "every", "limit": None, "storages": [], "trouble": None,
+        }  # fmt: skip
+        watch("reading", 0.05, budget)
+        speed = reading_pace(some, SHARES["disk"] * budget)
+        watch("decoding", 0.2, 0.8 * budget)
+        try:
+            result["columns"] = {name: _type(column) for name, column in reading.some(0, min(PROBED, reading.rows)).items()}
+            paced = pace(reading, SHARES["pace"] * budget)
+        except (BadRow, Refusal) as error:
+            paced = dict.fromkeys(("decode", "copy", "batches"))
+            result["trouble"] = str(error)
+        result["speed"] = speed | paced
+        if paced["batches"]:
+            disk = None if result["in_memory"] else speed["disk"]
+            if kind.is_table and rows * CHUNK / reading.chunk < memory / SHARE:
+                result["passes"] = "first"
+            result["limit"] = _limit(paced, size / rows, disk)
+            before = slower_of(paced["batches"], size / rows, disk)
+            left = began + budget - perf_counter()
+            result["storages"] = better_storages(reading, before, rows, disk, min(left, SHARES["storages"] * budget), watch)
+    return result | {"seconds": perf_counter() - began}
+
+
+def _limit(paced: dict, row: float, disk: float | None) -> str:
+    """The stage that takes the most time for a row."""
+    seconds = {name: 1 / paced[name] for name in ("decode", "copy") if paced[name]}
+    if disk is not None:
+        seconds["disk"] = row / disk
+    return max(seconds, key=seconds.get)
+
+
+# ---- what is looked at
+
+
+def _bytes_of(files: list[str]) -> int:
+    looked_at = files[:: -(-len(files) // COUNTED)]
+    return round(sum(stamp(file)[1] for file in looked_at) * len(files) / len(looked_at))
+
+
+def _some(kind: Kind, files: list[str], size: int, folder: Path) -> tuple[list[str], float]:
+    """(files to measure, which share of all bytes they are): all of them, unless opening them takes long."""
+    if not kind.walked:
+        return files, 1.0
+    some, taken = [], 0
+    for file in files:
+        some.append(file)
+        taken += stamp(file)[1]
+        if taken > SAMPLED:
+            break
+    if kind.name == "csv" and taken > SAMPLED_TEXT:
+        head, taken = _head(files[0], folder)
+        return [head], taken / size
+    return some, taken / size if size and some != files else 1.0
+
+
+def _head(file: str, folder: Path) -> tuple[str, int]:
+    """(a file of the first lines, how many bytes they take in the original)."""
+    with opened(file) as raw, gzip.open(raw) if file.endswith(".gz") else raw as content:
+        lines = content.read(SAMPLED_TEXT)
+        taken = raw.tell()
+    path = folder / Path(file).name.removesuffix(".gz")
+    path.write_bytes(lines[: lines.rfind(b"\n") + 1])
+    return str(path), taken
+
+
+def _in_one_size(reading: Reading) -> Reading:
+    """Pictures of one size, as batches need them: their own where they have one and are small, else a square."""
+    if reading.kind.name not in ("images", "shards"):
+        return reading
+    rows = numpy.unique(numpy.linspace(0, reading.rows - 1, LOOKED_AT).astype(numpy.int64)) if reading.rows else numpy.arange(0)
+    sizes = {tuple(picture.shape[1:]) for picture in _pictures(reading, rows)}
+    if not sizes:
+        return reading
+    size = sizes.pop()
+    return replace(reading, resize=size if not sizes and max(size) <= SIDE else SIDE)
+
+
+def _pictures(reading: Reading, rows: numpy.ndarray) -> list[torch.Tensor]:
+    try:
+        columns = named(reading.source.read(rows), reading.kind) if len(rows) else {}
+    except BadRow:
+        return []  # told when it is measured
+    of_pictures = [column for name, column in columns.items() if name == "pictures" or name.rpartition(".")[2] in PICTURES]
+    return of_pictures[0] if of_pictures else []
+
+
+def _type(column) -> str:
+    """``float32``, ``uint8 (3, 32, 32)``, ``text``, ``lists of int64``."""
+    if isinstance(column, torch.Tensor):
+        kind = str(column.dtype).removeprefix("torch.")
+        return f"{kind} {tuple(column.shape[1:])}" if column.ndim > 1 else kind
+    first = column[0] if column else None
+    if isinstance(first, torch.Tensor):
+        return f"lists of {first.dtype}".replace("torch.", "")
+    return {str: "text", bytes: "bytes"}.get(type(first), f"lists of {type(first).__name__}")

@@ -1,0 +1,142 @@
+"""What lies at a path: in which form samples are stored there, told by the names of the files, and the pipeline that reads them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hasten.contract.errors import Refusal
+from hasten.data.formats.in_memory import arrays
+from hasten.data.formats.pictures import SUFFIXES as PICTURES
+from hasten.data.formats.pictures import images
+from hasten.data.formats.records import SUFFIXES as RECORDS
+from hasten.data.formats.records import tfrecord
+from hasten.data.formats.table_files import Csv, Feather, Parquet
+from hasten.data.formats.tables import csv, feather, parquet
+from hasten.data.formats.tars import shards
+from hasten.data.formats.token_files import tokens
+from hasten.data.pipeline import Pipeline
+from hasten.data.places.files import found
+
+MANIFEST = "conversion.json"  # beside what `hasten data convert` has written
+WINDOW = 1024  # tokens of a sample, where nobody says
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A form in which samples are stored.
+
+    Attributes:
+        name: of the function that reads it; "rows" are ``.npy`` files, which ``arrays`` reads.
+        is_table: what is read in one go is a run of rows, and it has named columns.
+        walked: to open a file, much of it has to be read; to measure, a few files have to do.
+        decodes: rows lie there in another form than in a batch.
+    """
+
+    name: str
+    title: str
+    suffixes: tuple[str, ...]
+    is_table: bool = False
+    walked: bool = False
+    decodes: bool = True
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("parquet", "Parquet", Parquet.suffixes, is_table=True),
+        Kind("feather", "Feather", Feather.suffixes, is_table=True),
+        Kind("tfrecord", "TFRecord", RECORDS, walked=True),
+        Kind("shards", "tar shards", (".tar",), walked=True),
+        Kind("images", "pictures", PICTURES),
+        Kind("rows", "rows (.npy)", (".npy",), decodes=False),
+        Kind("tokens", "tokens", (".bin",), decodes=False),
+        Kind("csv", "CSV", Csv.suffixes, is_table=True, walked=True),
+    )
+}
+
+
+def kind_of(path: str | Path) -> tuple[Kind, list[str]]:
+    """The form of what lies at a path, a folder or a pattern, and its files: of several forms the one with the most files.
+
+    Raises:
+        Refusal: nothing is there, or no name tells its form.
+    """
+    files: dict[str, list[str]] = {}
+    for file in found(path):
+        name = next((kind.name for kind in KINDS.values() if file.lower().endswith(kind.suffixes)), "")
+        files.setdefault(name, []).append(file)
+    files.pop("", None)
+    if not files:
+        known = ", ".join(suffix for kind in KINDS.values() for suffix in kind.suffixes)
+        raise Refusal(f"no file name of {path} tells what it holds; known are names that end in {known}")
+    counts = Counter({name: len(files[name]) for name in KINDS if name in files})
+    name = counts.most_common(1)[0][0]
+    return KINDS[name], files[name]
+
+
+def opened(kind: Kind, where: str | Path | list[str], *, target: str | None = None, fill=None, resize=None) -> Pipeline:
+    """The pipeline that reads files of a kind. Of a table, only the run that was read last is held.
+
+    Args:
+        target, fill: of a table, as in ``parquet``.
+        resize: of pictures, as in ``images``.
+
+    Raises:
+        Refusal: as the maker does; a target or a size for what has none.
+    """
+    if target is not None and not kind.is_table:
+        raise Refusal(f"a target is a column of a table; {kind.title} have none")
+    if kind.name in ("parquet", "feather"):
+        return {"parquet": parquet, "feather": feather}[kind.name](where, target=target, fill=fill, gigabytes=0)
+    if kind.name == "csv":
+        return csv(where, target=target, fill=fill)
+    if kind.name == "images":
+        return _pictures(where, resize)
+    if kind.name == "rows":
+        return _rows(where)
+    if kind.name == "tokens":
+        return tokens(where, WINDOW)
+    return shards(where, resize=resize) if kind.name == "shards" else tfrecord(where)
+
+
+def named(columns, kind: Kind, target: str | None = None) -> dict:
+    """Columns of any nesting under one name each: ``{"address.street": ...}`` for nested ones."""
+    if isinstance(columns, Mapping):
+        return {
+            name if not more else f"{name}.{more}": column
+            for name, inner in columns.items()
+            for more, column in (named(inner, kind).items() if isinstance(inner, Mapping) else [("", inner)])
+        }
+    if isinstance(columns, tuple) and isinstance(columns[0], Mapping):  # what a table is learnt from, and its target
+        return named(columns[0], kind) | {target or "targets": columns[1]}
+    parts = columns if isinstance(columns, tuple) else (columns,)
+    names = ["pictures", "labels"] if kind.name == "images" else ["inputs", target or "targets"]
+    names += [f"column{number}" for number in range(2, len(parts))]
+    return dict(zip(names, parts, strict=False))
+
+
+def _pictures(where, resize) -> Pipeline:
+    """With the folders as labels where every picture lies in one."""
+    try:
+        return images(where, resize)
+    except Refusal as error:
+        if "lies in no folder" not in str(error):
+            raise
+        return images(where, resize, labels=None)
+
+
+def _rows(where) -> Pipeline:
+    """As ``convert`` has left them, or a dict of the files' names."""
+    files = found(where, KINDS["rows"].suffixes)
+    folder = os.path.dirname(files[0])
+    try:
+        about = json.loads((Path(folder) / MANIFEST).read_text(encoding="utf-8"))
+        columns = {name: os.path.join(folder, file) for name, file in about["columns"].items()}
+        return arrays(*columns.values()) if about["is_tuple"] else arrays(columns)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return arrays(files[0]) if len(files) == 1 else arrays({Path(file).stem: file for file in files})

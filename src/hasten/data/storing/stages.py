@@ -1,0 +1,135 @@
+"""How fast each stage of reading goes, by itself: from the disk, from the page cache, decoding, copying into batches.
+
+Decoding and copying are counted in the processor's time, of all threads together, so that they are what *one core* can do, whatever
+else the machine is busy with.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any
+
+import numpy
+import torch
+
+from hasten.contract.errors import Notice
+from hasten.data.formats.in_memory import arrays
+from hasten.data.places.files import is_remote, opened
+from hasten.data.source import Source, leaves_of, length_of
+from hasten.data.storing.readings import Reading
+
+MOST_BYTES = 64_000_000  # that are read to know how fast the disk is
+BLOCK = 1 << 20
+PIECES = 8  # of what is read at a time make the largest batch, of about two megabytes
+SMALLEST_BATCH, LARGEST_BATCH = 16, 4096  # rows
+MOST_ROWS = 1 << 20  # that are read in random order
+COPY_SECONDS = 0.2
+SHORT = 0.02  # seconds; a piece that takes less is too short to be timed well
+PASSES, ENOUGH = 3, 0.2  # passes over all rows and seconds that make a measurement, where there is time for so much
+
+
+def reading_pace(files: list[str], seconds: float = 2.0) -> dict:
+    """Bytes a second: {"disk": None where the system cannot forget what it has read, "page_cache": ...}; of remote files the first alone."""
+    if is_remote(files[0]):
+        return {"disk": _bytes_a_second(files, seconds), "page_cache": None}
+    could = _forget(files)
+    disk = _bytes_a_second(files, seconds)
+    return {"disk": disk if could else None, "page_cache": _bytes_a_second(files, seconds)}
+
+
+def pace(reading: Reading, seconds: float) -> dict:
+    """Rows a second on one core: {"decode": from the page cache to rows in memory, "copy": from there to shuffled batches, "batches":
+    both}; None for what is not there to be done.
+
+    Raises:
+        BadRow, Refusal: some rows cannot be read.
+    """
+    with warnings.catch_warnings(action="ignore", category=Notice):  # that run after run is decoded for a few rows: it is meant
+        return _pace(reading, seconds)
+
+
+def _pace(reading: Reading, seconds: float) -> dict:
+    began = time.process_time()
+    source = reading.opened()
+    opening = time.process_time() - began
+    size = min(max(reading.chunk // PIECES, SMALLEST_BATCH), LARGEST_BATCH)
+    if reading.kind.is_table:  # a batch is made of decoded runs
+        decode, run = _run_by_run(source, reading.rows, seconds, opening if reading.kind.walked else 0.0)
+        copy, _ = _at_random(source, run, size, COPY_SECONDS)
+        return {"decode": decode, "copy": copy, "batches": 1 / (1 / decode + 1 / copy)}
+    rate, columns = _at_random(source, numpy.arange(min(reading.rows, MOST_ROWS)), size, seconds)
+    if not reading.kind.decodes:
+        return {"decode": None, "copy": rate, "batches": rate}
+    tensors = [leaf for leaf in leaves_of(columns) if isinstance(leaf, torch.Tensor)]
+    copy = None
+    if tensors:
+        copy, _ = _at_random(arrays(*tensors).source, numpy.arange(len(tensors[0])), size, COPY_SECONDS)
+    return {"decode": rate, "copy": copy, "batches": rate}
+
+
+def _run_by_run(source: Source, rows: int, seconds: float, opening: float) -> tuple[float, numpy.ndarray]:
+    """(rows a second, the rows of the run that is still held): each run is decoded once."""
+    began, done, spent = time.perf_counter(), 0, opening
+    for first, last in pairwise(source.edges().tolist()):
+        before = time.process_time()
+        source.read(numpy.arange(first, min(first + 1, last)))
+        spent += time.process_time() - before
+        done += last - first
+        if done >= rows or time.perf_counter() - began > seconds:
+            break
+    return done / max(spent, 1e-9), numpy.arange(first, last)
+
+
+def _at_random(source: Source, rows: numpy.ndarray, most: int, seconds: float) -> tuple[float, Any]:
+    """(rows a second, the columns of the largest piece): in pieces that grow until one takes long enough to be timed."""
+    order = numpy.random.default_rng(0).permutation(rows)
+    began, size, at, done, spent, largest = time.perf_counter(), SMALLEST_BATCH, 0, 0, 0.0, None
+    while not done or (time.perf_counter() - began < seconds and (done < PASSES * len(order) or spent < ENOUGH)):
+        piece = order[at : at + size]
+        before = time.process_time()
+        columns = source.read(piece)
+        took = time.process_time() - before
+        done, spent = done + len(piece), spent + took
+        at = at + size if at + size < len(order) else 0
+        largest = columns if largest is None or len(piece) > length_of(largest) else largest
+        size = min(2 * size, max(most, SMALLEST_BATCH)) if took < SHORT else size
+    return done / max(spent, 1e-9), largest
+
+
+# ---- from the disk
+
+
+def _bytes_a_second(files: list[str], seconds: float) -> float:
+    buffer, done, began = bytearray(BLOCK), 0, time.perf_counter()
+    for block in _blocks(files, buffer):
+        done += block
+        if done >= MOST_BYTES or time.perf_counter() - began > seconds:
+            break
+    return done / max(time.perf_counter() - began, 1e-9)
+
+
+def _blocks(files: list[str], buffer: bytearray) -> Iterator[int]:
+    for file in files:
+        with opened(file) as content:
+            while count := content.readinto(buffer):
+                yield count
+
+
+def _forget(files: list[str]) -> bool:
+    """Asks the system to let go of what it keeps of the first files; whether it can be asked."""
+    if not hasattr(os, "posix_fadvise"):
+        return False
+    done = 0
+    for file in files:
+        with opened(file) as content:
+            with suppress(OSError):  # what was written just now cannot be forgotten before it is on the disk
+                os.fsync(content.fileno())
+            os.posix_fadvise(content.fileno(), 0, MOST_BYTES, os.POSIX_FADV_DONTNEED)
+        if (done := done + os.path.getsize(file)) >= MOST_BYTES:
+            break
+    return True

@@ -1,0 +1,190 @@
+"""The forms in which samples can be stored, and how a part of them is written and read back."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+
+from hasten.contract.errors import Refusal
+from hasten.data.formats.example_messages import encoded
+from hasten.data.formats.records import AT_ONCE, Records, framed
+from hasten.data.formats.table_files import Feather, Parquet
+from hasten.data.formats.tar_headers import members
+from hasten.data.places.files import mapped_bytes
+from hasten.data.source import rows_of
+from hasten.data.storing.digests import Digest
+from hasten.data.storing.matrices import Matrices
+from hasten.data.storing.parts import PART, Plan, Storage, Tell, synced
+from hasten.data.storing.readings import Reading
+
+
+@dataclass
+class Files:
+    """A file for each part; what differs between the formats are two functions.
+
+    Attributes:
+        write_file: ``(path, reading, first row, last row, tell) -> hash``.
+        read_file: ``(path) -> hash``.
+    """
+
+    plan: Plan
+    suffix: str
+    write_file: Callable[[Path, Reading, int, int, Tell], Digest]
+    read_file: Callable[[Path], Digest]
+
+    def write(self, number: int, tell: Tell) -> Digest:
+        path = self._path(number, PART)
+        try:
+            return self.write_file(path, self.plan.reading, *self.plan.range(number), tell)
+        except BaseException:
+            path.unlink(missing_ok=True)  # half a part is of no use, and the disk may be full
+            raise
+
+    def read_back(self, number: int) -> Digest:
+        return self.read_file(self._path(number, PART))
+
+    def keep(self, number: int) -> None:
+        os.replace(self._path(number, PART), self._path(number))
+
+    def finish(self) -> dict:
+        return {"files": [self._path(number).name for number in range(self.plan.parts)]}
+
+    def _path(self, number: int, ending: str = "") -> Path:
+        return self.plan.folder / f"{number:05}-of-{self.plan.parts:05}{self.suffix}{ending}"
+
+
+# ---- tables
+
+
+def write_feather(path: Path, reading: Reading, first: int, last: int, tell: Tell) -> Digest:
+    """Without compression: it is mapped into memory as it is."""
+    import pyarrow as pa
+
+    return _write_tables(path, reading.tables(first, last), lambda file, schema: pa.ipc.new_file(file, schema), tell)
+
+
+def write_parquet(path: Path, reading: Reading, first: int, last: int, tell: Tell) -> Digest:
+    """Without compression, and with dictionaries for text alone: both cost more time than they save."""
+    from pyarrow.parquet import ParquetWriter
+
+    def writer(file, schema):
+        text = [name for name, kind in zip(schema.names, schema.types, strict=True) if str(kind) == "large_string"]
+        return ParquetWriter(file, schema, compression="none", use_dictionary=text)
+
+    return _write_tables(path, map(_as_parquet_holds_it, reading.tables(first, last)), writer, tell)
+
+
+def _write_tables(path: Path, tables: Iterator, new: Callable, tell: Tell) -> Digest:
+    digest, writer = Digest(), None
+    with open(path, "wb") as file:
+        try:
+            for table in tables:
+                writer = writer or new(file, table.schema)
+                writer.write_table(table)  # one run each
+                digest.add_table(table)
+                tell(len(table))
+        finally:
+            if writer is not None:
+                writer.close()
+        synced(file)
+    return digest
+
+
+def _as_parquet_holds_it(table):
+    """Whole seconds as milliseconds, and days as days: it has no other times."""
+    import pyarrow as pa
+
+    def held(kind):
+        if pa.types.is_timestamp(kind) and kind.unit == "s":
+            return pa.timestamp("ms", kind.tz)
+        return {pa.time32("s"): pa.time32("ms"), pa.date64(): pa.date32()}.get(kind, kind)
+
+    for name, kind in zip(table.schema.names, table.schema.types, strict=True):
+        if pa.types.is_interval(kind):
+            raise Refusal(f"column {name!r} is of type {kind}, which Parquet has not; store the table as feather")
+    schema = pa.schema([(name, held(kind)) for name, kind in zip(table.schema.names, table.schema.types, strict=True)])
+    return table if schema == table.schema else table.cast(schema)
+
+
+def _reads_tables(form) -> Callable[[Path], Digest]:
+    def read(path: Path) -> Digest:
+        import pyarrow as pa
+
+        digest, manifest = Digest(), form().manifest(str(path))
+        for number in range(len(manifest.runs)):
+            run = form().run(str(path), number, manifest.schema.names)
+            digest.add_table(pa.Table.from_batches([run]) if isinstance(run, pa.RecordBatch) else run)
+        return digest
+
+    return read
+
+
+# ---- records
+
+
+def write_records(path: Path, reading: Reading, first: int, last: int, tell: Tell) -> Digest:
+    digest = Digest()
+    with open(path, "wb") as file:
+        for columns in reading.columns(first, last):
+            messages = [encoded(row) for row in rows_of(columns)]
+            file.write(framed(messages))
+            digest.add({"messages": messages}, len(messages))
+            tell(len(messages))
+        synced(file)
+    return digest
+
+
+def read_records(path: Path) -> Digest:
+    digest, records = Digest(), Records([str(path)])
+    for begin in range(0, len(records), AT_ONCE):
+        rows = numpy.arange(begin, min(begin + AT_ONCE, len(records)))
+        data, begins, ends = records.data_of(rows)
+        messages = [data[first:last].tobytes() for first, last in zip(begins.tolist(), ends.tolist(), strict=True)]
+        digest.add({"messages": messages}, len(messages))
+    return digest
+
+
+# ---- tars
+
+
+def write_tar(path: Path, reading: Reading, first: int, last: int, tell: Tell) -> Digest:
+    digest = Digest()
+    with open(path, "wb") as file:
+        with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
+            for samples in reading.samples(first, last):
+                for key, files in samples:
+                    for ending, content in files.items():
+                        member = tarfile.TarInfo(f"{key}.{ending}")
+                        member.size = len(content)
+                        tar.addfile(member, io.BytesIO(content))
+                        digest.add({"names": [member.name], "files": [content]}, 0)
+                digest.rows += len(samples)
+                tell(len(samples))
+        synced(file)
+    return digest
+
+
+def read_tar(path: Path) -> Digest:
+    digest, content, before = Digest(), mapped_bytes(str(path)), None
+    for name, begin, end in members(content):
+        digest.add({"names": [name], "files": [content[begin:end]]}, 0)
+        folder, slash, file = name.rpartition("/")
+        key = f"{folder}{slash}{file.partition('.')[0]}"
+        digest.rows += key != before
+        before = key
+    return digest
+
+
+STORAGES: dict[str, Callable[[Plan], Storage]] = {
+    "parquet": lambda plan: Files(plan, ".parquet", write_parquet, _reads_tables(Parquet)),
+    "feather": lambda plan: Files(plan, ".feather", write_feather, _reads_tables(Feather)),
+    "tfrecord": lambda plan: Files(plan, ".tfrecord", write_records, read_records),
+    "shards": lambda plan: Files(plan, ".tar", write_tar, read_tar),
+    "rows": Matrices,
+}
