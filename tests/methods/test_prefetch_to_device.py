@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from hasten.contract.ahead import one_ahead
 from hasten.contract.method import Run
-from hasten.methods.prefetch_to_device import PrefetchToDevice, one_ahead
+from hasten.methods.prefetch_to_device import PrefetchToDevice
 
 
 def test_on_the_cpu_there_is_nothing_to_copy(perceptron, trained):

@@ -1,11 +1,8 @@
 """Copies the next batch to the GPU while the current step runs."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
-from hasten.contract.batch import map_tensors, tensors
+from hasten.contract.ahead import one_ahead
 from hasten.contract.card import Card, Exactness, Order
 from hasten.contract.data import Batches
 from hasten.contract.method import Method, Run
@@ -31,26 +28,3 @@ class PrefetchToDevice(Method):
                 run.nothing_to_do(self, "the run is on the CPU: there is nothing to copy")
             return batches
         return batches.mapped(lambda inner: one_ahead(inner, run.device))
-
-
-def one_ahead(inner: Iterator, device: torch.device) -> Iterator:
-    """The batches of ``inner``, on the device. While one is used, the next is on its way."""
-    side = torch.cuda.Stream(device)
-
-    def copied(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.is_cuda else tensor.pin_memory().to(device, non_blocking=True)
-
-    def fetch():
-        with torch.cuda.stream(side):
-            for batch in inner:
-                return map_tensors(copied, batch), side.record_event()
-        return None
-
-    coming = fetch()
-    while coming is not None:
-        (batch, arrived), coming = coming, fetch()
-        current = torch.cuda.current_stream(device)
-        current.wait_event(arrived)
-        for tensor in tensors(batch):
-            tensor.record_stream(current)  # its memory was taken on the side stream: not to be used again too early
-        yield batch
