@@ -340,7 +340,7 @@ def test_two_processes_share_one_making(tmp_path):
     told = [process.communicate(timeout=60) for process in makers]
     assert [out for out, _ in told] == [f"ready\n{sum(range(40))}\n"] * 2
     assert sum(map(int, (tmp_path / "reads").read_text().split())) == 40 + 4, "read by one of them only"
-    assert sum("another process makes the cache" in err for _, err in told) == 1
+    assert sum("another process makes the cache" in err for _, err in told) <= 1  # none, if the first was done before
     assert [name.split("/")[-1] for name in files(tmp_path)] == ["0.rows", "cache.json"]
 
 
