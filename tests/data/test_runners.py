@@ -69,6 +69,12 @@ def test_a_hang_is_told(way):
 
 
 @pytest.mark.parametrize("way", [{"batches": 0}, *BOTH], ids=str)
+def test_a_map_that_runs_out_is_an_error_and_not_the_end_of_the_pass(way):
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(numbers().map(lambda batch: next(iter(()))).prefetch(**way))
+
+
+@pytest.mark.parametrize("way", [{"batches": 0}, *BOTH], ids=str)
 def test_what_a_map_raises_comes_as_it_is_after_the_batches_before_it(way):
     def raising(batch):
         if 50 in batch.tolist():
