@@ -35,11 +35,9 @@ class CompressedSchedule(Method):
         gain_when="the learning rate is constant, or the run goes on long after it could have ended",
         speeds={"steps"},
         tries=(
-            {"factor": 0.7, "peak": 4.0},
             {"factor": 0.5, "peak": 3.0},
             {"factor": 0.5, "peak": 5.0},
-            {"factor": 0.3, "peak": 6.0},
-            {"factor": 0.3, "peak": 10.0},
+            {"factor": 0.25, "peak": 6.0},
             {"factor": 0.15, "peak": 10.0},
             {"factor": 0.1, "peak": 20.0},
         ),
