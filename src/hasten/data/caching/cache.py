@@ -7,6 +7,7 @@ windowed shuffle. Before every pass it asks the source what it is made of; a cha
 from __future__ import annotations
 
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from time import perf_counter
@@ -119,9 +120,9 @@ class Cache(Source):
         for row, why in self.bad.items():
             faults.note(BadRow(row, *why))
 
+    @abstractmethod
     def filled(self, now: dict, runner: Callable, faults: Faults) -> tuple[Any, dict]:
         """All rows as columns, and the bad ones among them; ``now`` is what they are made of."""
-        raise NotImplementedError
 
     def chunks(self, like, now: dict, runner: Callable, faults: Faults, bad: dict, what: str) -> Iterator[tuple[int, Any]]:
         """All rows in order, as (first row, columns); bad ones are zeros, and noted in ``bad``.
