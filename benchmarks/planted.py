@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 import statistics
 import sys
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from pathlib import Path
 from time import perf_counter
 
@@ -22,6 +22,7 @@ from _common import finish, interval, parser, show, tell
 from planted_task import SECONDS_A_BATCH, slow
 
 from hasten import compare
+from hasten.tuning.confirm import MOST_FURTHER
 
 HERE = Path(__file__).parent
 SHARES = (0.5, 0.8, 0.9, 0.95)
@@ -62,16 +63,19 @@ def planted_speed(comparisons: int, budget: float) -> list[dict]:
     return found
 
 
-def gate_passes(harm: float, spread: float, chance: random.Random) -> bool:
-    """Whether a recipe that is worse by ``harm`` passes the gate, asked after as many seeds as the tuner asks it."""
+def gate_passes(harm: float, spread: float, further: int, chance: random.Random) -> bool:
+    """Whether a recipe that is worse by ``harm`` passes the gate, asked after as many seeds as the tuner asks it.
+
+    ``further``: seeds of the recipe alone for each pair.
+    """
     from hasten.tuning.gate import LOOKS, quality_gate
 
     earlier = [chance.gauss(0.9, spread) for _ in range(EARLIER_SEEDS)]
     before = {seed: chance.gauss(0.9, spread) for seed in range(max(LOOKS))}
-    after = {seed: chance.gauss(0.9 - harm, spread) for seed in range(max(LOOKS))}
+    after = {seed: chance.gauss(0.9 - harm, spread) for seed in range(max(LOOKS) * (1 + further))}
     for seeds in LOOKS:
         gate = quality_gate(
-            {seed: before[seed] for seed in range(seeds)}, {seed: after[seed] for seed in range(seeds)},
+            {seed: before[seed] for seed in range(seeds)}, {seed: after[seed] for seed in range(seeds * (1 + further))},
             margin=MARGIN, higher_is_better=True, more_baseline=earlier,
         )  # fmt: skip
         if gate.settled:
@@ -84,10 +88,11 @@ def planted_harm(repetitions: int) -> list[dict]:
     return [
         {
             "spread_in_margins": spread,
-            "refused_at_margin": sum(not gate_passes(MARGIN, spread * MARGIN, chance) for _ in range(repetitions)) / repetitions,
-            "passed_without_harm": sum(gate_passes(0.0, spread * MARGIN, chance) for _ in range(repetitions)) / repetitions,
+            "further_seeds_a_pair": further,
+            "refused_at_margin": sum(not gate_passes(MARGIN, spread * MARGIN, further, chance) for _ in range(repetitions)) / repetitions,
+            "passed_without_harm": sum(gate_passes(0.0, spread * MARGIN, further, chance) for _ in range(repetitions)) / repetitions,
         }
-        for spread in SPREADS
+        for spread, further in product(SPREADS, (0, MOST_FURTHER))
     ]
 
 
@@ -115,8 +120,11 @@ def main() -> int:
     harm = planted_harm(options.repetitions)
     print()
     show(
-        ("spread over seeds / margin", "harm of one margin refused", "no harm passed"),
-        [(row["spread_in_margins"], f"{row['refused_at_margin']:.1%}", f"{row['passed_without_harm']:.1%}") for row in harm],
+        ("spread over seeds / margin", "further seeds a pair", "harm of one margin refused", "no harm passed"),
+        [
+            (row["spread_in_margins"], row["further_seeds_a_pair"], f"{row['refused_at_margin']:.1%}", f"{row['passed_without_harm']:.1%}")
+            for row in harm
+        ],
     )
     caught = min(row["refused_at_margin"] for row in harm)
     reached = inside >= CERTAIN * len(speed) and caught >= CERTAIN

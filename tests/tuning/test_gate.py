@@ -16,14 +16,17 @@ def arms(harm: float, spread: float, count: int, seed: int) -> tuple[dict, dict]
     return before, {n: 0.95 - harm + draw.gauss(0, spread) for n in range(count)}
 
 
-def verdicts(harm: float, spread: float, trials: int = 400) -> float:
-    """How often the gate passes when it is asked at every look, as the tuner does."""
+def verdicts(harm: float, spread: float, further: int = 0, trials: int = 400) -> float:
+    """How often the gate passes when it is asked at every look, as the tuner does; with further seeds of the tuned arm for each pair."""
     passed = 0
     for seed in range(trials):
-        before, after = arms(harm, spread, LOOKS[-1], seed)
+        before, after = arms(harm, spread, LOOKS[-1] * (1 + further), seed)
         for look in LOOKS:
             gate = quality_gate(
-                {n: before[n] for n in range(look)}, {n: after[n] for n in range(look)}, margin=MARGIN, higher_is_better=True
+                {n: before[n] for n in range(look)},
+                {n: after[n] for n in range(look * (1 + further))},
+                margin=MARGIN,
+                higher_is_better=True,
             )
             if gate.settled:
                 break
@@ -34,10 +37,12 @@ def verdicts(harm: float, spread: float, trials: int = 400) -> float:
 def test_harm_of_a_whole_margin_passes_in_at_most_one_case_of_twenty():
     assert verdicts(harm=MARGIN, spread=0.001) <= 0.05
     assert verdicts(harm=MARGIN, spread=0.003) <= 0.05
+    assert verdicts(harm=MARGIN, spread=0.003, further=3) <= 0.05
 
 
 def test_what_is_as_good_passes():
     assert verdicts(harm=0.0, spread=0.001) >= 0.95
+    assert verdicts(harm=0.0, spread=0.003, further=3) > verdicts(harm=0.0, spread=0.003)
 
 
 def test_large_harm_is_settled_early():
@@ -72,9 +77,16 @@ def test_nothing_and_a_single_seed_do_not_pass():
     assert not quality_gate({0: 0.9}, {0: 0.95}, margin=1.0, higher_is_better=True).passed
 
 
-def test_only_seeds_that_both_have_count():
-    gate = quality_gate({0: 0.9, 1: 0.91, 5: 0.2}, {0: 0.9, 1: 0.91, 7: 0.99}, margin=0.01, higher_is_better=True)
-    assert gate.seeds == [0, 1]
+def test_further_seeds_tell_more_of_their_own_arm_but_pairs_are_asked_for():
+    before, after = arms(0.0, 0.003, 12, seed=3)
+    paired = {n: after[n] for n in range(3)}
+    few = quality_gate({n: before[n] for n in range(3)}, paired, margin=MARGIN, higher_is_better=True)
+    more = quality_gate({n: before[n] for n in range(3)}, after, margin=MARGIN, higher_is_better=True)
+    assert few.seeds == more.seeds == [0, 1, 2]
+    assert more.difference["high"] - more.difference["low"] < few.difference["high"] - few.difference["low"]
+    assert "9 of its own" in more.why
+    alone = quality_gate({n: before[n] for n in range(2)}, after, margin=1.0, higher_is_better=True)
+    assert not alone.passed
 
 
 def test_a_proof_makes_up_for_noisy_seeds_but_not_for_other_results():

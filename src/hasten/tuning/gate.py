@@ -1,8 +1,9 @@
 """The test that a recipe must pass before it may be called as good as the original.
 
 It is a test of non-inferiority: the margin is stated before anything is tried, the seeds are paired and
-fresh, and the lower end of the difference must stay inside the margin. It fails closed: whatever is
-missing, constant or not a number has not passed.
+fresh, and the lower end of the difference must stay inside the margin. An arm that is cheap may be run on
+further seeds: its own mean is then known better. It fails closed: whatever is missing, constant or not a
+number has not passed.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def quality_gate(
     """Is the tuned metric not worse than the baseline's by more than the margin?
 
     Args:
-        baseline, tuned: final metric by seed; only seeds that both have are compared.
+        baseline, tuned: final metric by fresh seed; so many must be in both, further ones tell more of their own arm.
         margin: how much worse counts as no worse, in the metric's unit.
         more_baseline: final metrics of the baseline at other seeds; they tell of its spread, not of its level.
         confidence: one-sided, of this look; see ``confidence_of``.
@@ -67,7 +68,7 @@ def quality_gate(
     seeds = sorted(baseline.keys() & tuned.keys())
     if not seeds:
         return _not_passed("no seed was run to its end by both arms", margin)
-    before, after = [baseline[seed] for seed in seeds], [tuned[seed] for seed in seeds]
+    before, after = list(baseline.values()), list(tuned.values())
     if bad := [value for value in before + after if value is None or not math.isfinite(value)]:
         return _not_passed(f"a metric is {bad[0]}", margin, seeds, settled=True)
     if len(seeds) >= FEWEST_SEEDS and len(set(before + after + list(more_baseline))) == 1:
@@ -78,7 +79,7 @@ def quality_gate(
     known = before + list(more_baseline)
     if len(after) < 2 or len(known) < 2:
         return Gate(fmean(before), fmean(after), margin, None, seeds, False, False, "one seed tells nothing about the spread")
-    error, freedom = _standard_error(known, after, len(seeds))
+    error, freedom = _standard_error(known, after, len(before))
     if not error:
         return _not_passed(
             "no seed changes the metric of either arm: it measures nothing", margin, seeds, settled=len(seeds) >= FEWEST_SEEDS
@@ -87,7 +88,10 @@ def quality_gate(
     low, high = mean - reach, mean + reach
     passed = len(seeds) >= FEWEST_SEEDS and low > -margin
     hopeless = high < -margin
-    words = f"over {len(seeds)} paired seeds the metric changes by {mean:+.4g} ({low:+.4g} at worst) against a margin of {margin:.4g}"
+    further = f" and {len(after) - len(seeds)} of its own" if len(after) > len(seeds) else ""
+    words = (
+        f"over {len(seeds)} paired seeds{further} the metric changes by {mean:+.4g} ({low:+.4g} at worst) against a margin of {margin:.4g}"
+    )
     if not passed and len(seeds) >= FEWEST_SEEDS:
         chance = float(stdtr(freedom, (mean + margin) / error))
         words += f"; the chance that it stays inside is {chance:.0%}, and {confidence:.1%} is asked"
@@ -95,15 +99,16 @@ def quality_gate(
     return Gate(fmean(before), fmean(after), margin, difference, seeds, passed, passed or hopeless, words)
 
 
-def _standard_error(baseline: list[float], tuned: list[float], seeds: int) -> tuple[float, float]:
+def _standard_error(baseline: list[float], tuned: list[float], fresh: int) -> tuple[float, float]:
     """(standard error of the difference of means, degrees of freedom) after Welch and Satterthwaite.
 
-    The tuned arm, of which fewer seeds are known, never counts as calmer than the baseline.
+    ``baseline`` holds more metrics than the ``fresh`` ones whose mean is compared: they tell of its spread. The tuned
+    arm never counts as calmer than the baseline. That paired seeds go up and down together is not made use of.
     """
     of_baseline = variance(baseline)
-    of_tuned = max(variance(tuned), of_baseline)
-    freedom = of_baseline**2 / (len(baseline) - 1) + of_tuned**2 / (len(tuned) - 1)
-    return math.sqrt((of_baseline + of_tuned) / seeds), (of_baseline + of_tuned) ** 2 / freedom if freedom else 1.0
+    of_means = of_baseline / fresh, max(variance(tuned), of_baseline) / len(tuned)
+    doubt = of_means[0] ** 2 / (len(baseline) - 1) + of_means[1] ** 2 / (len(tuned) - 1)
+    return math.sqrt(sum(of_means)), sum(of_means) ** 2 / doubt if doubt else 1.0
 
 
 def proven(gate: Gate, proof: dict) -> Gate:
