@@ -37,7 +37,8 @@ class CompressedSchedule(Method):
         tries=(
             {"factor": 0.5, "peak": 3.0},
             {"factor": 0.5, "peak": 5.0},
-            {"factor": 0.25, "peak": 6.0},
+            {"factor": 0.5, "peak": 8.0},
+            {"factor": 0.25, "peak": 8.0},
             {"factor": 0.15, "peak": 10.0},
             {"factor": 0.1, "peak": 20.0},
         ),

@@ -29,7 +29,7 @@ class Ema(Method):
         speeds={"steps"},
         order=Order.LATE,
         after=("compile", "float16"),
-        tries=({"decay": 0.99}, {"decay": 0.995}, {"decay": 0.999}),
+        tries=({"decay": 0.99}, {"decay": 0.999}),
     )
 
     def update(self, update: Callable, run: Run) -> Callable:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean, stdev
 
 from hasten.contract.card import Card, Exactness
@@ -21,7 +22,8 @@ from hasten.tuning.study import Study
 
 EXACT = (Exactness.BIT_EXACT, Exactness.SAME_MATHS)
 WORTH_IT = 1.02  # a time to the target that is not 2 % better is no better
-MOST_LOSSES = 2  # settings grow bolder; two in a row that lost say enough
+BY_THE_STOPWATCH = 1.1  # if the target takes as many samples, only the clock of single runs speaks for it, which is noisy
+SYSTEMS_LOSSES, TRAINING_LOSSES = 2, 3  # settings grow bolder; so many in a row that lost say enough
 AFFORDABLE = 0.15  # of what is left, for the further seeds of a recipe that the first seed speaks for
 NOTHING_TO_DO = "has nothing to act on"
 
@@ -101,7 +103,7 @@ def systems(study: Study, ladder: Ladder, candidates: list[Candidate], samples: 
                 found = _tried(study, base, candidate, settings, samples, seconds)
                 if found and (best is None or found[1] > best[1]):
                     best, losses = found, 0
-                elif (losses := losses + 1) == MOST_LOSSES:
+                elif (losses := losses + 1) == SYSTEMS_LOSSES:
                     break
         finally:
             if best:
@@ -161,67 +163,81 @@ def in_place(base: Recipe, name: str, settings: dict) -> Recipe | str:
 
 def training(study: Study, ladder: Ladder, candidates: list[Candidate], baseline: Baseline) -> None:
     """Methods that change the training: kept when they reach the target sooner and end as well, on every seed of the search."""
-    reference = study.run(ladder.best, baseline.seeds[0])
-    best = Outcome("kept", "", reference.get("seconds_to_target") or reference.get("seconds") or float("inf"))
+    best = Outcome.to_beat(study.run(ladder.best, baseline.seeds[0]))
     for candidate in candidates:
-        base, losses, has_effect = ladder.best, 0, False
+        base, losses, before = ladder.best, 0, None
         for settings in candidate.tries:
             recipe = in_place(base, candidate.name, settings)
             text = str(Recipe({candidate.name: settings}))
             if isinstance(recipe, str):
                 study.note(text, "training", "not tried", recipe)
                 continue
-            if not has_effect:
+            if before is None:
                 proof = study.proof(base, recipe, candidate.card.exactness)
                 if not proof.get("passed"):
                     study.note(text, "training", "refused", proof.get("why") or proof["failed"], seconds=proof["trial_seconds"])
                     break
-                has_effect = True
             outcome = _trained(study, recipe, best, baseline)
+            if before and outcome.course and outcome.course == before.course:
+                study.note(text, "training", "no gain", "the same run as with the setting before", seconds=outcome.spent)
+                break
+            before = outcome
             gain = best.seconds / outcome.seconds if outcome.seconds else None
             ratio = {"median": gain, "low": None, "high": None} if gain else None
             study.note(text, "training", outcome.verdict, outcome.why, ratio=ratio, seconds=outcome.spent)
             if outcome.verdict == "kept":
                 ladder.climb(recipe)
                 best, losses = outcome, 0
-            elif (losses := losses + 1) == MOST_LOSSES:
+            elif (losses := losses + 1) == TRAINING_LOSSES:
                 break
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a recipe on the search's seeds. ``seconds``: to the target, the mean of the seeds."""
+    """What became of a recipe on the search's seeds. ``seconds`` and ``samples``: to the target, the mean of the seeds."""
 
     verdict: str
     why: str
     seconds: float | None = None
+    samples: float | None = None
     spent: float = 0.0
+    course: tuple[float, ...] = ()  # the metric on the way, on the first seed
 
     @staticmethod
-    def of(runs: list[dict], baseline: Baseline, to_beat: float = float("inf")) -> Outcome:
+    def to_beat(run: dict) -> Outcome:
+        """The best so far, by its run on the first seed."""
+        seconds = run.get("seconds_to_target") or run.get("seconds") or math.inf
+        return Outcome("kept", "", seconds, run.get("samples_to_target") or math.inf)
+
+    @staticmethod
+    def of(runs: list[dict], baseline: Baseline, best: Outcome) -> Outcome:
         """Judges runs, the last of which is the newest; the earlier ones have been found good enough."""
-        run, spent = runs[-1], sum(each["trial_seconds"] for each in runs)
+        run = runs[-1]
+        course = tuple(look["metric"] for look in runs[0].get("evaluations", ()))
+        outcome = partial(Outcome, spent=sum(each["trial_seconds"] for each in runs), course=course)
         if "failed" in run:
-            return Outcome("nothing to do" if NOTHING_TO_DO in run["failed"] else "failed", run["failed"], None, spent)
+            return outcome("nothing to do" if NOTHING_TO_DO in run["failed"] else "failed", run["failed"])
         if run["gave_up"]:
-            return Outcome("no gain", f"had not reached the target after {to_beat:.1f} s, so it could no longer win", None, spent)
+            return outcome("no gain", f"had not reached the target after {best.seconds:.1f} s, so it could no longer win")
         if run["seconds_to_target"] is None:
-            return Outcome("refused", f"never reached the target {baseline.target:g}: it ended at {run['metric']:.4g}", None, spent)
-        metric, seconds = fmean(each["metric"] for each in runs), fmean(each["seconds_to_target"] for each in runs)
+            return outcome("refused", f"never reached the target {baseline.target:g}: it ended at {run['metric']:.4g}")
+        metric, seconds, samples = (fmean(each[key] for each in runs) for key in ("metric", "seconds_to_target", "samples_to_target"))
         if not baseline.as_good([each["metric"] for each in runs]):
             told = f"ended at {metric:.4g}; the original ends at {baseline.metric:.4g}, and the margin is {baseline.margin:.3g}"
-            return Outcome("refused", told, None, spent)
-        if seconds * WORTH_IT > to_beat:
-            return Outcome("no gain", f"reached the target in {seconds:.2f} s; the best so far takes {to_beat:.2f} s", seconds, spent)
-        return Outcome("kept", f"reached the target in {seconds:.2f} s and ended at {metric:.4g}, over {len(runs)} seeds", seconds, spent)
+            return outcome("refused", told)
+        if seconds * (WORTH_IT if samples < best.samples else BY_THE_STOPWATCH) > best.seconds:
+            return outcome(
+                "no gain", f"reached the target in {seconds:.2f} s; the best so far takes {best.seconds:.2f} s", seconds, samples
+            )
+        return outcome("kept", f"reached the target in {seconds:.2f} s and ended at {metric:.4g}, over {len(runs)} seeds", seconds, samples)
 
 
 def _trained(study: Study, recipe: Recipe, best: Outcome, baseline: Baseline) -> Outcome:
     """One seed after the other, as long as the recipe can still be kept and more seeds can be afforded."""
-    runs, to_beat = [], best.seconds
+    runs, chance = [], None if math.isinf(best.seconds) else round(best.seconds, 2)
     for seed in baseline.seeds:
-        runs.append(study.run(recipe, seed, give_up_after=None if runs or math.isinf(to_beat) else round(to_beat, 2)))
-        outcome = Outcome.of(runs, baseline, to_beat)
+        runs.append(study.run(recipe, seed, give_up_after=None if runs else chance))
+        outcome = Outcome.of(runs, baseline, best)
         more = (len(baseline.seeds) - 1) * runs[0]["trial_seconds"]
         if outcome.verdict != "kept" or more > AFFORDABLE * study.budget.left():
             break
