@@ -35,14 +35,14 @@ class Planted:
                 raise OutOfBudget
             self.ran.append((name, seed))
         metric = self.metric[name] + self.spread * random.Random(f"{name} {seed}").gauss(0, 1)
-        seconds = self.cost[name] if metric >= TARGET else None
+        cost, there = self.cost[name], metric >= TARGET
         return {
             "metric": metric,
-            "trial_seconds": self.cost[name],
-            "seconds_to_target": seconds,
-            "samples_to_target": seconds and SAMPLES,
-            "first_samples": SAMPLES,
-            "evaluations": [{"samples": SAMPLES, "metric": metric}, {"samples": 2 * SAMPLES, "metric": metric}],
+            "trial_seconds": 2 * cost,
+            "seconds_to_target": cost if there else None,
+            "samples_to_target": SAMPLES if there else None,
+            "first_samples": SAMPLES if there else None,
+            "evaluations": [{"samples": n * SAMPLES, "seconds": n * cost, "metric": metric} for n in (1, 2)],
         }
 
     def pace(self, a: Recipe, b: Recipe, **_) -> dict:
@@ -72,6 +72,7 @@ def test_the_fastest_wins_and_the_slower_one_costs_nothing():
     assert won.held
     assert won.speedup.median == pytest.approx(5.0, rel=0.01)
     assert not study.seeds_of(FAST)
+    assert study.notes[str(FAST)][0] == "not tried"
     assert study.seeds_of(Recipe()) == fresh_seeds(0, LOOKS[0])
 
 
@@ -97,6 +98,24 @@ def test_one_seed_that_misses_the_target_ends_it():
     assert not last.held
     assert "never reached the target" in last.why
     assert len(study.seeds_of(FASTER)) == 1
+
+
+def test_a_further_seed_that_misses_the_target_is_one_of_many():
+    """Where the original itself misses it now and then, a veto for each further seed would punish what is cheap."""
+    study = Planted({"baseline": 0.81, str(FAST): 0.81, str(FASTER): 0.81}, spread=0.006)
+    won = confirmed(study)
+    missed = [seed for seed, run in won.tuned_runs.items() if run["seconds_to_target"] is None]
+    assert won.recipe == FASTER
+    assert missed
+    assert all(seed >= FIRST_FURTHER_SEED for seed in missed)
+
+
+def test_as_good_but_not_faster_is_said():
+    study = Planted({"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.9}, cost={"baseline": 10.0, str(FAST): 10.0, str(FASTER): 10.0})
+    last = confirmed(study)
+    assert not last.held
+    assert "as good, but not" in last.why
+    assert {verdict for verdict, _ in study.notes.values()} == {"refused"}
 
 
 def test_where_the_budget_ends_what_was_seen_is_judged():

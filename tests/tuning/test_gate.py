@@ -84,7 +84,7 @@ def test_further_seeds_tell_more_of_their_own_arm_but_pairs_are_asked_for():
     more = quality_gate({n: before[n] for n in range(3)}, after, margin=MARGIN, higher_is_better=True)
     assert few.seeds == more.seeds == [0, 1, 2]
     assert more.difference["high"] - more.difference["low"] < few.difference["high"] - few.difference["low"]
-    assert "9 of its own" in more.why
+    assert "9 more of the recipe alone" in more.why
     alone = quality_gate({n: before[n] for n in range(2)}, after, margin=1.0, higher_is_better=True)
     assert not alone.passed
 

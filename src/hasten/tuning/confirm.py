@@ -69,17 +69,18 @@ def confirm(study: Study, ladder: Ladder, competent: Recipe, baseline: Baseline,
                 if not attempt.over and _worth_proving(attempt, attempts):
                     _look(study, attempt, number, pairs, baseline, pace_seconds)
                 if attempt.held:
-                    del attempts[number + 1 :]  # the slower ones are not needed any more
-                    break
+                    break  # the slower ones are not needed any more
     except OutOfBudget:
         for attempt in attempts:
-            if not attempt.over:
-                attempt.why = f"the budget ended before the quality was proven: {attempt.gate.why}"
-    if winner := next((attempt for attempt in attempts if attempt.held), None):
+            if attempt.pace and not attempt.over:
+                attempt.why = f"the budget ended before it was proven: {attempt.why or attempt.gate.why}"
+    winner = next((attempt for attempt in attempts if attempt.held), None)
+    if winner:
         _against_competent(study, winner, competent, pace_seconds)
     for attempt in attempts:
-        ratio = attempt.speedup and attempt.speedup.to_json()
-        study.note(str(attempt.recipe), "confirmation", "won" if attempt is winner else "refused", attempt.why, ratio=ratio)
+        verdict = "won" if attempt is winner else "slower" if attempt.held else "refused" if attempt.why else "not tried"
+        why = attempt.why or ("a faster one holds" if winner else "the budget ended before it was tried")
+        study.note(str(attempt.recipe), "confirmation", verdict, why, ratio=attempt.speedup and attempt.speedup.to_json())
     return winner or next(iter(attempts), None)
 
 
@@ -94,22 +95,28 @@ def _look(study: Study, done: Confirmed, number: int, pairs: int, baseline: Base
     done.pace = study.pace(Recipe(), done.recipe, looks=PACE_LOOKS, seconds=pace_seconds, salt="confirmation")
     if why := done.pace.get("failed"):
         return _ended(done, why)
+    proof = _proof(study, done.recipe)
     try:
         why = _run(study, done, pairs, baseline)
     except OutOfBudget:
-        _judge(study, done, number, baseline)
+        _judge(done, number, baseline, proof)
         raise
-    return _ended(done, why) if why else _judge(study, done, number, baseline)
+    return _ended(done, why) if why else _judge(done, number, baseline, proof)
 
 
-def _judge(study: Study, done: Confirmed, number: int, baseline: Baseline) -> None:
-    if not done.paired:
+def _judge(done: Confirmed, number: int, baseline: Baseline, proof: dict) -> None:
+    """Over, once the quality is settled and, where it is as good, the speed as well."""
+    if len(done.paired) < 2:
         return
     done.gate = _gate(done, baseline, number)
-    if (proof := _proof(study, done.recipe)).get("passed"):
+    if proof.get("passed"):
         done.gate = proven(done.gate, proof)
-    done.over, done.why = done.gate.settled, done.gate.why
+    done.why = done.gate.why
     _clock(done)
+    slow = done.speedup.high < SURELY_FASTER
+    done.over = done.held or slow or (done.gate.settled and not done.gate.passed)
+    if done.gate.passed and not done.held:
+        done.why = f"as good, but {'not' if slow else 'not surely'} faster: {done.speedup}; {done.why}"
 
 
 def _run(study: Study, done: Confirmed, pairs: int, baseline: Baseline) -> str | None:
@@ -118,8 +125,9 @@ def _run(study: Study, done: Confirmed, pairs: int, baseline: Baseline) -> str |
         if seed not in done.paired and (why := _paired_run(study, done, seed, baseline)):
             return why
     for seed in further_seeds(study.seed, pairs * _further_a_pair(done)):
-        if seed not in done.tuned_runs and (why := _further_run(study, done, seed, baseline)):
-            return why
+        done.tuned_runs[seed] = run = study.run(done.recipe, seed)
+        if "failed" in run:
+            return f"seed {seed}: {run['failed']}"
     return None
 
 
@@ -134,7 +142,12 @@ def further_seeds(seed: int, count: int) -> list[int]:
 
 
 def _further_a_pair(done: Confirmed) -> int:
-    """Runs of the recipe alone that each pair is worth: what is cheap to know better need not be as dear as the original."""
+    """Runs of the recipe alone that each pair is worth: what is cheap to know better need not be as dear as the original.
+
+    None of a recipe that is exact: there a seed has to be held against the same seed.
+    """
+    if _exactness_of(done.recipe) in EXACT:
+        return 0
     originals, tuned = (sum(run["trial_seconds"] for run in runs.values()) for runs in (done.baseline_runs, done.tuned_runs))
     ratio = (originals / len(done.baseline_runs)) / (tuned / len(done.tuned_runs))
     return min(MOST_FURTHER, int(SHARE_OF_FURTHER * ratio))
@@ -146,24 +159,12 @@ def _paired_run(study: Study, done: Confirmed, seed: int, baseline: Baseline) ->
     for recipe, runs in arms if len(done.paired) % 2 == 0 else reversed(arms):
         runs[seed] = run = study.run(recipe, seed)
         if "failed" in run:
-            return f"seed {seed}: {run['failed']}"
-    if why := _missed(done.tuned_runs[seed], seed, baseline):
-        return why
+            return f"seed {seed}{'' if recipe else ', of the original'}: {run['failed']}"
+        if recipe and run["seconds_to_target"] is None:
+            return f"seed {seed} never reached the target {baseline.target:g}: it ended at {run['metric']:.4g}"
     bit_exact = study.device == "cpu" and _exactness_of(done.recipe) is Exactness.BIT_EXACT
     if bit_exact and _metrics(done.tuned_runs[seed]) != _metrics(done.baseline_runs[seed]):
         return f"seed {seed} is not the original's run, though every member claims the same bits"
-    return None
-
-
-def _further_run(study: Study, done: Confirmed, seed: int, baseline: Baseline) -> str | None:
-    """The recipe alone; why it is out, or None."""
-    done.tuned_runs[seed] = run = study.run(done.recipe, seed)
-    return f"seed {seed}: {run['failed']}" if "failed" in run else _missed(run, seed, baseline)
-
-
-def _missed(run: dict, seed: int, baseline: Baseline) -> str | None:
-    if run["seconds_to_target"] is None:
-        return f"seed {seed} never reached the target {baseline.target:g}: it ended at {run['metric']:.4g}"
     return None
 
 
@@ -201,46 +202,52 @@ def _exactness_of(recipe: Recipe) -> Exactness:
 
 def _clock(done: Confirmed) -> None:
     """Times to the target: samples from the paired runs, seconds a sample from the interleaved comparison."""
-    done.samples = [_samples(done.baseline_runs[seed], done.tuned_runs[seed]) for seed in done.paired]
+    looks = [_looks_at_target(done.baseline_runs[seed], done.tuned_runs[seed]) for seed in done.paired]
+    done.samples = [(original["samples"], tuned["samples"]) for original, tuned in looks]
     done.speedup, done.seconds["baseline"], done.seconds["tuned"] = time_to_target(done.pace, done.samples)
-    _check_by_stopwatch(done)
+    _check_by_stopwatch(done, [math.log(original["seconds"] / tuned["seconds"]) for original, tuned in looks])
 
 
-def _against_competent(study: Study, done: Confirmed, competent: Recipe, pace_seconds: float) -> None:
-    """The same against the competent baseline, whose samples are the original's."""
-    done.over_competent, done.seconds["competent"] = done.speedup, done.seconds["baseline"]
-    if competent:
-        pace = study.pace(competent, done.recipe, looks=PACE_LOOKS, seconds=pace_seconds, salt="confirmation", last=True)
-        done.over_competent = None
-        if "failed" not in pace:
-            done.over_competent, done.seconds["competent"], _ = time_to_target(pace, done.samples)
-
-
-def _check_by_stopwatch(done: Confirmed) -> None:
+def _check_by_stopwatch(done: Confirmed, logs: list[float]) -> None:
     """Holds the model (start + samples x pace) against the seconds that the paired runs really took.
 
     Where the stopwatch saw clearly less, something is paid for inside a run that no block showed (a first pass
     that fills a cache, a late compilation): then the stopwatch is what is reported.
     """
-    pairs = [[runs[seed]["seconds_to_target"] for runs in (done.baseline_runs, done.tuned_runs)] for seed in done.paired]
-    logs = [math.log(before / after) for before, after in pairs if before]
-    if len(logs) < 2:
-        return
     seen, reach = fmean(logs), float(stdtrit(len(logs) - 1, 1 - ERROR / 2)) * stdev(logs) / math.sqrt(len(logs))
     done.stopwatch = Ratio(math.exp(seen), math.exp(seen - reach), math.exp(seen + reach))
     if done.stopwatch.median < AGREEMENT * done.speedup.median and done.stopwatch.high < done.speedup.median:
         done.why += f"; the blocks promised {done.speedup.median:.2f}x, the stopwatch saw less and is what counts"
         done.speedup = done.stopwatch
+        done.seconds["tuned"] = done.seconds["baseline"] / done.speedup.median
 
 
-def _samples(original: dict, tuned: dict) -> tuple[int, int]:
-    """Samples to the target of both arms; an original that never got there took at least all of its own.
+def _looks_at_target(original: dict, tuned: dict) -> tuple[dict, dict]:
+    """The looks at which both arms of a seed had reached the target; of an original that never got there, its last.
 
     A run that crosses the target at its last look cannot show that it holds: then the original need not either.
     """
-    last_look = tuned["samples_to_target"] == tuned["evaluations"][-1]["samples"]
-    of_original = original["first_samples"] if last_look else original["samples_to_target"]
-    return of_original or original["evaluations"][-1]["samples"], tuned["samples_to_target"]
+    of_tuned = _look_at(tuned, tuned["samples_to_target"])
+    last = of_tuned is tuned["evaluations"][-1]
+    of_original = _look_at(original, original["first_samples"] if last else original["samples_to_target"])
+    return of_original or original["evaluations"][-1], of_tuned
+
+
+def _look_at(run: dict, samples: int | None) -> dict | None:
+    return next((look for look in run["evaluations"] if look["samples"] == samples), None)
+
+
+def _against_competent(study: Study, done: Confirmed, competent: Recipe, pace_seconds: float) -> None:
+    """The same against the competent baseline, which needs the original's samples; nothing where that cannot be measured."""
+    if not competent:
+        done.over_competent, done.seconds["competent"] = done.speedup, done.seconds["baseline"]
+        return
+    pace = study.pace(competent, done.recipe, looks=PACE_LOOKS, seconds=pace_seconds, salt="confirmation", last=True)
+    if "failed" not in pace:
+        modelled, *_, tuned = time_to_target(pace, done.samples)
+        less = min(1.0, tuned / done.seconds["tuned"]) if done.speedup is done.stopwatch else 1.0  # what the stopwatch took away
+        done.over_competent = Ratio(*(less * getattr(modelled, key) for key in ("median", "low", "high")))
+        done.seconds["competent"] = done.over_competent.median * done.seconds["tuned"]
 
 
 def time_to_target(pace: dict, samples: list[tuple[int, int]]) -> tuple[Ratio, float, float]:

@@ -88,7 +88,7 @@ def quality_gate(
     low, high = mean - reach, mean + reach
     passed = len(seeds) >= FEWEST_SEEDS and low > -margin
     hopeless = high < -margin
-    further = f" and {len(after) - len(seeds)} of its own" if len(after) > len(seeds) else ""
+    further = f" and {len(after) - len(seeds)} more of the recipe alone" if len(after) > len(seeds) else ""
     words = (
         f"over {len(seeds)} paired seeds{further} the metric changes by {mean:+.4g} ({low:+.4g} at worst) against a margin of {margin:.4g}"
     )

@@ -105,14 +105,17 @@ def _why(confirmed: Confirmed | None, won: bool, stopped: bool) -> str:
 
 
 def _runs(found: Found) -> dict:
-    """Of both arms, seed by seed: samples and seconds to the target, and the metric on the way."""
+    """Of both arms: samples and seconds to the target on the paired seeds, and the metric on the way on every seed."""
     baseline, confirmed = found.baseline, found.confirmed
     of_search = {"baseline": dict(zip(baseline.seeds, baseline.runs, strict=True)), "tuned": {}}
     arms = {"baseline": confirmed.baseline_runs, "tuned": confirmed.tuned_runs} if confirmed else of_search
-    return {
-        "samples_to_target": {arm: [run.get("samples_to_target") for run in runs.values()] for arm, runs in arms.items()},
-        "stopwatch_to_target": {arm: [run.get("seconds_to_target") for run in runs.values()] for arm, runs in arms.items()},
-        "curves": {arm: [_curve(seed, run) for seed, run in runs.items() if "evaluations" in run] for arm, runs in arms.items()},
+    seeds = {"baseline": confirmed.paired, "tuned": confirmed.paired} if confirmed else {arm: list(runs) for arm, runs in arms.items()}
+    to_target = {
+        f"{name}_to_target": {arm: [runs[seed].get(f"{what}_to_target") for seed in seeds[arm]] for arm, runs in arms.items()}
+        for name, what in {"samples": "samples", "stopwatch": "seconds"}.items()
+    }
+    return to_target | {
+        "curves": {arm: [_curve(seed, run) for seed, run in runs.items() if "evaluations" in run] for arm, runs in arms.items()}
     }
 
 

@@ -1,14 +1,14 @@
 """Looks for the fastest recipe: greedily, cheapest proofs first, every step measured against the best so far.
 
 First what leaves the numbers alone (judged by pace, proven by running), then fewer bits, then other
-mathematics (judged by time to the target on one seed). Nothing found here is reported as a gain: the
+mathematics (judged by time to the target on the search's seeds). Nothing found here is reported as a gain: the
 confirmation measures the winner anew, on seeds that the search has not seen.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean, stdev
 
@@ -22,7 +22,7 @@ from hasten.tuning.study import Study
 
 EXACT = (Exactness.BIT_EXACT, Exactness.SAME_MATHS)
 WORTH_IT = 1.02  # a time to the target that is not 2 % better is no better
-BY_THE_STOPWATCH = 1.1  # if the target takes as many samples, only the clock of single runs speaks for it, which is noisy
+AS_MANY = 0.99  # of the samples: then only the pace can make it faster, and the stopwatch of single runs is too noisy for that
 SYSTEMS_LOSSES, TRAINING_LOSSES = 2, 3  # settings grow bolder; so many in a row that lost say enough
 AFFORDABLE = 0.15  # of what is left, for the further seeds of a recipe that the first seed speaks for
 NOTHING_TO_DO = "has nothing to act on"
@@ -162,27 +162,26 @@ def in_place(base: Recipe, name: str, settings: dict) -> Recipe | str:
 
 
 def training(study: Study, ladder: Ladder, candidates: list[Candidate], baseline: Baseline) -> None:
-    """Methods that change the training: kept when they reach the target sooner and end as well, on every seed of the search."""
-    best = Outcome.to_beat(study.run(ladder.best, baseline.seeds[0]))
+    """Methods that change the training: kept when they reach the target sooner and end as well, on the seeds of the search."""
+    best = Outcome("kept", "", (study.run(ladder.best, baseline.seeds[0]),))
     for candidate in candidates:
-        base, losses, before = ladder.best, 0, None
+        base, losses, has_effect = ladder.best, 0, False
         for settings in candidate.tries:
             recipe = in_place(base, candidate.name, settings)
             text = str(Recipe({candidate.name: settings}))
             if isinstance(recipe, str):
                 study.note(text, "training", "not tried", recipe)
                 continue
-            if before is None:
+            if not has_effect:
                 proof = study.proof(base, recipe, candidate.card.exactness)
                 if not proof.get("passed"):
                     study.note(text, "training", "refused", proof.get("why") or proof["failed"], seconds=proof["trial_seconds"])
                     break
+                has_effect = True
             outcome = _trained(study, recipe, best, baseline)
-            if before and outcome.course and outcome.course == before.course:
-                study.note(text, "training", "no gain", "the same run as with the setting before", seconds=outcome.spent)
-                break
-            before = outcome
-            gain = best.seconds / outcome.seconds if outcome.seconds else None
+            if outcome.verdict == "kept" and not outcome.needs_fewer(best):
+                outcome = _by_pace(study, ladder.best, recipe, outcome)
+            gain = outcome.gain_over(best)
             ratio = {"median": gain, "low": None, "high": None} if gain else None
             study.note(text, "training", outcome.verdict, outcome.why, ratio=ratio, seconds=outcome.spent)
             if outcome.verdict == "kept":
@@ -194,47 +193,56 @@ def training(study: Study, ladder: Ladder, candidates: list[Candidate], baseline
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a recipe on the search's seeds. ``seconds`` and ``samples``: to the target, the mean of the seeds."""
+    """What became of a recipe on the search's seeds, the first of them first."""
 
     verdict: str
     why: str
-    seconds: float | None = None
-    samples: float | None = None
-    spent: float = 0.0
-    course: tuple[float, ...] = ()  # the metric on the way, on the first seed
+    runs: tuple[dict, ...]
 
-    @staticmethod
-    def to_beat(run: dict) -> Outcome:
-        """The best so far, by its run on the first seed."""
-        seconds = run.get("seconds_to_target") or run.get("seconds") or math.inf
-        return Outcome("kept", "", seconds, run.get("samples_to_target") or math.inf)
+    @property
+    def spent(self) -> float:
+        return sum(run["trial_seconds"] for run in self.runs)
+
+    def to_target(self, what: str, seeds: int | None = None) -> float | None:
+        """The "seconds" or the "samples", the mean of so many seeds; None where one of them never got there."""
+        values = [run.get(f"{what}_to_target") for run in self.runs[:seeds]]
+        return None if None in values else fmean(values)
+
+    def gain_over(self, best: Outcome) -> float | None:
+        """How many times sooner it was there, by the stopwatch, on the seeds that both were run on."""
+        both = min(len(self.runs), len(best.runs))
+        seconds, to_beat = self.to_target("seconds", both), best.to_target("seconds", both)
+        return to_beat / seconds if seconds and to_beat else None
+
+    def needs_fewer(self, best: Outcome) -> bool:
+        """Whether it took fewer samples to get there."""
+        most = best.to_target("samples", 1)
+        return most is None or self.to_target("samples", 1) < AS_MANY * most
 
     @staticmethod
     def of(runs: list[dict], baseline: Baseline, best: Outcome) -> Outcome:
         """Judges runs, the last of which is the newest; the earlier ones have been found good enough."""
-        run = runs[-1]
-        course = tuple(look["metric"] for look in runs[0].get("evaluations", ()))
-        outcome = partial(Outcome, spent=sum(each["trial_seconds"] for each in runs), course=course)
+        run, told = runs[-1], partial(Outcome, runs=tuple(runs))
         if "failed" in run:
-            return outcome("nothing to do" if NOTHING_TO_DO in run["failed"] else "failed", run["failed"])
+            return told("nothing to do" if NOTHING_TO_DO in run["failed"] else "failed", run["failed"])
         if run["gave_up"]:
-            return outcome("no gain", f"had not reached the target after {best.seconds:.1f} s, so it could no longer win")
+            return told("no gain", f"had not reached the target after {best.to_target('seconds', 1):.1f} s, so it could no longer win")
         if run["seconds_to_target"] is None:
-            return outcome("refused", f"never reached the target {baseline.target:g}: it ended at {run['metric']:.4g}")
-        metric, seconds, samples = (fmean(each[key] for each in runs) for key in ("metric", "seconds_to_target", "samples_to_target"))
+            return told("refused", f"never reached the target {baseline.target:g}: it ended at {run['metric']:.4g}")
+        metric, outcome = fmean(each["metric"] for each in runs), told("kept", "")
         if not baseline.as_good([each["metric"] for each in runs]):
-            told = f"ended at {metric:.4g}; the original ends at {baseline.metric:.4g}, and the margin is {baseline.margin:.3g}"
-            return outcome("refused", told)
-        if seconds * (WORTH_IT if samples < best.samples else BY_THE_STOPWATCH) > best.seconds:
-            return outcome(
-                "no gain", f"reached the target in {seconds:.2f} s; the best so far takes {best.seconds:.2f} s", seconds, samples
-            )
-        return outcome("kept", f"reached the target in {seconds:.2f} s and ended at {metric:.4g}, over {len(runs)} seeds", seconds, samples)
+            why = f"ended at {metric:.4g}; the original ends at {baseline.metric:.4g}, and the margin is {baseline.margin:.3g}"
+            return told("refused", why)
+        seconds, gain = outcome.to_target("seconds"), outcome.gain_over(best)
+        if gain is not None and gain < WORTH_IT:
+            return told("no gain", f"reached the target in {seconds:.2f} s; the best so far takes {gain * seconds:.2f} s")
+        return told("kept", f"reached the target in {seconds:.2f} s and ended at {metric:.4g}, over {len(runs)} seeds")
 
 
 def _trained(study: Study, recipe: Recipe, best: Outcome, baseline: Baseline) -> Outcome:
     """One seed after the other, as long as the recipe can still be kept and more seeds can be afforded."""
-    runs, chance = [], None if math.isinf(best.seconds) else round(best.seconds, 2)
+    runs, to_beat = [], best.to_target("seconds", 1)
+    chance = to_beat and round(to_beat, 2)
     for seed in baseline.seeds:
         runs.append(study.run(recipe, seed, give_up_after=None if runs else chance))
         outcome = Outcome.of(runs, baseline, best)
@@ -242,6 +250,17 @@ def _trained(study: Study, recipe: Recipe, best: Outcome, baseline: Baseline) ->
         if outcome.verdict != "kept" or more > AFFORDABLE * study.budget.left():
             break
     return outcome
+
+
+def _by_pace(study: Study, best: Recipe, recipe: Recipe, outcome: Outcome) -> Outcome:
+    """The same outcome, or none: it takes as many samples to the target as the best so far, so its pace has to be surely faster."""
+    pace = study.pace(best, recipe)
+    if pace.get("verdict") == FASTER:
+        return outcome
+    told = pace.get("why") or pace["failed"]
+    return replace(
+        outcome, verdict="no gain", why=f"takes as many samples to the target as the best so far, and a step is not faster: {told}"
+    )
 
 
 def candidate(name: str, bound: float | None = None, settings: dict | None = None, offered: bool = False) -> Candidate:

@@ -127,7 +127,7 @@ def _examine(study: Study, found: Found, wanted: Wanted, margin: float | None) -
     found.baseline = _baseline(study, margin)
     found.anatomy["baseline"] = study.anatomy(Recipe())
     found.pace_seconds = min(30.0, max(FEWEST_SECONDS, study.budget.total / 18))
-    study.budget.reserved = min(study.budget.total / 2, RESERVED_RUNS * found.baseline.runs[0]["seconds"] + 2 * found.pace_seconds)
+    study.budget.reserved = min(study.budget.total / 2, RESERVED_RUNS * found.baseline.runs[0]["trial_seconds"] + 2 * found.pace_seconds)
 
 
 def _search(study: Study, found: Found) -> None:
