@@ -1,4 +1,4 @@
-"""What the benchmarks share: turns, intervals, tables, the verdict on a figure, and the record of it."""
+"""What the benchmarks share: turns, intervals, tables, the verdict on a figure, and its record."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import statistics
+import string
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -16,6 +17,23 @@ from pathlib import Path
 
 PEERS = ("pytorch-ignite", "accelerate", "lightning", "mosaicml", "loadtune", "scipy")  # told in every record, where installed
 MISS = 0.05  # chance that an interval misses
+
+README = """# {title}: {reached}
+
+{figure}.
+
+```
+{said}
+```
+
+Made on {date} by `{command}` with {versions} on {cpu}, {cores} cores.
+
+`result.json` holds the raw numbers, from which `benchmarks/{script}` makes what stands above: medians, and in brackets where they
+lie with 95 % certainty by the sign test (below six rounds: the whole range). Where arms took turns, ratios and differences are
+taken round by round.
+"""
+
+_said: list[str] = []  # what this run has told so far
 
 
 @dataclass(frozen=True)
@@ -81,19 +99,25 @@ def watch(what: str, done: float, seconds_left: float | None = None) -> None:
 watch.last = None
 
 
+def say(line: str = "") -> None:
+    """A line of the outcome, which a record repeats."""
+    print(line)
+    _said.append(line)
+
+
 def show(headings: tuple[str, ...], rows: Iterable[tuple]) -> None:
     """A table in plain text."""
     lines = [headings, *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
     for number, line in enumerate(lines):
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        say("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
         if number == 0:
-            print("  ".join("-" * width for width in widths))
+            say("  ".join("-" * width for width in widths))
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--json", type=Path, metavar="FILE", help="write the raw numbers there")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the raw numbers there; into a folder (records), as a record")
     return made
 
 
@@ -102,11 +126,31 @@ def finish(options: argparse.Namespace, figure: str, reached: bool | None, numbe
     words = {True: "reached", False: "NOT reached", None: "not measured"}[reached]
     print(f"\nFigure: {figure}: {words}.")
     if options.json:
-        record = {"figure": figure, "reached": reached, **circumstances(), **plain(numbers)}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        print(f"The raw numbers are in {options.json}.")
+        result = {"figure": figure, "reached": reached, **circumstances(), **plain(numbers)}
+        place = record(options.json, result, words) if options.json.is_dir() else written(options.json, result)
+        print(f"The raw numbers are in {place}.")
     return 0 if reached else 1
+
+
+def record(records: Path, result: dict, words: str) -> Path:
+    """A new folder ``DATE_CLAIM_MACHINE`` in ``records``: the raw numbers, and for people what was told. Earlier ones of the day stay."""
+    script, here = Path(sys.argv[0]), result["environment"]
+    names = (f"{result['date']}{letter}_{slug(script.stem)}_{machine_name()}" for letter in ("", *string.ascii_lowercase[1:]))
+    place = next(records / name for name in names if not (records / name).exists())
+    written(place / "result.json", result)
+    text = README.format(
+        title=script.stem.replace("_", " ").capitalize(), reached=words, figure=result["figure"], said="\n".join(_said).strip(),
+        date=result["date"], command=result["command"], script=script.name, cpu=here["cpu"], cores=here["cores"],
+        versions=", ".join(f"{name} {here[name]}" for name in ("hasten", "python", "torch", "numpy")),
+    )  # fmt: skip
+    (place / "README.md").write_text(text, encoding="utf-8")
+    return place
+
+
+def written(path: Path, result: dict) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return path
 
 
 def circumstances() -> dict:

@@ -18,6 +18,8 @@ from _common import Interval, in_turns, installed, interval, show, tell
 
 PACKAGES = ("pyarrow", "simplejpeg", "torchdata", "spdl", "grain", "tensorflow-cpu", "litdata", "webdataset", "datasets")
 
+_start_up: dict[str, float] = {}  # seconds until a loader gave its first batch; rates leave them out, tables tell them
+
 
 @dataclass(frozen=True)
 class Loader:
@@ -51,9 +53,11 @@ def set_up(loaders: dict[str, Loader], fits: Callable[[object], bool]) -> tuple[
             if loader.module and (why := installed(loader.module)):
                 missing[name] = why
                 continue
+            began = time.perf_counter()
             made = loader.make()
             if not fits(next(iter(made))):
                 raise ValueError("its batches are not of the kind that was asked for")
+            _start_up[name] = time.perf_counter() - began
             ready[name] = made
         except Exception as error:
             if loader.module is None:
@@ -117,13 +121,21 @@ def best_of(taken: dict[str, list[float]], names: Iterable[str]) -> str | None:
     return max((name for name in names if name in taken), key=lambda name: interval(taken[name]).median, default=None)
 
 
-def table(taken: dict[str, list[float]], missing: dict[str, str], ours: str, unit: str) -> None:
-    """Rates, and how many times as fast ``ours`` is."""
+def table(taken: dict[str, list[float]], missing: dict[str, str], ours: str, unit: str, start_up: bool = True) -> None:
+    """Rates with their spread, and how many times as fast ``ours`` is.
+
+    Args:
+        start_up: tells how long each took to start; for rates that leave it out.
+    """
+    headings = ("loader", unit, "best round", f"{ours}: times as fast")
     rows = [
-        (name, f"{interval(values).median:,.0f}", f"{max(values):,.0f}", "" if name == ours else f"{over(taken, ours, name):.2f}")
+        (name, f"{interval(values):,.0f}", f"{max(values):,.0f}", "" if name == ours else f"{over(taken, ours, name):.2f}")
         for name, values in taken.items()
-    ]
-    show(("loader", unit, "best round", f"{ours}: times as fast"), rows + [(name, why, "", "") for name, why in missing.items()])
+    ] + [(name, why, "", "") for name, why in missing.items()]
+    if start_up:
+        headings = (*headings, "start-up, s")
+        rows = [(*row, f"{_start_up[row[0]]:.2f}" if row[0] in _start_up else "") for row in rows]
+    show(headings, rows)
 
 
 def versions() -> dict[str, str]:

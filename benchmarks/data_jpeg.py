@@ -4,7 +4,8 @@ Every loader may use as many threads or processes as there are cores. "Pillow + 
 DataLoader" is the same with the decoder that hasten uses, which also decodes big photos at a fraction of their size: the harder
 one to beat. *Re-stored* is hasten with ``.cache("disk")`` after the resizing: decoded once, then gathered.
 
-The photos differ in the last bits between loaders (filters differ); that they are the same photos is checked.
+The photos' files are in the system's cache. Filters differ between loaders, and so do the last bits; of what they give, the shape, the
+type and the brightness are checked.
 
 Figure: at least 1.3 times Pillow + DataLoader, also with the same decoder; at least 20 times it after re-storing; at least SPDL.
 """
@@ -25,7 +26,7 @@ quiet()
 
 import numpy
 import torch
-from _common import finish, interval, parser
+from _common import finish, interval, parser, say
 from torch.utils.data import DataLoader, Dataset
 
 DECODING, STORED = 1.3, 20  # times
@@ -242,8 +243,8 @@ def main() -> int:
     best = best_of(taken, of_spdl)
     decoding, stored = over(taken, OURS, usual), over(taken, RESTORED, usual)
     against = over(taken, OURS, best)
-    print(f"\nover {PILLOW}: {words(over(taken, OURS, PILLOW))}; over {SAME_DECODER}: {words(over(taken, OURS, SAME_DECODER))}")
-    print(f"re-stored, over {usual}: {words(stored)}; decoding, over the best of spdl ({best}): {words(against)}")
+    say(f"\nover {PILLOW}: {words(over(taken, OURS, PILLOW))}; over {SAME_DECODER}: {words(over(taken, OURS, SAME_DECODER))}")
+    say(f"re-stored, over {usual}: {words(stored)}; decoding, over the best of spdl ({best}): {words(against)}")
     bound = interval(taken[BOUND]).median if BOUND in taken else float("nan")
     return finish(
         options,

@@ -108,7 +108,7 @@ def main() -> int:
     taken = in_turns({name: (lambda arm=arm: seconds(arm)) for name, arm in arms.items()}, options.rounds)
     micro = {name: [1e6 * each / steps[name] for each in values] for name, values in taken.items()}
     extra = {name: interval(a - b for a, b in zip(micro[name], micro[without], strict=True)) for name, without in against.items()}
-    rows = [(name, f"{interval(values).median:.2f}", f"{extra[name]:.2f}" if name in extra else "") for name, values in micro.items()]
+    rows = [(name, f"{interval(values):.2f}", f"{extra[name]:.2f}" if name in extra else "") for name, values in micro.items()]
     show(("loader", "us a step", "more than without a place, us"), rows + [(name, said, "") for name, said in missing.items()])
     return finish(
         options,

@@ -20,7 +20,7 @@ quiet()
 
 import numpy
 import torch
-from _common import finish, in_turns, interval, parser, show
+from _common import finish, in_turns, interval, parser, say, show
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 FIRST, CACHED = 3, 10  # times
@@ -159,9 +159,9 @@ def main() -> int:
         seconds = in_turns(passes, options.rounds)
         first = {name: [options.rows / each for each in taken] for name, taken in seconds.items()}
         cached = rates(ready | set_up(extra, fits)[0], options.rounds, options.seconds)
-    print("First pass, from nothing:\n")
-    table(first, missing, OURS, "rows/s")
-    print("\nFrom the cache:\n")
+    say("First pass, from nothing:\n")
+    table(first, missing, OURS, "rows/s", start_up=False)
+    say("\nFrom the cache:\n")
     table(cached, missing, OURS, "rows/s")
     ratios = [over(first, OURS, USUAL), over(cached, OURS, USUAL)]
     peers = {
@@ -169,7 +169,7 @@ def main() -> int:
         for when, taken in (("first pass", first), ("from the cache", cached))
         for name in ABREAST
     }
-    print()
+    say()
     show(("against", "times as fast"), [(name, words(ratio)) for name, ratio in peers.items()])
     reached = (
         ratios[0].median >= FIRST and ratios[1].median >= CACHED and all(ratio is None or ratio.median >= 1 for ratio in peers.values())

@@ -19,7 +19,7 @@ quiet()
 
 import numpy
 import torch
-from _common import finish, in_turns, interval, parser, tell
+from _common import finish, in_turns, interval, parser, say, tell
 
 BATCH, FILES = 512, 4
 CORES = len(os.sched_getaffinity(0))
@@ -130,8 +130,8 @@ def main() -> int:
             ready |= {ALONE: shuffled(kind, paths), BOUND: Bound(paths, options.records)}
             later = rates(ready, options.rounds, options.seconds)
             for when, taken in (("first pass, from nothing", first), ("later", later)):
-                print(f"\n{kind}, {when}:\n")
-                table(taken, missing, OURS, "records/s")
+                say(f"\n{kind}, {when}:\n")
+                table(taken, missing, OURS, "records/s", start_up=taken is later)
                 numbers[f"{kind}, {when}"], ratios[f"{kind}, {when}"] = taken, over(taken, OURS, THEIRS)
     print()
     told = ", ".join(f"{words(ratio)} ({name})" for name, ratio in ratios.items())

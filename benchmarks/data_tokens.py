@@ -1,8 +1,9 @@
 """Windows of 1024 tokens from a memory-mapped file of uint16, 32 a batch, as int64 (input, target), on one core.
 
 "random windows" is the loop of nanoGPT's ``get_batch``, which most have copied: a memory map made anew every step, a copy and a
-conversion for each window, twice. Beside it the same with a Dataset and workers, and by index arithmetic, as careful users do.
+conversion for each window, twice. Beside it the same with a Dataset and a DataLoader, and by index arithmetic, as careful users do.
 hasten gives every token once a pass, in random order, and with ``stride=1`` any window, as the loop does.
+The file is in the system's cache for all.
 
 Figure: at least 10 times the random windows, as any window and once a pass.
 """

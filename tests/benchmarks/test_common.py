@@ -66,3 +66,17 @@ def test_the_verdict_is_an_exit_code_and_a_record(common, tmp_path, capsys, reac
 def test_names_of_folders(common):
     assert common.slug("tiny_shakespeare") == "tiny-shakespeare"
     assert common.slug("./some/mine.py:task") == "mine-py-task"
+
+
+def test_a_record_is_a_folder_of_its_own(common, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["benchmarks/data_tokens.py", "--json", "records"])
+    common.show(("loader", "tokens/s"), [("hasten", 5)])
+    for rounds in ([1, 2], [3, 4]):
+        common.finish(argparse.Namespace(json=tmp_path), "10x; it is {12}x", True, {"rates": rounds})
+    first, second = sorted(tmp_path.iterdir())
+    assert "_data-tokens_" in first.name and second.name.replace("b_", "_", 1) == first.name
+    told = (first / "README.md").read_text()
+    assert (
+        told.startswith("# Data tokens: reached\n\n10x; it is {12}x.\n") and "hasten  5\n" in told and "`benchmarks/data_tokens.py`" in told
+    )
+    assert [json.loads((place / "result.json").read_text())["rates"] for place in (first, second)] == [[1, 2], [3, 4]]

@@ -57,3 +57,12 @@ def test_the_best_of_those_that_ran(loaders):
     taken = {"ours": [4.0, 6.0], "slow": [1.0, 2.0], "fast": [2.0, 3.0]}
     assert loaders.best_of(taken, ["slow", "fast", "absent"]) == "fast" and loaders.best_of(taken, ["absent"]) is None
     assert loaders.over(taken, "ours", "fast").median == 2.0 and loaders.over(taken, "ours", "absent") is None
+
+
+def test_the_table_tells_the_spread_and_what_rates_leave_out(loaders, capsys):
+    _, missing = loaders.set_up({"fine": loaders.Loader(lambda: loaders.Passes(batches_of_ten(start=0.05)))}, lambda batch: True)
+    for start_up in (True, False):
+        loaders.table({"fine": [1000.0, 3000.0, 2000.0]}, missing | {"absent": "not installed"}, "fine", "rows/s", start_up)
+        fine, absent = capsys.readouterr().out.splitlines()[2:]
+        assert "2,000 (1,000 to 3,000)" in fine and "not installed" in absent
+        assert ("." in fine.split()[-1] and float(fine.split()[-1]) >= 0.05) is start_up

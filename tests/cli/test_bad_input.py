@@ -208,6 +208,7 @@ WRONG = [
     ("eject mine.py:good --with bfloat61", "bfloat16"),
     ("eject digit", "digits"),
     ("eject mine.py:unknown_metric", "accuracy"),
+    ("eject mine.py:good --out nowhere/script.py", "nowhere"),
 ]  # fmt: skip
 
 CANNOT_GO_ON = [
@@ -222,7 +223,6 @@ CANNOT_GO_ON = [
     ("train mine.py:raises_at_a_sample", "a file is gone"),
     ("train mine.py:raises_at_a_sample --with loader_workers:workers=1", "a file is gone"),
     ("train mine.py:good --with compile:backend=warp", "warp"),
-    ("eject mine.py:good --out nowhere/script.py", "nowhere"),
 ]
 
 GOES_ON = [

@@ -24,6 +24,23 @@ WRONG = [
     ("data convert x.npy --to shards --out out", "cannot be stored as shards"),
     ("data convert x.npy --to feather --out x.npy", "must be a folder"),
     ("data convert x.npy --to feather --out full", "holds no conversion"),
+    ("data convert x.npy --to feather --out words.dat/out", "cannot write to words.dat/out: Not a directory; choose another --out"),
+    ("data convert x.npy --to feather --out /proc/out", "cannot write to /proc/out"),
+    ("data convert x.npy --to feather --out out --shards 5000", "1000 rows do not make 5000 files"),
+    ("data convert x.npy --to feather --out out --skip-bad 0", "--skip-bad"),
+    ("data convert gone --to feather --out out", "there is no file gone"),
+    ("data convert full --to feather --out full/out", "part of the original"),
+    (f"data convert x.npy --to feather --out {'o' * 300}", "File name too long"),
+    (f"eject digits --out {'o' * 300}", "File name too long"),
+    (f"train digits --out {'o' * 300}", "File name too long"),
+    ("data convert empty --to feather --out out", "the folder empty is empty"),
+    ("data convert broken.parquet --to feather --out out", "no whole Parquet file"),
+    ("data inspect broken.npy", "is no array of numbers"),
+    ("data inspect folder.npy", "the folder folder.npy is empty"),
+    ("data bench broken.py:task", "does not import"),
+    ("data bench words.dat", "no workload"),
+    ("train digits --out words.dat/run", "cannot write to words.dat/run: Not a directory"),
+    ("eject digits --out words.dat/script.py", "cannot write to words.dat/script.py: Not a directory"),
     ("data convert x.npy --to feather --out out --resize 0", "--resize"),
     ("data convert x.npy --to feather --out out --resize 8", "for pictures"),
     ("data convert x.npy --to feather --out out --resise 8", "did you mean --resize"),
@@ -39,7 +56,9 @@ def here(tmp_path, monkeypatch):
     numpy.save("x.npy", numpy.arange(3000, dtype=numpy.float32).reshape(1000, 3))
     (tmp_path / "words.dat").write_text("hello")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1")
-    for folder in ("empty", "full"):
+    (tmp_path / "broken.npy").write_bytes(b"no array")
+    (tmp_path / "broken.py").write_text("def task(:\n")
+    for folder in ("empty", "full", "folder.npy"):
         (tmp_path / folder).mkdir()
     (tmp_path / "full" / "mine.txt").touch()
     return tmp_path
@@ -47,10 +66,15 @@ def here(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("words", "says"), WRONG, ids=lambda value: value[:60])
 def test_wrong_request(words, says, here, capfd):
+    before = {path for path in here.rglob("*") if "cache" not in path.parts}
     code = main(words.split())
     out, err = capfd.readouterr()
     assert (code, out) == (2, "") and err.count("\n") == 1 and err.startswith("hasten: ")
     assert says.lower() in err.lower() and "internal error" not in err
+    assert main([*words.split(), "--json"]) == 2
+    out, err = capfd.readouterr()
+    assert says.lower() in json.loads(out)["error"].lower() and err.count("\n") == 1
+    assert {path for path in here.rglob("*") if "cache" not in path.parts} == before, "something was left behind"
 
 
 def test_json(here, capfd):

@@ -28,7 +28,7 @@ def test_every_command_is_named():
 @pytest.mark.parametrize("line", re.findall(r"^\| `hasten (.+?)` \|", README, re.MULTILINE))
 def test_options_shown_exist(line):
     verb = line.split()[0]
-    options = re.findall(r"--\w+", line)
+    options = re.findall(r"--[\w-]+", line)
     known = _parser()._subparsers._group_actions[0].choices[verb]._option_string_actions
     assert set(options) <= set(known), f"hasten {verb} has no {set(options) - set(known)}"
 

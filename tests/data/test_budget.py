@@ -1,9 +1,9 @@
-"""How much memory may be filled: what the control groups of a container leave, in both their versions, and for one of several ranks."""
+"""How much memory may be filled and how many cores kept busy: what the control groups of a container leave to one of several ranks."""
 
 import psutil
 import pytest
 
-from hasten.data import budget
+from hasten.engine import budget
 
 KEPT = {"": "inactive_file 100000\nactive_file 50000\n", "memory": "total_inactive_file 100000\ntotal_active_file 50000\n"}
 
@@ -44,3 +44,22 @@ def test_a_table_takes_no_more_than_that(groups):
 def test_without_groups_it_is_what_the_machine_has_free(groups, monkeypatch):
     (groups / "membership").unlink()
     assert 0.5 < budget.free_memory() / psutil.virtual_memory().available < 2
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_cores_are_those_of_the_container_divided_among_the_ranks(version, tmp_path, monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(budget, "GROUPS", tmp_path)
+    monkeypatch.setattr(budget, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(budget, "cores", lambda: 16)
+    assert budget.usable_cores() == 16
+    (tmp_path / "membership").write_text("0::/job/step\n" if version == 2 else "3:cpu,cpuacct:/job/step\n")
+    job = tmp_path / "job" if version == 2 else tmp_path / "cpu" / "job"
+    (job / "step").mkdir(parents=True)
+    for folder, quota in ((job, "350000"), (job / "step", "max" if version == 2 else "-1")):
+        told = {"cpu.max": f"{quota} 100000"} if version == 2 else {"cpu.cfs_quota_us": quota, "cpu.cfs_period_us": "100000"}
+        for name, content in told.items():
+            (folder / name).write_text(content + "\n")
+    assert budget.usable_cores() == 3
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert budget.usable_cores() == 1

@@ -2,8 +2,11 @@
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 
 import numpy
 import pytest
@@ -11,13 +14,16 @@ import torch
 from storages import ROWS, numbers, pictures, table, written
 
 from hasten import Failure, Refusal
-from hasten.data import arrays, convert, feather, images, parquet, shards, tfrecord
+from hasten.cli.main import main
+from hasten.data import arrays, convert, feather, images, inspect, parquet, shards, tfrecord
 from hasten.data.source import leaves_of
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
+    for name in ("COPY_SECONDS", "ENOUGH"):  # how fast it is read is measured for a moment only
+        monkeypatch.setattr(f"hasten.data.storing.stages.{name}", 0.02)
 
 
 def everything(pipeline):
@@ -219,6 +225,8 @@ def test_a_row_that_cannot_be_read_is_named(tmp_path):
         ({"to": "rows", "target": "lable"}, "did you mean label"),
         ({"to": "rows", "shards": 3}, "leave --shards out"),
         ({"to": "feather", "shards": 0}, "shards must be a whole number of at least 1"),
+        ({"to": "feather", "shards": ROWS + 1}, f"{ROWS} rows do not make {ROWS + 1} files; say --shards {ROWS} or fewer"),
+        ({"to": "feather", "skip_bad": 0}, "skip_bad must be a whole number of at least 1"),
     ],
 )
 def test_wrong_requests(tmp_path, settings, told):
@@ -229,10 +237,16 @@ def test_wrong_requests(tmp_path, settings, told):
 def test_wrong_folders(tmp_path):
     data = written(tmp_path / "in")
     (tmp_path / "file").touch()
-    with pytest.raises(Failure, match=r"cannot write .*file"):
-        convert(data, tmp_path / "file", to="feather")
+    for out in (tmp_path / "file", tmp_path / "file" / "inside"):
+        with pytest.raises(Refusal, match=r"cannot write to .*file.*choose another --out"):
+            convert(data, out, to="feather")
+    for out in (data, data / "out"):
+        with pytest.raises(Refusal, match="where it would be read as a part of the original"):
+            convert(data, out, to="feather")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").touch()
     with pytest.raises(Refusal, match="is not empty and holds no conversion"):
-        convert(data, data, to="feather")
+        convert(data, tmp_path / "full", to="feather")
     with pytest.raises(Refusal, match="there is no file"):
         convert(tmp_path / "nothing", tmp_path / "out", to="feather")
     with pytest.raises(Refusal, match=r"no file name of .* tells what it holds"):
@@ -259,3 +273,168 @@ def test_one_process_a_folder(tmp_path):
         convert(data, tmp_path / "out", to="feather")
     os.close(handle)
     assert convert(data, tmp_path / "out", to="feather")["open"] == f'feather("{tmp_path / "out"}")'
+
+
+def listed(folder):
+    return [json.loads(line) for line in (folder / "skipped.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("to", "resize", "parts"), [("rows", 16, 1), ("shards", 16, 3), ("rows", None, 4)])
+def test_bad_pictures_are_left_out_and_listed(tmp_path, monkeypatch, to, resize, parts):
+    """The first one, too, by which the shape of all is known."""
+    data = pictures(tmp_path / "in", sizes=((20, 30),))
+    for name in ("cat/1.jpg", "dog/10.jpg", "dog/6.jpg"):
+        (data / name).write_bytes(b"no picture")
+    size = sum(path.stat().st_size for path in data.rglob("*.jpg"))
+    monkeypatch.setattr("hasten.data.storing.conversion.PART_BYTES", size / parts)
+    result = convert(data, tmp_path / "out", to=to, resize=resize, skip_bad=3)
+    there = [each["where"] for each in listed(tmp_path / "out")]
+    assert there == [str(data / name) for name in ("cat/1.jpg", "dog/10.jpg", "dog/6.jpg")]
+    assert (result["rows"], result["skipped"], result["classes"]) == (9, 3, ["cat", "dog"])
+    if to == "rows":
+        read, labels = everything(arrays(*(tmp_path / "out" / name for name in result["files"])))
+        assert read.shape == (9, 3, *((16, 16) if resize else (20, 30)))
+    else:
+        _, labels = everything(shards(tmp_path / "out", columns=["jpg"], target="cls", resize=16))
+    assert labels.tolist() == [0] * 5 + [1] * 4
+    assert inspect(tmp_path / "out", budget=0.5)["classes"] == ["cat", "dog"]
+    with pytest.raises(Failure, match=r"dog/6.jpg.*bad row number 3, and 2 may be left out"):
+        convert(data, tmp_path / "fewer", to=to, resize=resize, skip_bad=2)
+    assert listed(tmp_path / "fewer")[0]["where"] == there[0]
+    with pytest.raises(Refusal, match=r"another conversion \(skip bad 2, not 3\)"):
+        convert(data, tmp_path / "fewer", to=to, resize=resize, skip_bad=3)
+
+
+@pytest.mark.parametrize("to", ["feather", "parquet", "rows", "tfrecord"])
+def test_a_bad_run_is_as_many_bad_rows(tmp_path, to):
+    data = written(tmp_path / "in", runs=50)
+    damage(data / "train.parquet", run=3)
+    with pytest.raises(Failure, match=r"train.parquet, row group 3\).*let some be left out: --skip-bad 10"):
+        convert(data, tmp_path / "none", to=to, shards=None if to == "rows" else 2)
+    result = convert(data, tmp_path / "out", to=to, skip_bad=50, shards=None if to == "rows" else 2)
+    assert (result["rows"], result["skipped"]) == (ROWS - 50, 50)
+    assert [each["row"] for each in listed(tmp_path / "out")] == [*range(150, 200)]
+    if to in ("feather", "parquet"):
+        read = everything({"feather": feather, "parquet": parquet}[to](tmp_path / "out"))
+        kept = numpy.r_[0:150, 200:ROWS]
+        assert numpy.array_equal(read["label"], numbers()["label"].to_numpy()[kept])
+
+
+def damage(path, run):
+    """Wrong bytes where the pages of a row group lie."""
+    import pyarrow.parquet
+
+    column = pyarrow.parquet.read_metadata(path).row_group(run).column(0)
+    content = bytearray(path.read_bytes())
+    content[column.data_page_offset : column.data_page_offset + 8] = b"\xff" * 8
+    path.write_bytes(content)
+
+
+def test_a_killed_conversion_remembers_what_it_left_out(tmp_path):
+    data = written(tmp_path / "in", runs=50)
+    damage(data / "train.parquet", run=3)
+
+    def stop(what, done, left):
+        if done > 0.6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(data, tmp_path / "out", to="feather", shards=6, skip_bad=50, watch=stop)
+    (tmp_path / "out" / "skipped.jsonl").unlink()  # as after kill -9
+    result = convert(data, tmp_path / "out", to="feather", shards=6, skip_bad=50)
+    whole = convert(data, tmp_path / "again", to="feather", shards=6, skip_bad=50)
+    assert 0 < result["written"] <= ROWS / 2 and result["digest"] == whole["digest"]
+    assert listed(tmp_path / "out") == listed(tmp_path / "again") and result["skipped"] == 50
+
+
+def test_a_part_without_a_row_is_a_failure(tmp_path):
+    data = pictures(tmp_path / "in", count=4)
+    (data / "cat" / "1.jpg").write_bytes(b"no picture")
+    with pytest.raises(Failure, match=r"no row of part 0 can be read, the first is .*cat/1.jpg; mend it, or take fewer --shards"):
+        convert(data, tmp_path / "out", to="shards", resize=8, shards=4, skip_bad=2)
+
+
+def test_words_of_classes_are_kept(tmp_path):
+    words = table().select(["number", "small", "word"])
+    data = written(tmp_path / "in", content=words.filter(words["word"].is_valid()))
+    result = convert(data, tmp_path / "out", to="rows", target="word")
+    assert result["classes"] == ["", "alpha", "beta", "gamma"]
+    assert json.loads((tmp_path / "out" / "conversion.json").read_text())["classes"] == result["classes"]
+    numbers_of = numpy.load(tmp_path / "out" / "word.npy")
+    assert [result["classes"][number] for number in numbers_of] == parquet_words(data)
+    assert convert(tmp_path / "out", tmp_path / "on", to="feather")["classes"] == result["classes"]
+
+
+def parquet_words(data):
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_table(data)["word"].to_pylist()
+
+
+def test_pictures_of_one_size_become_rows_as_they_are(tmp_path):
+    data = pictures(tmp_path / "in", sizes=((32, 48),), ending="png")
+    result = convert(data, tmp_path / "out", to="rows")
+    read, _ = everything(arrays(*(tmp_path / "out" / name for name in result["files"])))
+    assert torch.equal(read, torch.stack(everything(images(data))[0]))
+    shards_of = convert(data, tmp_path / "shards", to="shards")
+    assert convert(tmp_path / "shards", tmp_path / "again", to="rows")["rows"] == shards_of["rows"] == 12
+    pictures(data, count=1, sizes=((20, 20),), ending="png")
+    with pytest.raises(Refusal, match="pictures need --resize"):
+        convert(data, tmp_path / "mixed", to="rows")
+    assert not (tmp_path / "mixed").exists()
+
+
+def test_an_unfinished_conversion_is_no_data(tmp_path):
+    data = written(tmp_path / "in")
+
+    def stop(what, done, left):
+        if done > 0.5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(data, tmp_path / "out", to="feather", shards=6, watch=stop)
+    for read in (lambda: inspect(tmp_path / "out"), lambda: convert(tmp_path / "out", tmp_path / "on", to="parquet")):
+        with pytest.raises(Refusal, match="did not come to its end; start it again"):
+            read()
+    with pytest.raises(Refusal):
+        feather(tmp_path / "out")
+
+
+def test_what_it_gives_is_estimated_before_and_measured_after(tmp_path, capfd):
+    data = written(tmp_path / "in", content=numbers(50_000))
+    assert main(["data", "convert", str(data), "--to", "rows", "--out", str(tmp_path / "out"), "--target", "label"]) == 0
+    told = re.search(r"gain +estimated ([\d.,]+)×, measured ([\d.,]+)×", capfd.readouterr().out)  # noqa: RUF001
+    estimated, measured = (float(number.replace(",", "")) for number in told.groups())
+    assert estimated > 1 and measured > 1
+    noted = json.loads((tmp_path / "out" / "conversion.json").read_text())["estimated"]
+    assert convert(data, tmp_path / "out", to="rows", target="label")["gain"]["estimated"] == noted
+
+
+def test_ctrl_c_says_how_it_goes_on_and_leaves_no_half(tmp_path):
+    data, out = written(tmp_path / "in"), tmp_path / "out"
+    words = [sys.executable, "-m", "hasten", "data", "convert", str(data), "--to", "feather", "--shards", "300", "--out", str(out)]
+    words += ["--json", "--quiet"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    deadline = time.monotonic() + 60
+    while len([*out.glob("*.feather.part")]) < 3 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    said, told = process.communicate(timeout=60)
+    assert process.returncode == 1, told
+    assert f"go on with: hasten data convert {data} --to feather --shards 300 --out {out}" in json.loads(said)["error"]
+    assert told.count("\n") == 1 and not [*out.glob("*.feather")]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 0 and 0 < json.loads(done.stdout)["written"] < ROWS
+    assert not [*out.glob("*.part")] and len(feather(out).source) == ROWS
+
+
+def test_an_original_that_changes_meanwhile_is_noticed(tmp_path):
+    data = written(tmp_path / "in")
+
+    def change(what, done, left):
+        os.utime(data / "train.parquet", (1, 1))
+
+    with pytest.raises(Failure, match="the original changed while it was converted"):
+        convert(data, tmp_path / "out", to="rows", watch=change)
+    assert not [*(tmp_path / "out").glob("*.npy")]

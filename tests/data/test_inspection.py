@@ -1,14 +1,17 @@
 """What is told about data: what is there, what limits its reading, what would be faster. Nothing is left behind."""
 
 import json
+import shlex
 
 import numpy
+import pyarrow as pa
 import pyarrow.csv
 import pytest
 import torch
 from storages import ROWS, numbers, pictures, table, written
 
 from hasten import Refusal
+from hasten.cli.main import main
 from hasten.data import convert, inspect
 
 BUDGET = 1.0
@@ -45,7 +48,7 @@ def test_a_table_that_is_slow_to_decode_would_be_faster_as_rows(tmp_path):
 
 
 def test_a_long_csv_is_told_from_its_first_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr("hasten.data.storing.inspection.SAMPLED_TEXT", 50_000)
+    monkeypatch.setattr("hasten.data.storing.sampling.SAMPLED_TEXT", 50_000)
     (tmp_path / "in").mkdir()
     pyarrow.csv.write_csv(numbers(5000), tmp_path / "in" / "train.csv")
     result = inspect(tmp_path / "in", budget=BUDGET)
@@ -101,3 +104,51 @@ def test_what_is_refused(tmp_path):
     (tmp_path / "x.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(Refusal, match="no whole Parquet file"):
         inspect(tmp_path / "x.parquet")
+
+
+def test_files_of_other_forms_are_told(tmp_path, capfd):
+    data = pictures(tmp_path / "in", count=6, sizes=((16, 16),))
+    (data / "labels.csv").write_text("a,b\n1,2\n")
+    for name in ("notes.doc", "more.doc"):
+        (data / name).touch()
+    result = inspect(data, budget=BUDGET)
+    assert (result["kind"], result["files"], result["others"]) == ("images", 6, {"CSV": 1, "unknown": 2})
+    assert convert(data, tmp_path / "out", to="shards")["others"] == {"CSV": 1, "unknown": 2}
+    assert inspect(tmp_path / "out", budget=BUDGET)["others"] == {}
+    assert main(["data", "inspect", str(data), "--budget", "1"]) == 0
+    assert "beside them 1 CSV, 2 unknown; not looked at" in " ".join(capfd.readouterr().out.split())
+
+
+def lacking(rows):
+    table = numbers(rows)
+    return table.set_column(0, "x0", pa.array([None if row % 7 == 3 else row / 7 for row in range(rows)]))
+
+
+@pytest.mark.parametrize("kind", ["pictures of one size", "pictures", "shards of one size", "lacking"])
+def test_what_is_recommended_can_be_done(kind, tmp_path, capfd, monkeypatch):
+    for name in ("GAIN_SECONDS", "ESTIMATE_SECONDS"):
+        monkeypatch.setattr(f"hasten.data.storing.conversion.{name}", 0.1)
+    target = []
+    if kind == "lacking":
+        (tmp_path / "in").mkdir()
+        pyarrow.csv.write_csv(lacking(50_000), tmp_path / "in" / "train.csv")
+        data, target = tmp_path / "in", ["--target", "label"]
+    else:
+        data = pictures(tmp_path / "in", count=24, **({} if kind == "pictures" else {"sizes": ((120, 90),)}))
+    if kind.startswith("shards"):
+        convert(data, tmp_path / "shards", to="shards")
+        data = tmp_path / "shards"
+    assert main(["data", "inspect", str(data), "--budget", "3", *target]) == 0
+    (line,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("hasten data convert")]
+    assert ("--resize 256" in line) == (kind == "pictures") and ("--fill 0" in line) == (kind == "lacking" and "--to rows" in line)
+    words = shlex.split(line.replace("DIR", shlex.quote(str(tmp_path / "out"))))
+    assert main([*words[1:], "--quiet"]) == 0
+
+
+def test_nothing_measured_is_a_no(tmp_path, capfd):
+    data = pictures(tmp_path / "in")
+    for path in (data / "cat").iterdir():
+        path.write_bytes(b"no picture")
+    assert main(["data", "inspect", str(data), "--budget", "1"]) == 1
+    out, err = capfd.readouterr()
+    assert "Not measured:" in out and err == ""

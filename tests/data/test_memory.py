@@ -2,12 +2,13 @@
 
 import gc
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from hasten.data import arrays
-from hasten.data.memory import BYTES, KEPT, SIZES, _waiting, taken
+from hasten.data.memory import BYTES, KEPT, SIZES, _waiting, large, scratch, taken
 
 
 @pytest.fixture(autouse=True)
@@ -80,3 +81,23 @@ def test_a_pass_takes_no_new_memory():
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < batch.nbytes / 2
+
+
+def test_a_thread_has_its_own_scratch_memory_of_a_name():
+    first = scratch("a", (100, 10), torch.float32)
+    assert scratch("a", (50, 20), torch.int32).data_ptr() == first.data_ptr() != scratch("b", (100, 10), torch.float32).data_ptr()
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(lambda: scratch("a", (100, 10), torch.float32).data_ptr()).result() != first.data_ptr()
+    assert scratch("a", (1000, 1000), torch.uint8).shape == (1000, 1000)
+
+
+def test_scratch_memory_made_in_inference_mode_is_of_use_outside():
+    with torch.inference_mode():
+        scratch("c", (8,), torch.int64).zero_()
+    assert scratch("c", (8,), torch.int64).add_(1).tolist() == [1] * 8
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float64, torch.uint16])
+def test_large_values(dtype):
+    values = large(1 << 21, dtype)
+    assert values.shape == (1 << 21,) and values.dtype == dtype and values.is_contiguous()

@@ -240,7 +240,7 @@ def test_links_that_lead_back_end(tmp_path):
 def test_the_identity_follows_the_files(tmp_path):
     root = folder_of(tmp_path / "set")
     before = images(root, resize=8).source.identity()
-    assert before != images(root, resize=8, pixels=9).source.identity()
+    assert before != images(root, resize=8, pixels=9000).source.identity()
     assert before == images(root, resize=8).source.identity() != images(root, resize=9).source.identity()
     smooth(11, 13, seed=99).save(root / "cat" / "1.png")
     assert before != images(root, resize=8).source.identity()

@@ -233,7 +233,32 @@ def test_a_place_of_another_order_is_refused():
         (lambda p: p.shuffle(window=0), "window"),
         (lambda p: p.prefetch(threads=1, processes=1), "not both"),
         (lambda p: p.prefetch(timeout=0), "seconds"),
+        (lambda p: p.prefetch(timeout="x"), "timeout"),
+        (lambda p: p.prefetch(threads=10**6), "at most 256"),
+        (lambda p: p.prefetch(processes=10**6), "at most 256"),
+        (lambda p: p.prefetch(10**6), "at most 1024"),
         (lambda p: p.share(2, 2), "rank is from 0"),
+        (lambda p: p.share("a", 2), "share.rank. must be a whole number"),
+        (lambda p: p.share(0, 1.5), "share.world. must be a whole number"),
+        (lambda p: p.share(-1, 2), "at least 0"),
+        (lambda p: p.to("gpu"), "no device 'gpu'; say cpu"),
+        (lambda p: p.to(3), "wants a device"),
+        (lambda p: p.to(None), "wants a device"),
+        (lambda p: p.batch(4, collate=3), "collate"),
+        (lambda p: p.batch(10**30), "at most"),
+        (lambda p: p.cache(gigabytes="a"), "gigabytes"),
+        (lambda p: p.batch(4).set_epoch(-1), "set_epoch.*at least 0"),
+        (lambda p: p.batch(4).set_epoch(1.5), "set_epoch.*whole number"),
+        (lambda p: p.batch(4).set_epoch(True), "set_epoch.*whole number"),
+        (lambda p: p.batch(4).set_epoch(None), "set_epoch.*whole number"),
+        (lambda p: p.batch(4).set_epoch(10**30), "set_epoch.*whole number"),
+        (lambda p: p.batch(4).load_state_dict(None), "a place is a dict"),
+        (lambda p: p.batch(4).load_state_dict({"seed": 0, "epoch": "1", "position": 0}), "epoch must be a whole number"),
+        (lambda p: p.batch(4).load_state_dict({"seed": 0, "epoch": True, "position": 0}), "epoch must be a whole number"),
+        (lambda p: p.batch(4).load_state_dict({"seed": 0, "epoch": -1, "position": 0}), "epoch must be a whole number of at least 0"),
+        (lambda p: p.batch(4).load_state_dict({"seed": 0, "epoch": 0, "position": 1.0}), "position must be a whole number"),
+        (lambda p: p.batch(4).load_state_dict({"seed": 0, "epoch": 0, "position": 400}), "there are only 8 rows"),
+        (lambda p: p.batch(4).load_state_dict({"seed": None, "epoch": 0, "position": 0}), "seed must be a whole number"),
         (lambda p: p.skip_bad(-1), "at_most"),
         (lambda p: list(p), "does not know its batch size"),
         (lambda p: p.batch(4).cache(), "before .batch"),
@@ -242,6 +267,18 @@ def test_a_place_of_another_order_is_refused():
 def test_wrong_requests_are_refused(wrong, told):
     with pytest.raises(Refusal, match=told):
         wrong(arrays(torch.arange(8)))
+
+
+def test_a_place_may_come_in_any_kind_of_whole_number():
+    pipeline, rest = augmented(), list(augmented())[2:]
+    pipeline.load_state_dict({"seed": numpy.int64(5), "epoch": torch.tensor(0), "position": numpy.int32(2 * BATCH)})
+    assert equal(list(pipeline), rest)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing to refuse")
+def test_a_gpu_that_is_not_there_is_told_in_one_line():
+    with pytest.raises(Refusal, match="no device cuda on this machine"):
+        list(augmented().to("cuda"))
 
 
 def test_it_answers_like_a_dataloader():

@@ -17,6 +17,7 @@ from pipelines import BATCH, ROWS, Bad, Killing, hanging
 from hasten import Failure
 from hasten.contract.errors import Notice
 from hasten.data import Pipeline, arrays
+from hasten.engine.failures import explained
 
 BOTH = [{"threads": 2}, {"processes": 2}]
 
@@ -86,6 +87,19 @@ def test_what_a_map_raises_comes_as_it_is_after_the_batches_before_it(way):
         for batch in numbers().map(raising).prefetch(**way):
             seen += batch.tolist()
     assert seen == list(range(3 * BATCH)) and not children()
+
+
+@pytest.mark.parametrize("way", [{"batches": 0}, *BOTH], ids=str)
+def test_what_a_map_raises_is_told_with_the_users_line(way):
+    def raising(batch):
+        return batch.no_such_column
+
+    with pytest.raises(AttributeError) as caught:
+        list(numbers().map(raising).prefetch(**way))
+    line = raising.__code__.co_firstlineno + 1
+    assert f"({Path(__file__).name} line {line})" in str(explained(caught.value, "step 1", BATCH))
+    if "processes" in way:
+        assert "in worker process" in caught.value.__notes__[0]
 
 
 def test_an_error_that_cannot_travel_is_told_all_the_same():

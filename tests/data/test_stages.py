@@ -8,7 +8,7 @@ from storages import ROWS, written
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from hasten import Task
+from hasten import Failure, Task
 from hasten.data import arrays, bench
 from hasten.data.storing.kinds import kind_of
 from hasten.data.storing.readings import Reading
@@ -118,3 +118,32 @@ def test_decoding_only_some_rows_takes_no_longer_for_more_files(tmp_path):
     kind, files = kind_of(written(tmp_path / "in", runs=ROWS // 20))
     reading = Reading(kind, files, files, most=10)
     assert reading.rows == 10 and pace(reading, 5.0)["decode"] > 0
+
+
+class Failing(nn.Linear):
+    def forward(self, x):
+        raise KeyError("my own mistake")
+
+
+def gone(sample):
+    raise FileNotFoundError("a file is gone")
+
+
+def refused():
+    raise ImportError("a part of it is missing")
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "told"),
+    [
+        (Samples(), Failing, r"the training step failed: KeyError: 'my own mistake' \(test_stages.py line \d+\)"),
+        (pipeline().batch(8), lambda *sizes: nn.Linear(3, 2), "the training step failed: RuntimeError: mat1 and mat2"),
+        (pipeline().batch(8), lambda *sizes: refused(), "building the run failed: ImportError: a part of it is missing"),
+        (pipeline().map(gone).batch(8), nn.Linear, "reading the first batch failed: FileNotFoundError: a file is gone"),
+        (DataLoader(Samples(), batch_size=8, collate_fn=gone), nn.Linear, "a file is gone"),
+    ],
+)
+def test_what_the_task_raises_is_told_in_one_line(data, model, told):
+    with pytest.raises(Failure, match=told) as raised:
+        bench(task(data, model), budget=BUDGET, device="cpu")
+    assert "appetite.py" not in str(raised.value) and "\n" not in str(raised.value)

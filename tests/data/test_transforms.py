@@ -1,6 +1,7 @@
 """Whole batches of pictures come out as they would one by one, with the same numbers, whoever computes them."""
 
 import pickle
+from itertools import count
 
 import numpy
 import pytest
@@ -10,6 +11,8 @@ from pipelines import equal
 from hasten import Refusal
 from hasten.data import arrays, augmented, crop, flip, normalise
 from hasten.data.chance import Chance
+from hasten.data.formats import stored_pictures
+from hasten.data.unpacking import unpacked
 
 SHAPES = [(3, 32, 32), (1, 28, 28), (28, 28), (3, 7, 5), (2, 1, 9)]
 KEY = 4, 2, 0  # seed, epoch, stage
@@ -54,9 +57,15 @@ def test_every_place_and_both_sides_are_drawn_alike():
     assert seen.sum() == len(spot) and (seen[1:4, 0:5] > 0.8 * len(spot) / 18).all() and seen[0].sum() == seen[4].sum() == 0
 
 
+@pytest.mark.parametrize("way", ["one pass", "two passes", "in turns, as if memory were fresh"])
 @pytest.mark.parametrize("mirror", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_stored_pictures_come_out_the_same(shape, mirror):
+@pytest.mark.parametrize("shape", [*SHAPES, (3, 2, 8, 8)], ids=str)
+def test_stored_pictures_come_out_the_same(shape, mirror, way, monkeypatch):
+    if way == "two passes":
+        monkeypatch.setattr(stored_pictures, "unpacks", lambda means, stds: False)
+    if way == "in turns, as if memory were fresh":
+        monkeypatch.setattr(stored_pictures, "page_faults", count(step=1000).__next__)
+        monkeypatch.setattr(stored_pictures, "REST", 1)
     images = pictures(shape, rows=70)
     mean, std = ((0.2, 0.3, 0.4), (0.5, 0.6, 0.7)) if shape[0] == 3 else (0.2, 0.5)
     slow = arrays(images, torch.arange(70)).shuffle(seed=2).batch(16).map(crop(3, mirror)).map(normalise(mean, std))
@@ -164,3 +173,18 @@ def test_they_travel():
 def test_what_cannot_be_done_is_refused(wrong, told):
     with pytest.raises(Refusal, match=told):
         wrong()
+
+
+def test_one_pass_is_given_up_for_a_while_where_it_wants_fresh_memory(monkeypatch):
+    gather, called, seen = augmented(pictures((3, 32, 32))).batch_maps[0].function, [], []
+    if gather.tails is None:
+        pytest.skip("this torch has no kernel for it, or another one")
+    monkeypatch.setattr(stored_pictures, "unpacked", lambda planes: called.append(1) or unpacked(planes))
+    monkeypatch.setattr(stored_pictures, "REST", 4)
+    for faults in (count(), count(step=1000)):
+        monkeypatch.setattr(stored_pictures, "page_faults", faults.__next__)
+        for _ in range(12):
+            called.clear()
+            gather(torch.arange(40), chance(40))
+            seen.append(bool(called))
+    assert seen == [True] * 12 + [True] * 3 + [False] * 5 + [True] * 3 + [False]

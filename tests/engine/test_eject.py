@@ -20,7 +20,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 import hasten
+import hasten.data
 from hasten import Task, Method, Card, Exactness
+from hasten.data import arrays
 
 LENGTH = 50
 torch.set_num_threads(1)
@@ -109,6 +111,34 @@ def own_loss():
 def drawn():
     """Its data are drawn where the task is made."""
     return usual(train_data=[(torch.randn(6), int(torch.randint(3, ()))) for _ in range(LENGTH)])
+
+
+def shaken(sample, chance):
+    numbers, label = sample
+    return numbers + 0.1 * chance.uniform(6), label
+
+
+def noisy(batch):
+    return batch[0] + 0.1 * torch.randn(6), batch[1]
+
+
+def numbers():
+    return torch.linspace(-1, 1, LENGTH * 6).view(LENGTH, 6), torch.arange(LENGTH) % 3
+
+
+def piped():
+    train = arrays(*numbers()).shuffle(seed=2).map(shaken).batch(8).map(noisy)
+    return usual(train_data=train, validation_data=arrays(*numbers()), batch_size=None)
+
+
+def piped_later():
+    from hasten.data import arrays as rows
+
+    return usual(train_data=lambda: rows(*numbers()).shuffle().map(noisy), validation_data=lambda: rows(*numbers()))
+
+
+def piped_by_dots():
+    return usual(train_data=hasten.data.arrays(*numbers()).batch(8, drop_last=True).prefetch(threads=2))
 
 
 def of_unknown_metric():
@@ -205,6 +235,10 @@ CASES = [
     ("plain", ["FILE:EveryOther"]),
     ("often_evaluated", ["FILE:InHalves"]),
     ("drawn", []),
+    ("piped", []),
+    ("piped", ["ema:decay=0.9", "gradient_accumulation:pieces=2", "batch_size:factor=2"]),
+    ("piped_later", []),
+    ("piped_by_dots", ["FILE:EveryOther"]),
 ]
 
 
@@ -216,19 +250,23 @@ def file(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(("name", "methods"), CASES, ids=lambda value: value if isinstance(value, str) else "+".join(value) or "baseline")
-def test_same_weights_as_train(name, methods, file, tmp_path, monkeypatch):
+def test_same_weights_as_train(name, methods, file, tmp_path, monkeypatch, capsys):
     methods = [method.replace("FILE", str(file)) for method in methods]
     result = hasten.train(f"{file}:{name}", methods, out=tmp_path / "run", device="cpu", seed=3)
     script = tmp_path / "script.py"
     script.write_text(hasten.eject(f"{file}:{name}", methods, device="cpu"))
-    assert "hasten" not in imported_by(script.read_text())
+    assert of_hasten_in(script.read_text()) == ({"hasten.data"} if "piped" in name else set())
 
+    capsys.readouterr()
     monkeypatch.setattr(sys, "argv", ["script.py", "--seed", "3", "--out", str(tmp_path / "model.pt")])
     runpy.run_path(str(script), run_name="__main__")
     trained, ejected = load_file(tmp_path / "run" / "model.safetensors"), torch.load(tmp_path / "model.pt", weights_only=True)
     assert trained.keys() == ejected.keys()
     assert all(torch.equal(trained[key], ejected[key]) for key in trained), "the script trains to other weights"
     assert result["steps"] > 0
+    if result["metric"] is not None:
+        told = [line for line in capsys.readouterr().out.splitlines() if f": {result['metric_name']} " in line]
+        assert told[-1].endswith(f" {result['metric']:.4g}")
 
 
 def test_runs_where_hasten_is_not_installed(file, tmp_path):
@@ -241,10 +279,19 @@ def test_runs_where_hasten_is_not_installed(file, tmp_path):
     assert "accuracy" in done.stdout and (tmp_path / "model.pt").exists()
 
 
+def test_what_reads_its_data_is_told_first(file):
+    told = {
+        name: ast.get_docstring(ast.parse(hasten.eject(f"{file}:{name}"))) for name in ("plain", "piped", "piped_later", "piped_by_dots")
+    }
+    assert "hasten is not" in told.pop("plain")
+    assert all("besides PyTorch it needs hasten.data, which reads its data, and nothing else of hasten" in words for words in told.values())
+
+
 def test_only_what_is_used_is_written(file):
     script = hasten.eject(f"{file}:plain", None)
     assert "EveryOther" not in script and "class Ema" not in script and "must not run" not in script
     assert "def from_stream" not in script and "def _accumulated" not in script
+    assert "class Climber" not in script
     assert "class Ema" in hasten.eject(f"{file}:plain", "ema")
 
 
@@ -291,6 +338,14 @@ def imported_by(script: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             roots.add((node.module or "").partition(".")[0])
     return roots
+
+
+def of_hasten_in(script: str) -> set[str]:
+    """The modules of hasten that a script imports anywhere."""
+    nodes = [*ast.walk(ast.parse(script))]
+    named = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    named |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    return {name for name in named if name.partition(".")[0] == "hasten"}
 
 
 def undefined_in(script: str) -> str:

@@ -5,7 +5,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from hasten.contract.data import Crew
 from hasten.contract.recipe import Recipe
+from hasten.data import arrays
+from hasten.diagnosis.facts import facts_of
 from hasten.engine.find import make_methods
 from hasten.engine.plan import build
 from hasten.engine.sources import from_samples
@@ -72,6 +75,23 @@ def test_validation_data_that_are_a_stream_leave_the_training_data_to_it(percept
 
 def test_what_is_so_already(perceptron, trained):
     assert "already" in trained(perceptron(), with_workers(0)).run.idle[0][1]
+
+
+def test_pipelines_are_computed_by_as_many_processes(perceptron, trained):
+    x, y = torch.randn(96, 12), torch.arange(96) % 4
+
+    def task():
+        return perceptron(train_data=arrays(x, y).shuffle(seed=2).batch(16).map(noisy), batch_size=None)
+
+    plain, others = trained(task()), trained(task(), "loader_workers:workers=2,prefetch=3")
+    assert plain.same_bits(others) and others.run.idle == []
+    assert build(task(), make_methods(Recipe.read("loader_workers:workers=2,prefetch=3"))).train.crew == Crew(processes=2, ahead=4)
+    assert "already" in trained(task(), with_workers(0)).run.idle[0][1]
+    assert "workers" in facts_of(build(task())) and "indexed samples" not in facts_of(build(task()))
+
+
+def noisy(batch, chance):
+    return batch[0] + chance.uniform()[:, None], batch[1]
 
 
 class _Stream(torch.utils.data.IterableDataset):

@@ -35,7 +35,7 @@ def show(answer: Answer) -> None:
         return
     from rich.console import Console
 
-    Console(highlight=False).print(page)
+    Console(highlight=False).print(page, crop=False)  # a command is one line, however wide the terminal is
 
 
 def strict_json(value) -> str:

@@ -1,10 +1,11 @@
-"""Writes the composed run as one flat PyTorch script that does not need hasten."""
+"""Writes the composed run as one flat PyTorch script that does not need hasten; data from hasten.data it still reads with that."""
 
+import os
 from pathlib import Path
 
 from hasten.cli import values
 from hasten.cli.answer import Answer
-from hasten.contract.errors import Failure, Refusal
+from hasten.contract.errors import Refusal
 
 HELP = "the composed run as one flat PyTorch script without hasten"
 
@@ -18,14 +19,23 @@ def arguments(parser) -> None:
 def run(options, watch) -> Answer:
     from hasten.engine.eject import eject
 
-    if options.out and Path(options.out).exists():
+    if options.out and os.path.exists(options.out):
         raise Refusal(f"{options.out} exists already; choose another --out")
     source = eject(options.task, values.recipe(options), device=options.device)
     if not options.out:
         return Answer({"source": source}, lambda: source.rstrip("\n"))
-    try:
-        Path(options.out).write_text(source, encoding="utf-8")
-    except OSError as error:
-        raise Failure(f"cannot write {options.out}: {error.strerror}") from None
+    _write(Path(options.out), source)
     lines = source.count("\n")
     return Answer({"out": options.out, "lines": lines}, lambda: f"{options.out}: {lines} lines; run it with: python {options.out}")
+
+
+def _write(path: Path, source: str) -> None:
+    from hasten.engine.failures import writable
+
+    with writable(path), open(path, "x", encoding="utf-8") as file:
+        try:
+            file.write(source)
+            file.flush()
+        except BaseException:
+            path.unlink(missing_ok=True)  # half a script is of no use
+            raise

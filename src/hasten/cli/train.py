@@ -18,6 +18,12 @@ def arguments(parser) -> None:
     values.add_recipe(parser)
     parser.add_argument("--out", type=values.folder, metavar="DIR", help="the run's folder; a new one, runs/train-TASK, unless said")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out where it stopped")
+    parser.add_argument(
+        "--skip-bad",
+        type=values.count,
+        metavar="N",
+        help="leave out up to N rows that cannot be read, of data that hasten.data reads; skipped.jsonl in DIR lists them",
+    )
 
 
 def run(options, watch) -> Answer:
@@ -29,7 +35,10 @@ def run(options, watch) -> Answer:
     recipe = values.recipe(options)
     options.out = options.out or _new_folder(options.task)
     try:
-        result = train(options.task, recipe, out=options.out, resume=options.resume, device=options.device, seed=options.seed, watch=watch)
+        result = train(
+            options.task, recipe, out=options.out, resume=options.resume, device=options.device, seed=options.seed,
+            skip_bad=options.skip_bad, watch=watch,
+        )  # fmt: skip
     except KeyboardInterrupt:
         raise Failure(_how_to_go_on(options)) from None
 
@@ -61,4 +70,5 @@ def _how_to_go_on(options) -> str:
     words += [word for method in options.methods for word in ("--with", method)]
     words += ["--seed", str(options.seed)] if options.seed else []
     words += ["--device", options.device] if options.device else []
+    words += ["--skip-bad", str(options.skip_bad)] if options.skip_bad else []
     return f"stopped; go on with: {shlex.join([*words, '--out', options.out, '--resume'])}"

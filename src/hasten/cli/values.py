@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
@@ -52,7 +53,7 @@ def margin(text: str) -> float:
 
 def folder(text: str) -> str:
     """The path of a folder, or of nothing yet."""
-    if Path(text).exists() and not Path(text).is_dir():
+    if os.path.exists(text) and not os.path.isdir(text):
         raise ArgumentTypeError(f"must be a folder, but {text} is a file")
     return text
 

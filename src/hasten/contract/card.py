@@ -49,6 +49,7 @@ FACTS = {
     "float16 hardware": "matrix units that take float16",
     "convolutions": "the model has convolutions",
     "indexed samples": "training samples can be read by index",
+    "workers": "others than the training process can compute the batches",
     "evaluations": "the metric is measured more than once",
     "several epochs": "the data are seen more than once",
     "repeated blocks": "the model has a sequence of like blocks",

@@ -3,7 +3,7 @@
 ``Samples`` describes a set of samples that can be read by index and how they become batches;
 ``Batches`` is what the loop draws from. A method that changes how samples are read builds new
 ``Batches`` from ``batches.samples``; one that only changes what happens to a finished batch wraps
-``batches.epoch``.
+``batches.epoch``. Who computes them, a ``Crew``, is no part of what they are.
 
 The position is the state: the batches of a pass are a function of (seed, epoch), so a run can be
 taken up at any batch without replaying the ones before it.
@@ -18,6 +18,36 @@ from typing import Any
 
 import numpy
 import torch
+
+
+@dataclass(frozen=True)
+class Crew:
+    """Who computes batches before they are asked for. Another crew gives the same batches, sooner or later.
+
+    Attributes:
+        threads, processes: how many; of one kind only. None of either: whoever asks for a batch computes it.
+        ahead: batches that may wait to be asked for, beside the one that each is computing.
+    """
+
+    threads: int = 0
+    processes: int = 0
+    ahead: int = 0
+
+    @property
+    def workers(self) -> int:
+        return self.threads + self.processes
+
+    @property
+    def each(self) -> int:
+        """Batches that each of them is asked for at a time: torch's ``prefetch_factor``."""
+        return 1 + -(-self.ahead // max(1, self.workers))
+
+    def __str__(self) -> str:
+        if not self.workers:
+            return "no workers"
+        kind = "thread" if self.threads else "process"
+        plural = "" if self.workers == 1 else "s" if self.threads else "es"
+        return f"{self.workers} {kind}{plural}, {self.ahead} ahead"
 
 
 @dataclass(frozen=True)
@@ -49,6 +79,10 @@ class Samples:
     loader: Any = None
     build: Callable[[Samples], Batches] | None = None
 
+    @property
+    def crew(self) -> Crew:
+        return Crew(processes=self.workers, ahead=self.workers * (self.prefetch - 1))
+
     def some(self, seed: int = 0) -> list:
         """Up to 32 samples, spread evenly over the dataset, read while every random generator starts from ``seed``."""
         spread = range(0, len(self.dataset), -(-len(self.dataset) // 32))
@@ -72,6 +106,9 @@ class Batches:
         training: False for the validation data.
         seekable: whether ``start`` is reached without replaying what comes before.
         generators: the task's own random generators that these batches draw from; their state travels in checkpoints.
+        crew: who computes them, where that is known.
+        by: the same batches computed by others: by a crew, or by whomever a climber finds while the run goes on; None where
+            ``samples`` tell how to read them, or nobody else can.
     """
 
     epoch: Callable[[int, int], Iterator]
@@ -80,6 +117,8 @@ class Batches:
     training: bool = True
     seekable: bool = True
     generators: tuple = ()
+    crew: Crew = Crew()
+    by: Callable[[Any], Batches] | None = None  # not by its name: an ejected script would have to bring a climber along
     position: tuple[int, int] = field(default=(0, 0), compare=False)
 
     def __iter__(self) -> Iterator:
@@ -97,7 +136,7 @@ class Batches:
 
     def mapped(self, function: Callable[[Iterator], Iterator]) -> Batches:
         """The same batches, each pass's iterator wrapped by ``function``."""
-        return dataclasses.replace(self, epoch=lambda epoch, start: function(self.epoch(epoch, start)), samples=None)
+        return dataclasses.replace(self, epoch=lambda epoch, start: function(self.epoch(epoch, start)), samples=None, by=None)
 
 
 def same(a, b) -> bool:

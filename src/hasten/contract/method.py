@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
@@ -85,8 +86,11 @@ class Run:
     optimizer: torch.optim.Optimizer | None = None
     kept: dict[str, Any] = field(default_factory=dict)  # name -> object with state_dict(); travels in checkpoints
     idle: list[tuple[str, str]] = field(default_factory=list)  # (method, why it had nothing to act on)
+    chosen: dict[str, dict] = field(default_factory=dict)  # method -> settings that it found while it ran, for the next run
     agree: Callable[[bool], bool] = bool  # any rank's yes becomes every rank's yes
     higher_is_better: Callable[[], bool] = lambda: True  # the direction of the task's metric
+    cores: Callable[[], int] = lambda: os.cpu_count() or 1  # that this process may use; the engine knows of containers and ranks
+    free_memory: Callable[[], int] = lambda: 1 << 32  # bytes that this process may still take; the engine asks the system
 
     def nothing_to_do(self, method: Method, why: str) -> None:
         """A method that found nothing to act on says so: a warning in ``train``, a refusal in ``tune``."""

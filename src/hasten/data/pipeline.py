@@ -8,26 +8,35 @@ run that was resumed, makes no difference; and the place in the data is three in
 ``map`` before ``batch`` gets one sample at a time, ``map`` after it a whole batch, which is faster. A function that wants
 random numbers takes a parameter called ``chance``, a ``Chance``, whose numbers belong to the rows. The generators of torch, NumPy
 and Python start every batch from a seed of its own; but threads share them, so there what a function draws from them is anybody's.
+
+A Task takes a pipeline as it is: it is shuffled only if it says so with ``shuffle``, and its ``batch(size)`` comes before
+``Task(batch_size=)``, which is for pipelines that name none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from hasten.contract.data import Batches
+from hasten.contract.climbing import AHEAD, Climber, usual_room
+from hasten.contract.data import Batches, Crew
 from hasten.contract.errors import Refusal
 from hasten.contract.watch import Watch
+from hasten.data.checks import above_0, at_least, whole
 from hasten.data.faults import Faults
-from hasten.data.making import Making, Map, wants_chance
+from hasten.data.making import Making, Map, is_ours, wants_chance
 from hasten.data.order import Order
 from hasten.data.running import runners
 from hasten.data.running.on_device import moved
 from hasten.data.source import Source
+from hasten.engine.budget import free_memory, usable_cores
+
+MOST_WORKERS, MOST_AHEAD = 256, 1024  # beyond them nothing is gained, and systems run out of processes and open files
+SECONDS = 600.0  # in which a batch has to come
 
 
 @dataclass
@@ -71,14 +80,15 @@ class Pipeline:
         Args:
             window: mixes only so many runs of rows (row groups, shards) at a time, for data that are too many to be read in any order.
         """
-        _at_least("shuffle(window=)", window, 1, optional=True)
-        _at_least("shuffle(seed=)", seed, 0)
+        at_least("shuffle(window=)", window, 1, optional=True)
+        at_least("shuffle(seed=)", seed, 0)
         return self._anew(seed=seed, shuffled=True, window=window)
 
     def map(self, function: Callable) -> Pipeline:
         """Before ``batch``: ``function(sample)``; after it: ``function(batch)``; with ``chance=``, if it has a parameter of that name.
 
         Samples are stacked to a batch in the nesting that they have: a tuple of samples' parts becomes a tuple of tensors.
+        Rows of a list that are handed on as they are stay one: all rows of all batches, or none; a map that changes some copies the others.
 
         Raises:
             Refusal: no function, or one that wants several other things.
@@ -97,7 +107,9 @@ class Pipeline:
         Args:
             collate: ``(list of samples) -> batch``; as torch's default, but with tuples, where nobody says.
         """
-        _at_least("batch(size)", size, 1)
+        at_least("batch(size)", size, 1)
+        if collate is not None and not callable(collate):
+            raise Refusal(f"batch(collate=) is a function (list of samples) -> batch, not a {type(collate).__name__}")
         return self._anew(batch_size=size, drop_last=drop_last, collate_fn=collate)
 
     def cache(
@@ -123,34 +135,67 @@ class Pipeline:
         source = cached(self.source, self.sample_maps, where, gigabytes, folder, watch)
         return self._anew(source=source, sample_maps=())
 
-    def prefetch(self, batches: int = 2, *, threads: int = 0, processes: int = 0, timeout: float | None = 600.0) -> Pipeline:
+    def prefetch(
+        self,
+        batches: int | str = 2,
+        *,
+        threads: int = 0,
+        processes: int = 0,
+        timeout: float | None = SECONDS,
+        cores: int | None = None,
+        gigabytes: float | None = None,
+    ) -> Pipeline:
         """Computes batches ahead of their use, in threads (for what leaves Python's lock) or processes (for what does not).
 
         Args:
+            batches: that may wait; or "auto": how many of all of these is found out while the batches are used, and whether the samples
+                are better kept in memory. It stops as soon as nobody waits for a batch. ``pipeline.runner.chosen`` tells what was found.
+            threads, processes: of one kind only; with "auto" those to begin with. Functions that may draw from the generators of the
+                process get no threads by themselves.
             timeout: seconds that may be waited for a batch before it is told that somebody hangs; None: for ever.
+            cores: with "auto": workers that there may be at most; None: as many as the processors that may be used.
+            gigabytes: (10**9 bytes) with "auto": what batches on their way and samples that are kept may take; None: a quarter of what is free.
         """
-        for name, value in {"batches": batches, "threads": threads, "processes": processes}.items():
-            _at_least(f"prefetch({name}=)", value, 0)
+        auto = batches == "auto"
+        if not auto:
+            at_least("prefetch(batches=)", batches, 0, most=MOST_AHEAD)
+        for name, value in {"threads": threads, "processes": processes}.items():
+            at_least(f"prefetch({name}=)", value, 0, most=MOST_WORKERS)
         if threads and processes:
             raise Refusal("prefetch() takes threads or processes, not both")
-        if timeout is not None and not timeout > 0:
-            raise Refusal(f"prefetch(timeout=) is in seconds, above 0, not {timeout!r}")
-        return self._with(runner=_runner(batches, threads, processes, timeout))
+        above_0("prefetch(timeout=), in seconds,", timeout)
+        above_0("prefetch(gigabytes=)", gigabytes)
+        at_least("prefetch(cores=)", cores, 1, optional=True, most=MOST_WORKERS)
+        if not auto:
+            if cores is not None or gigabytes is not None:
+                raise Refusal('prefetch(cores=) and (gigabytes=) are limits for what is found out; say prefetch("auto", ...)')
+            crew = Crew(threads or int(batches > 0 and not processes), processes, batches)
+            return self._with(runner=runners.runner_of(crew, timeout))
+        crew = Crew(threads, processes, AHEAD if threads or processes else 0)
+        climber = Climber(crew, cores=cores or usable_cores(), room=usual_room(gigabytes, free_memory))
+        return self._with(runner=_autotuned(climber, timeout, threads > 0))
 
     def share(self, rank: int, world: int) -> Pipeline:
         """This rank's part of every batch."""
-        if not 0 <= rank < world:
+        at_least("share(world)", world, 1)
+        at_least("share(rank)", rank, 0)
+        if rank >= world:
             raise Refusal(f"share(rank={rank}, world={world}): a rank is from 0 to world - 1")
         return self._with(rank=rank, world=world)
 
     def skip_bad(self, at_most: int) -> Pipeline:
         """Leaves out rows that cannot be read, up to ``at_most`` of them; ``faults.found`` lists them."""
-        _at_least("skip_bad(at_most)", at_most, 0)
+        at_least("skip_bad(at_most)", at_most, 0)
         return self._with(faults=Faults(at_most))
 
     def to(self, device: str | torch.device) -> Pipeline:
         """Batches on a device; a GPU's are copied from page-locked memory while the step before goes on."""
-        return self._with(device=torch.device(device))
+        if not isinstance(device, (str, torch.device)):
+            raise Refusal(f'to() wants a device, as .to("cuda"), not {device!r:.80}')
+        try:
+            return self._with(device=torch.device(device))
+        except RuntimeError:
+            raise Refusal(f"there is no device {device!r:.80}; say cpu, cuda or cuda:1") from None
 
     # ---- iterating, and the place
 
@@ -182,16 +227,23 @@ class Pipeline:
         Raises:
             Refusal: the place of another order, or none at all; no batch begins there; the pipeline has no batch size yet.
         """
+        if not isinstance(state, Mapping):
+            raise Refusal(f"a place is a dict of seed, epoch and position, not a {type(state).__name__}")
         if not {"seed", "epoch", "position"} <= state.keys():
-            raise Refusal(f"a place has seed, epoch and position; this one has {', '.join(map(str, state)) or 'nothing'}")
-        if state["seed"] != self.seed:
-            raise Refusal(f"this place belongs to seed {state['seed']}, the pipeline has {self.seed}; say .shuffle(seed={state['seed']})")
-        epoch, position = int(state["epoch"]), int(state["position"])
+            raise Refusal(f"a place has seed, epoch and position; this one has {', '.join(map(str, state)) or 'nothing':.200}")
+        seed, epoch, position = (whole(f"the place's {name}", state[name]) for name in ("seed", "epoch", "position"))
+        if seed != self.seed:
+            raise Refusal(f"this place belongs to seed {seed}, the pipeline has {self.seed}; say .shuffle(seed={seed})")
+        at_least("the place's epoch", epoch, 0)
+        if position > len(self.source):
+            raise Refusal(f"the place begins at row {position} of a pass, and there are only {len(self.source)} rows")
         self._order().number_at(position)
         self._go_to(epoch, position)
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is this pass: what trainers call on a DistributedSampler. A place that was loaded in this pass stays."""
+        epoch = whole("set_epoch(epoch)", epoch)
+        at_least("set_epoch(epoch)", epoch, 0)
         if self.place.begun or self.place.epoch != epoch:
             self._go_to(epoch, 0)
 
@@ -216,26 +268,45 @@ class Pipeline:
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator:
         """The batches of one pass from number ``start`` on; the place is left alone."""
-        self.source.prepare(self.runner, self.faults)
+        runner, source, maps = self.runner, self.source, self.sample_maps
+        if auto := hasattr(runner, "kept_from"):
+            runner = runner.among(("threads", "processes") if self._is_ours() or runner.in_threads else ("processes",))
+        source.prepare(runner.everybody() if auto else runner, self.faults)
+        if auto and self.collate_fn is None and (kept := runner.kept_from(source, maps, self.faults, epoch, start)) is not None:
+            source, maps = kept, ()
         order = self._order()
         make = Making(
-            self.source, order.batches(epoch), self.seed, epoch, self.sample_maps, self.batch_maps, self.collate_fn,
-            self.rank, self.world, self.faults, seeded=not isinstance(self.runner, runners.Threads),
+            source, order.batches(epoch), self.seed, epoch, maps, self.batch_maps, self.collate_fn,
+            self.rank, self.world, self.faults, seeded=not runners.in_threads(runner),
         )  # fmt: skip
-        noted = self._noted(self.runner(make, range(start, len(order))))
+        noted = self._noted(runner(make, range(start, len(order))))
         return noted if self.device is None else moved(noted, self.device)
 
     def batches(self, batch_size: int, seed: int, training: bool) -> Batches:
-        """This pipeline as the engine's Batches; for validation in its own batch size, if it has one, and never shuffled.
+        """This pipeline as the engine's Batches: shuffled only if it says so; for validation never, and in its own batch size, if it has one.
 
         Args:
+            batch_size: of the run: the pipeline's own, where it names one, unless a method has changed it.
             seed: the run's: another run, another order, other random numbers.
         """
         if training:
-            pipeline = self._anew(batch_size=batch_size, seed=self.seed + seed)
+            pipeline = self._anew(batch_size=batch_size, seed=self.seed + seed, runner=self.runner)
         else:
             pipeline = self._anew(batch_size=self.batch_size or batch_size, shuffled=False)
-        return Batches(epoch=pipeline.epoch, length=len(pipeline), training=training, seekable=True)
+        return pipeline._as_batches(training)
+
+    def _as_batches(self, training: bool) -> Batches:
+        def by(who: Crew | Climber) -> Batches:
+            crew, threads_now = who if isinstance(who, Crew) else who.crew, runners.in_threads(self.runner)
+            if crew.threads and not (threads_now or self._is_ours()):
+                raise Refusal(
+                    "threads would share the generators, from which this pipeline's functions may draw, with the training; say processes"
+                )
+            timeout = getattr(self.runner, "timeout", SECONDS)
+            runner = runners.runner_of(who, timeout) if isinstance(who, Crew) else _autotuned(who, timeout, threads_now)
+            return self._with(runner=runner)._as_batches(training)
+
+        return Batches(epoch=self.epoch, length=len(self), training=training, seekable=True, crew=runners.crew_of(self.runner), by=by)
 
     def _noted(self, made: Iterator) -> Iterator:
         for batch, bad in made:
@@ -250,7 +321,16 @@ class Pipeline:
 
     def _anew(self, **changes) -> Pipeline:
         """Other batches, from the start."""
-        return replace(self, place=Place(), **changes)
+        runner = self.runner.anew() if hasattr(self.runner, "anew") else self.runner
+        return replace(self, place=Place(), **({"runner": runner} | changes))
+
+    def _is_ours(self) -> bool:
+        """Whether nothing in it is of the user's own, so that it draws from nobody's generators and is safe in threads."""
+        things, source = [self.collate_fn, *(each.function for each in (*self.sample_maps, *self.batch_maps))], self.source
+        while source is not None:  # a cache stands before the source and the maps that it keeps
+            things += [source, *getattr(source, "functions", ())]
+            source = getattr(source, "source", None)
+        return all(map(is_ours, things))
 
     def _go_to(self, epoch: int, position: int) -> None:
         self.place.epoch, self.place.position, self.place.begun = epoch, position, False
@@ -268,16 +348,7 @@ class Pipeline:
         return order
 
 
-def _runner(ahead: int, threads: int, processes: int, timeout: float | None) -> runners.Runner:
-    if processes:
-        from hasten.data.running.processes import Processes
+def _autotuned(climber: Climber, timeout: float | None, in_threads: bool) -> runners.Runner:
+    from hasten.data.running.autotuned import Autotuned  # brings the caches with it
 
-        return Processes(processes, ahead, timeout)
-    return runners.Threads(max(1, threads), ahead, timeout) if ahead or threads else runners.Here()
-
-
-def _at_least(name: str, value, least: int, optional: bool = False) -> None:
-    if optional and value is None:
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise Refusal(f"{name} must be a whole number of at least {least}, not {value!r}")
+    return Autotuned(climber, timeout, in_threads)

@@ -44,12 +44,22 @@ def normalise(mean: float | Sequence[float], std: float | Sequence[float]) -> Ca
     Args:
         mean, std: one number, or one for each channel, which is the dimension after the rows.
     """
-    means, stds = (numpy.atleast_1d(numpy.asarray(each, dtype=float)).tolist() for each in (mean, std))
+    means, stds = moments(mean, std)
+    return partial(_normalised, means=means, stds=stds)
+
+
+def moments(mean: float | Sequence[float], std: float | Sequence[float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """(means, deviations): one of each, or one for each channel.
+
+    Raises:
+        Refusal: they are not of the same number, or a deviation is not above 0.
+    """
+    means, stds = (tuple(numpy.atleast_1d(numpy.asarray(each, dtype=float)).tolist()) for each in (mean, std))
     if len(means) != len(stds):
         raise Refusal(f"normalise() wants as many means as deviations, not {len(means)} and {len(stds)}")
     if min(stds) <= 0:
         raise Refusal(f"normalise() divides by the deviations: they are above 0, not {min(stds):g}")
-    return partial(_normalised, means=means, stds=stds)
+    return means, stds
 
 
 # ---- what is done to a batch
@@ -68,18 +78,28 @@ def _cropped(batch, chance: Chance, *, padding: int, mirror: bool):
     return _replaced(batch, _mirror(moved, mirrored) if mirror else moved)
 
 
-def _normalised(batch, *, means: list[float], stds: list[float]):
-    pictures = _pictures(batch)
-    if len(means) not in (1, pictures.shape[1]):
-        raise Refusal(f"normalise() has {len(means)} means, and the pictures have {pictures.shape[1]} channels: {list(pictures.shape)}")
-    unit = 1.0 if pictures.dtype.is_floating_point else 255.0
-    floats = taken(pictures.shape, torch.float32).copy_(pictures)
-    for mean, std, part in zip(means, stds, floats.unbind(1) if len(means) > 1 else [floats], strict=True):
-        torch.add(torch.tensor(-mean / std), part, alpha=1 / (unit * std), out=part)
-    return _replaced(batch, floats)
+def _normalised(batch, *, means: tuple[float, ...], stds: tuple[float, ...]):
+    return _replaced(batch, scaled(_pictures(batch), means, stds))
 
 
 # ---- how
+
+
+def scaled(pictures: torch.Tensor, means: tuple[float, ...], stds: tuple[float, ...]) -> torch.Tensor:
+    """What ``normalise`` makes of pictures: converted, then scaled and shifted in place."""
+    if len(means) not in (1, pictures.shape[1]):
+        raise Refusal(f"normalise() has {len(means)} means, and the pictures have {pictures.shape[1]} channels: {list(pictures.shape)}")
+    floats = taken(pictures.shape, torch.float32).copy_(pictures)
+    parts = floats.unbind(1) if len(means) > 1 else [floats]
+    for part, (scale, shift) in zip(parts, terms(means, stds, pictures.dtype), strict=True):
+        torch.add(torch.tensor(shift), part, alpha=scale, out=part)
+    return floats
+
+
+def terms(means: tuple[float, ...], stds: tuple[float, ...], dtype: torch.dtype) -> list[tuple[float, float]]:
+    """(scale, shift) for values of a type, one pair for each mean."""
+    unit = 1.0 if dtype.is_floating_point else 255.0
+    return [(1 / (unit * std), -mean / std) for mean, std in zip(means, stds, strict=True)]
 
 
 def _moved(pictures: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ def facts_of(program: Program) -> frozenset[str]:
         "repeated blocks": any(_has_like_blocks(module) for module in run.model.modules()),
         "matrix weights": any(parameter.ndim >= 2 for parameter in run.model.parameters()),
         "indexed samples": samples is not None,
+        "workers": samples is not None or program.train.by is not None,
         "several epochs": loop.epochs > 1,
         "evaluations": program.validation is not None and _evaluations(program) > 1,
     }

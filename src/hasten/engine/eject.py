@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import re
 import sys
 from pathlib import Path
 
@@ -27,10 +28,14 @@ from hasten.engine.plan import build, in_order
 from hasten.engine.straight import literal, straight_lines
 
 OURS = ("hasten", "hasten_workloads")
+DATA = "hasten.data"  # stays an import: it reads the data, for the run as for the script
+IMPORTS_DATA = re.compile(r"^\s*(from|import) hasten\.data\b", re.MULTILINE)
 
 
 def eject(task, recipe=None, *, device: str | None = None) -> str:
     """The source of a script that trains ``task`` under ``recipe`` just as ``train`` does, to the bit.
+
+    Of hasten nothing is left in it; but data that are a pipeline of hasten.data it reads with hasten.data, and says so in its first lines.
 
     Args:
         task: a workload's name, ``file.py:function``, or a function at the top level of a file.
@@ -46,7 +51,7 @@ def eject(task, recipe=None, *, device: str | None = None) -> str:
     copied = {function.__module__, *(type(method).__module__ for method in methods)}
 
     def inline(module: str) -> bool:
-        return module in copied or module.partition(".")[0] in OURS
+        return module in copied or (module.partition(".")[0] in OURS and not f"{module}.".startswith(f"{DATA}."))
 
     loaded = ref.load()
     metrics.higher_is_better(loaded)
@@ -106,7 +111,7 @@ def _script(flat: Flat, what: str, function) -> str:
     own = [f"{root}.py" for root in roots if function.__module__.startswith(tasks.OWN_FILES) and (beside / f"{root}.py").exists()]
     keep = f"\nIt imports {' and '.join(own)} of yours: keep it beside." if own else ""
     head = [
-        f'"""Trains {what}.\n\nWritten by `hasten eject` {hasten.__version__}; PyTorch is needed, hasten is not.{keep}\n"""',
+        f'"""Trains {what}.\n\nWritten by `hasten eject` {hasten.__version__}; {_needed(flat)}.{keep}\n"""',
         "from __future__ import annotations",
         "\n".join(flat.imports),
     ]
@@ -114,6 +119,13 @@ def _script(flat: Flat, what: str, function) -> str:
     script = "\n\n".join(head) + "\n\n\n" + "\n\n\n".join([flat.main, *parts, 'if __name__ == "__main__":\n    main()']) + "\n"
     compile(script, "the ejected script", "exec")
     return script
+
+
+def _needed(flat: Flat) -> str:
+    """What has to be installed, in words."""
+    if any(IMPORTS_DATA.search(text) for text in ("\n".join(flat.imports), flat.main, *(text for _, text in flat.modules))):
+        return f"besides PyTorch it needs {DATA}, which reads its data, and nothing else of hasten"
+    return "PyTorch is needed, hasten is not"
 
 
 def _title(module: str) -> str:

@@ -12,7 +12,8 @@ import torch
 
 from hasten.contract.errors import Failure, Refusal, one_line
 
-NOT_THE_USERS = ("/torch/", "/hasten/engine/", "/hasten/methods/", "/hasten/contract/")
+NOT_THE_USERS = ("/torch/", "/hasten/engine/", "/hasten/methods/", "/hasten/contract/", "/hasten/data/")
+FULL = (errno.ENOSPC, errno.EDQUOT)
 LIGHTER = ("activation_checkpointing", "gradient_accumulation", "bfloat16")  # methods that save memory
 
 
@@ -42,8 +43,24 @@ def disk_trouble(path: Path, advice: str) -> Iterator[None]:
             cause = cause.__context__
         if cause is None:
             raise
-        full = "the disk is full" if cause.errno in (errno.ENOSPC, errno.EDQUOT) else cause.strerror or str(cause)
+        full = "the disk is full" if cause.errno in FULL else cause.strerror or str(cause)
         raise Failure(f"cannot write {path}: {full}; {advice}") from error
+
+
+@contextmanager
+def writable(path: Path) -> Iterator[None]:
+    """Inside, something is written where the user said. That it cannot be is a wrong request; a full disk is not.
+
+    Raises:
+        Refusal, Failure.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise Refusal(f"cannot write to {path}: {error.strerror or error}; choose another --out") from None
+        with disk_trouble(path, "make room, and start again"):
+            raise
 
 
 def _out_of_memory(error: Exception) -> bool:

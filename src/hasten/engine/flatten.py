@@ -88,13 +88,14 @@ class _Gathered:
             return
         source.wanted.add(index)
         for use in source.uses(index):
+            called = use.name
             if use.name in source.definitions:
                 symbol, node = (source.name, use.name), use.whole
             elif use.name in source.imports:
                 symbol = self.resolved(source.imports[use.name])
                 node = use.whole
                 if use.attribute and not symbol[1] and self.inline(symbol[0]):
-                    symbol, node = self.resolved((symbol[0], use.attribute)), use.with_attribute
+                    symbol, node, called = self.resolved((symbol[0], use.attribute)), use.with_attribute, use.attribute
             else:
                 continue  # a builtin
             self.hidden[symbol] |= use.bound
@@ -103,8 +104,8 @@ class _Gathered:
                 target = self.source(symbol[0])
                 self.want(target, target.definitions[symbol[1]])
             else:
-                self.outside.setdefault(symbol, use.name)
-                self.dotted |= source.dotted.get(use.name, set())
+                self.outside.setdefault(symbol, called)
+                self.dotted |= source.dotted.get(called, set())
 
     def resolved(self, symbol: Symbol) -> Symbol:
         """Where a name is really defined: ``from hasten import Task`` means the class in hasten.contract.task."""

@@ -2,10 +2,11 @@
 
 ::
 
-    recipe.toml         the methods
+    recipe.toml         the methods; in the end with the settings that some of them found while they ran
     environment.json    task, seed, versions, machine
     log.jsonl           every step's loss and every evaluation: append-only, the same bytes for the same run
     times.jsonl         when: wall-clock seconds of the run at steps, evaluations and checkpoints
+    skipped.jsonl       rows that could not be read and were left out, where there are any
     checkpoints/        the newest two
     model.safetensors   the trained model as exported
     result.json         written last: a folder with a result is a finished run
@@ -23,7 +24,7 @@ from typing import BinaryIO
 from hasten.contract.errors import Failure, Refusal
 from hasten.engine.failures import disk_trouble
 
-OURS = {"recipe.toml", "environment.json", "log.jsonl", "times.jsonl", "checkpoints", "model.safetensors", "result.json"}
+OURS = {"recipe.toml", "environment.json", "log.jsonl", "times.jsonl", "skipped.jsonl", "checkpoints", "model.safetensors", "result.json"}
 TEMPORARY = ".part"
 GO_ON = "what was saved before is whole; free the disk and go on with --resume"
 
@@ -100,6 +101,10 @@ class RunFolder:
     def write(self, name: str, text: str) -> None:
         write_whole(self.path / name, lambda file: file.write(text.encode()))
 
+    def forget(self, name: str) -> None:
+        with disk_trouble(self.path / name, GO_ON):
+            (self.path / name).unlink(missing_ok=True)
+
     def close(self) -> None:
         self._log.close()
         self._times.close()
@@ -113,7 +118,7 @@ class RunFolder:
     def _refuse_another_run(self) -> None:
         try:
             self.environment = json.loads((self.path / "environment.json").read_text(encoding="utf-8"))
-            then = self.environment | {"recipe": (self.path / "recipe.toml").read_text(encoding="utf-8")}
+            then = self.environment | {"recipe": self._recipe_then()}
         except (OSError, ValueError) as error:
             raise Failure(f"the run in {self.path} cannot be read: {error}; choose another --out") from None
         for name, value in {**self.identity, "recipe": self.recipe}.items():
@@ -122,6 +127,15 @@ class RunFolder:
                 raise Refusal(
                     f"the run in {self.path} has another {name.replace('_', ' ')}: {before} there, {now} here; say the same or choose another --out"
                 )
+
+    def _recipe_then(self) -> str:
+        """The recipe that the run was begun with; a finished one may also be named by that which it came to."""
+        from hasten.contract.recipe import Recipe
+
+        result = self.finished() or {}
+        if result.get("chosen") and result.get("recipe") == str(Recipe.from_toml(self.recipe)):
+            return self.recipe
+        return (self.path / "recipe.toml").read_text(encoding="utf-8")
 
 
 def _lines(records: list[dict]) -> str:

@@ -21,6 +21,7 @@ from hasten.contract.errors import Refusal
 from hasten.contract.method import Loop, Method, Run, hooks_of
 from hasten.contract.task import Task, optimizer_and_schedule, takes_steps
 from hasten.engine import sources
+from hasten.engine.budget import free_memory, usable_cores
 from hasten.engine.forward import forward_of, own_loss, refuse_loss
 from hasten.engine.metrics import higher_is_better
 from hasten.engine.seeds import set_seeds, undisturbed
@@ -54,7 +55,9 @@ def build(task: Task, methods: list[Method] = (), *, device: str = "cpu", seed: 
     """
     methods = in_order(methods)
     refuse_conflicts(methods)
-    run = Run(torch.device(device), task, seed=seed, higher_is_better=partial(higher_is_better, task))
+    run = Run(
+        torch.device(device), task, seed=seed, higher_is_better=partial(higher_is_better, task), cores=usable_cores, free_memory=free_memory
+    )
 
     def fold(hook: str, thing):
         for method in sorted(methods, key=lambda m: hook not in m.card.replaces):  # a replacement goes innermost

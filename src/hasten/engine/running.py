@@ -15,7 +15,7 @@ from hasten.contract.errors import Failure, Notice
 from hasten.contract.method import Evaluation
 from hasten.contract.recipe import Recipe
 from hasten.contract.watch import Watch
-from hasten.engine import checkpoint, health
+from hasten.engine import checkpoint, health, skipping
 from hasten.engine.failures import explained
 from hasten.engine.folder import RunFolder, write_whole
 from hasten.engine.loop import ONCE, evaluate, finished, rest_of_pass
@@ -48,6 +48,8 @@ class Training:
         self.checkpoints = checkpoint.Checkpoints(folder.path / "checkpoints") if folder else None
         self.program = dataclasses.replace(program, train=dataclasses.replace(program.train, epoch=self._epoch))
         self.interrupted = None  # how to take up the pass that a checkpoint was made in
+        self.skipped: list[dict] = []  # rows, as they stand in the folder
+        skipping.remember(program.task, [])  # not what another run with the same data met
         if folder:
             self._take_up()
         self.tell = progress(watch, self._share)
@@ -149,8 +151,17 @@ class Training:
         if self.run.loop.stop is not None and self.run.agree(bool(self.run.loop.stop(self.history))):
             self.stopped = True
 
+    def list_skipped(self) -> int:
+        """Writes down which rows were left out, if there are new ones; how many there are."""
+        now = skipping.left_out(self.program.task)
+        if self.folder and now != self.skipped:
+            self.folder.write(skipping.FILE, "".join(f"{json.dumps(row)}\n" for row in now))
+            self.skipped = now
+        return len(now)
+
     def _save(self) -> None:
         self._fetch_losses()
+        self.list_skipped()
         self.last_checkpoint = began = perf_counter()
         if not health.weights_are_finite(self.run.model):
             return  # the next loss will say so; the newest good checkpoint stays
@@ -158,6 +169,7 @@ class Training:
             "identity": self._identity(),
             "start of pass": self.start_of_pass,
             "history": [[e.step, e.samples, e.metric, s] for e, s in zip(self.history, self.seconds_at, strict=True)],
+            "skipped": self.skipped,
             "log": self.folder.logged(),
             "seconds": self._seconds(),
             "split": dict(self.split),
@@ -173,6 +185,7 @@ class Training:
         length = self.folder.logged()
         state = self.checkpoints.newest(lambda state: state["identity"] == self._identity() and state["log"] <= length)
         self.folder.cut_log(state["log"] if state else 0)
+        self.folder.forget(skipping.FILE)  # what holds of it stands in the checkpoint
         if not state:
             if self.folder.begun:
                 warnings.warn("no checkpoint was written yet; the run starts over at step 0", Notice, stacklevel=2)
@@ -181,6 +194,8 @@ class Training:
         self.history = [Evaluation(step, samples, metric) for step, samples, metric, _ in state["history"]]
         self.seconds_at = [seconds for *_, seconds in state["history"]]
         self.earlier, self.split = state["seconds"], state["split"]
+        skipping.remember(self.program.task, state["skipped"])
+        self.list_skipped()
         self.start_of_pass = state["start of pass"]
         self.interrupted = checkpoint.taken_up(self.source, self.start_of_pass, state["random"])
 
@@ -201,12 +216,21 @@ class Training:
             "seconds": seconds,
             "split": {**self.split, "training": seconds - sum(self.split.values())},
             "stopped": self.stopped,
+            "skipped": self.list_skipped(),
             "recipe": str(self.recipe),
+            "chosen": self.run.chosen,
             "out": str(self.folder.path) if self.folder else None,
         }
         if self.folder:
             self.folder.write("result.json", json.dumps(result, indent=2, allow_nan=False) + "\n")
+            self._save_what_was_found()
         return result
+
+    def _save_what_was_found(self) -> None:
+        """Puts the settings that methods found while they ran into the folder's recipe, for the next run."""
+        if found := self.run.chosen:
+            recipe = Recipe({name: settings | found.get(name, {}) for name, settings in self.recipe.methods.items()})
+            self.folder.write("recipe.toml", recipe.to_toml())
 
     def _observe(self, records: list[dict]) -> None:
         for observer in self.observers:

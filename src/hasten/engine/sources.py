@@ -36,8 +36,8 @@ def opened(task: Task) -> Task:
 def plan_of(task: Task) -> Loop:
     """The plan of steps of a task whose data are opened, before any method has touched it."""
     data = task.train_data
-    batch_size = data.batch_size if _makes_batches(data) else task.batch_size
-    samples = length_of(data.dataset) if _makes_batches(data) else length_of(data)
+    batch_size = data.batch_size if makes_batches(data) else task.batch_size
+    samples = length_of(data.dataset) if makes_batches(data) else length_of(data)
     return Loop(batch_size=batch_size or task.batch_size or 1, epochs=task.epochs, samples=samples, evaluate_every=task.evaluate_every)
 
 
@@ -81,7 +81,7 @@ def in_sequence(length: int, batch_size: int) -> Callable[[int], Iterable[list[i
 
 def _opened(data, field: str):
     """The data behind a task's field, refused with a reason where it is none."""
-    if callable(data) and not hasattr(data, "__getitem__") and not hasattr(data, "__iter__"):
+    if made_later(data):
         data = data()
     if data is None or isinstance(data, (str, bytes, dict)) or not (hasattr(data, "__getitem__") or hasattr(data, "__iter__")):
         raise Refusal(f"Task({field}=) must be a dataset, a DataLoader or a function that returns one, not {type(data).__name__}")
@@ -90,7 +90,12 @@ def _opened(data, field: str):
     return data
 
 
-def _makes_batches(data) -> bool:
+def made_later(data) -> bool:
+    """Whether a task's field is a function that makes the data."""
+    return callable(data) and not hasattr(data, "__getitem__") and not hasattr(data, "__iter__")
+
+
+def makes_batches(data) -> bool:
     """Whether the data come in batches of their own size: a ready DataLoader, or a pipeline with ``batches(batch_size, seed, training)``."""
     return isinstance(data, DataLoader) or (hasattr(data, "batches") and not hasattr(data, "__getitem__"))
 
@@ -100,7 +105,7 @@ def _batches(data, task: Task, batch_size: int, seed: int, training: bool) -> Ba
         return from_loader(data, task.batch_size, batch_size, seed, training)
     if batch_size is None or (task.batch_size is None and getattr(task.train_data, "batch_size", None) is None):
         raise Refusal("Task(batch_size=) is missing; only a ready DataLoader or a pipeline brings its own")
-    if _makes_batches(data):
+    if makes_batches(data):
         return data.batches(batch_size, seed, training)
     length = length_of(data)
     if length is None or isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):

@@ -160,14 +160,20 @@ def _data_lines(task: Task, users: list[tuple[str, Method]]) -> list[str]:
 
 def _plan(task: Task) -> str:
     """The plan of steps before any method has touched it."""
-    plan, data = sources.plan_of(task), "task.train_data.dataset" if isinstance(task.train_data, DataLoader) else "task.train_data"
+    plan, data = sources.plan_of(task), "task.train_data.dataset" if sources.makes_batches(task.train_data) else "task.train_data"
     known = f", samples=len({data})" if plan.samples is not None else ""
     return f"Loop(batch_size={plan.batch_size}, epochs={plan.epochs!r}, evaluate_every={plan.evaluate_every!r}{known})"
 
 
 def _batches(which: str, data, task: Task) -> list[str]:
-    """Samples by index, the usual case, are written out; what else a task may bring is left to ``sources``."""
+    """Samples by index, the usual case, are written out; a pipeline makes its own; what else a task may bring is left to ``sources``."""
     size = "loop.batch_size" if which == "train" else sources.plan_of(task).batch_size  # judged in the task's own batches
+    if sources.makes_batches(data) and not isinstance(data, DataLoader):
+        training = f"training={which == 'train'}"
+        return [
+            f"data = task.{which}_data.batches({size}, options.seed, {training})",
+            f"{which} = Batches(epoch=data.epoch, length=data.length, {training})",
+        ]
     if isinstance(data, (DataLoader, IterableDataset)) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         return [f"{which} = {'training' if which == 'train' else 'sources.validation'}(task, {size}, options.seed)"]
     order, rest = f"shuffled(samples, {size}, options.seed)", "seed=options.seed"
@@ -212,7 +218,7 @@ from time import perf_counter
 import torch
 
 from hasten.contract.batch import map_tensors, size, split
-from hasten.contract.data import Samples
+from hasten.contract.data import Batches, Samples
 from hasten.contract.method import Evaluation, Loop, Run
 from hasten.contract.task import optimizer_and_schedule
 from hasten.engine.forward import call_model, own_loss

@@ -23,6 +23,7 @@ from hasten.engine.metrics import higher_is_better
 from hasten.engine.observers import Observer
 from hasten.engine.plan import build
 from hasten.engine.running import Training
+from hasten.engine.skipping import tolerant
 from hasten.engine.stopping import stop_requests
 from hasten.engine.tasks import TaskRef
 
@@ -40,6 +41,7 @@ def train(
     resume: bool = False,
     device: str | None = None,
     seed: int = 0,
+    skip_bad: int | None = None,
     watch: Watch = silent,
     checkpoint_seconds: float = 30.0,
     observers: Sequence[Observer] = (),
@@ -52,13 +54,16 @@ def train(
         out: the folder of the run; None writes nothing.
         resume: goes on with the run in ``out``; the weights and the log become those of an undisturbed run, bit for bit.
         device: "cpu", "cuda", "cuda:1"; None picks.
+        skip_bad: so many rows that cannot be read are left out, of the training data as of the validation data, counted in "skipped" and listed
+            in the run's folder (skipped.jsonl). For pipelines of hasten.data; None leaves it to them.
         watch: told the progress, ten times a second at most.
         checkpoint_seconds: between two checkpoints; stretched so that saving costs less than 1 % of the run. 0: after every step.
         observers: told the records of the log, see ``engine/observers.py``.
 
     Returns:
         metric, metric_name, best_metric, steps, samples, seconds, split (seconds by part), seconds_to_target and samples_to_target
-        (None if the target was never reached and held), reached, stopped (early), evaluations, idle, out, ...
+        (None if the target was never reached and held), reached, stopped (early), skipped (rows), chosen (settings that methods found
+        while they ran, by method), evaluations, idle, out, ...
 
     Raises:
         Refusal: a wrong request; nothing was started.
@@ -67,9 +72,10 @@ def train(
     began = perf_counter()
     ref = TaskRef.of(task)
     task = ref.load()
+    task = task if skip_bad is None else tolerant(task, skip_bad)
     recipe, device = Recipe.read(recipe), pick_device(device)
     higher_is_better(task)  # refused now rather than after the first pass
-    identity = {"task": task.name, "seed": seed, "batch_size": task.batch_size, "epochs": task.epochs}
+    identity = {"task": task.name, "seed": seed, "batch_size": task.batch_size, "epochs": task.epochs, "skip_bad": skip_bad}
     folder = RunFolder(out, identity, recipe.to_toml(), resume) if out is not None else None
     code = ref.fingerprint() if ref.given is None else None
     if folder and folder.environment.get("code", code) != code:
@@ -95,6 +101,7 @@ def train(
                 try:
                     return training.to_the_end()
                 finally:
+                    training.list_skipped()  # of a run that could not go on, too
                     training.program = training.source = None  # opens a circle: worker processes end now, not when it is found
         except KeyboardInterrupt:
             raise Failure(f"stopped at once{'; go on from the newest checkpoint with --resume' if folder else ''}") from None

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from hasten.contract.card import Card, Exactness, Order
-from hasten.contract.data import Batches
+from hasten.contract.data import Batches, Crew
 from hasten.contract.method import Method, Run, setting
 
 
@@ -14,7 +14,7 @@ class LoaderWorkers(Method):
     Random numbers that the dataset draws are a function of (seed, epoch, batch), so any number of workers
     gives the same bits. A ready DataLoader's dataset draws from its own stream, as torch's workers always do.
     ``pin`` puts batches into page-locked memory where the run is on a GPU; ``persistent`` keeps the processes
-    from one pass to the next.
+    from one pass to the next. A pipeline of hasten.data is computed by processes of its own, to which these two mean nothing.
     """
 
     workers: int = setting(2, at_least=0, at_most=64)  # more only take memory and starting time
@@ -28,7 +28,7 @@ class LoaderWorkers(Method):
         source="https://docs.pytorch.org/docs/stable/data.html",
         gain_when="reading and decoding a sample takes longer than its share of the step, and cores are idle",
         speeds={"input"},
-        applies_to={"indexed samples"},
+        applies_to={"workers"},
         order=Order.EARLY,
         after=("batched_fetch", "cache_dataset"),  # what is in memory already needs no workers
         tries=({"workers": 1}, {"workers": 2}, {"workers": 4}, {"workers": 8}),
@@ -36,7 +36,7 @@ class LoaderWorkers(Method):
 
     def data(self, batches: Batches, run: Run) -> Batches:
         if batches.samples is None:
-            return self._idle(batches, run, "the data are not read sample by sample")
+            return self._whole_batches(batches, run)
         wanted = replace(
             batches.samples,
             workers=self.workers,
@@ -47,6 +47,12 @@ class LoaderWorkers(Method):
         if wanted == batches.samples:
             return self._idle(batches, run, "the data are read in this way already")
         return wanted.build(wanted)
+
+    def _whole_batches(self, batches: Batches, run: Run) -> Batches:
+        crew = Crew(processes=self.workers, ahead=self.workers * (self.prefetch - 1))
+        if batches.by is None:
+            return self._idle(batches, run, "the data are not read sample by sample")
+        return self._idle(batches, run, "the batches are computed in this way already") if crew == batches.crew else batches.by(crew)
 
     def _idle(self, batches: Batches, run: Run, why: str) -> Batches:
         if batches.training:

@@ -84,6 +84,7 @@ SHAPES = {
         "seconds": AMOUNT,
         "seconds_to_target": AMOUNT,
         "stopped": FACT,
+        "skipped": AMOUNT,
         "out": TEXT,
         "device": TEXT,
         "split": AMOUNTS,

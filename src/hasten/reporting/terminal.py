@@ -102,6 +102,9 @@ def train_answer(result: dict) -> RenderableType:
         rows.append(("target", f"{words.plain(result['target'])} not reached"))
     if result["stopped"]:
         rows.append(("stopped", "before the plan's last step"))
+    if result["skipped"]:
+        many = words.count(result["skipped"], "row", "rows")
+        rows.append(("left out", f"{many} that could not be read{'; skipped.jsonl lists them' if result['out'] else ''}"))
     rows += [("idle", ": ".join(pair)) for pair in result["idle"]]
     if result["out"]:
         rows.append(("folder", result["out"]))

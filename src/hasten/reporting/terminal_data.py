@@ -19,8 +19,10 @@ def inspect_answer(result: dict) -> RenderableType:
     about = "" if result["rows_exact"] else "about "
     rows = [
         ("files", f"{words.count(result['files'], 'file', 'files')}, {size(result['bytes'])}"),
+        ("beside them", _left(result["others"], "not looked at")),
         ("rows", f"{about}{words.count(result['rows'], 'row', 'rows')}"),
         ("columns", _columns(result["columns"])),
+        ("classes", _classes(result["classes"])),
     ]
     paces = [
         ("from the disk", _bytes(speed["disk"])),
@@ -28,8 +30,8 @@ def inspect_answer(result: dict) -> RenderableType:
         ("decoding", pace(speed["decode"])),
         ("into batches", pace(speed["copy"])),
     ]
-    told = [Text((result["trouble"] and f"Not measured: {result['trouble']}") or _verdict(result)), Text()]
-    parts = [headline(result["title"], result["path"], False), pairs(rows), Text(), *told, pairs([row for row in paces if row[1]])]
+    told = f"Not measured: {result['trouble']}" if result["trouble"] else _verdict(result)
+    parts = [headline(result["title"], result["path"], False), _told(rows), Text(), Text(told), Text(), _told(paces)]
     return Group(*parts, *_storages(result))
 
 
@@ -37,16 +39,21 @@ def convert_answer(result: dict) -> RenderableType:
     """What was written, that it was read back, and what it gives."""
     gain = result["gain"]
     paces = f"{pace(gain['before'])} before, {pace(gain['after'])} now" if gain["ratio"] else ""
+    estimated = f"estimated {words.ratio(gain['estimated'])}" if gain["estimated"] else "not estimated"
     rows = [
         ("files", f"{words.count(len(result['files']), 'file', 'files')}, {size(result['bytes'])}, before {size(result['bytes_before'])}"),
+        ("left as they are", _left(result["others"], "not converted")),
         ("read back", f"all {words.count(result['rows'], 'row', 'rows')}, content {result['digest']}"),
+        ("left out", _skipped(result)),
+        ("classes", _classes(result["classes"])),
         ("took", words.seconds(result["seconds"])),
+        ("gain", f"{estimated}, measured {words.ratio(gain['ratio'])}" if gain["ratio"] else ""),
         ("one core", paces),
         ("open it with", result["open"]),
     ]
     faster = gain["ratio"] is not None and gain["ratio"] > 1
     said = f"Read {words.ratio(gain['ratio'])} as fast" if gain["ratio"] else f"Stored as {result['to']}"
-    return Group(headline(said, result["out"], faster), pairs([row for row in rows if row[1]]))
+    return Group(headline(said, result["out"], faster), _told(rows))
 
 
 def bench_answer(result: dict) -> RenderableType:
@@ -82,10 +89,31 @@ def _bytes(rate: float | None) -> str:
     return "" if rate is None else f"{size(rate)}/s"
 
 
+def _told(rows: list[tuple[str, str]]) -> RenderableType:
+    """The rows in which something is said."""
+    return pairs([row for row in rows if row[1]])
+
+
 def _columns(columns: dict) -> str:
     shown = [f"{name}: {kind}" for name, kind in list(columns.items())[:MOST_COLUMNS]]
     more = len(columns) - len(shown)
     return "; ".join([*shown, *([f"and {more} more"] if more > 0 else [])]) or words.NOTHING
+
+
+def _left(others: dict, what: str) -> str:
+    """The files of other forms, and what of them; nothing where there are none."""
+    files = ", ".join(f"{count:,} {form}" for form, count in others.items())
+    return files and f"{files}; {what}"
+
+
+def _skipped(result: dict) -> str:
+    return f"{words.count(result['skipped'], 'row', 'rows')} that could not be read; skipped.jsonl lists them" if result["skipped"] else ""
+
+
+def _classes(names: list[str] | None) -> str:
+    """``3: bird, cat, dog``, in the order of their numbers."""
+    shown = ", ".join((names or [])[:MOST_COLUMNS])
+    return shown and f"{len(names)}: {shown}{', ...' if len(names) > MOST_COLUMNS else ''}"
 
 
 def _verdict(result: dict) -> str:
@@ -112,8 +140,9 @@ def _storages(result: dict) -> list[RenderableType]:
     command = ["hasten", "data", "convert", result["path"], "--to", best["to"]]
     command += ["--resize", str(best["resize"])] if best["resize"] else []
     command += ["--target", result["target"]] if result["target"] and best["to"] == "rows" else []
+    command += ["--fill", str(best["fill"])] if best["fill"] is not None else []
     or_else = [Text('or .cache("disk") in the pipeline: its first pass stores such rows by itself', QUIET)] if best["to"] == "rows" else []
-    return [Text(), indented(table), Text(), Text(f"{shlex.join(command)} --out DIR"), *or_else]
+    return [Text(), indented(table), Text(), Text(f"{shlex.join(command)} --out DIR", no_wrap=True, overflow="ignore"), *or_else]
 
 
 def _hungry(result: dict) -> str:

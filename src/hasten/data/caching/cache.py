@@ -1,7 +1,8 @@
 """Caches: samples that are read and decoded once, in memory or on disk.
 
 A cache changes when a batch comes, never what is in it: it stands where its source stood, row for row, with the same runs for a
-windowed shuffle. Before every pass it asks the source what it is made of; a changed file is a reason to fill it anew.
+windowed shuffle. Before every pass it asks the source what it is made of; a changed file is a reason to fill it anew. Rows of a
+list, such as pictures that were not resized, are kept where all have one shape, and given as a list again.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from itertools import count
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -17,31 +20,35 @@ import numpy
 import psutil
 import torch
 
-from hasten.contract.errors import Failure, Notice, Refusal, one_line
+from hasten.contract.errors import Failure, Notice, Refusal
 from hasten.contract.watch import Watch
-from hasten.data.budget import free_memory
 from hasten.data.caching.cache_disk import Folder, default_folder
 from hasten.data.caching.fingerprints import fingerprint
+from hasten.data.checks import above_0
 from hasten.data.faults import Faults
 from hasten.data.formats.in_memory import gathered, signed
-from hasten.data.making import Map, stacked
+from hasten.data.making import Map, Unlike, handed_on, lists_of, stacked
 from hasten.data.source import BadRow, Source, leaves_of, mapped, rows_of
+from hasten.engine.budget import free_memory
 
 SHARE_OF_FREE = 0.5  # that a cache may take where nobody says
 PROBED = 4  # rows that are read to know the size of all
 CHUNK = 16_000_000  # bytes that are read at a time while filling
 SECONDS_BETWEEN_NOTICES = 30.0
-ALIKE = "a cache holds rows of one shape and type: make them so with .map() before .cache()"
+ALIKE = "a cache holds rows of one shape and type: make them so with .map() before .cache(), pictures with images(resize=)"
 
 
 def cached(source: Source, maps: tuple[Map, ...], where: str, gigabytes: float | None, folder, watch: Watch | None) -> Source:
     """The source, with its sample maps, behind a cache. The arguments are those of ``Pipeline.cache``."""
     if where not in ("memory", "disk"):
         raise Refusal(f"cache(where=) is 'memory' or 'disk', not {where!r}")
-    if gigabytes is not None and not gigabytes > 0:
-        raise Refusal(f"cache(gigabytes=) must be above 0, not {gigabytes!r}")
+    above_0("cache(gigabytes=)", gigabytes)
     if folder is not None and where == "memory":
         raise Refusal("cache(folder=) is for a cache on disk; say .cache('disk', folder=...)")
+    if folder is not None and not (isinstance(folder, (str, Path)) and str(folder)):
+        raise Refusal(f"cache(folder=) is the path of a folder, not {folder!r:.80}")
+    if watch is not None and not callable(watch):
+        raise Refusal(f"cache(watch=) is a function (what, done, seconds left), not {watch!r:.80}")
     mapped_source = Mapped(source, maps) if maps else source
     if where == "memory":
         return MemoryCache(mapped_source, gigabytes, watch)
@@ -61,13 +68,12 @@ class Mapped(Source):
         return len(self.source)
 
     def read(self, rows: numpy.ndarray):
-        samples = rows_of(self.source.read(rows))
-        for function in self.functions:
-            samples = [function(sample) for sample in samples]
+        columns = self.source.read(rows)
+        samples, lists = self._mapped(rows_of(columns)), lists_of(columns)
         try:
-            return stacked(samples)
-        except (RuntimeError, TypeError, ValueError, KeyError) as error:
-            raise Refusal(f"the samples cannot be stacked ({one_line(error, 120)}); {ALIKE}") from error
+            return stacked(samples, lists, self._handed_on if lists else frozenset())
+        except Unlike as error:
+            raise Refusal(f"{error}; {ALIKE}") from None
 
     def identity(self) -> dict:
         return {"of": made_of(self.source), "maps": self.marks}
@@ -77,6 +83,16 @@ class Mapped(Source):
 
     def prepare(self, runner: Callable, faults: Faults) -> None:
         self.source.prepare(runner, faults)
+        self.__dict__.pop("_handed_on", None)  # the data may have changed
+
+    def _mapped(self, samples: list, rows: numpy.ndarray | None = None) -> list:
+        for function in self.functions:
+            samples = [function(sample) for sample in samples]
+        return samples
+
+    @cached_property
+    def _handed_on(self) -> frozenset[tuple]:
+        return handed_on(self.source, self._mapped)
 
 
 class Cache(Source):
@@ -85,6 +101,7 @@ class Cache(Source):
     def __init__(self, source: Source, gigabytes: float | None, watch: Watch | None):
         self.source, self.gigabytes, self.watch = source, gigabytes, watch
         self.made_of = self.kept = None
+        self.lists: list[int] = []  # the columns, counted through, that are given as lists of rows
         self.bad: dict[int, tuple[str, str]] = {}  # row -> (where, why)
 
     def __getstate__(self) -> dict:
@@ -100,8 +117,13 @@ class Cache(Source):
             for row in rows.tolist():
                 if row in self.bad:
                     raise BadRow(row, *self.bad[row])
-        index = torch.from_numpy(rows)
-        return mapped(lambda column: gathered(column, index), self.kept)
+        index, number = torch.from_numpy(rows), count()
+
+        def given(column):
+            some = gathered(column, index)
+            return list(some) if next(number) in self.lists else some
+
+        return mapped(given, self.kept)
 
     def identity(self) -> dict:
         return made_of(self.source)
@@ -115,14 +137,14 @@ class Cache(Source):
         if _differ(now, self.made_of):
             self.made_of, self.kept, self.bad = None, None, {}  # given back before others are made
             faults.found.clear()  # rows of other data, perhaps mended since
-            self.kept, self.bad = self.filled(now, runner, faults)
+            self.kept, self.lists, self.bad = self.filled(now, runner, faults)
             self.made_of = now
         for row, why in self.bad.items():
             faults.note(BadRow(row, *why))
 
     @abstractmethod
-    def filled(self, now: dict, runner: Callable, faults: Faults) -> tuple[Any, dict]:
-        """All rows as columns, and the bad ones among them; ``now`` is what they are made of."""
+    def filled(self, now: dict, runner: Callable, faults: Faults) -> tuple[Any, list[int], dict]:
+        """All rows as tensors, the columns that are lists of them, and the bad rows; ``now`` is what they are made of."""
 
     def chunks(self, like, now: dict, runner: Callable, faults: Faults, bad: dict, what: str) -> Iterator[tuple[int, Any]]:
         """All rows in order, as (first row, columns); bad ones are zeros, and noted in ``bad``.
@@ -148,32 +170,34 @@ class Cache(Source):
         if _differ(made_of(self.source), now):
             raise Failure("the data changed while the cache was being filled; start again when nobody writes to them")
 
-    def within(self, free: float, what: str) -> Any:
-        """The first rows, as columns, if all rows like them may be kept.
+    def within(self, free: float, what: str, faults: Faults) -> tuple[Any, list[int]]:
+        """The first rows, as tensors, if all rows like them may be kept; and which columns are lists of them.
 
         Raises:
             Refusal: they need more than is allowed, or have no common shape.
+            Failure: more rows are bad than may be.
         """
-        first = _first_columns(self.source)
+        columns = _first_columns(self.source, faults)
+        first, lists = _as_tensors(columns), [number for number, each in enumerate(leaves_of(columns)) if isinstance(each, list)]
         needed, allowed = bytes_of(first, len(self)), self.gigabytes * 1e9 if self.gigabytes else free * SHARE_OF_FREE
         if needed > allowed:
             whose = "were allowed" if self.gigabytes else f"are half of what is free {what}"
             told = f"a cache of {len(self)} rows needs {needed / 1e9:.3g} GB, and {allowed / 1e9:.3g} GB {whose}"
             raise Refusal(f"{told}; allow more with gigabytes=, or keep less of every sample")
-        return first
+        return first, lists
 
 
 class MemoryCache(Cache):
     """Stacked tensors."""
 
     def filled(self, now: dict, runner: Callable, faults: Faults):
-        first = self.within(free_memory(), "in memory")
+        first, lists = self.within(free_memory(), "in memory", faults)
         kept = mapped(lambda column: torch.zeros((len(self), *column.shape[1:]), dtype=column.dtype), first)
         bad = {}
         for begin, columns in self.chunks(first, now, runner, faults, bad, "filling the cache in memory"):
             for whole, part in zip(leaves_of(kept), leaves_of(columns), strict=True):
                 whole[begin : begin + len(part)] = part
-        return kept, bad
+        return kept, lists, bad
 
 
 class DiskCache(Cache):
@@ -186,13 +210,13 @@ class DiskCache(Cache):
     def filled(self, now: dict, runner: Callable, faults: Faults):
         return Folder(self.folder, now).opened(lambda write: self._written(write, now, runner, faults))
 
-    def _written(self, write: Callable, now: dict, runner: Callable, faults: Faults) -> dict:
-        """Hands every chunk of rows to ``write``; the bad rows."""
+    def _written(self, write: Callable, now: dict, runner: Callable, faults: Faults) -> tuple[list[int], dict]:
+        """Hands every chunk of rows to ``write``; the columns that are lists, and the bad rows."""
         bad = {}
-        first = self.within(psutil.disk_usage(str(self.folder)).free, f"in {self.folder}")
+        first, lists = self.within(psutil.disk_usage(str(self.folder)).free, f"in {self.folder}", faults)
         for _, columns in self.chunks(first, now, runner, faults, bad, f"filling the cache in {self.folder}"):
             write(columns)
-        return bad
+        return lists, bad
 
 
 def made_of(source: Source) -> dict:
@@ -213,6 +237,7 @@ def _whole(source: Source, rows: numpy.ndarray, like, faults: Faults) -> tuple[A
     """The columns of all these rows, with zeros for the bad ones."""
     read, good, faulty = faults.readable(source, rows)
     if read is not None:
+        read = _as_tensors(read)
         _refuse_others(read, like, rows)
     if read is not None and not faulty:
         return read, faulty
@@ -232,22 +257,46 @@ def _refuse_others(columns, like, rows: numpy.ndarray) -> None:
             )
 
 
-def _kind(column) -> str:
-    return f"{column.dtype} {tuple(column.shape[1:])}".removeprefix("torch.") if isinstance(column, torch.Tensor) else "no tensor"
+def _kind(column: torch.Tensor) -> str:
+    return f"{column.dtype} {tuple(column.shape[1:])}".removeprefix("torch.")
 
 
-def _first_columns(source: Source):
-    """Columns of the first few rows that can be read."""
+def _first_columns(source: Source, faults: Faults):
+    """Columns of the first few rows that can be read; the bad ones before them are counted.
+
+    Raises:
+        Failure: more are bad than may be.
+        Refusal: none can be read.
+    """
     for begin in range(0, len(source), PROBED):
-        try:
-            columns = source.read(numpy.arange(begin, min(begin + PROBED, len(source))))
-        except BadRow:
-            continue
-        for number, column in enumerate(leaves_of(columns)):
-            if not isinstance(column, torch.Tensor):
-                raise Refusal(f"column {number} of the samples holds {type(column[0]).__name__}s or unequal shapes; {ALIKE}")
-        return columns
+        columns, _, bad = faults.readable(source, numpy.arange(begin, min(begin + PROBED, len(source))))
+        for fault in bad:
+            faults.note(fault)
+        if columns is not None:
+            return columns
     raise Refusal("there is no row that could be kept: all are bad, or there are none")
+
+
+def _as_tensors(columns):
+    """The columns, those that are lists of tensors stacked.
+
+    Raises:
+        Refusal: a list holds something else, or tensors of several shapes.
+    """
+    number = count()
+
+    def whole(column):
+        place = next(number)
+        if isinstance(column, torch.Tensor):
+            return column
+        if odd := [row for row in column if not isinstance(row, torch.Tensor)]:
+            raise Refusal(f"column {place} of the samples holds {type(odd[0]).__name__}s; {ALIKE}")
+        kinds = [*dict.fromkeys(f"{row.dtype} {tuple(row.shape)}".removeprefix("torch.") for row in column)]
+        if len(kinds) > 1:
+            raise Refusal(f"column {place} of the samples holds rows of {kinds[0]} and of {kinds[1]}; {ALIKE}")
+        return torch.stack(column)
+
+    return mapped(whole, columns)
 
 
 def _plain(value):

@@ -2,7 +2,7 @@
 
 ::
 
-    KEY/cache.json     format, rows, nesting, types and shapes of the columns, bad rows, what it was made of
+    KEY/cache.json     format, rows, nesting, types and shapes of the columns, which of them are lists, bad rows, what it was made of
     KEY/0.rows, ...    one file a column: its rows one after the other, nothing else
     KEY.making/        the same, while it is being written: renamed when it is whole
     KEY.lock           held by whoever writes; the system lets go of it when that process ends, however it ends
@@ -34,7 +34,7 @@ from hasten.data.formats.in_memory import from_numpy_array
 from hasten.data.source import leaves_of, length_of
 from hasten.engine.failures import disk_trouble
 
-FORMAT = 1
+FORMAT = 2
 NOT_WHOLE = (OSError, ValueError, LookupError, TypeError, AttributeError)  # what reading a damaged description, or none, may raise
 SECONDS_BETWEEN_LOOKS = 0.1  # for the lock that another process holds
 
@@ -56,11 +56,11 @@ class Folder:
         self.folder, self.made_of = folder, json.loads(told)[2]
         self.whole, self.making, self.lock = folder / key, folder / f"{key}.making", folder / f"{key}.lock"
 
-    def opened(self, fill: Callable[[Callable], dict]) -> tuple[Any, dict]:
-        """(columns, bad rows), memory-mapped; made first where it is not there.
+    def opened(self, fill: Callable[[Callable], tuple[list[int], dict]]) -> tuple[Any, list[int], dict]:
+        """(columns, which of them are lists of rows, bad rows), memory-mapped; made first where it is not there.
 
         Args:
-            fill: ``(write) -> bad rows``: calls ``write(columns)`` for all rows, in order.
+            fill: ``(write) -> (lists, bad rows)``: calls ``write(columns)`` for all rows, in order.
 
         Raises:
             Failure: the disk is full, or may not be written to.
@@ -83,8 +83,9 @@ class Folder:
             self.making.mkdir()
         written = _Written(self.making)
         try:
-            bad = fill(written.write)
-            written.finish({"format": FORMAT, "made of": self.made_of, "bad": [[row, *why] for row, why in bad.items()]})
+            lists, bad = fill(written.write)
+            told = {"format": FORMAT, "made of": self.made_of, "lists": lists, "bad": [[row, *why] for row, why in bad.items()]}
+            written.finish(told)
             with _trouble(self.folder):
                 self.making.rename(self.whole)
                 _synced(self.folder)
@@ -93,7 +94,7 @@ class Folder:
             shutil.rmtree(self.making, ignore_errors=True)
             raise
 
-    def _mapped(self) -> tuple[Any, dict]:
+    def _mapped(self) -> tuple[Any, list[int], dict]:
         about = json.loads((self.whole / "cache.json").read_text(encoding="utf-8"))
         columns = []
         for number, (kind, shape) in enumerate(about["columns"]):
@@ -102,7 +103,7 @@ class Folder:
                 raise OSError(errno.EIO, "damaged", str(file))
             mapped = numpy.memmap(file, numpy.uint8, mode="r") if file.stat().st_size else numpy.empty(0, numpy.uint8)
             columns.append(from_numpy_array(mapped).view(dtype).view(shape))
-        return _nested(about["nesting"], columns), {row: (where, why) for row, where, why in about["bad"]}
+        return _nested(about["nesting"], columns), about["lists"], {row: (where, why) for row, where, why in about["bad"]}
 
 
 class _Written:

@@ -19,7 +19,9 @@ LANE = 64  # bytes
 AT_ONCE = 1 << 22  # bytes in one rectangle
 
 try:
-    from google_crc32c import value as _installed
+    import google_crc32c
+
+    _installed = google_crc32c.value if google_crc32c.implementation == "c" else None  # in Python alone it is slower than NumPy
 except ImportError:
     _installed = None
 

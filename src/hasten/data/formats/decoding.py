@@ -19,6 +19,7 @@ import numpy
 import torch
 
 from hasten.contract.errors import Refusal, one_line
+from hasten.data.checks import at_least
 from hasten.data.memory import taken
 from hasten.data.source import BadRow
 
@@ -28,13 +29,21 @@ SPARE = 2  # a JPEG is decoded at no less than so many times the size that is wa
 _own = threading.local()  # each thread decodes into memory of its own
 
 
-def size_of(resize: int | tuple[int, int] | None) -> tuple[int, int] | None:
-    """(height, width) of ``resize``."""
-    sides = (resize, resize) if isinstance(resize, int) else resize
-    if sides is None:
+def size_of(resize: int | tuple[int, int] | None, pixels: int = PIXELS) -> tuple[int, int] | None:
+    """(height, width) of ``resize``, which may not have more pixels than a picture may.
+
+    Raises:
+        Refusal: it is no size, or too big; ``pixels`` is no number of pixels.
+    """
+    at_least("pixels=", pixels, 1)
+    if resize is None:
         return None
-    if not isinstance(sides, (tuple, list)) or len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
-        raise Refusal(f"resize is the side of a square or (height, width) in pixels, not {resize!r}")
+    sides = resize if isinstance(resize, (tuple, list)) else (resize, resize)
+    if len(sides) != 2 or not all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in sides):
+        raise Refusal(f"resize is the side of a square or (height, width) in pixels, not {resize!r:.80}")
+    if sides[0] * sides[1] > pixels:
+        told = f"resize={resize!r} makes pictures of {sides[0] * sides[1]} pixels, and {pixels} are allowed"
+        raise Refusal(f"{told}; make them smaller, or allow more: pixels=")
     return tuple(sides)
 
 

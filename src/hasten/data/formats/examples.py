@@ -18,6 +18,7 @@ import numpy
 import torch
 
 from hasten.contract.errors import Refusal, nearest
+from hasten.data.formats import settings
 from hasten.data.formats.example_messages import Message, parsed, written
 from hasten.data.formats.example_walk import FIRST, field_at, lists_of
 from hasten.data.memory import taken
@@ -70,9 +71,24 @@ def schema(samples: list[Message], wanted: Sequence[str] | Mapping | None, targe
         counts = {len(values) for _, values in lists}
         shape = None if len(counts) > 1 else () if counts == {1} else (counts.pop(),)
         said = wanted[name] if isinstance(wanted, Mapping) and name in wanted else shape
-        raw, shape = said if isinstance(said, tuple) and said and isinstance(said[0], torch.dtype) else (None, said)
-        features.append(Feature(name, kinds[0], shape if shape is None else tuple(shape), raw))
+        features.append(Feature(name, kinds[0], *_form(name, kinds[0], said)))
+    if not features:
+        raise Refusal("features= names nothing to be read" if known else "the records hold no features")
     return features
+
+
+def _form(name: str, kind: str, said) -> tuple[tuple[int, ...] | None, torch.dtype | None]:
+    """(shape of a sample, type of the numbers in its byte string) of what was said about a feature.
+
+    Raises:
+        Refusal: neither a shape nor (type, shape), or a type for what is no byte string.
+    """
+    raw = None
+    if isinstance(said, tuple) and len(said) == 2 and isinstance(said[0], torch.dtype):
+        raw, said = said
+        if kind != "bytes":
+            raise Refusal(f"feature {name!r} holds {kind} values, no byte strings to be read as {raw}; say its shape alone")
+    return None if said is None else settings.shape(f"features={{{name!r}: ...}}", said), raw
 
 
 def columns_of(data: numpy.ndarray, begins: numpy.ndarray, ends: numpy.ndarray, features: list[Feature]) -> dict:

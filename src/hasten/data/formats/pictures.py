@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy
 import torch
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import Failure, Refusal, one_line
 from hasten.data.formats.decoding import PIXELS, manner, pictures_of, size_of
 from hasten.data.pipeline import Pipeline
-from hasten.data.places.files import found, opened, stamp
+from hasten.data.places.files import found, is_remote, opened, stamp
 from hasten.data.places.manifests import Manifest, manifest_of, manifest_of_paths
+from hasten.data.places.remote import Nothing
 from hasten.data.source import Source
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
@@ -32,14 +33,15 @@ def images(
     Args:
         paths: a folder, whose list of files is kept for the next time, or files and patterns, local or remote.
         resize: the side of a square, or (height, width), in pixels: the shorter side is made to fit, and the middle cut out. A
-            batch of pictures is then one tensor (rows, 3, height, width), and otherwise a list of tensors.
+            batch of pictures is then one tensor (rows, 3, height, width), and otherwise a list of tensors, also where all are
+            alike, which can be seen of a batch only when it has been read.
         labels: "folder" for the number (int64) of the sorted name of the folder right under ``paths``, or around a
             file of a pattern; a dict from file name (or path inside the folder) to a number; None for no label. With labels a
             batch is the tuple (pictures, labels).
         pixels: a picture of more pixels, also while it is resized, is a bad row: a small file can ask for all memory.
 
     Raises:
-        Refusal: no picture, a picture without a label.
+        Refusal: no picture, a picture without a label, a size of more pixels than are allowed.
     """
     return Pipeline(Images(paths, resize, labels, pixels))
 
@@ -52,8 +54,8 @@ class Images(Source):
     """
 
     def __init__(self, paths, resize=None, labels="folder", pixels: int = PIXELS):
+        self.size, self.pixels = size_of(resize, pixels), pixels
         self.files = _files(paths)
-        self.size, self.pixels = size_of(resize), pixels
         self.classes: list[str] = []
         if labels == "folder":
             self.classes, self.labels = _by_folder(self.files)
@@ -86,8 +88,13 @@ def _files(paths) -> Manifest:
 
 
 def _content(path: str) -> bytes:
-    with opened(path) as file:
-        return file.read()
+    try:
+        with opened(path) as file:
+            return file.read()
+    except Refusal as refused:
+        if is_remote(path) and not isinstance(refused, Nothing):  # a login that has run out is no fault of this picture
+            raise Failure(str(refused)) from None
+        raise
 
 
 def _by_folder(files: Manifest) -> tuple[list[str], torch.Tensor]:
@@ -114,4 +121,7 @@ def _by_name(files: Manifest, labels: Mapping[str, float]) -> torch.Tensor:
                 f"{files.inside(number)} has no label" if label is None else f"the label of {files.inside(number)} is no number: {label!r}"
             )
         numbers.append(label)
-    return torch.tensor(numbers)
+    try:
+        return torch.tensor(numbers)
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise Refusal(f"the labels are not what a tensor can hold: {one_line(error)}") from None

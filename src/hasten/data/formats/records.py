@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy
 
 from hasten.contract.errors import Refusal, nearest
+from hasten.data.formats import settings
 from hasten.data.formats.checksums import crc32c, crc32c_of_rows, masked
 from hasten.data.formats.example_messages import Message, parsed
 from hasten.data.formats.examples import Malformed, columns_of, schema
@@ -56,6 +57,11 @@ def tfrecord(
 
     Source: https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/example/example.proto
     """
+    settings.name("target=", target)
+    if features is not None:
+        shaped = isinstance(features, Mapping)
+        named = settings.names("features=", list(features) if shaped else features)
+        features = features if shaped else named
     return Pipeline(Examples(Records(found(paths, SUFFIXES), verify), features, target))
 
 

@@ -7,6 +7,8 @@ another beginning, and gathering it is the copy that has to be made anyway. The 
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Callable, Sequence
 
 import numpy
@@ -16,10 +18,14 @@ from hasten.contract.errors import Refusal
 from hasten.data.chance import Chance
 from hasten.data.formats.in_memory import Arrays
 from hasten.data.making import Map
-from hasten.data.memory import taken
+from hasten.data.memory import large, scratch
 from hasten.data.pipeline import Pipeline
 from hasten.data.source import Source
-from hasten.data.transforms import blank, choices, crop, inside, normalise, places
+from hasten.data.transforms import choices, crop, inside, moments, places, scaled
+from hasten.data.unpacking import TAIL, keep_what_is_freed, page_faults, tails, unpacked, unpacks
+
+TRIES, REST = 3, 256  # batches: in fresh memory before they are made in two passes, and in two passes before one is tried again
+MOST_FRESH = 0.1  # of a batch
 
 
 def augmented(
@@ -41,7 +47,7 @@ def augmented(
     """
     source = Numbered(Arrays(images if labels is None else (images, labels)))
     crop(padding, mirror)  # refuses what cannot be
-    gather = Gather(source.images, padding, mirror, normalise(mean, std))
+    gather = Gather(source.images, padding, mirror, *moments(mean, std))
     return Stored(source, batch_maps=(Map(gather, stage=0),))
 
 
@@ -77,30 +83,65 @@ class Numbered(Source):
 
 
 class Gather:
-    """``(row numbers) -> pictures``, drawing the same numbers as ``crop``. What a choice means is looked up."""
+    """``(row numbers) -> pictures``, drawing the same numbers as ``crop``. What a choice means is looked up.
 
-    def __init__(self, images: torch.Tensor, padding: int, mirror: bool, finish: Callable):
-        self.shape, self.size, self.choices, self.finish = images.shape[1:], images[0].numel(), choices(padding), finish
-        height, width = self.shape[-2:]
+    Where one pass can make floats of uint8 (``unpacking.py``), every plane has a tail; a window that begins further on has the tail
+    further on too, among what is blanked, and gets its own.
+    """
+
+    def __init__(self, images: torch.Tensor, padding: int, mirror: bool, means: tuple[float, ...], stds: tuple[float, ...]):
+        self.shape, self.choices, self.means, self.stds = images.shape[1:], choices(padding), means, stds
+        *planes, height, width = self.shape
+        self.planes = math.prod(planes)
+        self.tails = tails(means, stds, self.planes) if _can_have_tails(images, means, stds) else None
+        self.plane = height * width
+        self.pitch = self.plane if self.tails is None else self.plane + TAIL
+        self.size = self.planes * self.pitch
         first = padding * (width + 1)  # room for what a window at the very beginning, or end, reaches over
-        self.values = torch.zeros((1 + mirror) * images.numel() + 2 * first, dtype=images.dtype)
+        copy = len(images) * self.size
+        self.values = large((1 + mirror) * copy + 2 * first, images.dtype)
         for number, each in enumerate([images, images.flip(-1)] if mirror else [images]):
-            begin = first + number * images.numel()
-            self.values[begin : begin + images.numel()] = each.flatten()
+            begin = first + number * copy
+            self.values[begin : begin + copy].view(-1, self.pitch)[:, : self.plane] = each.reshape(-1, self.plane)
         top, left, mirrored = places(torch.arange(self.choices), padding)
         if mirror:
             left = torch.where(mirrored, 2 * padding - left, left)  # crop moves first, and mirrors then
-            first += mirrored * images.numel()
+            first += mirrored * copy
         self.begins = first + (top - padding) * width + left - padding
         self.inside = inside(top, left, padding, height, width, images.dtype.itemsize)
+        self.tries = TRIES
+        if self.tails is not None:
+            keep_what_is_freed()
 
     def __call__(self, batch, chance: Chance):
         labelled = isinstance(batch, tuple)
         numbers = batch[0] if labelled else batch
-        chosen = chance.integers(0, self.choices)
+        chosen, count = chance.integers(0, self.choices), len(numbers)
         begins = self.begins.index_select(0, chosen).add_(numbers, alpha=self.size)
         windows = self.values.as_strided((len(self.values) - self.size + 1, self.size), (1, 1))
-        pictures = taken((len(numbers), *self.shape), self.values.dtype)
-        torch.index_select(windows, 0, begins, out=pictures.view(-1, self.size))
-        made = self.finish(blank(pictures, self.inside.index_select(0, chosen)))
+        rows = torch.index_select(windows, 0, begins, out=scratch("rows", (count, self.size), self.values.dtype))
+        kept = torch.index_select(self.inside, 0, chosen, out=scratch("kept", (count, self.inside.shape[1]), self.inside.dtype))
+        planes = rows.view(kept.dtype).view(count, self.planes, -1)
+        planes[:, :, : kept.shape[1]].bitwise_and_(kept[:, None])
+        if self.tails is not None and self.tries > 0:
+            planes[:, :, -1] = self.tails
+            made = self._unpacked(rows.view(-1, self.pitch)).view(count, *self.shape)
+        else:
+            self.tries = self.tries - 1 if self.tries > -REST else TRIES
+            pictures = rows.view(count, self.planes, self.pitch)[:, :, : self.plane]
+            made = scaled(pictures.view(count, *self.shape), self.means, self.stds)
         return (made, *batch[1:]) if labelled else made
+
+    def _unpacked(self, planes: torch.Tensor) -> torch.Tensor:
+        """The floats, which torch puts into memory of its own; a try less when that has to come from the system, as a second pass is cheaper."""
+        before = page_faults()
+        made = unpacked(planes)
+        fresh = (page_faults() - before) * mmap.PAGESIZE / made.nbytes
+        self.tries = self.tries - 1 if fresh > MOST_FRESH else min(self.tries + 1, TRIES)
+        return made
+
+
+def _can_have_tails(images: torch.Tensor, means: tuple[float, ...], stds: tuple[float, ...]) -> bool:
+    *planes, height, width = images.shape[1:]
+    fits = height * width % TAIL == 0 and (len(means) == 1 or planes[:1] == [len(means)])
+    return images.dtype == torch.uint8 and fits and unpacks(means, stds)

@@ -14,37 +14,14 @@ from typing import Any
 import numpy
 import torch
 
-from hasten.contract.errors import Notice, Refusal, one_line
+from hasten.contract.errors import Notice, Refusal
 from hasten.data.formats.in_memory import gathered
+from hasten.data.formats.table_fills import filled, missing_whole
+from hasten.data.formats.table_types import is_number, plain, shape_of, tensor_type
 
+LARGEST = (1 << 63) - 1
 BLOCK = 4096  # rows that are turned at a time: a block's columns stay in the processor's cache
 WHOLE = 1 << 24  # up to here a float32 holds every whole number
-TENSORS = {
-    "bool": torch.bool, "int8": torch.int8, "int16": torch.int16, "int32": torch.int32, "int64": torch.int64,
-    "uint8": torch.uint8, "uint16": torch.int32, "uint32": torch.int64, "uint64": torch.int64,
-    "halffloat": torch.float16, "float": torch.float32, "double": torch.float64, "null": torch.float32,
-}  # fmt: skip
-
-
-def is_number(kind) -> bool:
-    """Whether an Arrow type can be one column of a float matrix: whole numbers, fractions, yes and no; times cannot."""
-    import pyarrow.types as types
-
-    return str(kind) in TENSORS or types.is_decimal(kind)
-
-
-def plain(kind):
-    """The Arrow type under which a column is treated: dictionaries as their entries, text, bytes and lists with 64-bit offsets."""
-    import pyarrow as pa
-    import pyarrow.types as types
-
-    if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
-        return plain(kind.value_type)
-    if types.is_string(kind) or types.is_string_view(kind):
-        return pa.large_string()
-    if types.is_binary(kind) or types.is_binary_view(kind):
-        return pa.large_binary()
-    return pa.large_list(kind.value_type) if types.is_list(kind) or types.is_list_view(kind) else kind
 
 
 def column(kind, rows: int, name: str):
@@ -59,26 +36,6 @@ def column(kind, rows: int, name: str):
     return Others(name, kind)
 
 
-def shape_of(kind) -> tuple[tuple[int, ...], Any]:
-    """The shape of a row, and the type of what is in it: lists of a fixed size nest."""
-    import pyarrow as pa
-    import pyarrow.types as types
-
-    if isinstance(kind, pa.FixedShapeTensorType):
-        return tuple(kind.shape), kind.value_type
-    shape = ()
-    while types.is_fixed_size_list(kind):
-        shape, kind = (*shape, kind.list_size), kind.value_type
-    return shape, kind
-
-
-def tensor_type(kind) -> torch.dtype:
-    """The dtype that holds the values of an Arrow type."""
-    import pyarrow.types as types
-
-    return torch.float64 if types.is_decimal(kind) else TENSORS.get(str(kind), torch.int64)  # a time is its count of units
-
-
 class Numbers:
     """One tensor, (rows, ...). ``dtype`` may be another one than the file's."""
 
@@ -87,6 +44,10 @@ class Numbers:
 
     def put(self, array, fill, where: str) -> None:
         values = numbers_of(array, fill, self.name, where)
+        if values.dtype == numpy.uint64 and len(values) and values.max() > LARGEST:
+            raise Refusal(
+                f"column {self.name!r} holds {values.max()} in {where}; a tensor holds whole numbers up to {LARGEST}: leave it out"
+            )
         self.tensor.numpy()[self._filled : self._filled + len(array)] = values.reshape(len(array), *self.tensor.shape[1:])
         self._filled += len(array)
 
@@ -134,9 +95,10 @@ class Classes:
         self._numbers, self._known, self.name = Numbers(torch.int64, rows, (), name), pa.array(classes, pa.large_string()), name
 
     def put(self, array, fill, where: str) -> None:
+        import pyarrow as pa
         import pyarrow.compute as compute
 
-        words = _filled(_whole(array), fill, self.name, where)
+        words = filled(_whole(array).cast(pa.large_string()), fill, self.name, where)  # where all are missing, they have no type
         numbers = compute.index_in(words, self._known)
         if numbers.null_count:
             stranger = words.filter(compute.is_null(numbers))[0].as_py()
@@ -161,10 +123,10 @@ class Others:
         import pyarrow as pa
         import pyarrow.compute as compute
 
-        array = _filled(_whole(array).cast(self._kind), fill, self.name, where)
+        array = filled(_whole(array).cast(self._kind), fill, self.name, where)
         if self._holds_numbers and array.flatten().null_count:
             starts = compute.subtract(array.offsets, array.offsets[0])
-            array = pa.LargeListArray.from_arrays(starts, _filled(array.flatten(), fill, self.name, where))
+            array = pa.LargeListArray.from_arrays(starts, filled(array.flatten(), fill, self.name, where))
         self._pieces.append(array)
 
     def read(self, index: torch.Tensor) -> list:
@@ -189,7 +151,7 @@ class Fields:
     def put(self, array, fill, where: str) -> None:
         array = _whole(array)
         if array.null_count:
-            raise Refusal(_missing(self.name, array.null_count, len(array), where))
+            raise Refusal(missing_whole(self.name, array, where))
         for number, column in enumerate(self._columns.values()):
             column.put(array.field(number), fill, where)
 
@@ -211,40 +173,14 @@ def numbers_of(array, fill, name: str, where: str) -> numpy.ndarray:
         array = array.storage
     while types.is_fixed_size_list(array.type):
         if array.null_count:
-            raise Refusal(_missing(name, array.null_count, len(array), where))
+            raise Refusal(missing_whole(name, array, where))
         array = array.flatten()
-    array = _filled(array, fill, name, where)
+    array = filled(array, fill, name, where)
     if types.is_decimal(array.type):
         array = array.cast(pa.float64())
     elif types.is_temporal(array.type):
         array = array.view(pa.int64() if array.type.bit_width == 64 else pa.int32())
     return array.to_numpy(zero_copy_only=False)
-
-
-def _filled(array, fill, name: str, where: str):
-    """``array`` without missing values. ``fill`` is one number for all numbers, or a dict from column to value."""
-    if not array.null_count:
-        return array
-    import pyarrow as pa
-    import pyarrow.types as types
-
-    if isinstance(fill, dict):
-        value = fill.get(name)
-    else:
-        value = fill if is_number(array.type) else None
-    if value is None:
-        raise Refusal(_missing(name, array.null_count, len(array), where))
-    if types.is_null(array.type):
-        return pa.repeat(value, len(array))
-    try:
-        return array.fill_null(pa.scalar(value, array.type))
-    except (pa.ArrowException, NotImplementedError) as error:
-        raise Refusal(f"column {name!r} is of type {array.type}, which {value!r} cannot fill: {one_line(error)}") from None
-
-
-def _missing(name: str, count: int, values: int, where: str) -> str:
-    remedy = f"fill them (fill=0, or fill={{{name!r}: ...}}) or leave the column out"
-    return f"column {name!r} lacks {count} of its {values} values in {where}; {remedy}"
 
 
 def _whole(array):

@@ -9,13 +9,18 @@ from __future__ import annotations
 import os
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hasten.contract.errors import Refusal, one_line
+from hasten.data.formats import settings
+from hasten.data.formats.table_types import leads_elsewhere
 from hasten.data.places.files import is_remote, opened
+
+MOST_ROWS = 1 << 48  # of a file
+NEVER = ("\n", "\r", '"', "\0")  # what cannot divide the fields of a CSV file
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ class Parquet:
 
             about = read_metadata(file)
             groups = [about.row_group(number) for number in range(about.num_row_groups)]
-            return Manifest(about.schema.to_arrow_schema(), [g.num_rows for g in groups], sum(g.total_byte_size for g in groups))
+            return _manifest(about.schema.to_arrow_schema(), [g.num_rows for g in groups], sum(g.total_byte_size for g in groups))
 
     def run(self, path: str, number: int, columns: list[str]):
         return self._kept[path,].read_row_group(number, columns)
@@ -66,7 +71,7 @@ class Parquet:
     def _open(self, path: str):
         from pyarrow.parquet import ParquetFile
 
-        return ParquetFile(opened_arrow(path))
+        return ParquetFile(opened_arrow(path), page_checksum_verification=True)  # costs nothing where the pages have none
 
 
 class Feather:
@@ -83,7 +88,7 @@ class Feather:
             file.seek(8)  # what lies between the mark at the start and the footer is a stream of messages
             messages = MessageReader.open_stream(file)
             runs = [_rows_in(message.metadata) for message in messages if message.type == "record batch"]
-            return Manifest(schema, runs, file.size())
+            return _manifest(schema, runs, file.size())
 
     def run(self, path: str, number: int, columns: list[str]):
         return self._kept[path, *columns].get_batch(number)
@@ -105,7 +110,11 @@ class Csv:
 
     name, run_name, suffixes = "CSV", "", (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz")
 
-    def __init__(self, delimiter: str | None, header: list[str] | None):
+    def __init__(self, delimiter: str | None = None, header: Iterable[str] | None = None):
+        said = isinstance(delimiter, str) and len(delimiter) == 1 and delimiter.isascii() and delimiter not in NEVER
+        if delimiter is not None and not said:
+            raise Refusal(f"csv(delimiter=) is one character that divides fields, as in delimiter=';', not {delimiter!r:.80}")
+        header = None if header is None else settings.names("csv(header=)", header)
         self.settings, self._parsed = {"delimiter": delimiter, "header": header}, {}
 
     def manifest(self, path: str) -> Manifest:
@@ -128,18 +137,34 @@ class Csv:
         from pyarrow.csv import ParseOptions, ReadOptions, read_csv
 
         delimiter = self.settings["delimiter"] or ("\t" if path.removesuffix(".gz").endswith(".tsv") else ",")
-        with _refusing(path, self.name):
-            for block in (1 << 20, 1 << 30):  # types are guessed from the first block: where it misleads, from everything
+        reading, parsing = {"column_names": self.settings["header"]}, {"delimiter": delimiter}
+        with _refusing(path, self.name, "has each line all its fields, are the delimiter and the header right, is it UTF-8?"):
+            # types are guessed, and rows told apart, block by block: where that misleads, all is one block, and lines may end in quotes
+            for block, across_lines in ((1 << 20, False), (1 << 30, True)):
                 file = opened_arrow(path)
                 with pa.CompressedInputStream(file, "gzip") if path.endswith(".gz") else file as file:
                     try:
-                        reading = ReadOptions(block_size=block, column_names=self.settings["header"])
-                        return read_csv(file, reading, ParseOptions(delimiter=delimiter))
+                        options = ReadOptions(block_size=block, **reading), ParseOptions(newlines_in_values=across_lines, **parsing)
+                        table = read_csv(file, *options)
+                        _ = table.schema.names  # here it is told that they are no text
+                        return table
                     except pa.ArrowInvalid as error:
-                        if "conversion error" not in str(error):
-                            raise
                         misled = error
             raise misled
+
+
+def check(run, rows: int) -> None:
+    """Makes sure that a decoded run has the rows that the file told of, and that no text or list leads out of its column.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    if run.num_rows != rows:
+        raise ValueError(f"it has {run.num_rows} rows, and the file tells of {rows}")
+    run.validate()
+    for kind, column in zip(run.schema.types, run.columns, strict=True):
+        if leads_elsewhere(kind):
+            column.validate(full=True)
 
 
 def opened_arrow(path: str, mapped: bool = False):
@@ -154,15 +179,29 @@ def opened_arrow(path: str, mapped: bool = False):
         raise Refusal(f"cannot read {path}: {one_line(error)}") from None
 
 
+def _manifest(schema, runs: list[int], size: int) -> Manifest:
+    """What a file tells of itself, if it can be true.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    _ = schema.names  # here it is told that they are no text
+    if min(runs, default=0) < 0 or sum(runs) > MOST_ROWS:
+        raise ValueError("it tells of numbers of rows that cannot be")
+    return Manifest(schema, runs, size)
+
+
 @contextmanager
-def _refusing(path: str, name: str):
+def _refusing(path: str, name: str, hint: str = "was writing or copying it broken off?"):
     """Arrow's complaints about a whole file as one clear line."""
     import pyarrow as pa
 
     try:
         yield
-    except (pa.ArrowException, OSError, MemoryError) as error:
-        raise Refusal(f"{path} is no whole {name} file: {one_line(error)}; was writing or copying it broken off?") from None
+    except Refusal:
+        raise
+    except (pa.ArrowException, OSError, MemoryError, ValueError, struct.error) as error:
+        raise Refusal(f"{path} is no whole {name} file: {one_line(error)}; {hint}") from None
 
 
 def _rows_in(message) -> int:

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from hasten.contract.errors import Refusal, nearest
+from hasten.data.formats import settings
 from hasten.data.formats.in_memory import gathered
-from hasten.data.formats.table_columns import Classes, Matrix, Numbers, column, is_number, plain, shape_of, tensor_type
+from hasten.data.formats.table_columns import Classes, Matrix, Numbers, column
+from hasten.data.formats.table_types import is_number, plain, shape_of, tensor_type
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,13 @@ class Layout:
         Raises:
             Refusal: there is no such column, the files differ, or the target cannot be learnt.
         """
-        if isinstance(columns, str):
-            raise Refusal(f"columns= wants a list of names, as in columns=[{columns!r}]")
+        columns = None if columns is None else settings.names("columns=", columns)
+        settings.name("target=", target)
         path, schema = next(iter(schemas.items()))
         wanted = list(dict.fromkeys([*(schema.names if columns is None else columns), *([] if target is None else [target])]))
         for name in wanted:
             if name not in schema.names:
-                raise Refusal(f"{path} has no column {name!r}{nearest(str(name), schema.names)}")
+                raise Refusal(f"{path} has no column {name!r}{nearest(name, schema.names)}")
         inputs = [name for name in wanted if name != target]
         if not inputs:
             raise Refusal(f"no column of {path} is left to read" + (f" besides the target {target!r}" if target else ""))
@@ -109,8 +111,8 @@ class Rows:
             self.matrix.put(table, fill, where)
         for name, each in self.columns.items():
             each.put(table.column(name), fill, where)
-        if self.target is not None:
-            self.target.put(table.column(self.target_name), fill, where)
+        if self.target is not None:  # what is learnt is not made up: it is filled by its name alone
+            self.target.put(table.column(self.target_name), fill if isinstance(fill, Mapping) else {}, where)
 
     def read(self, index: torch.Tensor):
         """A matrix or a dict of columns; with a target the tuple (these, target)."""

@@ -21,13 +21,15 @@ from functools import cached_property
 import numpy
 import torch
 
-from hasten.contract.errors import Notice, Refusal, one_line
-from hasten.data.budget import free_memory
+from hasten.contract.errors import Failure, Notice, Refusal, one_line
 from hasten.data.faults import Faults
-from hasten.data.formats.table_files import Format
+from hasten.data.formats import settings
+from hasten.data.formats.table_files import Format, check
+from hasten.data.formats.table_fills import checked_fill, typed, without_empty
 from hasten.data.formats.table_layout import Layout, Rows, merged
 from hasten.data.places.files import found, stamp, unchanged
 from hasten.data.source import BadRow, Source
+from hasten.engine.budget import free_memory
 
 SHARE = 4  # a table may take this part of the free memory
 WASTE = 4  # times the rows that are given may be decoded before it is told
@@ -43,15 +45,19 @@ class Table(Source):
 
     def __init__(self, form: Format, paths, columns, target, fill, classes, gigabytes):
         _arrow_error()
+        self._form = form
         files = found(paths, form.suffixes)
         with ThreadPoolExecutor(min(len(files), 16)) as pool:
             self._stamps = dict(zip(files, pool.map(stamp, files), strict=True))
             manifests = dict(zip(files, pool.map(form.manifest, files), strict=True))
-        self._form, self._fill, self._chosen_classes = form, fill, classes and [str(name) for name in classes]
         schemas = {file: manifest.schema for file, manifest in manifests.items()}
-        self._layout = Layout.of(schemas, columns, target, guessed=form.name == "CSV")
+        self._guessed = form.name == "CSV"
+        self._layout = Layout.of(schemas, columns, target, self._guessed)
         if classes is not None and not self._layout.has_classes:
             raise Refusal("classes= are the words of a target of text; there is none")
+        self._chosen_classes = None if classes is None else settings.names("classes=", classes)
+        self._empty_is_missing = self._guessed and self._layout.has_classes and "" not in (self._chosen_classes or ())
+        self._fill = checked_fill(fill, self._layout.types, next(iter(schemas.values())).names)
         if gigabytes is not None and not (isinstance(gigabytes, (int, float)) and gigabytes >= 0):
             raise Refusal(f"gigabytes= is a number of at least 0, not {gigabytes!r}")
         self.columns, self.target = self._layout.inputs, target
@@ -101,7 +107,9 @@ class Table(Source):
         for run in range(len(self._runs)):
             if (table := self._attempted(run, [self.target])) is not None:
                 words.update(table.column(self.target).unique().to_pylist())
-        return sorted(words - {None})
+        if None in words and isinstance(self._fill, dict):
+            words.add(self._fill.get(self.target))
+        return sorted(word for word in words if isinstance(word, str))
 
     def prepare(self, runner: Callable, faults: Faults) -> None:
         self._processes = max(1, getattr(runner, "processes", 1))
@@ -193,8 +201,9 @@ class Table(Source):
             try:
                 count = int(self._edges[run + 1] - self._edges[run])
                 self._unpacked += count
+                table = self._decoded(run, self._layout.names)
                 rows = self._layout.rows(count, self.classes)
-                rows.put(self._decoded(run, self._layout.names), self._fill, self._where(run))
+                rows.put(table, self._fill, self._where(run))
                 kept.set_result(rows)
             except BaseException as error:
                 kept.set_exception(error)
@@ -226,17 +235,27 @@ class Table(Source):
 
         Raises:
             BadRow: they cannot be decoded; noted in ``_bad``.
-            Failure: the file is not what it was.
+            Failure: the file is not what it was, or this machine lacks what it takes.
         """
         file, number = self._runs[run]
         try:
             table = self._form.run(file, number, columns)
-        except (OSError, _arrow_error()) as error:
+            check(table, int(self._edges[run + 1] - self._edges[run]))
+        except MemoryError:
+            raise
+        except Refusal:
+            unchanged(file, self._stamps[file])  # what went away, or may no longer be read, was no wrong request
+            raise
+        except (OSError, ValueError, LookupError, _arrow_error()) as error:
             unchanged(file, self._stamps[file])
+            if getattr(error, "errno", None) is not None:  # the system's: Arrow's own about a file have none
+                raise Failure(f"cannot read {self._where(run)}: {one_line(error)}") from None
             self._bad[run] = (self._where(run), one_line(error))
             raise BadRow(self._edges[run], *self._bad[run]) from None
         unchanged(file, self._stamps[file])
-        return table
+        if self._guessed:
+            table = typed(table, self._layout.types)
+        return without_empty(table, self.target) if self._empty_is_missing else table
 
 
 def _arrow_error() -> type[Exception]:

@@ -30,6 +30,9 @@ def parquet(
     their unit as int64, structs are dicts of columns, text and bytes are lists, and lists of unequal length are lists of
     tensors where they hold numbers. In the matrix, whole numbers above 2**24 are rounded, which a Notice tells.
 
+    A row group that does not decode is a run of bad rows. Wrong bytes that decode all the same are noticed where the writer left
+    checksums of the pages (pyarrow: ``write_page_checksum=True``), and in text and lists where they lead out of their column.
+
     A table that fits is held in memory, decoded. Of a bigger one, ``.shuffle(window=4)`` mixes a few row groups at a time:
     fully shuffled, nearly every row of a batch would have a row group decoded for it; or put ``.cache("disk")`` first.
 
@@ -37,14 +40,17 @@ def parquet(
         paths: files, folders or patterns, local or remote (``s3://...``); all files must have the same columns.
         columns: those to read, besides the target; None for all.
         target: the column to learn.
-        fill: what stands for a missing number, or {column: value}; without it, missing values are refused.
+        fill: what stands for a missing number, or {column: value}, also of text, times and the target, which a number alone never
+            fills; without it, missing values are refused. Whole numbers are filled by whole numbers only. NaN is not missing: it
+            is a number that the files hold, and stays.
         classes: the words of a text target in the order of their numbers; None sorts the words that the files hold. Say them
             where two sets of files, training and validation, may not hold the same words.
         gigabytes: (10**9 bytes) of memory for decoded rows; None for a quarter of what is free, or of what the
             container allows, divided among the ranks of this machine.
 
     Raises:
-        Refusal: no file, no such column (the nearest names are told), files that differ, a broken footer, missing values.
+        Refusal: no file, no such column (the nearest names are told), files that differ, a broken footer, missing values, a setting
+            that makes no sense.
         Failure: a file that changed while it was read, or a remote one that does not answer.
 
     Source: https://parquet.apache.org/docs/file-format
@@ -63,6 +69,10 @@ def feather(
 ) -> Pipeline:
     """Rows of Feather (Arrow) files; written without compression, they are read fastest.
 
+    The format has no checksums: a file that is cut off is refused, and a record batch that does not decode, or whose text or lists
+    lead out of it, is a run of bad rows, but wrong bytes in a column of numbers are other numbers. Keep them where the disk or the
+    network watches over them, or take Parquet.
+
     Everything else is as for ``parquet``. Source: https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format
     """
     return Pipeline(Table(Feather(), paths, columns, target, fill, classes, gigabytes))
@@ -80,11 +90,13 @@ def csv(
 ) -> Pipeline:
     """Rows of CSV files, plain or gzipped: parsed once, at this call, and held in memory; convert bigger ones to Parquet.
 
+    Types are guessed from the values. An empty field is a missing number, and a missing class of a text target; in other columns of
+    text it is an empty text.
+
     Args:
-        delimiter: None for a comma, or a tab where the name ends in ``.tsv``.
+        delimiter: one character; None for a comma, or a tab where the name ends in ``.tsv``.
         header: the columns' names, for files whose first line does not hold them.
 
-    Everything else is as for ``parquet``; types are guessed from the values. Source: https://www.rfc-editor.org/rfc/rfc4180
+    Everything else is as for ``parquet``. Source: https://www.rfc-editor.org/rfc/rfc4180
     """
-    form = Csv(delimiter, list(header) if header else None)
-    return Pipeline(Table(form, paths, columns, target, fill, classes, float("inf")))
+    return Pipeline(Table(Csv(delimiter, header), paths, columns, target, fill, classes, float("inf")))

@@ -17,6 +17,7 @@ import numpy
 import torch
 
 from hasten.contract.errors import Refusal, nearest, one_line
+from hasten.data.formats import settings
 from hasten.data.formats.decoding import PIXELS, manner, pictures_of, size_of
 from hasten.data.formats.tar_headers import Damaged, members
 from hasten.data.memory import taken
@@ -65,6 +66,9 @@ class Shards(Source):
     """
 
     def __init__(self, paths, columns=None, target=None, resize=None, pixels: int = PIXELS):
+        self.size, self.pixels = size_of(resize, pixels), pixels
+        columns = None if columns is None else settings.names("columns=", columns)
+        target = None if target is None else _ending(settings.name("target=", target))
         self.stamps = [stamp(path) for path in found(paths, (".tar",))]
         samples = [list(_samples(each)) for each in self.stamps]
         self._edges = numpy.cumsum([0, *map(len, samples)])
@@ -73,7 +77,6 @@ class Shards(Source):
         if not parts:
             raise Refusal(f"there is no sample in {', '.join(each[0] for each in self.stamps[:3])}")
         self.columns, self.target = _wanted(parts, columns, target), target
-        self.size, self.pixels = size_of(resize), pixels
         nothing = (-1, -1)
         self.places = {name: numpy.array([some.get(name, nothing) for some in parts], numpy.int64) for name in self.columns}
         self.shapes = {name: self._shape(name) for name in self.columns if _kind(name) == "npy"}
@@ -178,7 +181,7 @@ def _inside(path: str, name: str) -> None:
 
 def _wanted(parts: list[dict], columns: Sequence[str] | None, target: str | None) -> list[str]:
     known = {name for some in parts for name in some}
-    names = [name.lstrip(".").lower() for name in (parts[0] if columns is None else columns)]
+    names = [_ending(name) for name in (parts[0] if columns is None else columns)]
     for name in [*names, *([] if target is None else [target])]:
         if name not in known:
             raise Refusal(f"no sample has a file that ends in .{name}{nearest(name, known)}")
@@ -189,6 +192,10 @@ def _wanted(parts: list[dict], columns: Sequence[str] | None, target: str | None
 
 
 # ---- what is in a file
+
+
+def _ending(name: str) -> str:
+    return name.lstrip(".").lower()
 
 
 def _kind(name: str) -> str:

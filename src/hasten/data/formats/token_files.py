@@ -2,7 +2,8 @@
 
 ``.bin`` files hold bare numbers, as nanoGPT writes them (https://github.com/karpathy/nanoGPT, ``data/*/prepare.py``), or begin
 with the header of llm.c (https://github.com/karpathy/llm.c, ``dev/data/data_common.py``), which is told by its first number
-and passed over. ``.npy`` files bring their own type.
+and passed over. ``.npy`` files bring their own type. Bare numbers cannot be told from anything else: so what has another ending, or
+begins as a file of another kind does, is read only where its type was named.
 """
 
 from __future__ import annotations
@@ -16,14 +17,21 @@ import numpy
 import torch
 
 from hasten.contract.errors import Refusal
+from hasten.data.checks import at_least
 from hasten.data.formats.in_memory import from_numpy_array, opened_array
 from hasten.data.memory import taken
 from hasten.data.pipeline import Pipeline
-from hasten.data.places.files import found, stamp
+from hasten.data.places.files import found, is_remote, stamp
 from hasten.data.source import Source
 
 HEADER = 1024  # bytes of llm.c's header
+UNNAMED = numpy.dtype("<u2")  # the type of tokens where nobody names one
 HEADED = {20240520: numpy.dtype("<u2"), 20240801: numpy.dtype("<u4")}  # its first number -> type of the tokens
+FOREIGN = {
+    b"\xff\xd8\xff": "a JPEG picture", b"\x89PNG": "a PNG picture", b"PK\x03\x04": "a zip archive, as PyTorch writes checkpoints",
+    b"\x1f\x8b\x08": "compressed with gzip", b"\x28\xb5\x2f\xfd": "compressed with zstd", b"PAR1": "a Parquet file",
+    b"ARROW1": "an Arrow file", b"\x93NUMPY": "a NumPy array, to be named .npy", b"GGUF": "a GGUF model",
+}  # fmt: skip  # by their first bytes
 RUN = 1 << 14  # windows that lie together, for a windowed shuffle
 
 
@@ -33,23 +41,27 @@ def tokens(paths: str | Path | Iterable[str | Path], length: int, dtype=None, st
     Args:
         paths: ``.bin`` or ``.npy`` files, folders of them or patterns. No window reaches across two files.
         length: tokens of a sample.
-        dtype: of a ``.bin`` file without a header, as NumPy names it; None: uint16.
+        dtype: of files of bare numbers, as NumPy names it; None: uint16, for files that end in ``.bin``. What other files say of
+            themselves must agree with it.
         stride: tokens from the beginning of a sample to that of the next; None: ``length``, so that every token is learnt once
             a pass. With 1, every window is a sample: for random windows, end the pass early.
 
     Raises:
-        Refusal: no file, a size that is no multiple of the type's, files shorter than a window, numbers that are no tokens.
+        Refusal: no file, a remote one, one of another kind, a size that is no multiple of the type's, files shorter than a window,
+            numbers that are no tokens.
     """
-    for name, value in {"length": length, "stride": stride or length}.items():
-        if not isinstance(value, int) or value < 1:
-            raise Refusal(f"tokens({name}=) must be a whole number of at least 1, not {value!r}")
-    return Pipeline(Tokens(found(paths, (".bin", ".npy")), length, dtype, stride or length))
+    at_least("tokens(length=)", length, 1)
+    at_least("tokens(stride=)", stride, 1, optional=True)
+    files = found(paths, (".bin", ".npy"))
+    if far := [file for file in files if is_remote(file)]:
+        raise Refusal(f"tokens are mapped into memory, from local files; copy {far[0]} here first")
+    return Pipeline(Tokens(files, length, None if dtype is None else _kind(dtype), length if stride is None else stride))
 
 
 class Tokens(Source):
-    """Windows over token files."""
+    """Windows over token files; ``dtype`` is None where nobody named one."""
 
-    def __init__(self, files: list[str], length: int, dtype, stride: int):
+    def __init__(self, files: list[str], length: int, dtype: numpy.dtype | None, stride: int):
         self.files, self.length, self.dtype, self.stride = [os.path.abspath(file) for file in files], length, dtype, stride
         self._open()
 
@@ -104,34 +116,57 @@ def _selected(windows: torch.Tensor, rows: numpy.ndarray) -> torch.Tensor:
 
 def _windows(tokens: torch.Tensor, width: int, stride: int) -> torch.Tensor:
     """Every window, shape (windows, width): a view, nothing is read."""
-    return tokens.as_strided((max(0, (len(tokens) - width) // stride + 1), width), (stride, 1))
+    if len(tokens) < width:
+        return tokens.new_empty((0, 0))
+    stride = min(stride, len(tokens))  # or a huge one would be no number of a tensor
+    return tokens.as_strided(((len(tokens) - width) // stride + 1, width), (stride, 1))
 
 
-def _opened(file: str, dtype) -> numpy.ndarray:
-    array = opened_array(Path(file)) if file.endswith(".npy") else _opened_bare(file, dtype)
+def _opened(file: str, dtype: numpy.dtype | None) -> numpy.ndarray:
+    array = opened_array(Path(file)) if file.lower().endswith(".npy") else _opened_bare(file, dtype)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise Refusal(f"{file} holds {array.dtype} of {array.ndim} dimensions; tokens are whole numbers in one row")
+    if dtype is not None and array.dtype != dtype:
+        raise Refusal(f"{file} says that it holds {array.dtype}, not {dtype}; leave dtype out")
     if array.dtype.itemsize == 8 and array.dtype.kind == "u":
         array = array.view(numpy.int64)
     return array
 
 
-def _opened_bare(file: str, dtype) -> numpy.ndarray:
+def _opened_bare(file: str, dtype: numpy.dtype | None) -> numpy.ndarray:
     size = os.path.getsize(file)
     if size == 0:
-        return numpy.empty(0, numpy.uint16)
+        return numpy.empty(0, UNNAMED if dtype is None else dtype)
     with open(file, "rb") as opened:
-        first = int.from_bytes(opened.read(4), "little")
-    kind, skipped = (HEADED[first], HEADER) if first in HEADED and size >= HEADER else (_kind(dtype), 0)
-    if dtype is not None and kind != _kind(dtype):
-        raise Refusal(f"{file} says in its header that it holds {kind}, not {_kind(dtype)}; leave dtype out")
+        begin = opened.read(8)
+    first = int.from_bytes(begin[:4], "little")
+    if first in HEADED and size >= HEADER:
+        kind, skipped = HEADED[first], HEADER
+    elif dtype is None:
+        _refuse_foreign(file, begin)
+        kind, skipped = UNNAMED, 0
+    else:
+        kind, skipped = dtype, 0
     if (size - skipped) % kind.itemsize:
         raise Refusal(f"{file} has {size} bytes, no multiple of the {kind.itemsize} of {kind}; name its type: tokens(dtype=)")
     return numpy.memmap(file, kind, mode="r", offset=skipped)
 
 
+def _refuse_foreign(file: str, begin: bytes) -> None:
+    for mark, what in FOREIGN.items():
+        if begin.startswith(mark):
+            raise Refusal(
+                f"{file} is {what}, and no file of tokens; if it holds bare numbers all the same, name their type: tokens(dtype=)"
+            )
+    if not file.lower().endswith(".bin"):
+        raise Refusal(f"{file} ends neither in .bin nor in .npy; if it holds bare numbers, name their type: tokens(dtype='uint16')")
+
+
 def _kind(dtype) -> numpy.dtype:
     try:
-        return numpy.dtype(numpy.uint16 if dtype is None else dtype)
+        kind = numpy.dtype(dtype)
     except TypeError:
-        raise Refusal(f"tokens(dtype=) does not know {dtype!r}; most files hold uint16 or uint32") from None
+        raise Refusal(f"tokens(dtype=) does not know {dtype!r:.80}; most files hold uint16 or uint32") from None
+    if kind.kind not in "iu":
+        raise Refusal(f"tokens(dtype={dtype!r:.80}) is no type of whole numbers; most files hold uint16 or uint32")
+    return kind

@@ -42,6 +42,8 @@ def found(patterns: str | Path | Iterable[str | Path], suffixes: tuple[str, ...]
     for pattern in patterns:
         if not isinstance(pattern, (str, os.PathLike)):
             raise Refusal(f"a file is named by a text or a path, not by {pattern!r:.80}")
+        if not os.fspath(pattern):
+            raise Refusal("a file was named by an empty text")
         matches = remote.matches if is_remote(pattern) else _local_matches
         for each in _expanded(_plain(pattern)):
             some = set(matches(each, tuple(suffix.lower() for suffix in suffixes)))

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import io
+import math
+import re
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from functools import cache
 from glob import has_magic
+from urllib.parse import urlsplit
 
-from hasten.contract.errors import Failure, Refusal, one_line
+from hasten.contract.errors import Failure, Notice, Refusal, one_line
 
 WAITS = (1.0, 2.0, 4.0)  # seconds before a file is asked for again
-MARKS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "created")  # what file systems call a version
+SILENT = 60.0  # seconds without a byte from a web server, after which it is asked again
+MARKS = (
+    "ETag", "etag", "md5Hash", "Content-MD5", "Digest",
+    "mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created",
+)  # fmt: skip  # what file systems call a version, those first that follow the content
 HOPELESS = (
     FileNotFoundError,
     PermissionError,
@@ -19,28 +28,36 @@ HOPELESS = (
     ImportError,
     ValueError,
 )  # asking again does not help
+BUSY = (408, 425, 429)  # of a web server's answers that blame who asks (400 to 499), those that ask for patience
+GONE = (404, 410)  # and those that say that there is nothing
+
+
+class Nothing(Refusal):
+    """There is no such file, and whoever was asked says so."""
 
 
 def matches(pattern: str, suffixes: tuple[str, ...]) -> list[str]:
     """The files that a remote path, folder or pattern means."""
     system, name = _system(pattern)
-
-    def look() -> list[str]:
-        if has_magic(name):
-            return [path for path, about in system.glob(name, detail=True).items() if about["type"] == "file"]
-        if system.isdir(name):
-            return [path for path in system.find(name) if not suffixes or path.lower().endswith(suffixes)]
-        return [name] if system.exists(name) else []
-
-    return [system.unstrip_protocol(path) for path in _patiently(pattern, look)]
+    try:
+        if _is_web(pattern):
+            paths = _on_the_web(system, name, suffixes)
+        else:
+            paths = _patiently(pattern, lambda: _elsewhere(system, name, suffixes))
+    except Nothing:
+        return []
+    return [system.unstrip_protocol(path) for path in paths]
 
 
 def mark_of(path: str) -> list:
-    """[path, bytes, version] of a remote file."""
+    """[path, bytes, version] of a remote file; the version is None where the other side tells none, which a Notice says."""
     system, name = _system(path)
     system.invalidate_cache()
     about = _patiently(path, lambda: system.info(name))
-    return [path, about.get("size"), next((str(about[mark]) for mark in MARKS if mark in about), None)]
+    version = next((str(about[mark]) for mark in MARKS if mark in about), None)
+    if version is None:
+        _tell_of_no_version(*urlsplit(path)[:2])
+    return [path, about.get("size"), version]
 
 
 class RemoteFile(io.RawIOBase):
@@ -49,6 +66,8 @@ class RemoteFile(io.RawIOBase):
     def __init__(self, path: str):
         self._path, self._place, self._file = path, 0, None
         self._size = _patiently(path, lambda: self._open().size)
+        if self._size is None:
+            raise Refusal(f"{path} has no length that the other side tells, so nothing can be read from its middle; copy it here first")
 
     def _open(self):
         if self._file is None:
@@ -66,7 +85,10 @@ class RemoteFile(io.RawIOBase):
                 self._file = None
                 raise
 
-        data = _patiently(self._path, ask)
+        try:
+            data = _patiently(self._path, ask)
+        except Refusal as refused:  # it could be opened: what was asked for was right
+            raise Failure(str(refused)) from None
         buffer[: len(data)] = data
         self._place += len(data)
         return len(data)
@@ -96,7 +118,77 @@ def _system(path: str):
         from fsspec.core import url_to_fs
     except ImportError:
         raise Refusal(f"reading {path} needs fsspec: pip install 'hasten[data]'") from None
-    return _patiently(path, lambda: url_to_fs(path))
+    return _patiently(path, lambda: url_to_fs(path, **_settings(path)))
+
+
+def _settings(path: str) -> dict:
+    """A web server that says nothing more is given up after some time; by itself, aiohttp would wait five minutes, also while it reads."""
+    if not _is_web(path):
+        return {}
+    try:
+        from aiohttp import ClientTimeout
+    except ImportError:
+        raise Refusal(f"reading {path} needs aiohttp: pip install 'hasten[data]'") from None
+    from fsspec.config import apply_config
+    from fsspec.implementations.http import HTTPFileSystem
+
+    said = apply_config(HTTPFileSystem, {}).get("client_kwargs", {})  # by the user, whose login and proxy stay
+    return {"client_kwargs": {"timeout": ClientTimeout(total=None, sock_connect=SILENT / 2, sock_read=SILENT)} | said}
+
+
+def _is_web(path: str) -> bool:
+    return path.startswith(("http://", "https://"))
+
+
+def _elsewhere(system, name: str, suffixes: tuple[str, ...]) -> list[str]:
+    if has_magic(name):
+        return [path for path, about in system.glob(name, detail=True).items() if about["type"] == "file"]
+    if system.info(name)["type"] == "directory":
+        return [path for path in system.find(name) if not suffixes or path.lower().endswith(suffixes)]
+    return [name]
+
+
+def _on_the_web(system, name: str, suffixes: tuple[str, ...]) -> list[str]:
+    """A folder is a page of links there; none is looked for where the name is a file's."""
+    if magic := re.search(r"[*[]", name):  # a question mark stands before a query
+        from fsspec.utils import glob_translate
+
+        begin = name.rindex("/", 0, magic.start()) + 1
+        fits = _patiently(name, lambda: re.compile(glob_translate(name)).match)
+        return [path for path in _walked(system, name[:begin], math.inf if "**" in name else name.count("/", begin) + 1) if fits(path)]
+    before_query = name.partition("?")[0]
+    named_as_file = suffixes and any(each.lower().endswith(suffixes) for each in (name, before_query))
+    if not named_as_file and _links(system, name):
+        return [path for path in _walked(system, name) if not suffixes or path.lower().endswith(suffixes)]
+    _patiently(name, lambda: system.info(name))
+    return [name]
+
+
+def _walked(system, folder: str, levels: float = math.inf) -> Iterator[str]:
+    """The files that a page links to, and the pages below it, so many levels deep.
+
+    fsspec's own walk takes a page that does not answer for an empty one, and what lies there for nothing.
+    """
+    for entry in _links(system, folder):
+        path = entry["name"].rstrip("/")
+        if entry["type"] != "directory":
+            yield path
+        elif levels > 1 and path != folder.rstrip("/"):
+            yield from _walked(system, path, levels - 1)
+
+
+def _links(system, page: str) -> list[dict]:
+    try:
+        return _patiently(page, lambda: system.ls(page, detail=True))
+    except Nothing:
+        return []
+
+
+@cache
+def _tell_of_no_version(scheme: str, server: str) -> None:
+    """Once for each server."""
+    what = f"{scheme}://{server} tells neither a version nor a time of its files: a change is noticed only where the length differs"
+    warnings.warn(f"{what}, also by .cache('disk')", Notice, stacklevel=2)
 
 
 def _patiently(path: str, ask: Callable):
@@ -106,9 +198,32 @@ def _patiently(path: str, ask: Callable):
             return ask()
         except Refusal:
             raise
-        except HOPELESS as error:
-            raise Refusal(f"cannot read {path}: {one_line(error)}") from None
         except Exception as error:  # each file system has errors of its own
+            if _is_hopeless(error):
+                kind = Nothing if _is_gone(error) else Refusal
+                raise kind(f"cannot read {path}: {one_line(_cause(error))}") from None
             if wait is None:
-                raise Failure(f"{path} cannot be reached, asked {len(WAITS) + 1} times: {one_line(error)}") from None
+                raise Failure(f"{path} cannot be reached, asked {len(WAITS) + 1} times: {one_line(_cause(error))}") from None
             time.sleep(wait)
+
+
+def _is_hopeless(error: Exception) -> bool:
+    """Whether asking again does not help."""
+    cause = _cause(error)
+    status = getattr(cause, "status", None)
+    if isinstance(status, int):
+        return 400 <= status < 500 and status not in BUSY
+    return isinstance(cause, HOPELESS)
+
+
+def _is_gone(error: Exception) -> bool:
+    """Whether it says that there is nothing, rather than that one may not have it."""
+    cause = _cause(error)
+    return getattr(cause, "status", None) in GONE or isinstance(cause, FileNotFoundError)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What really went wrong: of whatever cannot be asked for on the web, fsspec says that there is no such file."""
+    cause = error.__cause__
+    of_the_web = isinstance(cause, (TimeoutError, ConnectionError, ValueError)) or type(cause).__module__.startswith("aiohttp.")
+    return cause if isinstance(error, FileNotFoundError) and of_the_web else error

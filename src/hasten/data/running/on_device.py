@@ -8,10 +8,13 @@ import torch
 
 from hasten.contract.ahead import one_ahead
 from hasten.contract.batch import map_tensors
+from hasten.contract.errors import Refusal
 
 
 def moved(batches: Iterator, device: torch.device) -> Iterator:
     """The same batches on ``device``; a GPU's are copied one ahead."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise Refusal(f"there is no device {device} on this machine; say .to('cpu')")
     if device.type == "cuda":
         return one_ahead(batches, device)
     return (map_tensors(lambda tensor: tensor.to(device), batch) for batch in batches)

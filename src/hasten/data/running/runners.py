@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Protocol
 
+from hasten.contract.data import Crew
 from hasten.contract.errors import Failure
 
 
@@ -71,6 +72,27 @@ class Threads:
             if future.done():
                 raise  # the function's own
             raise _Stuck(stuck(number, self.timeout, "a thread")) from None
+
+
+def runner_of(crew: Crew, timeout: float | None) -> Runner:
+    """The runner with which a crew computes."""
+    if crew.processes:
+        from hasten.data.running.processes import Processes
+
+        return Processes(crew.processes, crew.ahead, timeout)
+    return Threads(crew.threads, crew.ahead, timeout) if crew.threads else Here()
+
+
+def crew_of(runner: Runner) -> Crew:
+    """The crew of a runner; nobody's, where it tells none."""
+    if isinstance(crew := getattr(runner, "crew", None), Crew):
+        return crew
+    return Crew(*(getattr(runner, name, 0) for name in ("threads", "processes", "ahead")))
+
+
+def in_threads(runner: Runner) -> bool:
+    """Whether batches are, or may come to be, computed in threads of the training's process."""
+    return bool(crew_of(runner).threads) or "threads" in getattr(runner, "kinds", ())
 
 
 def stuck(number: int, seconds: float, who: str) -> str:

@@ -14,13 +14,15 @@ from pathlib import Path
 from secrets import token_hex
 from shutil import rmtree
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import Failure, Refusal
 from hasten.contract.watch import Watch
 from hasten.data.caching.cache_disk import default_folder, held, swept
+from hasten.data.faults import Faults
 from hasten.data.source import BadRow
 from hasten.data.storing.kinds import KINDS
 from hasten.data.storing.parts import Plan, into
 from hasten.data.storing.readings import Reading
+from hasten.data.storing.sampling import some_of
 from hasten.data.storing.stages import pace
 from hasten.data.storing.storages import STORAGES
 
@@ -49,12 +51,14 @@ def better_storages(reading: Reading, before: float, total: int, disk: float | N
         budget: seconds.
 
     Returns:
-        [{"to", "resize", "rows_per_second" on one core, "gain": times faster, "bytes" of all rows}].
+        [{"to", "resize", "fill" (what --fill has to say, as numbers are missing), "rows_per_second" on one core, "gain": times faster,
+        "bytes" of all rows}].
     """
-    storages = TRIED.get(reading.kind.name, ())
+    resize = side_of(reading.resize)
+    storages = [to for to in TRIED.get(reading.kind.name, ()) if resize or (reading.kind.name, to) != ("shards", "shards")]
     ends, found = time.perf_counter() + budget, []
     seconds = budget / (3 * max(1, len(storages)))  # a third for writing, one for reading, one to spare
-    sample = replace(reading, most=max(FEWEST, min(int(before * seconds), CHUNKS * reading.chunk)), fill=0)
+    sample = _sample(replace(reading, fill=0), before, seconds)
     with workplace() as folder:
         for to in storages:
             left = ends - time.perf_counter()
@@ -64,9 +68,28 @@ def better_storages(reading: Reading, before: float, total: int, disk: float | N
             with suppress(Refusal, BadRow):  # what it cannot hold is no advice
                 row, paced = _tried(sample, to, folder / to, seconds)
                 after = slower_of(paced, row, disk)
-                resize = side_of(reading.resize)
-                found.append({"to": to, "resize": resize, "rows_per_second": after, "gain": after / before, "bytes": round(row * total)})
+                fill = 0 if to == "rows" and _lacks_numbers(sample) else None
+                gained = {"rows_per_second": after, "gain": after / before, "bytes": round(row * total)}
+                found.append({"to": to, "resize": resize, "fill": fill, **gained})
     return sorted((each for each in found if each["gain"] >= WORTH), key=lambda each: -each["gain"])
+
+
+def estimated_gain(reading: Reading, to: str, seconds: float) -> float | None:
+    """How many times as fast rows will be read when they are stored as ``to``, told by some of them; None where it cannot be told.
+
+    Args:
+        seconds: for each side of the comparison, about.
+    """
+    try:
+        with workplace() as folder:
+            some, _ = some_of(reading.kind, reading.files, folder)
+            where = reading.where if some == reading.files else some
+            reading = replace(reading, where=where, files=some, faults=Faults(reading.faults.at_most))  # what is met here is not counted
+            before = pace(replace(reading, fill=0 if reading.kind.is_table else None), seconds)["batches"]
+            _, after = _tried(_sample(reading, before, seconds), to, folder / to, seconds)
+    except (Refusal, BadRow, Failure):
+        return None
+    return after / before
 
 
 def slower_of(paced: float, row: float, disk: float | None) -> float:
@@ -79,13 +102,24 @@ def side_of(resize) -> int | None:
     return resize if isinstance(resize, int) else None
 
 
+def _sample(reading: Reading, rate: float, seconds: float) -> Reading:
+    """As many of the first rows as are read in so many seconds."""
+    return replace(reading, most=max(FEWEST, min(int(rate * seconds), CHUNKS * reading.chunk)))
+
+
+def _lacks_numbers(sample: Reading) -> bool:
+    """Whether some are missing, which a matrix cannot say."""
+    tables = sample.tables(0, sample.rows) if sample.kind.is_table else ()
+    return any(table.column(name).null_count for table in tables for name in table.column_names)
+
+
 def _tried(sample: Reading, to: str, folder: Path, seconds: float) -> tuple[float, float]:
     """(bytes of a row, rows a second) of some rows that are stored as ``to``."""
     with into(folder, ADVICE):
         folder.mkdir()
-        storage = STORAGES[to](Plan(sample, folder, 1))
-        storage.write(0, lambda rows: None)
-        storage.keep(0)
+        plan = Plan(sample, folder, 1)
+        storage = STORAGES[to](plan)
+        plan.done.append((storage.write(0, lambda rows: None).rows, ""))
         storage.finish()
     files = sorted(str(file) for file in folder.iterdir())
     of_table = {"target": sample.target, "fill": 0} if KINDS[to].is_table else {}
@@ -104,7 +138,8 @@ def workplace() -> Iterator[Path]:
         swept(base)
         lock.touch()
     with held(lock, f"waiting for {lock}"):
-        folder.mkdir()
+        with into(base, ADVICE):
+            folder.mkdir()
         try:
             yield folder
         finally:

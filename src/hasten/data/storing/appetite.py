@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 
@@ -22,6 +23,7 @@ from hasten.data.pipeline import Pipeline
 from hasten.data.running.runners import Here
 from hasten.data.source import Source
 from hasten.engine.devices import pick_device
+from hasten.engine.failures import explained
 from hasten.engine.plan import Program, build
 from hasten.engine.seeds import undisturbed
 from hasten.engine.tasks import TaskRef
@@ -41,39 +43,49 @@ def bench(task, *, budget: float = 20.0, device: str | None = None, seed: int = 
     Returns:
         "task", "device", "batch_size", "stages" ({"read", "transform", "batch", "copy": samples a second of one thread, None
         where there is nothing to do or where it cannot be told apart; a dataset's "read" holds its transforms}), "together" (as the
-        training would get them, workers included), "first_batch_seconds", "appetite", "waits" (the share of a step spent waiting),
+        training would get them, workers included), "first_batch_seconds", "appetite" (samples a second that the training step would eat
+        if the next batch were always there), "ahead" (whether batches are computed during the step), "waits" (the share of a step spent waiting),
         "limit" (the slowest stage, or "step"), "seconds".
 
     Raises:
-        Refusal, Failure: the task cannot be built, or its data not read.
+        Refusal, Failure: the task cannot be built, its data not read, or its model not be trained.
     """
     began, device = time.perf_counter(), pick_device(device)
     ref = TaskRef.of(task)
+    task = ref.load()
     watch("building the task", 0.0, budget)
     with undisturbed():
-        program = build(ref.load(), device=device, seed=seed)
+        with _explaining("building the run", task.batch_size):
+            program = build(task, device=device, seed=seed)
         with program.process():
             data = program.task.train_data
-            is_pipeline = isinstance(data, Pipeline)
-            batches = data.batches(program.loop.batch_size, seed, training=True) if is_pipeline else program.train
+            batches = data.batches(program.loop.batch_size, seed, training=True) if isinstance(data, Pipeline) else program.train
             watch("the step's appetite", 0.05, 0.95 * budget)
-            batch = _first(batches)
-            appetite = _appetite(program, batch, SHARES["appetite"] * budget)
+            with _explaining("reading the first batch", program.loop.batch_size):
+                batch = _first(batches)
+            with _explaining("the training step", program.loop.batch_size):
+                appetite = _appetite(program, batch, SHARES["appetite"] * budget)
             watch("each stage alone", 0.3, 0.7 * budget)
-            stages = dict.fromkeys(("read", "transform", "batch"))
-            if is_pipeline:
-                stages |= _of_pipeline(data, program.loop.batch_size, SHARES["stages"] * budget)
-            elif batches.samples is not None:
-                stages |= _of_samples(batches.samples, SHARES["stages"] * budget)
-            stages["copy"] = _copying(program, batch, SHARES["copy"] * budget)
-            watch("all stages together", 0.65, 0.35 * budget)
-            together, first = _together(program, batches, SHARES["together"] * budget)
+            with _explaining("reading the data", program.loop.batch_size):
+                stages = _alone(program, data, batches, budget)
+                stages["copy"] = _copying(program, batch, SHARES["copy"] * budget)
+                watch("all stages together", 0.65, 0.35 * budget)
+                together, first = _together(program, batches, SHARES["together"] * budget)
     ahead = _works_ahead(data)
     return {
         "task": str(ref), "device": device, "batch_size": size(batch), "stages": stages, "together": together,
         "first_batch_seconds": first, "appetite": appetite, "ahead": ahead, "waits": _waits(together, appetite, ahead),
         "limit": _limit(stages, together, appetite, ahead), "seconds": time.perf_counter() - began,
     }  # fmt: skip
+
+
+@contextmanager
+def _explaining(where: str, batch_size: int | None) -> Iterator[None]:
+    """What the task's own code raises inside, in one line."""
+    try:
+        yield
+    except Exception as error:
+        raise explained(error, where, batch_size or 0) from error
 
 
 def _waits(together: float, appetite: float, ahead: bool) -> float:
@@ -163,6 +175,13 @@ def _synchronise(program: Program) -> None:
 
 
 # ---- each stage alone, in one thread
+
+
+def _alone(program: Program, data, batches: Batches, budget: float) -> dict:
+    stages = dict.fromkeys(("read", "transform", "batch"))
+    if isinstance(data, Pipeline):
+        return stages | _of_pipeline(data, program.loop.batch_size, SHARES["stages"] * budget)
+    return stages | ({} if batches.samples is None else _of_samples(batches.samples, SHARES["stages"] * budget))
 
 
 def _of_pipeline(pipeline: Pipeline, batch_size: int, seconds: float) -> dict:

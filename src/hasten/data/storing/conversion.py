@@ -1,27 +1,28 @@
 """``hasten data convert``: the same samples in another form, part by part, each read back before it counts.
 
 A folder of a conversion is what was written and ``conversion.json``: the settings, the rows and the hash of each part that is
-whole. A killed conversion goes on with the first part that is not among them.
+whole, the rows that were left out. A killed conversion goes on with the first part that is not among them.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
 from hasten.contract.errors import Failure, Refusal, nearest
 from hasten.contract.watch import Watch, silent
+from hasten.data.faults import Faults
 from hasten.data.places.files import stamp
 from hasten.data.source import BadRow
-from hasten.data.storing.kinds import KINDS, MANIFEST, Kind, kind_of
-from hasten.data.storing.parts import PART, Plan, Storage, into
+from hasten.data.storing.advice import estimated_gain
+from hasten.data.storing.claimed import claimed, keep, put, swept
+from hasten.data.storing.kinds import KINDS, SKIPPED, Kind, classes_of, counted, kinds_at
+from hasten.data.storing.parts import Plan, Storage, Tell, into
 from hasten.data.storing.readings import Reading
 from hasten.data.storing.stages import pace
 from hasten.data.storing.storages import STORAGES
@@ -29,6 +30,7 @@ from hasten.data.storing.storages import STORAGES
 FORMAT = 1  # of what is written; a change below that changes the files is a change of this number
 PART_BYTES = 256_000_000  # of the original that become one part, where nobody says how many parts there are
 GAIN_SECONDS = 2.0  # for each side of the comparison at the end
+ESTIMATE_SECONDS = 1.0  # for each side of the one before
 GO_ON = "what is whole stays there; make room, and start the same command again"
 FORMS = {
     **dict.fromkeys(("parquet", "feather", "csv"), ("parquet", "feather", "tfrecord", "rows")),
@@ -49,142 +51,125 @@ def convert(
     fill: float | None = None,
     resize: int | None = None,
     shards: int | None = None,
+    skip_bad: int | None = None,
     watch: Watch = silent,
 ) -> dict:
     """Stores samples in another form; called again after it was killed, it goes on.
 
     Args:
-        path: a folder, a file or a pattern.
+        path: a folder, a file or a pattern; of several forms, the one with the most files is converted.
         out: the folder of what is written; a new one, or one that this conversion has begun.
         to: "parquet" or "feather", without compression; "tfrecord" of ``tf.train.Example``, whose fractions are float32; "rows", a
             ``.npy`` matrix for each column; "shards", tar files in WebDataset's layout, for pictures.
-        target: with "rows", this column of a table apart from the others, which are one float32 matrix if they are numbers.
+        target: with "rows", this column of a table apart from the others, which are one float32 matrix if they are numbers. Text
+            becomes the numbers of its classes.
         fill: what stands for missing numbers, as "tfrecord" and "rows" cannot say that one is missing.
         resize: pictures are made squares of so many pixels a side, and stored as JPEG (quality 90) in "shards".
         shards: files that are written; None: one for every 256 MB of the original. The matrices of "rows" are never cut.
+        skip_bad: so many rows that cannot be read are left out, and listed in ``skipped.jsonl``; None: the first one ends it.
 
     Returns:
-        "out", "to", "rows", "files", "bytes", "bytes_before", "digest" (of the content, as it was read back), "seconds", "written"
-        (rows of this call), "open" (how it is read), and "gain": rows a second, on one core, "before" and "after", and their "ratio".
+        "out", "to", "rows", "skipped" (rows that were left out), "files", "bytes", "bytes_before", "digest" (of the content, as it was
+        read back), "classes" (their words in the order of their numbers, which ``conversion.json`` keeps, too; None where there are
+        none), "others" (files of other forms at the path, by form), "seconds", "written" (rows of this call), "open" (how it is
+        read), and "gain": rows a second, on one core, "before" and "after", their "ratio", and the ratio that was "estimated" at first.
 
     Raises:
-        Refusal: no such form, another conversion in the folder, values that the form cannot hold.
-        Failure: the disk is full or may not be written to, a row that cannot be read, or a part that is not what was written.
+        Refusal: no such form, another conversion in the folder, a folder that cannot be written to, values that the form cannot hold.
+        Failure: the disk is full, a row that cannot be read, or a part that is not what was written.
     """
     began = perf_counter()
-    kind, files = kind_of(path)
-    _refuse_what_cannot_be(kind, to, target, fill, resize, shards)
-    reading = Reading(kind, str(path) if kind.name == "images" else files, files, target, fill, resize)
-    if not reading.rows:
-        raise Refusal(f"{path} holds no rows")
+    (kind, files), *others = kinds_at(path)
+    _refuse_what_cannot_be(kind, to, target, fill, {"resize": resize, "shards": shards, "skip_bad": skip_bad})
+    if os.path.isdir(path) and os.path.join(os.path.realpath(out), "").startswith(os.path.join(os.path.realpath(path), "")):
+        raise Refusal(f"{out} lies in {path}, where it would be read as a part of the original; choose another --out")
+    where = str(path) if kind.name == "images" else files
+    reading = Reading(kind, where, files, target, fill, resize, faults=Faults(skip_bad or 0))
     size = sum(stamp(file)[1] for file in files)
-    parts = min(shards or max(1, round(size / PART_BYTES)), reading.rows)
-    plan = Plan(reading, Path(out), parts)
-    with _claimed(plan.folder, {"format": FORMAT, "to": to, "parts": parts, **_settings(reading)}) as note:
-        written = 0
-        if "finished" not in note:
-            try:
-                with into(plan.folder, GO_ON):
-                    written = _write(STORAGES[to](plan), plan, note, watch)
-            except Refusal:
-                if not note["parts done"]:
-                    _swept(plan.folder)  # nothing was begun
-                    with suppress(OSError):
-                        plan.folder.rmdir()
-                raise
-            except BadRow as fault:
-                raise Failure(f"{fault}; mend it or take it away, and start again") from None
+    plan = Plan(reading, Path(out), _parts(reading, shards, size))
+    with claimed(plan.folder, {"format": FORMAT, "to": to, "parts": plan.parts, "skip_bad": skip_bad, **_settings(reading)}) as note:
+        plan.done = note["parts done"]
+        reading.faults.recall(note["skipped"])
+        written = 0 if "finished" in note else _written(to, plan, note, watch)
     watch("measuring what it gives", 1.0, None)
     found = [plan.folder / name for name in note["files"]]
     if gone := [file for file in found if not file.exists()]:
         raise Failure(f"{gone[0]} is gone since it was written; remove {plan.folder} and start again")
     return {
-        "path": str(path), "out": str(out), "from": kind.name, "to": to, "resize": resize, "rows": reading.rows,
-        "files": [file.name for file in found], "bytes_before": size, "bytes": sum(file.stat().st_size for file in found),
-        "digest": _joined([digest for _, digest in note["parts done"]]), "verified": True, "written": written,
-        "open": _reader(to, note, plan.folder, resize), "seconds": perf_counter() - began, "gain": _gain(reading, to, [*map(str, found)]),
+        "path": str(path), "out": str(out), "from": kind.name, "to": to, "resize": resize, "rows": plan.rows_before(plan.parts),
+        "skipped": len(note["skipped"]), "files": [file.name for file in found], "bytes_before": size,
+        "bytes": sum(file.stat().st_size for file in found), "digest": _joined([digest for _, digest in plan.done]), "verified": True,
+        "classes": note["classes"], "others": counted(others), "written": written, "open": _reader(to, note, plan.folder, resize),
+        "seconds": perf_counter() - began, "gain": {"estimated": note["estimated"], **_gain(reading, to, [*map(str, found)])},
     }  # fmt: skip
+
+
+def _parts(reading: Reading, shards: int | None, size: int) -> int:
+    """How many parts the rows are cut into."""
+    if not reading.rows:
+        raise Refusal(f"{reading.files[0]} holds no rows" if len(reading.files) == 1 else f"the {len(reading.files)} files hold no rows")
+    if shards is not None and shards > reading.rows:
+        raise Refusal(f"{reading.rows} rows do not make {shards} files; say --shards {reading.rows} or fewer")
+    return shards or min(max(1, round(size / PART_BYTES)), reading.rows)
+
+
+def _written(to: str, plan: Plan, note: dict, watch: Watch) -> int:
+    """Writes what is not there yet; returns how many rows it has."""
+    try:
+        with into(plan.folder, GO_ON):
+            storage = STORAGES[to](plan)
+            if "estimated" not in note:
+                note["estimated"] = estimated_gain(plan.reading, to, ESTIMATE_SECONDS)
+            return _write(storage, plan, note, watch)
+    except Refusal:
+        if not plan.done:
+            swept(plan.folder)  # nothing was begun
+            with suppress(OSError):
+                plan.folder.rmdir()
+        raise
+    except BadRow as fault:
+        raise Failure(f"{fault}; mend it or take it away and start again, or let some be left out: --skip-bad 10") from None
 
 
 def _write(storage: Storage, plan: Plan, note: dict, watch: Watch) -> int:
     """Writes the parts that are not there; returns how many rows they have."""
-    done = note["parts done"]
-    first, rows, began, written = plan.range(len(done))[0], plan.reading.rows, perf_counter(), 0
-    _keep(plan.folder, note)
+    first, rows, began, written = plan.range(len(plan.done))[0], plan.reading.rows, perf_counter(), 0
 
     def tell(more: int) -> None:
         nonlocal written
         written += more
         rate = written / max(perf_counter() - began, 1e-9)
-        watch(f"converting, {rate:,.0f} rows/s", (first + written) / rows, (rows - first - written) / rate)
+        watch(f"converting, {rate:,.0f} rows/s", (first + written) / rows, (rows - first - written) / max(rate, 1e-9))
 
-    for number in range(len(done), plan.parts):
-        given = storage.write(number, tell)
-        read = storage.read_back(number)
-        if (given.rows, given.hexdigest()) != (read.rows, read.hexdigest()):
-            raise Failure(f"part {number} of {plan.folder} is not what was written; look at the disk, and start the same command again")
-        storage.keep(number)
-        done.append([read.rows, read.hexdigest()])
-        _keep(plan.folder, note)
-    note |= storage.finish() | {"finished": True}
-    _keep(plan.folder, note)
+    try:
+        for number in range(len(plan.done), plan.parts):
+            _write_part(number, storage, plan, note, tell)
+    finally:
+        if skipped := plan.reading.faults.listed():  # of a conversion that could not go on, too
+            put(plan.folder / SKIPPED, "".join(f"{json.dumps(row)}\n" for row in skipped))
+    if _settings(plan.reading)["original"] != note["settings"]["original"]:
+        raise Failure("the original changed while it was converted; choose another --out, and start again when nobody writes to it")
+    note |= storage.finish() | {"classes": _classes(plan.reading), "finished": True}
+    keep(plan.folder, note)
     return written
 
 
-# ---- the folder
+def _write_part(number: int, storage: Storage, plan: Plan, note: dict, tell: Tell) -> None:
+    given = storage.write(number, tell)
+    skipped = plan.reading.faults.listed()
+    if not given.rows:
+        raise Failure(f"no row of part {number} can be read, the first is {skipped[0]['where']}; mend it, or take fewer --shards")
+    read = storage.read_back(number)
+    if (given.rows, given.hexdigest()) != (read.rows, read.hexdigest()):
+        raise Failure(f"part {number} of {plan.folder} is not what was written; look at the disk, and start the same command again")
+    plan.done.append([read.rows, read.hexdigest()])
+    note["skipped"] = skipped
+    keep(plan.folder, note)
 
 
-@contextmanager
-def _claimed(folder: Path, settings: dict) -> Iterator[dict]:
-    """The note about what is in the folder, which no other process may touch meanwhile.
-
-    Raises:
-        Refusal: it holds something else, another conversion, or somebody writes to it.
-    """
-    with into(folder, "choose another --out"):
-        folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Refusal(f"another process converts into {folder}; wait for it, or choose another --out") from None
-        note = _note(folder)
-        if note is None and any(not name.endswith(PART) for name in os.listdir(folder)):
-            raise Refusal(f"{folder} is not empty and holds no conversion; choose another --out")
-        for name, value in settings.items() if note else ():
-            if note["settings"].get(name) != value:
-                raise Refusal(
-                    f"{folder} holds another conversion ({_difference(name, note['settings'].get(name), value)}); choose another --out"
-                )
-        if note is None:
-            _swept(folder)
-        yield note or {"settings": settings, "parts done": []}
-    finally:
-        os.close(handle)
-
-
-def _note(folder: Path) -> dict | None:
-    try:
-        note = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        return note if {"settings", "parts done"} <= note.keys() else None
-    except (OSError, ValueError, AttributeError):
-        return None
-
-
-def _keep(folder: Path, note: dict) -> None:
-    beside = folder / f"{MANIFEST}{PART}"
-    with open(beside, "w", encoding="utf-8") as file:
-        json.dump(note, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, folder / MANIFEST)
-
-
-def _swept(folder: Path) -> None:
-    """Removes what nobody would go on with."""
-    for path in (*folder.glob(f"*{PART}"), folder / MANIFEST):
-        path.unlink(missing_ok=True)
+def _classes(reading: Reading) -> list[str] | None:
+    """The words of what are only numbers from now on."""
+    return None if reading.kind.is_table and reading.target is None else classes_of(reading.source, reading.files)
 
 
 def _settings(reading: Reading) -> dict:
@@ -193,14 +178,10 @@ def _settings(reading: Reading) -> dict:
     return {**made_of, "original": files}
 
 
-def _difference(name: str, then, now) -> str:
-    return "the original has changed since" if name == "original" else f"{name} {then}, not {now}"
-
-
 # ---- what is refused, and what is told
 
 
-def _refuse_what_cannot_be(kind: Kind, to: str, target, fill, resize, shards) -> None:
+def _refuse_what_cannot_be(kind: Kind, to: str, target, fill, counts: dict) -> None:
     if to not in STORAGES:
         raise Refusal(f"nothing can be stored as {to!r}{nearest(to, STORAGES)}")
     if to not in FORMS[kind.name]:
@@ -210,14 +191,14 @@ def _refuse_what_cannot_be(kind: Kind, to: str, target, fill, resize, shards) ->
         raise Refusal("--target and --fill are for a table that becomes rows or tfrecord")
     if target is not None and to != "rows":
         raise Refusal("--target is for --to rows; in every other form the target stays a column like the others")
-    if resize is not None and kind.name not in ("images", "shards"):
+    if counts["resize"] is not None and kind.name not in ("images", "shards"):
         raise Refusal(f"--resize is for pictures; {kind.title} hold none")
-    if kind.name == to == "shards" and resize is None:
+    if kind.name == to == "shards" and counts["resize"] is None:
         raise Refusal("tar shards are tar shards already; say --resize 256 to make their pictures smaller")
-    for name, value in {"resize": resize, "shards": shards}.items():
+    for name, value in counts.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise Refusal(f"{name} must be a whole number of at least 1, not {value!r}")
-    if to == "rows" and shards not in (None, 1):
+    if to == "rows" and counts["shards"] not in (None, 1):
         raise Refusal("rows are one file a column, which is mapped into memory as a whole; leave --shards out")
 
 

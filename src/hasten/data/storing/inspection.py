@@ -6,7 +6,6 @@ read back. Nothing is left behind, but that the system forgets for a moment what
 
 from __future__ import annotations
 
-import gzip
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -19,15 +18,14 @@ from hasten.contract.errors import Refusal
 from hasten.contract.watch import Watch, silent
 from hasten.data.formats.table_source import SHARE
 from hasten.data.formats.tars import PICTURES
-from hasten.data.places.files import opened, stamp
+from hasten.data.places.files import stamp
 from hasten.data.source import BadRow
 from hasten.data.storing.advice import better_storages, side_of, slower_of, workplace
-from hasten.data.storing.kinds import Kind, kind_of, named
+from hasten.data.storing.kinds import classes_of, counted, kinds_at, named
 from hasten.data.storing.readings import CHUNK, PROBED, Reading
+from hasten.data.storing.sampling import some_of
 from hasten.data.storing.stages import pace, reading_pace
 
-SAMPLED = 256_000_000  # bytes of files that have to be walked through
-SAMPLED_TEXT = 16_000_000  # bytes of CSV
 SIDE = 256  # pixels; bigger pictures are looked at as if they were resized to squares of it
 LOOKED_AT = 16  # pictures, to know whether all have one size
 COUNTED = 10_000  # files whose sizes are added up; of more, some are taken for all
@@ -38,27 +36,28 @@ def inspect(path: str | Path, *, target: str | None = None, budget: float = 20.0
     """What lies at a path, how fast it goes into batches, and which storage would be faster.
 
     Args:
-        path: a folder, a file or a pattern.
+        path: a folder, a file or a pattern; of several forms, the one with the most files is looked at.
         target: the column of a table to predict; the others are then one matrix, if they are numbers, as in training.
         budget: seconds, about.
 
     Returns:
-        "kind", "title", "files", "bytes", "rows" ("rows_exact": False where they were counted in some of the files), "columns"
-        ({name: type}), "target", "resize" (what pictures were resized to, to be measured), "speed" ({"disk", "page_cache": bytes a second; "decode",
-        "copy", "batches": rows a second on one core}; None for what is not there), "in_memory" (the files fit there, so that
-        the disk counts in the first pass alone), "limit" ("disk", "decode" or "copy"), "passes" ("first" where later ones take decoded
-        rows from memory, else "every"), "storages" (what would be faster, as ``better_storages`` gives it), "trouble" (why rows
-        could not be measured), "seconds".
+        "kind", "title", "files", "bytes", "others" (files of other forms, by form), "rows" ("rows_exact": False where they were counted in
+        some of the files), "columns" ({name: type}), "classes" (their words in the order of their numbers, or None), "target", "resize"
+        (what pictures were resized to, to be measured), "speed" ({"disk", "page_cache": bytes a second; "decode", "copy", "batches": rows
+        a second on one core}; None for what is not there), "in_memory" (the files fit there, so that the disk counts in the first pass
+        alone), "limit" ("disk", "decode" or "copy"), "passes" ("first" where later ones take decoded rows from memory, else "every"),
+        "storages" (what would be faster, as ``better_storages`` gives it), "trouble" (why rows could not be measured), "seconds".
 
     Raises:
         Refusal: nothing is there, or nothing that can be opened.
     """
     began = perf_counter()
     watch("opening", 0.0, budget)
-    kind, files = kind_of(path)
+    (kind, files), *others = kinds_at(path)
     size = _bytes_of(files)
     with workplace() as folder:
-        some, share = _some(kind, files, size, folder)
+        some, taken = some_of(kind, files, folder)
+        share = 1.0 if taken is None else taken / size
         fill = 0 if kind.is_table else None  # how fast numbers are read does not depend on which are missing
         reading = _in_one_size(Reading(kind, str(path) if kind.name == "images" else some, some, target, fill))
         if not reading.rows:
@@ -67,7 +66,7 @@ def inspect(path: str | Path, *, target: str | None = None, budget: float = 20.0
         result = {
             "path": str(path), "kind": kind.name, "title": kind.title, "files": len(files), "bytes": size, "rows": rows,
             "rows_exact": share == 1.0, "target": target, "resize": side_of(reading.resize), "in_memory": size < memory / 2,
-            "columns": {}, "passes": "every", "limit": None, "storages": [], "trouble": None,
+            "others": counted(others), "classes": None, "columns": {}, "passes": "every", "limit": None, "storages": [], "trouble": None,
         }  # fmt: skip
         watch("reading", 0.05, budget)
         speed = reading_pace(some, SHARES["disk"] * budget)
@@ -75,6 +74,7 @@ def inspect(path: str | Path, *, target: str | None = None, budget: float = 20.0
         try:
             result["columns"] = {name: _type(column) for name, column in reading.some(0, min(PROBED, reading.rows)).items()}
             paced = pace(reading, SHARES["pace"] * budget)
+            result["classes"] = classes_of(reading.source, files)
         except (BadRow, Refusal) as error:
             paced = dict.fromkeys(("decode", "copy", "batches"))
             result["trouble"] = str(error)
@@ -104,32 +104,6 @@ def _limit(paced: dict, row: float, disk: float | None) -> str:
 def _bytes_of(files: list[str]) -> int:
     looked_at = files[:: -(-len(files) // COUNTED)]
     return round(sum(stamp(file)[1] for file in looked_at) * len(files) / len(looked_at))
-
-
-def _some(kind: Kind, files: list[str], size: int, folder: Path) -> tuple[list[str], float]:
-    """(files to measure, which share of all bytes they are): all of them, unless opening them takes long."""
-    if not kind.walked:
-        return files, 1.0
-    some, taken = [], 0
-    for file in files:
-        some.append(file)
-        taken += stamp(file)[1]
-        if taken > SAMPLED:
-            break
-    if kind.name == "csv" and taken > SAMPLED_TEXT:
-        head, taken = _head(files[0], folder)
-        return [head], taken / size
-    return some, taken / size if size and some != files else 1.0
-
-
-def _head(file: str, folder: Path) -> tuple[str, int]:
-    """(a file of the first lines, how many bytes they take in the original)."""
-    with opened(file) as raw, gzip.open(raw) if file.endswith(".gz") else raw as content:
-        lines = content.read(SAMPLED_TEXT)
-        taken = raw.tell()
-    path = folder / Path(file).name.removesuffix(".gz")
-    path.write_bytes(lines[: lines.rfind(b"\n") + 1])
-    return str(path), taken
 
 
 def _in_one_size(reading: Reading) -> Reading:

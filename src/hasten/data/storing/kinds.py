@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +21,9 @@ from hasten.data.formats.tars import shards
 from hasten.data.formats.token_files import tokens
 from hasten.data.pipeline import Pipeline
 from hasten.data.places.files import found
+from hasten.data.source import Source
 
-MANIFEST = "conversion.json"  # beside what `hasten data convert` has written
+MANIFEST, SKIPPED = "conversion.json", "skipped.jsonl"  # beside what `hasten data convert` has written
 WINDOW = 1024  # tokens of a sample, where nobody says
 
 
@@ -66,17 +67,35 @@ def kind_of(path: str | Path) -> tuple[Kind, list[str]]:
     Raises:
         Refusal: nothing is there, or no name tells its form.
     """
+    return kinds_at(path)[0]
+
+
+def kinds_at(path: str | Path) -> list[tuple[Kind | None, list[str]]]:
+    """Every form of what lies at a path, as ``kind_of``, the one with the most files first; last, under None, files whose names tell none."""
     files: dict[str, list[str]] = {}
     for file in found(path):
         name = next((kind.name for kind in KINDS.values() if file.lower().endswith(kind.suffixes)), "")
         files.setdefault(name, []).append(file)
-    files.pop("", None)
+    unknown = files.pop("", [])
+    others = [file for file in unknown if os.path.basename(file) not in (MANIFEST, SKIPPED)]
+    if not files and any(os.path.basename(file) == MANIFEST for file in unknown):
+        raise Refusal(f"the conversion into {path} did not come to its end; start it again, and it goes on")
     if not files:
         known = ", ".join(suffix for kind in KINDS.values() for suffix in kind.suffixes)
         raise Refusal(f"no file name of {path} tells what it holds; known are names that end in {known}")
-    counts = Counter({name: len(files[name]) for name in KINDS if name in files})
-    name = counts.most_common(1)[0][0]
-    return KINDS[name], files[name]
+    names = sorted((name for name in KINDS if name in files), key=lambda name: -len(files[name]))
+    return [(KINDS[name], files[name]) for name in names] + ([(None, others)] if others else [])
+
+
+def counted(kinds: list[tuple[Kind | None, list[str]]]) -> dict[str, int]:
+    """How many files there are of each form, by its name for people."""
+    return {kind.title if kind else "unknown": len(files) for kind, files in kinds}
+
+
+def classes_of(source: Source, files: list[str]) -> list[str] | None:
+    """The words of the classes, in the order of their numbers: the source's own, or what a conversion left beside its files."""
+    noted = _about(os.path.dirname(files[0])).get("classes")
+    return getattr(source, "classes", None) or ([str(word) for word in noted] if isinstance(noted, list) else None)
 
 
 def opened(kind: Kind, where: str | Path | list[str], *, target: str | None = None, fill=None, resize=None) -> Pipeline:
@@ -133,10 +152,18 @@ def _pictures(where, resize) -> Pipeline:
 def _rows(where) -> Pipeline:
     """As ``convert`` has left them, or a dict of the files' names."""
     files = found(where, KINDS["rows"].suffixes)
-    folder = os.path.dirname(files[0])
+    about, by_name = _about(os.path.dirname(files[0])), {os.path.basename(file): file for file in files}
+    with suppress(LookupError, TypeError, AttributeError):
+        columns = {name: by_name[file] for name, file in about["columns"].items()}
+        if len(columns) == len(files):
+            return arrays(*columns.values()) if about["is_tuple"] else arrays(columns)
+    return arrays(files[0]) if len(files) == 1 else arrays({Path(file).stem: file for file in files})
+
+
+def _about(folder: str) -> dict:
+    """What a conversion noted about the files in a folder; nothing where there was none."""
     try:
         about = json.loads((Path(folder) / MANIFEST).read_text(encoding="utf-8"))
-        columns = {name: os.path.join(folder, file) for name, file in about["columns"].items()}
-        return arrays(*columns.values()) if about["is_tuple"] else arrays(columns)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return arrays(files[0]) if len(files) == 1 else arrays({Path(file).stem: file for file in files})
+    except (OSError, ValueError):
+        return {}
+    return about if isinstance(about, dict) else {}

@@ -1,6 +1,6 @@
 """Rows as matrices: a ``.npy`` file for each column, row after row, as ``arrays`` maps them into memory.
 
-They are one file a column, whatever the number of parts: each part has its place in them.
+They are one file a column, whatever the number of parts: each part has its place in them, behind the rows of those before it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Matrices:
     """A ``.npy`` file for each column, row after row, whose first dimension is the row."""
 
     def __init__(self, plan: Plan):
-        self.plan = plan
-        self.like = plan.reading.some(0, 1)
+        self.plan, self.rows = plan, 0  # of the part that was written last
+        self.like = {name: column[:1] for name, column in plan.reading.like.items()}
         for name, column in self.like.items():
             self._check(name, column)
         safe = [re.sub(r"[^\w.-]", "_", name) for name in self.like]
@@ -48,57 +48,60 @@ class Matrices:
                 tell(rows)
             for file in files.values():
                 synced(file)
+        self.rows = digest.rows
         return digest
 
     def read_back(self, number: int) -> Digest:
         digest = Digest()
-        first, last = self.plan.range(number)
         with self._opened(number, "r+b") as files:
             for name, file in files.items():
                 like = self.like[name]
-                for begin in range(first, last, step := max(1, CHUNK // max(1, like.nbytes))):
-                    rows = min(step, last - begin)
+                for begin in range(0, self.rows, step := max(1, CHUNK // max(1, like.nbytes))):
+                    rows = min(step, self.rows - begin)
                     content = numpy.frombuffer(file.read(rows * like.nbytes), like.numpy().dtype)
                     digest.add({name: from_numpy_array(content).view(-1, *like.shape[1:])}, 0)
-        digest.rows = last - first
+        digest.rows = self.rows
         return digest
 
-    def keep(self, number: int) -> None:
-        """Nothing to do: the files get their names when all parts are in them."""
-
     def finish(self) -> dict:
-        for file in self.names.values():
+        rows = self.plan.rows_before(self.plan.parts)
+        for name, file in self.names.items():
             if (unfinished := self.plan.folder / f"{file}{PART}").exists():
+                with open(unfinished, "r+b") as content:
+                    self._begin(content, name, rows)
+                    content.truncate(content.tell() + rows * self.like[name].nbytes)
+                    synced(content)
                 os.replace(unfinished, self.plan.folder / file)
-        return {
-            "files": [*self.names.values()],
-            "columns": self.names,
-            "is_tuple": isinstance(self.plan.reading.source.read(numpy.arange(1)), tuple),
-        }
+        return {"files": [*self.names.values()], "columns": self.names, "is_tuple": isinstance(self.plan.reading.first, tuple)}
 
     @contextmanager
     def _opened(self, number: int, mode: str) -> Iterator[dict[str, BinaryIO]]:
         """The files of all columns, each where the part begins."""
-        first, _ = self.plan.range(number)
+        before = self.plan.rows_before(number)
         with ExitStack() as open_files:
             files = {}
             for name, file in self.names.items():
-                path, like = self.plan.folder / f"{file}{PART}", self.like[name]
-                files[name] = open_files.enter_context(open(path, mode))
-                shape = (self.plan.reading.rows, *like.shape[1:])
-                about = {"descr": numpy.lib.format.dtype_to_descr(like.numpy().dtype), "fortran_order": False, "shape": shape}
-                numpy.lib.format.write_array_header_2_0(files[name], about)
-                files[name].seek(first * like.nbytes, os.SEEK_CUR)
+                files[name] = open_files.enter_context(open(self.plan.folder / f"{file}{PART}", mode))
+                self._begin(files[name], name, self.plan.reading.rows)
+                files[name].seek(before * self.like[name].nbytes, os.SEEK_CUR)
             yield files
+
+    def _begin(self, file: BinaryIO, name: str, rows: int) -> None:
+        """Writes the head of a file; its length does not depend on the number of rows."""
+        like = self.like[name]
+        descr = numpy.lib.format.dtype_to_descr(like.numpy().dtype)
+        numpy.lib.format.write_array_header_2_0(file, {"descr": descr, "fortran_order": False, "shape": (rows, *like.shape[1:])})
 
     def _check(self, name: str, column) -> None:
         like = self.like[name]
+        resize = ": pictures need --resize" if "picture" in name or name.rpartition(".")[2] in PICTURES else ""
         if not isinstance(column, torch.Tensor) or column.dtype == torch.bfloat16:
             kind = "bfloat16" if isinstance(column, torch.Tensor) else "text, bytes or rows of unequal shapes"
-            remedy = "pictures need --resize" if "picture" in name or name in PICTURES else "store the table as feather"
-            raise Refusal(f"column {name!r} holds {kind}; a matrix holds numbers of one shape: {remedy}")
+            raise Refusal(f"column {name!r} holds {kind}; a matrix holds numbers of one shape{resize or ': store the table as feather'}")
         if column.dtype != like.dtype or column.shape[1:] != like.shape[1:]:
-            raise Refusal(f"column {name!r} is {_shape(like)} in the first row, and {_shape(column)} later; a matrix holds one shape")
+            raise Refusal(
+                f"column {name!r} is {_shape(like)} in the first row, and {_shape(column)} later; a matrix holds one shape{resize}"
+            )
 
 
 def _shape(column: torch.Tensor) -> str:

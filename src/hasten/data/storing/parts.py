@@ -1,6 +1,7 @@
 """A conversion in parts: which rows each has, and what a storage has to do with it.
 
-Each part is written beside (``.part``), read back, and only then gets its name, so that whatever has its own name is whole.
+Each part is written beside (``.part``) and read back. Only when all are there do they get their names, so that whatever has its own
+name is whole, and nobody reads half of the data by mistake.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -22,16 +23,25 @@ Tell = Callable[[int], None]  # told how many rows more are written
 
 @dataclass
 class Plan:
-    """Rows that go into a folder, in so many parts."""
+    """Rows that go into a folder, in so many parts.
+
+    Attributes:
+        done: the parts that are written, each by the number of its rows and their hash. Bad rows were left out of them.
+    """
 
     reading: Reading
     folder: Path
     parts: int
+    done: list[tuple[int, str]] = field(default_factory=list)
 
     def range(self, number: int) -> tuple[int, int]:
         """The first row of a part, and the first after it."""
         rows = self.reading.rows
         return rows * number // self.parts, rows * (number + 1) // self.parts
+
+    def rows_before(self, number: int) -> int:
+        """The rows that were written of the parts before this one."""
+        return sum(rows for rows, _ in self.done[:number])
 
 
 class Storage(Protocol):
@@ -41,13 +51,10 @@ class Storage(Protocol):
         """Writes a part beside; the hash of what was to be written."""
 
     def read_back(self, number: int) -> Digest:
-        """The hash of what was written."""
-
-    def keep(self, number: int) -> None:
-        """The part is good."""
+        """The hash of the part that was written last."""
 
     def finish(self) -> dict:
-        """All parts are good; {"files": their names, and what a reader has to be told about them}."""
+        """All parts are good and get their names; {"files": these, and what a reader has to be told about them}."""
 
 
 def synced(file: BinaryIO) -> None:

@@ -6,28 +6,28 @@ tar: a name and some bytes for each ending.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 import numpy
 import torch
 
-from hasten.contract.errors import Refusal, one_line
+from hasten.contract.errors import Failure, Refusal, one_line
+from hasten.data.faults import Faults
 from hasten.data.formats.decoding import PIXELS, pictures_of, size_of
-from hasten.data.formats.table_files import Csv, Feather, Parquet
+from hasten.data.formats.table_files import Csv, Feather, Parquet, check
 from hasten.data.formats.table_layout import Layout
 from hasten.data.formats.tars import PICTURES
 from hasten.data.places.files import opened as opened_file
 from hasten.data.places.files import stamp
 from hasten.data.places.ranges import read_ranges
-from hasten.data.source import BadRow, Source
+from hasten.data.source import BadRow, Source, length_of
 from hasten.data.storing.kinds import Kind, named, opened
+from hasten.data.storing.written_as import arrow_table, jpeg
 
 CHUNK = 16_000_000  # bytes of rows that are in hand at a time
 PROBED = 4  # rows that are read to know the size of all
-QUALITY = 90  # of a JPEG that is written
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Reading:
         target, fill: of a table, as in ``parquet``.
         resize: the side of pictures in pixels, or (height, width), or None to leave them.
         most: only so many first rows; None for all.
+        faults: how many rows that cannot be read are left out, and which.
     """
 
     kind: Kind
@@ -48,6 +49,7 @@ class Reading:
     fill: float | None = None
     resize: int | tuple[int, int] | None = None
     most: int | None = None
+    faults: Faults = field(default_factory=Faults, compare=False)
 
     def identity(self) -> dict:
         """What the rows are made of, as plain JSON."""
@@ -71,19 +73,55 @@ class Reading:
         return there if self.most is None else min(there, self.most)
 
     @cached_property
+    def first(self):
+        """The columns of the first rows that can be read, as the source gives them.
+
+        Raises:
+            Failure: there is none.
+        """
+        for begin in range(0, self.rows, PROBED):
+            if (columns := self._read(begin, min(begin + PROBED, self.rows))) is not None:
+                return columns
+        raise Failure("no row can be read; there is nothing to store")
+
+    @cached_property
+    def like(self) -> dict:
+        """The same, by name."""
+        return self._named(self.first)
+
+    @cached_property
     def chunk(self) -> int:
         """Rows that are read at a time."""
-        first = self.some(0, min(PROBED, self.rows))
-        return max(1, CHUNK * min(PROBED, self.rows) // max(1, sum(map(_size, first.values()))))
+        return max(1, CHUNK * length_of(self.first) // max(1, sum(map(_size, self.like.values()))))
 
     def some(self, first: int, last: int) -> dict:
-        """The columns of neighbouring rows, by name."""
-        return named(self.source.read(numpy.arange(first, last)), self.kind, self.target)
+        """The columns of neighbouring rows, by name; of no row where none can be read."""
+        columns = self._read(first, last)
+        return {} if columns is None else self._named(columns)
 
     def columns(self, first: int, last: int) -> Iterator[dict]:
         """The rows from ``first`` to ``last``, some at a time."""
         for begin in range(first, last, self.chunk):
-            yield self.some(begin, min(begin + self.chunk, last))
+            if columns := self.some(begin, min(begin + self.chunk, last)):
+                yield columns
+
+    def _read(self, first: int, last: int):
+        """What the source gives of neighbouring rows; None where none can be read.
+
+        Raises:
+            BadRow: one cannot, and none may be left out. Failure: it is one too many.
+        """
+        rows = numpy.arange(first, last)
+        if not self.faults.at_most:
+            return self.source.read(rows)
+        columns, _, bad = self.faults.readable(self.source, rows)
+        for fault in bad:
+            self.faults.note(fault)
+        return columns
+
+    def _named(self, columns) -> dict:
+        found = named(columns, self.kind, self.target)
+        return found if self.kind.name not in ("images", "shards") else {name: _in_one(column) for name, column in found.items()}
 
     # ---- as Arrow tables
 
@@ -98,11 +136,21 @@ class Reading:
         for file, manifest in self._manifests.items():
             for number, rows in enumerate(manifest.runs):
                 low, high = max(first, at), min(last, at + rows)
-                if low < high:
-                    run = self._run(file, number, at).slice(low - at, high - low)
+                if low < high and (run := self._readable_run(file, number, at, range(low, high))) is not None:
                     for begin in range(0, len(run), step := max(1, CHUNK * len(run) // max(1, run.nbytes))):
                         yield run.slice(begin, step).cast(schema)
                 at += rows
+
+    def _readable_run(self, file: str, number: int, first: int, rows: range):
+        """These rows of a run, whose first row has this number; None where it cannot be read, and its rows may be left out."""
+        try:
+            return self._run(file, number, first).slice(rows.start - first, len(rows))
+        except BadRow as fault:
+            if not self.faults.at_most:
+                raise
+            for row in rows:
+                self.faults.note(BadRow(row, fault.where, fault.why))
+            return None
 
     @cached_property
     def _run(self) -> Callable:
@@ -115,14 +163,17 @@ class Reading:
 
         try:
             run = self._form.run(file, number, self._layout.names)
-        except (OSError, pa.ArrowException) as error:
+            check(run, self._manifests[file].runs[number])
+        except Refusal:
+            raise
+        except (OSError, ValueError, LookupError, pa.ArrowException) as error:
             raise BadRow(first, f"{file}, {self._form.run_name} {number}", one_line(error)) from None
         run = pa.Table.from_batches([run]) if isinstance(run, pa.RecordBatch) else run
         return run.select(self._layout.names)
 
     @cached_property
     def _form(self):
-        return {"parquet": Parquet, "feather": Feather}[self.kind.name]() if self.kind.name != "csv" else Csv(None, None)
+        return {"parquet": Parquet, "feather": Feather}[self.kind.name]() if self.kind.name != "csv" else Csv()
 
     @cached_property
     def _manifests(self) -> dict:
@@ -138,84 +189,63 @@ class Reading:
     def samples(self, first: int, last: int) -> Iterator[list[tuple[str, dict[str, bytes]]]]:
         """The same rows as (key, {ending: bytes}); resized pictures are JPEGs, all others the bytes that they were."""
         parts = self._parts_of_pictures if self.kind.name == "images" else self._parts_of_shards
-        for begin in range(first, last, self.chunk):
-            rows = numpy.arange(begin, min(begin + self.chunk, last))
-            some = parts(rows)
-            yield [(key, self._resized(row, key, files)) for row, (key, files) in zip(rows.tolist(), some, strict=True)]
+        for begin in range(first, last, step := self._samples_at_a_time):
+            rows = numpy.arange(begin, min(begin + step, last))
+            made = (self._resized(row, *part) for row, part in zip(rows.tolist(), parts(rows), strict=True))
+            yield [sample for sample in made if sample is not None]
 
-    def _parts_of_pictures(self, rows: numpy.ndarray) -> Iterator[tuple[str, dict[str, bytes]]]:
+    @cached_property
+    def _samples_at_a_time(self) -> int:
+        """Pictures that stay as they are are not decoded, so that one that could not be is no matter."""
+        if self.resize is not None:
+            return self.chunk
+        return max(1, CHUNK * len(self.source) // max(1, sum(stamp(file)[1] for file in self.files)))
+
+    def _parts_of_pictures(self, rows: numpy.ndarray) -> Iterator[tuple[str, str, dict[str, bytes]]]:
+        """(key, where it is, {ending: bytes}) of each row."""
         for row in rows.tolist():
             path = self.source.files.path(row)
             with opened_file(path) as file:
                 files = {"png" if path.lower().endswith(".png") else "jpg": file.read()}
             if self.source.labels is not None:
                 files["cls"] = str(self.source.labels[row].item()).encode()
-            yield f"{row:09}", files
+            yield f"{row:09}", path, files
 
-    def _parts_of_shards(self, rows: numpy.ndarray) -> Iterator[tuple[str, dict[str, bytes]]]:
+    def _parts_of_shards(self, rows: numpy.ndarray) -> Iterator[tuple[str, str, dict[str, bytes]]]:
         numbers = numpy.searchsorted(self.source.edges(), rows, "right") - 1
         for row, number in zip(rows.tolist(), numbers.tolist(), strict=True):
             places = {name: self.source.places[name][row] for name in self.source.columns}
             there = {name: place for name, place in places.items() if place[0] >= 0}
             contents = read_ranges(self.source.stamps, numpy.full(len(there), number), *numpy.array([*there.values()]).T)
-            yield self.source.keys[row], dict(zip(there, map(bytes, contents), strict=True))
+            key = self.source.keys[row]
+            yield key, f"{self.source.stamps[number][0]}, {key}", dict(zip(there, map(bytes, contents), strict=True))
 
-    def _resized(self, row: int, key: str, files: dict[str, bytes]) -> dict[str, bytes]:
+    def _resized(self, row: int, key: str, place: str, files: dict[str, bytes]) -> tuple[str, dict[str, bytes]] | None:
+        """A sample with its pictures resized; None where one cannot be read, and the sample may be left out."""
         if self.resize is None:
-            return files
+            return key, files
         made = {}
         for ending, content in files.items():
             stem, _, last = ending.rpartition(".")
             if last in PICTURES:
-                (picture,) = pictures_of([row], [key], iter([content]), size_of(self.resize), PIXELS)
+                where = place if self.kind.name == "images" else f"{place}.{ending}"
+                try:
+                    (picture,) = pictures_of([row], [where], iter([content]), size_of(self.resize), PIXELS)
+                except BadRow as fault:
+                    if not self.faults.at_most:
+                        raise
+                    self.faults.note(fault)
+                    return None
                 ending, content = f"{stem}.jpg".lstrip("."), jpeg(picture)
             made[ending] = content
-        return made
+        return key, made
 
 
-def jpeg(picture: torch.Tensor) -> bytes:
-    """A picture, uint8 (3, height, width), as a JPEG file."""
-    colours = numpy.ascontiguousarray(picture.permute(1, 2, 0).numpy())
-    try:
-        from simplejpeg import encode_jpeg
-
-        return encode_jpeg(colours, quality=QUALITY, colorspace="RGB", colorsubsampling="420")
-    except ImportError:
-        from PIL import Image
-
-        file = io.BytesIO()
-        Image.fromarray(colours).save(file, "JPEG", quality=QUALITY)
-        return file.getvalue()
-
-
-def arrow_table(columns: dict):
-    """Columns of a batch as an Arrow table."""
-    import pyarrow as pa
-
-    return pa.table({name: _arrow(name, column) for name, column in columns.items()})
-
-
-def _arrow(name: str, column):
-    import pyarrow as pa
-
-    if isinstance(column, torch.Tensor):
-        array = pa.array(_numbers(name, column).reshape(-1))
-        for size in reversed(column.shape[1:]):
-            array = pa.FixedSizeListArray.from_arrays(array, size)
-        return array
-    if column and isinstance(column[0], torch.Tensor):
-        edges = numpy.cumsum([0, *map(len, column)])
-        return pa.LargeListArray.from_arrays(pa.array(edges, pa.int64()), pa.array(_numbers(name, torch.cat(column))))
-    if not all(isinstance(value, (bytes, str)) for value in column):
-        raise Refusal(f"column {name!r} holds {type(column[0]).__name__}s, which no table holds")
-    return pa.array(column, pa.large_binary() if column and isinstance(column[0], bytes) else pa.large_string())
-
-
-def _numbers(name: str, column: torch.Tensor) -> numpy.ndarray:
-    try:
-        return column.numpy()
-    except TypeError:
-        raise Refusal(f"column {name!r} holds {column.dtype}, which no file format here knows; store float32 or float16") from None
+def _in_one(column):
+    """Pictures of one size as one tensor; those of several stay a list, as what is no picture does."""
+    if isinstance(column, list) and column and all(isinstance(each, torch.Tensor) and each.ndim == 3 for each in column):
+        return torch.stack(column) if len({each.shape for each in column}) == 1 else column
+    return column
 
 
 def _size(column) -> int:

@@ -49,11 +49,12 @@ class Files:
     def read_back(self, number: int) -> Digest:
         return self.read_file(self._path(number, PART))
 
-    def keep(self, number: int) -> None:
-        os.replace(self._path(number, PART), self._path(number))
-
     def finish(self) -> dict:
-        return {"files": [self._path(number).name for number in range(self.plan.parts)]}
+        paths = [self._path(number) for number in range(self.plan.parts)]
+        for number, path in enumerate(paths):
+            if (unnamed := self._path(number, PART)).exists():
+                os.replace(unnamed, path)
+        return {"files": [path.name for path in paths]}
 
     def _path(self, number: int, ending: str = "") -> Path:
         return self.plan.folder / f"{number:05}-of-{self.plan.parts:05}{self.suffix}{ending}"

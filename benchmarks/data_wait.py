@@ -1,0 +1,230 @@
+"""Data wait: the share of a training step's time in which it waits for its batch, on every workload of the suite.
+
+Arms: the workload as the textbook writes it (its own dataset, read sample by sample in the training's own process), and hasten's
+methods for data, each with its defaults. Every arm is a training in a process of its own; they take turns, block by block, and those
+that are not on stand still. All arms train on the same batches, so what an arm gains in a step is gained by its loader alone;
+nothing is said about training to a target. The wait is what ``hasten diagnose`` calls input: from asking for a batch to having it.
+
+A method that keeps the data in memory reads all samples once before its first step. This is told apart, in seconds and as the wait
+of a whole run of the workload: (starting + waiting) / (starting + steps). Two bounds: *gather*, the bytes of a batch picked from a
+store in memory in random order by the training's own thread, as a share of such a step; *read once*, every sample read once by all
+cores at the pace of one and gathered from then on, as a share of such a run. Files are in the system's cache.
+
+Figure: the fastest arm of each workload waits at most 1 % of its steps' time; where the first bound forbids that, the bound is told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import sys
+import time
+from contextlib import ExitStack
+
+import torch
+from _common import Interval, finish, in_turns, interval, parser, say, show, tell
+
+from hasten import Failure, Recipe, Refusal
+from hasten.contract.batch import size, tensors
+from hasten.diagnosis.probe import Probe
+from hasten.diagnosis.replacements import outside_name
+from hasten.diagnosis.timeline import Timeline
+from hasten.engine.environment import cores
+from hasten.engine.find import method_names
+from hasten.engine.tasks import TaskRef
+from hasten.measure.workers import Worker
+
+FIGURE = 0.01
+WORKLOADS = ("digits", "adult", "fashion_mnist", "tiny_shakespeare", "cifar10", "imdb")
+TEXTBOOK = "textbook"
+TUNED = "autotuned_loader"
+METHODS = ("batched_fetch", "loader_workers", TUNED)
+STORE = 256_000_000  # bytes of the store that the bound gathers from, where the data are that many: more than a cache holds
+GATHERS = 50
+FEWEST = 5  # steps of a block
+PATIENCE = 12.0  # seconds in which a tuner may settle before it is timed
+HEADINGS = (
+    "workload", "loader", "wait, of a step", "bound: gather", "step, ms", "steps a second, over the textbook's",
+    "start, s more", "wait, of a run", "bound: read once",
+)  # fmt: skip
+
+
+class Waiting(Probe):
+    """An arm that tells how long it waited, and what it could not have avoided."""
+
+    def warm_up(self, seconds: float) -> None:
+        """Steps until buffers are full, processes there, and a tuner has settled."""
+        began, climber = time.perf_counter(), self.program.run.kept.get(TUNED)
+        while (passed := time.perf_counter() - began) < seconds or (climber and climber.waits is None and passed < PATIENCE):
+            self.train(1)
+
+    def waits(self, steps: int) -> dict:
+        """Seconds of a block of steps, and those of them that were spent waiting for batches."""
+        block = self.anatomy(steps)
+        return {"seconds": block["seconds"], "waited": block["phases"]["input"], "steps": steps}
+
+    def reading(self, seconds: float) -> dict:
+        """Samples of the dataset, and seconds to read one of them; for an arm that reads samples."""
+        dataset, taken = self.program.train.samples.dataset, []
+        began = time.perf_counter()
+        for number in torch.randperm(len(dataset)).tolist():
+            dataset[number]
+            taken.append(time.perf_counter() - began)
+            if taken[-1] > seconds:
+                break
+        return {"samples": len(dataset), "sample": taken[-1] / len(taken)}
+
+    def gathering(self) -> float:
+        """Seconds to pick a batch, field by field, from a store of as many samples of its kind, into memory that is warm."""
+        fields = tensors(next(iter(self.program.train.epoch(0, 0))))
+        rows, samples = size(fields), len(self.program.train.samples.dataset)
+        copies = -(-min(samples, STORE * rows // sum(field.nbytes for field in fields)) // rows)
+        stores = [field.repeat(copies, *[1] * (field.ndim - 1)) for field in fields]
+        into, taken = [torch.empty_like(field) for field in fields], []
+        for index in torch.randint(0, copies * rows, (GATHERS, rows)):
+            began = time.perf_counter()
+            for store, buffer in zip(stores, into, strict=True):
+                torch.index_select(store, 0, index, out=buffer)
+            taken.append(time.perf_counter() - began)
+        return statistics.median(taken)
+
+
+def task_of(workload: str) -> TaskRef:
+    """The workload without its validation data: nothing is evaluated here."""
+
+    def training():
+        return dataclasses.replace(TaskRef.of(workload).load(), validation_data=None)
+
+    training.__name__ = workload
+    return TaskRef.of(training)
+
+
+def arms_of(workload: str, stack: ExitStack, warm_up: float) -> tuple[dict[str, Worker], dict[str, dict], dict[str, str]]:
+    """(arms that run, standing still; their plans; why others do not)."""
+    arms, plans, missing, task, known = {}, {}, {}, task_of(workload).to_json(), method_names()
+    for name in (TEXTBOOK, *(each for each in METHODS if each in known)):
+        tell(f"{workload}: {name}")
+        recipe = Recipe({} if name == TEXTBOOK else {name: {}}).with_method(outside_name(Timeline))
+        worker = stack.enter_context(Worker("data_wait:Waiting", task=task, methods=recipe.methods, device="cpu", seed=0))
+        try:
+            plans[name] = worker.call("build")
+            worker.call("warm_up", seconds=warm_up)
+        except Failure as error:
+            if name == TEXTBOOK:
+                raise
+            missing[name] = str(error)
+            continue
+        finally:
+            worker.freeze()
+        arms[name] = worker
+    return arms, plans, missing
+
+
+def measured(workload: str, options) -> dict:
+    """Blocks of all arms in turn, and what the bounds are made of.
+
+    Raises:
+        Refusal, Failure: the workload does not run here.
+    """
+    with ExitStack() as stack:
+        arms, plans, missing = arms_of(workload, stack, options.warm_up)
+        steps = {name: max(FEWEST, math.ceil(options.seconds / plans[name]["step"])) for name in arms}
+        blocks = in_turns({name: (lambda name=name: block_of(arms[name], steps[name])) for name in arms}, options.rounds)
+        reading = arms[TEXTBOOK].call("reading", seconds=options.seconds)
+        gather = arms[TEXTBOOK].call("gathering")
+    plan = plans[TEXTBOOK]
+    return {
+        "blocks": blocks,
+        "missing": missing,
+        "starts": {name: plans[name]["start"] for name in arms},
+        "gather": gather,
+        "read_once": reading["samples"] * reading["sample"] / cores(),
+        "steps_of_a_run": plan["epochs"] * reading["samples"] / plan["batch_size"],
+    }
+
+
+def block_of(arm: Worker, steps: int) -> dict:
+    try:
+        return arm.call("waits", steps=steps)
+    finally:
+        arm.freeze()
+
+
+def outcome(told: dict) -> dict[str, dict]:
+    """Of each arm: a step's length and the share it waits, the same of a whole run, and what the bounds leave of both at least."""
+    found = {}
+    for name, blocks in told["blocks"].items():
+        step, wait = (interval(block[what] / block[of] for block in blocks) for what, of in (("seconds", "steps"), ("waited", "seconds")))
+        waited, work = step.median * wait.median, step.median * (1 - wait.median)
+        start = max(0.0, told["starts"][name] - told["starts"][TEXTBOOK])
+        found[name] = {
+            "step": step,
+            "wait": wait,
+            "bound": told["gather"] / (told["gather"] + work),
+            "start": start,
+            "wait_of_a_run": share_of_a_run(told, start, waited, work),
+            "bound_of_a_run": share_of_a_run(told, told["read_once"], told["gather"], work),
+        }
+    return found
+
+
+def share_of_a_run(told: dict, start: float, waited: float, work: float) -> float:
+    """What starting and waiting take of a run whose steps wait and work for so many seconds each."""
+    waiting = start + told["steps_of_a_run"] * waited
+    return waiting / (waiting + told["steps_of_a_run"] * work)
+
+
+def fastest(arms: dict[str, dict]) -> str:
+    return min(arms, key=lambda name: arms[name]["step"].median)
+
+
+def rows_of(workload: str, arms: dict[str, dict]) -> list[tuple[str, ...]]:
+    """The workload's part of the table, in the order of HEADINGS."""
+    rows = []
+    for name, arm in arms.items():
+        step = Interval(*(1e3 * each for each in dataclasses.astuple(arm["step"])))
+        over = arms[TEXTBOOK]["step"].median / step.median * 1e3
+        a_step, a_run = (f"{arm['wait']:.2%}", f"{arm['bound']:.2%}"), (f"{arm['wait_of_a_run']:.2%}", f"{arm['bound_of_a_run']:.2%}")
+        rows.append((workload, name, *a_step, f"{step:.3g}", f"{over:.2f}", f"{arm['start']:.1f}", *a_run))
+    return rows
+
+
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(WORKLOADS)}; all of them unless said")
+    options.add_argument("--rounds", type=int, default=7)
+    options.add_argument("--seconds", type=float, default=0.5, help="of each arm in a round")
+    options.add_argument("--warm-up", type=float, default=1.5, help="seconds of each arm before the first round")
+    options.add_argument("--quick", action="store_true", help="a look at it: digits, three short rounds")
+    options = options.parse_args()
+    if options.quick:
+        options.workloads, options.rounds, options.seconds, options.warm_up = options.workloads or ["digits"], 3, 0.2, 0.3
+    told, failed = {}, {}
+    for workload in options.workloads or WORKLOADS:
+        try:
+            told[workload] = measured(workload, options)
+        except (Failure, Refusal) as error:
+            failed[workload] = str(error)
+    found = {workload: outcome(each) for workload, each in told.items()}
+    show(HEADINGS, [row for workload, arms in found.items() for row in rows_of(workload, arms)])
+    for name, why in failed.items():
+        say(f"{name} not measured: {why}")
+    for name, why in ((f"{workload}, {name}", why) for workload, each in told.items() for name, why in each["missing"].items()):
+        say(f"{name}: {why}")
+    best = {workload: (fastest(arms), arms[fastest(arms)]) for workload, arms in found.items()}
+    over = [workload for workload, (_, arm) in best.items() if arm["wait"].median > FIGURE]
+    forbidden = [workload for workload in over if best[workload][1]["bound"] > FIGURE]
+    waits = [f"a step waits for data at most {FIGURE:.0%} of its time with the fastest loader, or the bound that forbids it is told"]
+    waits += [f"{workload} {arm['wait']:.2%} ({name}, bound {arm['bound']:.2%})" for workload, (name, arm) in best.items()]
+    waits += [f"the bound forbids it on {', '.join(forbidden)}"] if forbidden else []
+    return finish(
+        options,
+        "; ".join(waits),
+        None if failed or not best else over == forbidden,
+        {"told": told, "found": found, "failed": failed},
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Whoever a climber finds: the runner of ``prefetch("auto")``, which also tries what it gives to keep the samples."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy
+import torch
+
+from hasten.contract.climbing import NO_WAIT, Choices, Climber
+from hasten.contract.data import Crew, same
+from hasten.contract.errors import Failure, Notice, Refusal
+from hasten.data.caching.cache import Cache, cached
+from hasten.data.chance import drawing_apart
+from hasten.data.faults import Faults
+from hasten.data.formats.in_memory import Arrays
+from hasten.data.making import Map
+from hasten.data.running.runners import Runner, runner_of
+from hasten.data.source import BadRow, Source, rows_of
+
+PROBED = 32  # rows that are read to know whether samples are the same every time
+PASSES_TO_COME = 5  # of a loop that tells nobody how many it will make
+
+
+@dataclass(frozen=True, eq=False)
+class Autotuned:
+    """A climber's crews, one after the other; and its cache.
+
+    Attributes:
+        in_threads: whether it began in threads, so that nobody is surprised by them.
+        kinds: what the crews may be of.
+    """
+
+    climber: Climber
+    timeout: float | None = None
+    in_threads: bool = False
+    kinds: tuple[str, ...] = ()
+    kept: dict[str, Source] = field(default_factory=dict)  # the source behind its cache, under "source"
+
+    def __call__(self, make: Callable[[int], Any], numbers: range) -> Iterator:
+        def enter(crew: Crew, done: int) -> Iterator:
+            return runner_of(crew, self.timeout)(make, numbers[done:])
+
+        return self.climber.over(enter, Choices(self.kinds, self.climber.cores, self.climber.room))
+
+    @property
+    def chosen(self) -> dict:
+        """What was found so far: threads or processes, ahead, cache."""
+        return self.climber.chosen
+
+    @property
+    def crew(self) -> Crew:
+        return self.climber.crew
+
+    @property
+    def processes(self) -> int:
+        return self.crew.processes
+
+    def among(self, kinds: tuple[str, ...]) -> Autotuned:
+        """The same, whose crews may be of these kinds, as far as the system has them."""
+        forks = "fork" in multiprocessing.get_all_start_methods()
+        return replace(self, kinds=tuple(kind for kind in kinds if kind == "threads" or forks))
+
+    def anew(self) -> Autotuned:
+        """For other batches: what was learnt of these is a hint at most."""
+        now = self.climber
+        return replace(self, climber=Climber(now.crew, cores=now.cores, room=now.room, passes=now.passes), kept={})
+
+    def everybody(self) -> Runner:
+        """The runner for work that no step waits for, such as filling a cache."""
+        return runner_of(Crew(**dict.fromkeys(self.kinds[:1], self.climber.cores), ahead=2), self.timeout)
+
+    def kept_from(self, source: Source, maps: tuple[Map, ...], faults: Faults, epoch: int, start: int) -> Source | None:
+        """The source after its maps, kept, for the pass that begins; None where nothing is to be kept.
+
+        It is tried once, at the start of a pass, if the steps of a settled crew wait so long that to read everything once would pay.
+        """
+        climber, where = self.climber, self.climber.cache
+        if where is None and start == 0 and self._would_pay(epoch) and worth_keeping(source, maps, faults) and repeatable(source, maps):
+            if self._filled(source, maps, "memory", faults):
+                climber.try_cache("memory")
+            else:
+                climber.cache = "no"
+        elif where in ("memory", "disk") and "source" not in self.kept and not self._filled(source, maps, where, faults):
+            climber.cache = "no"
+        if climber.cache == "no":
+            self.kept.clear()
+        return self.kept.get("source")
+
+    def _would_pay(self, epoch: int) -> bool:
+        """Whether what is waited for in the passes to come is more than one pass, about what filling takes."""
+        to_come = PASSES_TO_COME if self.climber.passes is None else self.climber.passes - epoch
+        return self.climber.settled and self.climber.waits > NO_WAIT and self.climber.waits * to_come > 1
+
+    def _filled(self, source: Source, maps: tuple[Map, ...], where: str, faults: Faults) -> bool:
+        """Whether all samples are kept now; a Notice says why they are not."""
+        try:
+            kept = cached(source, maps, where, self.climber.room() / 1e9 if where == "memory" else None, None, None)
+            if not repeatable(source, maps):
+                raise Refusal("they are random: they differ each time they are made")
+            kept.prepare(self.everybody(), faults)
+        except (Refusal, Failure) as why:
+            warnings.warn(f"the samples are not kept ({where}): {why}", Notice, stacklevel=2)
+            return False
+        self.kept["source"] = kept
+        return True
+
+
+def worth_keeping(source: Source, maps: tuple[Map, ...], faults: Faults) -> bool:
+    """Whether samples could gain by being kept: they are not in memory as they are used; and all of them have to be good."""
+    in_memory = not maps and isinstance(source, (Arrays, Cache))
+    return not (in_memory or faults.at_most or any(each.stage is not None for each in maps))
+
+
+def repeatable(source: Source, maps: tuple[Map, ...]) -> bool:
+    """Whether some samples come out the same twice, and draw nothing.
+
+    A map that draws from the generators of the process is found by what it leaves of them, even if it seldom changes a sample.
+    """
+    rows = numpy.unique(numpy.linspace(0, len(source) - 1, min(PROBED, len(source))).astype(numpy.int64))
+    looks = []
+    for seed in (0, 1):
+        with drawing_apart(seed):
+            before = _generators()
+            try:
+                samples = rows_of(source.read(rows))
+                for each in maps:
+                    samples = [each.function(sample) for sample in samples]
+            except BadRow:
+                return False
+            if not same(_generators(), before):
+                return False
+            looks.append(samples)
+    return same(*looks)
+
+
+def _generators() -> list:
+    """The states of the generators of torch, NumPy and Python."""
+    return [torch.get_rng_state(), numpy.random.get_state(), random.getstate()]

@@ -1,0 +1,56 @@
+"""Rows that cannot be read and are left out: allowed for a run, remembered by it, listed in its folder.
+
+A pipeline of hasten.data is known here by two names alone: ``skip_bad(at_most)``, and ``faults``, which lists what was left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hasten.contract.errors import Refusal
+from hasten.contract.task import Task
+from hasten.engine.sources import made_later
+
+FILE = "skipped.jsonl"
+
+
+def tolerant(task: Task, at_most: int) -> Task:
+    """The task, whose training data leave out up to so many rows that cannot be read; so do its validation data, if they are a pipeline.
+
+    Raises:
+        Refusal: no such number, or training data that are no pipeline; of data that a function makes, when it is called.
+    """
+    validation = _tolerant(task.validation_data, at_most, must=False)
+    return replace(task, train_data=_tolerant(task.train_data, at_most, must=True), validation_data=validation)
+
+
+def left_out(task: Task) -> list[dict]:
+    """The rows that were left out so far: [{"data": "train" or "validation", "row", "where", "why"}], in their order."""
+    return [{"data": name, **row} for name, faults in _faults(task).items() for row in faults.listed()]
+
+
+def remember(task: Task, rows: list[dict]) -> None:
+    """These rows, as ``left_out`` told them, are known to be bad."""
+    for name, faults in _faults(task).items():
+        faults.recall({key: value for key, value in row.items() if key != "data"} for row in rows if row["data"] == name)
+
+
+def _tolerant(data: Any, at_most: int, must: bool) -> Any:
+    if made_later(data):
+        return lambda: _tolerant(data(), at_most, must)
+    if hasattr(data, "skip_bad"):
+        return data.skip_bad(at_most)
+    if must:
+        what = f"Task(train_data=) is a {type(data).__name__}"
+        raise Refusal(f"{what}, and only a pipeline of hasten.data can leave bad rows out; leave --skip-bad out")
+    return data
+
+
+def _faults(task: Task) -> dict[str, Any]:
+    """What counts the bad rows of each pipeline that may leave some out; of two that count together, once."""
+    pipelines = {"train": task.train_data, "validation": task.validation_data}
+    found = {name: data.faults for name, data in pipelines.items() if hasattr(data, "skip_bad") and data.faults.at_most}
+    if len(found) == 2 and found["train"] is found["validation"]:
+        del found["validation"]
+    return found

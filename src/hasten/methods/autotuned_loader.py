@@ -1,0 +1,139 @@
+"""Finds out, while the training runs, by how many threads or processes its batches are computed, and how far ahead."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.climbing import AHEAD, NO_WAIT, Choices, Climber, usual_room
+from hasten.contract.data import Batches, Crew
+from hasten.contract.errors import Notice, Refusal
+from hasten.contract.method import Method, Run, setting
+
+
+@dataclass(frozen=True)
+class AutotunedLoader(Method):
+    """Climbs on what real steps wait for real batches, and settles as soon as none waits, or nothing helps within the budgets.
+
+    What it found is told, stands in result.json under "chosen", and in the recipe of the run's folder as ``threads``, ``processes``,
+    ``ahead`` and ``cache``: a run with that recipe starts there, and climbs only if its steps wait. The batches are the same whoever computes
+    them; a model that draws from NumPy's or Python's generators is another matter, for samples that are read in its own process.
+
+    ``threads`` and ``cache`` are for pipelines of hasten.data. Their samples are kept in memory by themselves where that is tried, fits
+    and is clearly faster; on disk only where ``cache=disk`` says so. ``cores`` and ``gigabytes`` are the budgets: None for the processors
+    that may be used, and for a quarter of the memory that is free.
+    """
+
+    threads: int | None = setting(None, at_least=0, at_most=256)
+    processes: int | None = setting(None, at_least=0, at_most=256)
+    ahead: int | None = setting(None, at_least=0, at_most=1024)  # batches
+    cache: str | None = setting(None, one_of=("no", "memory", "disk"))
+    cores: int | None = setting(None, at_least=1, at_most=256)  # workers at most
+    gigabytes: float | None = setting(None, above=0)  # of batches on their way and of samples that are kept
+
+    card = Card(
+        summary="find the number of loader workers while training, until no step waits",
+        exactness=Exactness.BIT_EXACT,
+        source="https://arxiv.org/abs/2101.12127",  # Murray et al. 2021: tf.data, its AUTOTUNE
+        gain_when="steps wait for data and cores are idle; a run has to last longer than the search, which takes seconds",
+        speeds={"input"},
+        applies_to={"workers"},
+        order=Order.EARLY,
+        after=("batched_fetch", "cache_dataset", "loader_workers"),
+        slow_start=True,
+    )
+
+    def __post_init__(self):
+        if self.threads and self.processes:
+            raise ValueError("threads or processes, not both")
+
+    def data(self, batches: Batches, run: Run) -> Batches:
+        if not batches.training:
+            return batches
+        if why_not := self._obstacle(batches):
+            run.nothing_to_do(self, why_not)
+            return batches
+        climber = run.kept[self.name] = Climber(
+            self._start(batches.crew if batches.samples is None else batches.samples.crew),
+            cores=self.cores or run.cores(),
+            room=usual_room(self.gigabytes, run.free_memory),
+            cache=self.cache,
+            passes=run.loop.epochs,
+            told=self._telling(run.chosen, by_index=batches.samples is not None),
+        )
+        if batches.samples is None:
+            return batches.by(climber)
+        pinned = batches.with_samples(pin=True) if run.device.type == "cuda" else batches
+        return climbed(pinned, climber)
+
+    def _obstacle(self, batches: Batches) -> str | None:
+        if batches.samples is None:
+            return None if batches.by else "nobody else can compute these batches"
+        if self.threads or self.cache in ("memory", "disk"):
+            raise Refusal(f"{self.name}: threads and cache are for pipelines of hasten.data; say processes, or add cache_dataset")
+        if batches.samples.loader is not None and not batches.samples.fixed():
+            return (
+                "the samples are random, and this DataLoader's workers draw from streams of their own; give Task(train_data=) its dataset"
+            )
+        return None
+
+    def _start(self, now: Crew) -> Crew:
+        """The crew that the settings name, or the present one."""
+        said = self.threads is not None or self.processes is not None
+        crew = Crew(self.threads or 0, self.processes or 0, AHEAD) if said else now
+        most = self.cores or crew.workers
+        ahead = crew.ahead if self.ahead is None else self.ahead
+        return Crew(min(crew.threads, most), min(crew.processes, most), ahead)
+
+    def _telling(self, chosen: dict[str, dict], by_index: bool) -> Callable[[Climber], None]:
+        """What is done when it has settled. It must not hold the run, which holds it: workers would outlive it."""
+        unsaid = {name: 0 for name in ("threads", "processes") if getattr(self, name)}
+        hint = "; batched_fetch or cache_dataset would keep the samples in memory" if by_index else ""
+
+        def told(climber: Climber) -> None:
+            chosen[self.name] = unsaid | climber.chosen
+            before = f", {climber.waited_first:.0%} at first" if climber.waited_first is not None else ""
+            kept = f", samples kept ({climber.cache})" if climber.cache in ("memory", "disk") else ""
+            waits = f"a step waits for data {climber.waits:.1%} of its time{before}"
+            text = f"{self.name} has settled at {climber.crew}{kept}: {waits}{hint if climber.waits > NO_WAIT else ''}"
+            warnings.warn(text, Notice, stacklevel=2)
+
+        return told
+
+
+def climbed(batches: Batches, climber: Climber) -> Batches:
+    """Batches of samples that are read by index, by the worker processes that the climber finds.
+
+    What a ready DataLoader draws for the order of a pass is drawn once a pass, as by hand; its samples must not be random.
+    """
+    samples, drawn, hired = batches.samples, [], {}
+    order = samples.order if samples.loader is None else lambda epoch: drawn
+    choices = Choices(("processes",), climber.cores, lambda: min(climber.room(), shared_memory()))
+
+    def epoch(number: int, start: int = 0) -> Iterator:
+        if samples.loader is not None:
+            drawn[:] = samples.order(number)
+
+        def enter(crew: Crew, done: int) -> Iterator:
+            if hired.get("crew") != crew:
+                hired.clear()  # ends its workers before others begin
+                by = {"workers": crew.processes, "prefetch": crew.each, "persistent": crew.processes > 0}
+                hired.update(crew=crew, batches=batches.with_samples(order=order, **by))
+            return hired["batches"].epoch(number, start + done)
+
+        return climber.over(enter, choices)
+
+    return replace(batches, epoch=epoch, samples=None, by=None)
+
+
+def shared_memory() -> float:
+    """Bytes that may be taken where torch's workers put their batches; to use it up kills them."""
+    try:
+        left = os.statvfs("/dev/shm")
+    except (OSError, AttributeError):  # batches travel in another way
+        return math.inf
+    return left.f_bavail * left.f_frsize / 2

@@ -1,0 +1,52 @@
+"""The benchmarks of data: none is forgotten, and those that are quick do run."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("data_*.py"))
+
+
+def test_make_runs_all_of_them_and_the_readme_tells_of_all():
+    (listed,) = re.findall(r"^BENCHMARKS := ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    readme = (ROOT / "benchmarks" / "README.md").read_text()
+    assert [name for name in SCRIPTS if name not in listed.split() or f"`{name}.py" not in readme] == []
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_each_states_its_figure_can_be_looked_at_quickly_and_ends_with_a_verdict(name):
+    text = (ROOT / "benchmarks" / f"{name}.py").read_text()
+    assert "\nFigure: " in text.partition('"""\n\n')[0]
+    assert '"--quick"' in text and "return finish(" in text
+
+
+def run_quickly(name: str, folder: Path) -> dict:
+    """The raw numbers of ``--quick``. Whether a busy machine reaches a figure is not for tests to say."""
+    file = folder / f"{name}.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--quick", "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode in (0, 1) and "Figure: " in done.stdout, done.stdout + done.stderr
+    return json.loads(file.read_text())
+
+
+def test_keeping_the_place(tmp_path):
+    told = run_quickly("data_place", tmp_path)
+    assert len(told["micro"]["hasten, place kept"]) == 5 and told["extra"]["hasten, place kept"]["median"] < 100
+
+
+def test_the_wait_for_data(tmp_path):
+    """The textbook's loader waits for most of a step of digits, whole batches for little of it; and the shares are shares."""
+    told = run_quickly("data_wait", tmp_path)
+    arms = told["found"]["digits"]
+    assert {"textbook", "batched_fetch", "loader_workers"} <= arms.keys() and not told["failed"]
+    assert arms["batched_fetch"]["wait"]["median"] < 0.5 * arms["textbook"]["wait"]["median"]
+    for arm in arms.values():
+        shares = arm["wait"]["low"], arm["wait"]["high"], arm["bound"], arm["wait_of_a_run"], arm["bound_of_a_run"]
+        assert all(0 < share < 1 for share in shares), arm
+        assert arm["bound"] < arm["bound_of_a_run"]

@@ -1,0 +1,66 @@
+"""The soak can see what it looks for: leaks that forked workers share, names that nobody uses; and its short form passes."""
+
+import json
+import mmap
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def soak(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import data_soak
+
+    yield data_soak
+    for name in ("data_soak", "_common"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux")
+def test_memory_that_a_forked_worker_shares_is_seen(soak):
+    before = soak.held()
+    leak = numpy.ones(64 << 20, numpy.uint8)
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    worker.start()
+    try:
+        assert 0.9 * leak.nbytes < soak.held() - before < 1.5 * leak.nbytes, "once, not never and not twice"
+    finally:
+        worker.kill()
+        worker.join()
+
+
+def test_growth_is_between_the_second_and_the_last_quarter(soak):
+    assert soak.growth_of([50, 90, 100, 100, 101, 102, 110, 110]) == pytest.approx((100, 110, 0.1))
+    assert soak.growth_of([1] * 7) is None
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs Linux")
+def test_a_name_is_left_when_nobody_uses_it(soak):
+    path = soak.SHARED / f"hasten-test-{os.getpid()}"
+    path.write_bytes(bytes(mmap.PAGESIZE))
+    try:
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 0):
+            assert soak.unused({path.name}) == []
+        assert soak.unused({path.name}) == [path.name]
+    finally:
+        path.unlink()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_the_short_form_passes(tmp_path):
+    file = tmp_path / "soak.json"
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "data_soak.py"), "--quick", "--json", str(file)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(file.read_text())
+    assert told["wrong"] == 0 < told["noticed"] <= told["deaths"] and not any(told["left"].values())

@@ -1,0 +1,22 @@
+"""Whether batches are the same bits in the same nesting, for the tests of this folder."""
+
+import torch
+
+
+def same(one, other):
+    """Tensors by type, shape and content; dicts, tuples and lists by what is in them, and never one for the other."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        return both and one.dtype == other.dtype and one.shape == other.shape and torch.equal(_bytes(one), _bytes(other))
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[name], other[name]) for name in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+def _bytes(tensor):
+    """So that -0 is not 0, and NaN is itself."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,273 @@
+"""prefetch("auto"): the same batches through any change of crew, few workers for a fast source, enough for a slow one, and its cache."""
+
+import itertools
+import math
+import random
+import threading
+import time
+import warnings
+
+import numpy
+import psutil
+import pytest
+import torch
+from pipelines import BATCH, ROWS, augmented, equal
+
+from hasten import Refusal
+from hasten.contract import looking
+from hasten.contract.climbing import Climber
+from hasten.contract.data import Crew
+from hasten.contract.errors import Notice
+from hasten.data import arrays
+from hasten.data.caching.cache import Cache
+from hasten.data.running.autotuned import Autotuned, repeatable, worth_keeping
+
+PATIENCE = 60.0  # seconds, on a busy machine; most of it is never used
+
+
+class Restless(Climber):
+    """Looks at one crew after the other, for ever."""
+
+    crews = (Crew(), Crew(processes=1), Crew(processes=2, ahead=3), Crew(threads=1, ahead=2), Crew(threads=3))
+
+    def search(self, choices, seen=None):
+        kinds = {"threads": "threads" in choices.kinds, "processes": "processes" in choices.kinds}
+        for crew in itertools.cycle(self.crews):
+            if not crew.workers or kinds["threads" if crew.threads else "processes"]:
+                yield crew
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """One batch makes a look, however short."""
+    for name, value in {"LEAST_BATCHES": 1, "LEAST_SECONDS": 0.0, "ROUNDS": 0, "UNSETTLED": 0}.items():
+        monkeypatch.setattr(looking, name, value)
+
+
+def restless(pipeline):
+    """The pipeline, whose crew changes every few batches, and the crews that were seen."""
+    climber = Restless(cores=3, room=lambda: math.inf)
+    return pipeline._with(runner=Autotuned(climber, timeout=60.0))
+
+
+def nothing_left(threads: int) -> bool:
+    return not psutil.Process().children() and threading.active_count() == threads
+
+
+def plain(rows=ROWS):
+    """Nothing in it is anybody's own, so that threads may compute it."""
+    from hasten.data import flip, normalise
+
+    pictures = torch.arange(rows * 3 * 4 * 4).remainder(251).to(torch.uint8).view(rows, 3, 4, 4)
+    return arrays(pictures, torch.arange(rows)).shuffle(seed=3).batch(8).map(flip()).map(normalise(mean=0.5, std=0.25))
+
+
+@pytest.mark.parametrize("made", [augmented, plain], ids=["own functions", "ours"])
+def test_any_changes_of_crew_leave_every_bit(made, at_once):
+    threads = threading.active_count()
+    whole, changing = made(), restless(made())
+    for number in range(4):
+        assert equal(list(changing), list(whole)), f"pass {number}"
+    assert nothing_left(threads)
+
+
+def test_a_place_is_found_again_while_the_crew_changes(at_once):
+    whole, changing = list(augmented()), restless(augmented())
+    list(itertools.islice(changing, 3))
+    resumed = restless(augmented())
+    resumed.load_state_dict(changing.state_dict())
+    assert equal(list(resumed), whole[3:])
+    assert nothing_left(threading.active_count())
+
+
+def noise(sample):
+    return torch.cat([torch.rand(1, dtype=torch.float64), torch.tensor([random.random(), numpy.random.rand()], dtype=torch.float64)])
+
+
+def test_what_maps_draw_from_the_process_stays_the_same_and_threads_are_no_choice(at_once):
+    def numbers():
+        return arrays(torch.arange(ROWS)).map(noise).batch(BATCH)
+
+    assert equal(list(restless(numbers())), list(numbers()))
+    torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
+    before = torch.rand(2).tolist(), random.random(), numpy.random.rand()
+    torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
+    list(restless(numbers()))
+    assert (torch.rand(2).tolist(), random.random(), numpy.random.rand()) == before
+    with pytest.raises(Refusal, match="threads would share"):
+        numbers().batches(BATCH, 0, True).by(Crew(threads=2, ahead=2))
+
+
+# ---- real sources and real steps
+
+
+def napping(batch):
+    time.sleep(0.06)  # sleeps, so that workers help on any machine
+    return batch
+
+
+def until_settled(pipeline, step):
+    """Passes with steps of so many seconds, until the climber has settled."""
+    end = time.perf_counter() + PATIENCE
+    while not pipeline.runner.climber.settled:
+        for _ in pipeline:
+            time.sleep(step)
+        assert time.perf_counter() < end, f"not settled after {PATIENCE} s; at {pipeline.runner.chosen}"
+    return pipeline.runner.climber
+
+
+def test_a_fast_source_gets_no_workers():
+    threads = threading.active_count()
+    climber = until_settled(arrays(torch.arange(400)).batch(10).prefetch("auto"), step=0.05)
+    assert climber.crew.workers == 0 and climber.chosen == {"processes": 0} and climber.waits < 0.1
+    assert nothing_left(threads)
+
+
+def test_a_slow_source_gets_workers_within_the_cores():
+    threads = threading.active_count()
+    pipeline = arrays(torch.arange(1200)).batch(10).map(napping).prefetch("auto", cores=2)
+    climber = until_settled(pipeline, step=0.04)
+    assert 1 <= climber.crew.processes <= 2 and not climber.crew.threads
+    assert climber.waits < climber.waited_first / 2, "steps wait much less than they did"
+    assert pipeline.runner.chosen == {"processes": climber.crew.processes, "ahead": climber.crew.ahead}
+    began, count = time.perf_counter(), 0
+    for _ in itertools.islice(pipeline, 40):
+        time.sleep(0.04)
+        count += 1
+    assert (time.perf_counter() - began) / count < 0.09, "it uses what it chose: by itself a batch and its step take 0.1 s"
+    assert nothing_left(threads)
+
+
+def test_no_memory_no_workers():
+    pipeline = arrays(torch.zeros(400, 1000)).batch(10).map(napping).prefetch("auto", cores=4, gigabytes=1e-6)
+    assert until_settled(pipeline, step=0.01).crew.workers == 0
+
+
+def test_it_begins_with_what_it_is_told():
+    pipeline = arrays(torch.arange(400)).batch(10).map(napping).prefetch("auto", processes=3)
+    assert pipeline.runner.chosen == {"processes": 3, "ahead": 2} and pipeline.num_workers == 3
+    assert until_settled(pipeline, step=0.05).crew.processes == 3, "nobody waited"
+
+
+def test_threads_are_tried_where_nothing_is_the_users_own():
+    def kinds(pipeline):
+        seen = set()
+
+        class Noting(Climber):
+            def over(self, enter, choices):
+                seen.update(choices.kinds)
+                return enter(Crew(), 0)
+
+        list(pipeline._with(runner=Autotuned(Noting(cores=2, room=lambda: math.inf))))
+        return seen
+
+    numbers = arrays(torch.arange(32.0))
+    assert kinds(plain()) == kinds(numbers.cache().batch(8)) == {"threads", "processes"}
+    assert kinds(numbers.batch(8).map(napping)) == kinds(numbers.map(slowly).batch(8)) == {"processes"}
+    assert kinds(numbers.map(slowly).cache().batch(8)) == {"processes"}, "its cache is filled by a function of the user's"
+
+
+def test_other_batches_are_learnt_anew():
+    base = arrays(torch.arange(400)).prefetch("auto")
+    one, other = base.batch(10), base.batch(20)
+    assert one.runner.climber is not other.runner.climber
+    assert one.to("cpu").runner is one.runner and one.share(0, 1).runner is one.runner
+
+
+def test_the_engine_is_given_the_crew_and_may_name_another():
+    pipeline = augmented().prefetch(4, processes=2)
+    batches = pipeline.batches(BATCH, 0, True)
+    whole = list(batches.epoch(0, 0))
+    assert batches.crew == Crew(processes=2, ahead=4)
+    for crew in (Crew(), Crew(processes=1, ahead=1)):
+        other = batches.by(crew)
+        assert other.crew == crew and equal(list(other.epoch(0, 0)), whole) and other.length == batches.length
+    assert equal(list(batches.by(Climber(cores=2, room=lambda: math.inf)).epoch(0, 2)), whole[2:])
+    assert batches.mapped(iter).by is None
+
+
+# ---- keeping the samples
+
+
+def slowly(sample):
+    time.sleep(0.002)
+    return sample * 2.0
+
+
+def drawing(sample):
+    return sample + (random.random() < 1e-9)
+
+
+class Own:
+    """Draws from a generator that nobody else knows of."""
+
+    def __init__(self):
+        self.generator = random.Random(1)
+
+    def __call__(self, sample):
+        return sample + self.generator.random()
+
+
+def test_samples_that_are_slow_to_make_come_to_be_kept():
+    numbers = torch.arange(160.0)
+    auto, whole = arrays(numbers).shuffle(seed=1).map(slowly).batch(8).prefetch("auto", cores=1), arrays(numbers).shuffle(seed=1).batch(8)
+    climber, end, passes = auto.runner.climber, time.perf_counter() + PATIENCE, 0
+    while not (climber.settled and climber.cache == "memory"):
+        for batch, expected in zip(auto, whole, strict=True):
+            assert torch.equal(batch, 2 * expected)
+            time.sleep(0.004)
+        passes += 1
+        assert time.perf_counter() < end and climber.cache != "no", f"after {passes} passes: {auto.runner.chosen}, {climber.waits}"
+    assert passes > 1 and isinstance(auto.runner.kept["source"], Cache)
+    assert climber.waits < climber.waited_first and auto.runner.chosen["cache"] == "memory"
+
+
+def test_samples_that_are_not_the_same_every_time_are_never_kept():
+    numbers = arrays(torch.arange(64.0))
+    assert repeatable(numbers.source, numbers.map(slowly).sample_maps)
+    for random_one in (drawing, noise, Own()):
+        pipeline = numbers.map(random_one).batch(8).prefetch("auto")
+        assert not repeatable(pipeline.source, pipeline.sample_maps), random_one
+        pipeline.runner.climber.cache = "memory"
+        with pytest.warns(Notice, match="not kept .memory."):
+            list(pipeline)
+        assert pipeline.runner.climber.cache == "no" and not pipeline.runner.kept
+
+
+def test_samples_that_gain_nothing_by_being_kept():
+    numbers = arrays(torch.arange(64.0))
+
+    def worth(pipeline):
+        return worth_keeping(pipeline.source, pipeline.sample_maps, pipeline.faults)
+
+    assert worth(numbers.map(slowly))
+    assert not worth(numbers) and not worth(numbers.map(slowly).cache()), "they are in memory"
+    assert not worth(numbers.map(slowly).skip_bad(3)), "not all are read before they are met"
+    assert not worth(numbers.map(lambda sample, chance: sample + chance.uniform()))
+
+
+def test_a_cache_that_does_not_fit_is_told_and_left():
+    pipeline = arrays(torch.zeros(64, 1000)).map(slowly).batch(8).prefetch("auto", gigabytes=1e-6)
+    pipeline.runner.climber.cache = "memory"
+    with pytest.warns(Notice, match="not kept .memory.*allowed"):
+        assert len(list(pipeline)) == 8
+    assert pipeline.runner.climber.cache == "no"
+    with warnings.catch_warnings(action="error"):
+        assert len(list(pipeline)) == 8
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"batches": "fast"}, "batches"),
+        ({"batches": "auto", "threads": 1, "processes": 1}, "not both"),
+        ({"batches": "auto", "cores": 0}, "cores"),
+        ({"batches": "auto", "gigabytes": 0}, "gigabytes"),
+        ({"batches": "auto", "gigabytes": math.inf}, "gigabytes"),
+        ({"batches": 2, "cores": 2}, 'say prefetch."auto"'),
+    ],
+    ids=str,
+)
+def test_wrong_requests(wrong, told):
+    with pytest.raises(Refusal, match=told):
+        arrays(torch.arange(8)).prefetch(**wrong)

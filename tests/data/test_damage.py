@@ -1,0 +1,178 @@
+"""Bytes that were damaged after they were written: what is noticed, and that none of it ends the process or goes on in silence."""
+
+import os
+import re
+import subprocess
+import sys
+
+import numpy
+import pytest
+
+from hasten.contract.errors import Failure, Refusal
+from hasten.data import feather, parquet, tfrecord
+from hasten.data.formats.example_messages import encoded
+from hasten.data.formats.records import framed
+from hasten.data.source import BadRow
+
+pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")
+import pyarrow.feather as arrow_feather  # noqa: E402
+import pyarrow.parquet as arrow_parquet  # noqa: E402
+
+ROWS, RUN = 300, 100
+WHOLE, BY_RUN = None, 0  # gigabytes
+TABLE = pa.table({"n": numpy.arange(ROWS) + 7_000_000, "words": [f"word number {row}" for row in range(ROWS)]})
+
+
+def changed(path, old, new):
+    """The file with some bytes of it exchanged, which must be there once."""
+    content = path.read_bytes()
+    assert content.count(old) == 1 and len(old) == len(new)
+    path.write_bytes(content.replace(old, new))
+    return path
+
+
+@pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
+def test_a_page_of_parquet_that_does_not_fit_its_checksum_is_bad(tmp_path, gigabytes):
+    arrow_parquet.write_table(
+        TABLE, tmp_path / "t.parquet", row_group_size=RUN, compression="none", use_dictionary=False, write_page_checksum=True
+    )
+    changed(tmp_path / "t.parquet", (7_000_150).to_bytes(8, "little"), (8_000_150).to_bytes(8, "little"))
+    table = parquet(tmp_path / "t.parquet", columns=["n"], gigabytes=gigabytes).batch(RUN)
+    with pytest.raises(Failure, match=r"row 100 .*t\.parquet, row group 1\).*(CRC|checksum)"):
+        list(table)
+    kept = [n for batch in table.shuffle(seed=0).skip_bad(RUN) for n in batch["n"].tolist()]
+    assert sorted(kept) == [7_000_000 + row for row in range(ROWS) if not RUN <= row < 2 * RUN]
+
+
+@pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
+@pytest.mark.parametrize("where", ["offset", "letter"])
+def test_text_of_feather_that_leads_elsewhere_is_bad(tmp_path, where, gigabytes):
+    """An offset that leads far out of its column would be followed by who believes it: the process would be killed."""
+    arrow_feather.write_feather(TABLE, tmp_path / "t.feather", compression="uncompressed", chunksize=RUN)
+    if where == "offset":
+        lengths = [len(f"word number {row}") for row in range(RUN, RUN + 3)]
+        begin = numpy.cumsum([0, *lengths], dtype="i4").tobytes()
+        content = (tmp_path / "t.feather").read_bytes()
+        place = content.index(begin)  # of the second batch, the first whose numbers have three digits
+        damaged = content[: place + 4] + numpy.array([2**30], "i4").tobytes() + content[place + 8 :]
+        (tmp_path / "t.feather").write_bytes(damaged)
+    else:
+        changed(tmp_path / "t.feather", b"word number 150", b"word \xff\xfe\xffber 150")
+    source = feather(tmp_path / "t.feather", gigabytes=gigabytes).source
+    with pytest.raises(BadRow, match=r"t\.feather, record batch 1"):
+        source.read(numpy.array([RUN + 50]))
+    assert source.read(numpy.array([2 * RUN]))["words"] == ["word number 200"]
+
+
+LACKING = """
+import os, re, resource, sys, numpy
+from hasten.contract.errors import Failure
+from hasten.data import parquet
+source = parquet(sys.argv[2], gigabytes=0).source
+rows = numpy.array([len(source) - 1])
+source.read(numpy.array([0]))
+if sys.argv[1] == "memory":
+    used = 1024 * int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1])
+    resource.setrlimit(resource.RLIMIT_AS, (used + 60_000_000, resource.RLIM_INFINITY))
+else:
+    for each in os.listdir("/proc/self/fd"):
+        if os.path.realpath(f"/proc/self/fd/{each}") == os.path.realpath(sys.argv[2]):
+            os.close(int(each))
+try:
+    source.read(rows)
+except (MemoryError, Failure) as told:
+    print("MemoryError" if isinstance(told, MemoryError) else told, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="this system tells neither the memory nor the files of a process")
+@pytest.mark.parametrize(("lacking", "said"), [("memory", "MemoryError"), ("files", "cannot read .*row group 1: OSError: .*[Bb]ad file")])
+def test_what_the_machine_lacks_is_no_fault_of_a_row(tmp_path, lacking, said):
+    long = pa.table({"n": numpy.zeros(15_000_000, numpy.int64)})  # 120 MB once decoded, some kilobytes in the file
+    with arrow_parquet.ParquetWriter(tmp_path / "t.parquet", long.schema) as writer:
+        writer.write_table(long.slice(0, 10), row_group_size=10)
+        writer.write_table(long, row_group_size=len(long))
+    command = [sys.executable, "-c", LACKING, lacking, tmp_path / "t.parquet"]
+    at_once = {"ARROW_DEFAULT_MEMORY_POOL": "system"}  # others keep a gigabyte in reserve
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | at_once)
+    assert re.match(said, done.stdout), done.stdout + done.stderr
+
+
+READ_ALL = """
+import sys, numpy
+from hasten.contract.errors import Failure, Refusal
+from hasten.data import feather, parquet
+from hasten.data.source import BadRow
+for path in sys.argv[2:]:
+    try:
+        source = {"feather": feather, "parquet": parquet}[sys.argv[1]](path).source
+        source.read(numpy.arange(min(len(source), 1000)))
+        print("read")
+    except (Refusal, BadRow, Failure) as told:
+        print("told" if "\\n" not in str(told) else "many lines")
+"""
+
+
+@pytest.mark.parametrize("form", ["feather", "parquet"])
+def test_whatever_bytes_are_damaged_the_process_lives_and_tells(tmp_path, form):
+    """Bytes anywhere in the file, and files cut off anywhere."""
+    random, paths = numpy.random.default_rng(0), []
+    words = pa.array(["some", "words"] * 50).dictionary_encode()
+    table = pa.table({"n": numpy.arange(100), "words": TABLE["words"][:100], "lists": [[1, 2]] * 100, "kinds": words})
+    for number, compression in enumerate(("uncompressed", "lz4", "zstd")):
+        whole = tmp_path / f"whole{number}.{form}"
+        if form == "feather":
+            arrow_feather.write_feather(table, whole, compression=compression)
+        else:
+            arrow_parquet.write_table(table, whole, compression="none" if compression == "uncompressed" else compression)
+        content = whole.read_bytes()
+        for each in range(60):
+            damaged = bytearray(content)
+            for place in random.integers(0, len(content), 1 + each % 4):
+                damaged[place] = random.integers(0, 256)
+            if each % 10 == 9:
+                del damaged[random.integers(0, len(content)) :]
+            paths.append(tmp_path / f"{number}-{each}.{form}")
+            paths[-1].write_bytes(damaged)
+    done = subprocess.run([sys.executable, "-c", READ_ALL, form, *map(str, paths)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:] or f"killed by signal {-done.returncode}"
+    said = done.stdout.split()
+    assert len(said) == len(paths) and set(said) == {"read", "told"} and said.count("told") > 30
+
+
+@pytest.mark.parametrize("form", ["feather", "parquet"])
+def test_a_text_that_is_none_is_bad_not_an_error_of_python(tmp_path, form):
+    words = pa.StringArray.from_buffers(2, pa.py_buffer(numpy.array([0, 1, 2], "i4").tobytes()), pa.py_buffer(b"a\xff"))
+    table, path = pa.table({"words": words}), tmp_path / f"t.{form}"
+    arrow_feather.write_feather(table, path) if form == "feather" else arrow_parquet.write_table(table, path)
+    with pytest.raises(BadRow, match="UTF8"):
+        {"feather": feather, "parquet": parquet}[form](path).source.read(numpy.arange(2))
+
+
+def test_a_file_that_tells_of_other_rows_than_it_has_is_bad(tmp_path):
+    """Rows are counted in the heads of the record batches: one that says another number than its columns have."""
+    arrow_feather.write_feather(
+        pa.table({"n": numpy.arange(1_000_003)}), tmp_path / "t.feather", compression="uncompressed", chunksize=2_000_000
+    )
+    path, old = tmp_path / "t.feather", (1_000_003).to_bytes(8, "little")
+    content = bytearray(path.read_bytes())
+    assert content.count(old) >= 2  # of the batch, and of its column
+    first = content.index(old)
+    content[first : first + 8] = (900_000).to_bytes(8, "little")
+    path.write_bytes(content)
+    with pytest.raises((BadRow, Refusal)) as told:
+        source = feather(path).source
+        source.read(numpy.array([0]))
+    assert "t.feather" in str(told.value) and "\n" not in str(told.value)
+
+
+def test_a_record_with_a_wrong_checksum_is_left_out_and_counted(tmp_path):
+    records = [encoded({"text": f"row {row}", "n": row}) for row in range(20)]
+    (tmp_path / "t.tfrecord").write_bytes(framed(records))
+    changed(tmp_path / "t.tfrecord", b"row 13", b"row 31")
+    with pytest.raises(Failure, match=r"row 13 .*t\.tfrecord, record 13, byte \d+\): its checksum is wrong"):
+        list(tfrecord(tmp_path).batch(4))
+    pipeline = tfrecord(tmp_path).skip_bad(1).batch(4)
+    assert [n for batch in pipeline for n in batch["n"].tolist()] == [n for n in range(20) if n != 13]
+    assert list(pipeline.faults.found) == [13]

@@ -1,0 +1,55 @@
+"""A glob of very many files: each is found once, in order, in the time that it takes to look at the folders; and remembered."""
+
+import os
+import shutil
+import time
+
+import pytest
+
+from hasten.data.places import manifests
+from hasten.data.places.files import found
+from hasten.data.places.manifests import manifest_of
+
+
+def filled(root, folders, files):
+    """Names of empty files, ``folders`` times ``files`` of them, and one of another kind in each folder."""
+    for folder in range(folders):
+        path = root / f"{folder:04}"
+        path.mkdir(parents=True)
+        (path / "notes.txt").touch()
+        for file in range(files):
+            os.link(f"{path}/notes.txt", f"{path}/{file:06}.jpg")  # quicker than a file of its own
+    return root
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder that is not kept for the tests after this one."""
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
+    yield tmp_path / "set"
+    shutil.rmtree(tmp_path / "set")
+
+
+@pytest.mark.parametrize(
+    ("folders", "files"), [(20, 1000), pytest.param(100, 10_000, marks=pytest.mark.slow)], ids=["20 thousand", "a million"]
+)
+def test_a_glob_takes_the_time_of_looking_at_the_folders(place, folders, files):
+    filled(place, folders, files)
+    began = time.process_time()
+    names = sorted(entry.path for folder in os.scandir(place) for entry in os.scandir(folder) if entry.name.endswith(".jpg"))
+    looked = time.process_time() - began
+    began = time.process_time()
+    globbed = found(f"{place}/*/*.jpg", (".jpg",))
+    took = time.process_time() - began
+    assert globbed == names and len(names) == folders * files
+    assert took < 6 * looked + 0.2
+    assert found(place, (".jpg",)) == names
+
+    for folder in (place, *place.iterdir()):
+        os.utime(folder, ns=(1, 1))  # long ago: nobody is still writing there
+    first = manifest_of(place, (".jpg",))
+    began = time.process_time()
+    again = manifest_of(place, (".jpg",))
+    assert time.process_time() - began < 0.05 + looked / 10, "the list is read, and no folder"
+    assert len(again) == len(first) == len(names) and again.path(len(names) - 1) == names[-1]
+    assert len(names) > manifests.WORTH

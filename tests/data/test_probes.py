@@ -1,0 +1,55 @@
+"""A cache whose first rows are bad: it looks at rows that can be read, counts the others, and tells when there are none."""
+
+import pytest
+import torch
+from pipelines import BATCH, ROWS, Bad, equal
+from tar_files import png
+
+from hasten import Failure, Refusal
+from hasten.data import Pipeline, images
+
+KINDS = ["memory", "disk"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("bad", "rows"),
+    [([0, 1, 2, 3], ROWS), ([0], ROWS), (range(0, ROWS, 4), ROWS), ([1], 3), (range(9), 10), ([2, 5, 9], 10)],
+    ids=str,
+)
+def test_bad_rows_at_the_start_are_left_out_and_counted(kind, bad, rows):
+    plain = Pipeline(Bad(bad, rows)).skip_bad(len(bad)).batch(max(BATCH, rows if len(bad) > rows / 2 else 0))
+    expected = list(plain)
+    for _ in range(2):  # the second time from the disk
+        cached = Pipeline(Bad(bad, rows)).cache(kind).skip_bad(len(bad)).batch(plain.batch_size)
+        assert equal(list(cached), expected) and sorted(cached.faults.found) == list(bad)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_too_many_is_named(kind):
+    with pytest.raises(Failure, match=r"row 0 \(numbers.txt line 1\): no number; mend it, or let some be left out"):
+        list(Pipeline(Bad([0, 1, 2, 3])).cache(kind).batch(BATCH))
+    with pytest.raises(Failure, match=r"row 2 .*bad row number 3, and 2 may be left out"):
+        list(Pipeline(Bad([0, 1, 2, 3])).cache(kind).skip_bad(2).batch(BATCH))
+    with pytest.raises(Failure, match="bad row number 3, and 2 may be left out"):
+        list(Pipeline(Bad([0, 4, 8], rows=9)).cache(kind).skip_bad(2).batch(3))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_where_no_row_can_be_read_that_is_said(kind):
+    with pytest.raises(Refusal, match="all are bad, or there are none"):
+        list(Pipeline(Bad(range(6), rows=6)).cache(kind).skip_bad(100).batch(3))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pictures_that_are_bad_first(tmp_path, kind):
+    for row in range(8):
+        (tmp_path / f"{row}.png").write_bytes(b"no picture" if row < 5 else png(row)[0])
+    plain = images(tmp_path, labels=None, resize=16).skip_bad(5).batch(8)
+    cached = images(tmp_path, labels=None, resize=16).skip_bad(5).cache(kind).batch(8)
+    assert torch.equal(*plain, *cached) and len(*cached) == 3

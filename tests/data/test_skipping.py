@@ -1,0 +1,106 @@
+"""Rows that a run leaves out: up to a number that was said, counted, listed in its folder, the same after any kill."""
+
+import json
+import os
+import subprocess
+import sys
+
+import faulty_tasks
+import pytest
+
+import hasten
+from hasten import Failure, Refusal
+from hasten.cli.main import main
+
+LISTED = [
+    *[{"data": "train", "row": row, "where": f"patchy.txt line {row + 1}", "why": "no number"} for row in faulty_tasks.BAD],
+    {"data": "validation", "row": 5, "where": "patchy.txt line 6", "why": "no number"},
+]
+RUN = """
+import sys, torch
+torch.set_num_threads(1)
+import hasten
+hasten.train(sys.argv[1], out=sys.argv[2], resume=True, device="cpu", checkpoint_seconds=0, skip_bad=4)
+"""
+
+
+def named(name):
+    return f"{faulty_tasks.__file__}:{name}"
+
+
+def listed(folder):
+    return [json.loads(line) for line in (folder / "skipped.jsonl").read_text().splitlines()]
+
+
+def left(folder):
+    return [(folder / name).read_bytes() for name in ("model.safetensors", "log.jsonl", "skipped.jsonl")]
+
+
+@pytest.mark.parametrize("name", ["threads", "processes", "made_later"])
+def test_rows_are_left_out_counted_and_listed(name, tmp_path):
+    for each in ("here", name):
+        result = hasten.train(named(each), out=tmp_path / each, device="cpu", skip_bad=4)
+        assert result["skipped"] == 4 and result["steps"] == 16
+        assert json.loads((tmp_path / each / "result.json").read_text())["skipped"] == 4
+        assert listed(tmp_path / each) == LISTED
+    assert left(tmp_path / "here") == left(tmp_path / name)
+
+
+def test_a_killed_run_lists_the_same(tmp_path):
+    """It is killed at the last step but one: rows that it met before are known from its checkpoint alone."""
+    flag = tmp_path / "kill"
+    words = [sys.executable, "-c", RUN, named("killed")]
+    environment = os.environ | {faulty_tasks.FLAG: str(flag), "OMP_NUM_THREADS": "1"}
+    assert subprocess.run([*words, str(tmp_path / "undisturbed")], env=environment).returncode == 0
+    flag.touch()
+    assert subprocess.run([*words, str(tmp_path / "killed")], env=environment).returncode == -9
+    assert not (tmp_path / "killed" / "result.json").exists()
+    assert subprocess.run([*words, str(tmp_path / "killed")], env=environment).returncode == 0
+    assert left(tmp_path / "killed") == left(tmp_path / "undisturbed")
+    assert listed(tmp_path / "killed") == LISTED
+
+
+def test_one_too_many_ends_the_run_and_is_listed(tmp_path):
+    with pytest.raises(Failure, match="bad row number 3, and 2 may be left out"):
+        hasten.train(named("here"), out=tmp_path / "run", device="cpu", skip_bad=2)
+    assert [each["row"] for each in listed(tmp_path / "run")] == [3, 17, 40]
+    with pytest.raises(Refusal, match="another skip bad: 2 there, 4 here"):
+        hasten.train(named("here"), out=tmp_path / "run", device="cpu", skip_bad=4, resume=True)
+
+
+def test_without_it_the_first_one_ends_the_run(tmp_path):
+    with pytest.raises(Failure, match=r"no number; mend it, or let some be left out: .skip_bad\(10\), or hasten train --skip-bad 10"):
+        hasten.train(named("here"), out=tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run" / "skipped.jsonl").exists()
+
+
+def test_what_a_pipeline_allows_by_itself_is_listed_too(tmp_path):
+    task = faulty_tasks.by_itself()
+    for run in ("first", "second"):  # with the same data
+        assert hasten.train(task, out=tmp_path / run, device="cpu")["skipped"] == 3
+        assert [each["row"] for each in listed(tmp_path / run)] == [3, 17, 40]
+    assert hasten.train(task, device="cpu")["skipped"] == 3
+
+
+def test_a_clean_run_lists_nothing(tmp_path):
+    task = faulty_tasks.task(faulty_tasks.rows(()))
+    clean = hasten.Task(**(vars(task) | {"validation_data": None, "metric": "loss"}))
+    assert hasten.train(clean, out=tmp_path / "run", device="cpu", skip_bad=1)["skipped"] == 0
+    assert not (tmp_path / "run" / "skipped.jsonl").exists()
+
+
+@pytest.mark.parametrize("name", ["no_pipeline", "no_pipeline_later"])
+def test_other_data_cannot_leave_rows_out(name, tmp_path, capfd):
+    assert main(["train", named(name), "--skip-bad", "3", "--device", "cpu", "--out", str(tmp_path / "run")]) == 2
+    _, err = capfd.readouterr()
+    assert err.count("\n") == 1 and "is a TensorDataset, and only a pipeline of hasten.data" in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_on_the_command_line(tmp_path, capfd):
+    words = ["train", named("here"), "--device", "cpu", "--out", str(tmp_path / "run")]
+    assert main([*words, "--skip-bad", "4", "--quiet"]) == 0
+    assert "left out 4 rows that could not be read; skipped.jsonl lists them" in " ".join(capfd.readouterr().out.split())
+    assert main([*words, "--resume", "--skip-bad", "5", "--json"]) == 2
+    assert "skip bad: 4 there, 5 here" in json.loads(capfd.readouterr().out)["error"]
+    assert main([*words, "--skip-bad", "0"]) == 2

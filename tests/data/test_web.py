@@ -1,0 +1,341 @@
+"""Data behind a real web server: read like those on the disk, with patience for its faults, and none for its changes."""
+
+import socket
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from alike import same
+from tar_files import pack, png, sample
+
+from hasten.contract.errors import Failure, Notice, Refusal
+from hasten.data import csv, feather, images, parquet, shards, tfrecord
+from hasten.data.formats.example_messages import encoded
+from hasten.data.formats.records import framed
+from hasten.data.places import ranges, remote
+from hasten.data.places.files import found, opened, stamp, unchanged
+
+fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed: no remote files")
+pytest.importorskip("aiohttp", reason="aiohttp is not installed: fsspec cannot ask web servers")
+pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")
+import pyarrow.csv as arrow_csv  # noqa: E402
+import pyarrow.feather as arrow_feather  # noqa: E402
+import pyarrow.parquet as arrow_parquet  # noqa: E402
+from web import serving  # noqa: E402
+
+ROWS = 60
+MAKERS = {
+    "parquet": (parquet, {"target": "label"}),
+    "feather": (feather, {}),
+    "csv": (csv, {}),
+    "tfrecord": (tfrecord, {}),
+    "shards": (shards, {"target": "cls"}),
+    "images": (images, {"resize": 16}),
+}
+
+
+def table(first=0):
+    count = numpy.arange(first, first + ROWS)
+    return pa.table({"n": count, "x": count / 2, "label": count % 3})
+
+
+def made(folder):
+    """Files of every kind under ``folder/KIND/``."""
+    for kind in MAKERS:
+        (folder / kind).mkdir(parents=True)
+    arrow_parquet.write_table(table(), folder / "parquet" / "a.parquet", row_group_size=20)
+    arrow_parquet.write_table(table(ROWS), folder / "parquet" / "b.parquet", row_group_size=20)
+    arrow_feather.write_feather(table(), folder / "feather" / "a.feather", chunksize=20)
+    arrow_csv.write_csv(table(), folder / "csv" / "a.csv")
+    messages = [encoded({"n": row, "text": f"row {row}"}) for row in range(ROWS)]
+    (folder / "tfrecord" / "a.tfrecord").write_bytes(framed(messages))
+    pack(folder / "shards" / "a.tar", [file for row in range(ROWS) for file in sample(row)])
+    for row in range(6):
+        path = folder / "images" / "cd"[row % 2] / f"{row}.png"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(png(row)[0])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return made(tmp_path_factory.mktemp("served") / "data")
+
+
+@pytest.fixture
+def web(folder, monkeypatch):
+    monkeypatch.setattr(remote, "WAITS", (0.01, 0.02, 0.04))
+    with serving({f"/data/{path.relative_to(folder)}": path.read_bytes() for path in folder.rglob("*") if path.is_file()}) as web:
+        yield web
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
+
+
+def batches(kind, paths, **prefetch):
+    make, settings = MAKERS[kind]
+    return list(make(paths, **settings).shuffle(seed=4).batch(7).prefetch(**prefetch))
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("way", [{"batches": 0}, {"threads": 2}, {"processes": 2}], ids=str)
+def test_the_web_gives_what_the_disk_gives(folder, web, kind, way):
+    here = batches(kind, folder / kind)
+    assert same(batches(kind, f"{web.address}/data/{kind}", **way), here)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "tfrecord", "shards", "images"])
+def test_patterns_and_single_files(folder, web, kind):
+    pattern = "*/*.png" if kind == "images" else "*"
+    assert same(batches(kind, f"{web.address}/data/{kind}/{pattern}"), batches(kind, folder / kind))
+    assert found([f"{web.address}/data/parquet/b.parquet", f"{web.address}/data/parquet/a.*"]) == [
+        f"{web.address}/data/parquet/{name}.parquet" for name in "ab"
+    ]
+
+
+@pytest.mark.parametrize("query", ["?signed=yes", "?file=t.parquet"])
+def test_an_address_with_a_query_is_no_pattern_and_no_folder(web, query):
+    web.content[f"/data/t.parquet{query}"] = web.content["/data/parquet/a.parquet"]
+    assert found(f"{web.address}/data/t.parquet{query}", (".parquet",)) == [f"{web.address}/data/t.parquet{query}"]
+    assert [method for method, _, _ in web.asked] == ["HEAD"], "a file is not read as if it were a page of links"
+    assert len(parquet(f"{web.address}/data/t.parquet{query}").source) == ROWS
+
+
+def test_a_table_that_does_not_fit_is_read_run_by_run(folder, web):
+    near, far = (parquet(where, target="label", gigabytes=0).source for where in (folder / "parquet", f"{web.address}/data/parquet"))
+    rows = numpy.array([100, 3, 59, 60])
+    assert same(far.read(rows), near.read(rows))
+
+
+# ---- faults
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_server_that_fails_twice_and_then_works(folder, web, kind):
+    web.failing = 2
+    assert same(batches(kind, f"{web.address}/data/{kind}"), batches(kind, folder / kind))
+    assert web.failing == 0
+
+
+def test_a_server_that_fails_again_and_again_while_files_are_read(folder, web):
+    here = batches("parquet", folder / "parquet")
+    far = parquet(f"{web.address}/data/parquet", target="label")
+    web.failing = 5
+    assert same(list(far.shuffle(seed=4).batch(7)), here) and web.failing == 0
+
+
+def test_an_answer_that_breaks_off_is_asked_for_again(web):
+    content = web.content["/data/tfrecord/a.tfrecord"]
+    web.breaking = 2
+    with opened(f"{web.address}/data/tfrecord/a.tfrecord") as file:
+        assert file.read() == content
+    assert web.breaking == 0
+
+
+@pytest.mark.parametrize("pattern", ["", "/*/*.png", "/**/*.png"])
+def test_a_subfolder_whose_page_does_not_come_is_no_empty_one(folder, web, pattern):
+    address = f"{web.address}/data/images{pattern}"
+    web.closing["/data/images/d"] = 1 << 30
+    with pytest.raises(Failure, match="images/d cannot be reached, asked 4 times"):
+        images(address, resize=8)
+    web.closing["/data/images/d"] = 3
+    source = images(address, resize=8).source
+    assert source.classes == ["c", "d"] and len(source) == 6 and web.closing["/data/images/d"] == 0
+
+
+def test_the_pauses_grow(web, monkeypatch):
+    monkeypatch.setattr(remote, "WAITS", (0.1, 0.2, 0.4))
+    web.failing = 100
+    with pytest.raises(Failure, match=r"a\.tfrecord cannot be reached, asked 4 times: .*503") as told:
+        stamp(f"{web.address}/data/tfrecord/a.tfrecord")
+    assert "\n" not in str(told.value)
+    times = [when for method, _, when in web.asked if method == "HEAD"]
+    pauses = numpy.diff(times)
+    assert len(times) == 4 and (pauses >= [0.1, 0.2, 0.4]).all()
+
+
+@pytest.fixture
+def nobody(monkeypatch):
+    """An address where nobody listens."""
+    monkeypatch.setattr(remote, "WAITS", (0.01, 0.02, 0.04))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("path", ["", "/*", "/a.parquet"])
+def test_a_server_that_nobody_reaches(nobody, kind, path):
+    make, settings = MAKERS[kind]
+    with pytest.raises(Failure, match="cannot be reached, asked 4 times: ClientConnect") as told:
+        make(f"{nobody}/data/{kind}{path}", **settings)
+    assert "\n" not in str(told.value)
+
+
+def test_a_server_that_goes_away_while_it_is_read(web, monkeypatch):
+    monkeypatch.setattr(ranges, "SECONDS_BETWEEN_LOOKS", 0.0)  # what was read of a small file is all of it
+    source = tfrecord(f"{web.address}/data/tfrecord").source
+    web.shutdown()
+    web.server_close()
+    web.failing = 1 << 30  # for connections that are still open
+    with pytest.raises(Failure, match="cannot be reached, asked 4 times"):
+        source.read(numpy.array([3]))
+
+
+@pytest.mark.parametrize(("status", "asked"), [(404, 1), (403, 1), (401, 1), (410, 1), (429, 4), (500, 4), (503, 4)])
+def test_it_is_asked_again_only_where_that_may_help(web, status, asked):
+    web.failing, web.status = 1000, status
+    with pytest.raises(Refusal if asked == 1 else Failure, match=str(status)):
+        stamp(f"{web.address}/data/csv/a.csv")
+    assert sum(method == "HEAD" for method, _, _ in web.asked) == asked
+
+
+@pytest.mark.parametrize("path", ["parquet", "parquet/a.parquet", "parquet/*.parquet"])
+@pytest.mark.parametrize("status", [401, 403, 404, 410])
+def test_what_is_refused_is_not_what_is_missing(web, path, status):
+    web.failing, web.status = 1000, status
+    told = "^no file matches http" if status in (404, 410) else f"^cannot read http.*{status}"
+    with pytest.raises(Refusal, match=told):
+        found(f"{web.address}/data/{path}", (".parquet",))
+
+
+@pytest.mark.parametrize("path", ["a", "a.parquet", "*.parquet"])
+def test_an_address_that_cannot_be_one_is_told(path):
+    with pytest.raises(Refusal, match=r"cannot read http://127\.0\.0\.1:99999/.*[Pp]ort"):
+        found(f"http://127.0.0.1:99999/{path}", (".parquet",))
+
+
+def test_a_login_that_runs_out_ends_the_run(web):
+    web.content["/data/long.tfrecord"] = framed([bytes(1000)] * 12_000)  # longer than what fsspec reads at a time
+    pipeline = images(f"{web.address}/data/images", resize=8).skip_bad(6).batch(2)
+    table = parquet(f"{web.address}/data/parquet", gigabytes=0).source
+    with opened(f"{web.address}/data/long.tfrecord") as file:
+        file.read(10)
+        web.failing, web.status = 1 << 30, 403
+        file.seek(11_000_000)
+        with pytest.raises(Failure, match=r"cannot read .*long\.tfrecord.*403"):
+            file.read(10)
+    with ThreadPoolExecutor(1) as another, pytest.raises(Failure, match=r"^http.*\.parquet went away .*403"):
+        another.submit(table.read, numpy.array([ROWS - 1])).result()  # this thread still has the file open
+    with pytest.raises(Failure, match=r"^cannot read .*\.png.*403"):
+        list(pipeline)
+    assert not pipeline.faults.found, "no picture is to blame"
+
+
+def test_what_the_user_told_fsspec_stays(folder, web, monkeypatch):
+    web.login = "Bearer of a token"
+    with pytest.raises(Refusal, match="401"):
+        found(f"{web.address}/data/csv/a.csv")
+    monkeypatch.setitem(fsspec.config.conf, "http", {"client_kwargs": {"headers": {"Authorization": web.login}}})
+    assert same(batches("csv", f"{web.address}/data/csv"), batches("csv", folder / "csv"))
+    assert remote._system(web.address)[0].client_kwargs["timeout"].sock_read == remote.SILENT
+    monkeypatch.setitem(fsspec.config.conf, "https", {"client_kwargs": {"timeout": 7}})
+    assert remote._system(web.address)[0].client_kwargs["timeout"] == 7
+
+
+def test_nothing_there_is_one_line(web):
+    for path in ("none.parquet", "none", "none/*.parquet", "parquet/*.tar"):
+        with pytest.raises(Refusal, match="no file matches http") as told:
+            found(f"{web.address}/data/{path}", (".parquet",))
+        assert "\n" not in str(told.value)
+
+
+def test_a_server_that_knows_no_parts_of_files_is_told(web):
+    web.ranges = False
+    web.content["/data/long.tfrecord"] = framed([bytes(1000)] * 12_000)  # longer than what fsspec reads at a time
+    with opened(f"{web.address}/data/long.tfrecord") as file, pytest.raises(Failure, match="range requests") as told:
+        file.seek(11_000_000)
+        file.read(10)
+    assert "\n" not in str(told.value)
+
+
+# ---- changes
+
+
+def test_a_stamp_follows_the_content(web):
+    path = f"{web.address}/data/csv/a.csv"
+    before = stamp(path)
+    unchanged(path, before)
+    web.content["/data/csv/a.csv"] = web.content["/data/csv/a.csv"].replace(b"0", b"1")
+    with pytest.raises(Failure, match=r"a\.csv changed while it was being read"):
+        unchanged(path, before)
+    del web.content["/data/csv/a.csv"]
+    with pytest.raises(Failure, match=r"a\.csv went away while it was being read"):
+        unchanged(path, before)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "feather", "tfrecord", "shards"])
+@pytest.mark.parametrize("change", ["other", "shorter", "gone"])
+def test_a_file_that_changes_between_two_reads_is_told(web, kind, change, monkeypatch):
+    monkeypatch.setattr(ranges, "SECONDS_BETWEEN_LOOKS", 0.0)
+    make, settings = MAKERS[kind]
+    settings = settings | ({"gigabytes": 0} if kind in ("parquet", "feather") else {})
+    path = f"/data/{kind}/" + {"parquet": "a.parquet", "feather": "a.feather", "tfrecord": "a.tfrecord", "shards": "a.tar"}[kind]
+    source = make(web.address + path, **settings).source
+    source.read(numpy.array([0]))
+    content = web.content.pop(path)
+    if change != "gone":
+        web.content[path] = content[:-100] if change == "shorter" else content[:100] + bytes(100) + content[200:]
+    with pytest.raises(Failure, match=r"changed while it was being read|went away while it was being read|is shorter than it was"):
+        source.read(numpy.array([ROWS - 1]))
+
+
+def test_a_file_that_changes_is_looked_at_now_and_then(web, monkeypatch):
+    """Not each time: to ask takes as long as to read."""
+    source = shards(f"{web.address}/data/shards").source
+    source.read(numpy.array([0]))
+    asked = len(web.asked)
+    for row in range(20):
+        source.read(numpy.array([row]))
+    assert len(web.asked) == asked
+    monkeypatch.setattr(ranges, "SECONDS_BETWEEN_LOOKS", 0.05)
+    time.sleep(0.06)
+    source.read(numpy.array([1]))
+    assert len(web.asked) == asked + 1
+
+
+def test_a_server_that_tells_no_versions_is_told_of_once(web):
+    web.marked = False
+    with pytest.warns(Notice, match=rf"^{web.address} tells neither a version nor a time .*\.cache\('disk'\)") as told:
+        pipeline = shards(f"{web.address}/data/shards", target="cls")
+        assert stamp(f"{web.address}/data/csv/a.csv")[2] is None
+        list(pipeline.batch(7))
+    assert len(told) == 1
+
+
+def test_a_new_source_of_a_file_that_changed_reads_the_new_one(web):
+    """Nothing of what this thread has kept of the old one is taken for it."""
+    path = f"{web.address}/data/new.tar"
+    for number in (1, 2):
+        web.content["/data/new.tar"] = packed(f"text {number}")
+        assert shards(path).source.read(numpy.array([0, 1]))["txt"] == [f"text {number}"] * 2
+
+
+def packed(text):
+    """A tar of two samples."""
+    with tempfile.TemporaryDirectory() as folder:
+        return pack(Path(folder) / "a.tar", [(f"{row}.txt", text.encode()) for row in range(2)]).read_bytes()
+
+
+def test_only_a_few_of_many_files_are_kept_open(web):
+    content = {f"/many/{number:02}.tar": packed(f"text {number}") for number in range(3 * ranges.OPEN)}
+    web.content |= content
+    source = shards(f"{web.address}/many").source
+    rows = numpy.random.default_rng(0).permutation(len(source))
+    assert source.read(rows)["txt"] == [f"text {row // 2}" for row in rows]
+    assert len(ranges._own.files) == ranges.OPEN
+    assert source.read(rows)["txt"] == [f"text {row // 2}" for row in rows]
+
+
+def test_pictures_that_went_away_are_bad_rows(web):
+    pipeline = images(f"{web.address}/data/images", resize=8).skip_bad(1).batch(6)
+    del web.content["/data/images/d/3.png"]
+    (batch,) = pipeline
+    assert len(batch[1]) == 5 and "3.png" in next(iter(pipeline.faults.found.values())).where
+    assert batch[0].dtype == torch.uint8

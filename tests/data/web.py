@@ -1,0 +1,109 @@
+"""A web server for tests: it knows parts of files, and fails, breaks off and forgets as it is told."""
+
+import hashlib
+import re
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+class Answer(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        server = self.server
+        server.asked.append((self.command, self.path, time.monotonic()))
+        if server.closing.get(self.path.rstrip("/"), 0):
+            server.closing[self.path.rstrip("/")] -= 1
+            self.close_connection = True
+            return
+        if server.login and self.headers.get("Authorization") != server.login:
+            return self.send_error(401)
+        if server.failing:
+            server.failing -= 1
+            return self.send_error(server.status)
+        content = server.content.get(self.path)
+        if content is None:
+            content, kind = self.listed(), "text/html"
+        else:
+            kind = "application/octet-stream"
+        if content is None:
+            return self.send_error(404)
+        self.given(content, kind)
+
+    def given(self, content, kind):
+        server, begin, end = self.server, 0, len(content)
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")) if server.ranges else None
+        if wanted:
+            begin, end = int(wanted[1]), min(int(wanted[2]) + 1, len(content))
+            if begin >= len(content):
+                return self.send_error(416)
+        self.send_response(206 if wanted else 200)
+        if wanted:
+            self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{len(content)}")
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(end - begin))
+        if server.marked:
+            self.send_header("ETag", hashlib.md5(content).hexdigest())
+        self.end_headers()
+        if self.command == "GET":
+            part = content[begin:end]
+            if server.breaking:
+                server.breaking -= 1
+                self.wfile.write(part[: len(part) // 2])
+                self.close_connection = True
+                return
+            self.wfile.write(part)
+
+    def listed(self):
+        """The page of a folder."""
+        folder = self.path.rstrip("/") + "/"
+        names = {path.removeprefix(folder).partition("/") for path in self.server.content if path.startswith(folder)}
+        links = "".join(f'<a href="{name}{slash}">{name}</a>\n' for name, slash, _ in sorted(names))
+        return f"<html><body>{links}</body></html>".encode() if names else None
+
+    def log_message(self, *words):
+        pass
+
+
+class Web(ThreadingHTTPServer):
+    """``content`` by path.
+
+    Attributes:
+        asked: (method, path, time) of every request.
+        failing: how many requests more are answered by ``status``.
+        closing: path -> how many requests more get no answer at all.
+        breaking: how many answers more break off in the middle.
+        login: what has to come with every request; None: nothing.
+        ranges, marked: whether it knows parts of files, and tells when they change.
+    """
+
+    daemon_threads, block_on_close = True, False
+
+    def __init__(self, content):
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.content, self.asked, self.failing, self.status, self.breaking = dict(content), [], 0, 503, 0
+        self.ranges = self.marked = True
+        self.closing, self.login = {}, None
+
+    @property
+    def address(self):
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+@contextmanager
+def serving(content):
+    """A server on a port of its own, in a thread."""
+    web = Web(content)
+    thread = threading.Thread(target=web.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield web
+    finally:
+        web.shutdown()
+        web.server_close()
+        thread.join()

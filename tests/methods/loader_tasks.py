@@ -1,0 +1,68 @@
+"""Tasks whose samples take their time, for the tests of the loaders; at the top of a module, so that processes can be given them."""
+
+import time
+
+import numpy
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from hasten import Task
+from hasten.data import arrays
+
+ROWS, WIDTH = 64, 12
+NUMBERS = torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH)
+LABELS = torch.arange(ROWS) % 3
+
+
+class Slow(Dataset):
+    """A sample takes a millisecond, and draws from torch's and NumPy's generators where it is ``noisy``."""
+
+    def __init__(self, noisy: bool = True):
+        self.noisy = noisy
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        time.sleep(0.001)
+        noise = torch.randn(WIDTH) * 0.1 + numpy.random.rand() if self.noisy else 0.0
+        return NUMBERS[index] + noise, LABELS[index]
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return zip(NUMBERS, LABELS, strict=True)
+
+
+def slowly(batch, chance):
+    time.sleep(0.012)
+    return batch[0] + chance.uniform()[:, None], batch[1]
+
+
+def task(train_data, **changes) -> Task:
+    plan = {"epochs": 20, "metric": "accuracy", "validation_data": arrays(NUMBERS, LABELS), "batch_size": 8}
+    return Task(
+        model=lambda: torch.nn.Sequential(torch.nn.Linear(WIDTH, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 3)),
+        train_data=train_data,
+        loss=torch.nn.functional.cross_entropy,
+        optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=0.01),
+        **(plan | changes),
+    )
+
+
+def dataset(**changes):
+    return task(Slow(), **changes)
+
+
+def loader(noisy: bool = False, **changes):
+    return task(DataLoader(Slow(noisy), batch_size=8, shuffle=True), batch_size=None, **changes)
+
+
+def pipeline(epochs=20):
+    """As many steps, in a tenth of the passes: its processes are forked for each."""
+    train = arrays(NUMBERS.repeat(10, 1), LABELS.repeat(10)).shuffle(seed=1).batch(8).map(slowly)
+    return task(train, batch_size=None, epochs=epochs // 10)
+
+
+def stream():
+    return task(DataLoader(Stream(), batch_size=8), batch_size=None, epochs=2)

@@ -1,0 +1,170 @@
+"""autotuned_loader: the same bits while it climbs, workers where steps wait, and what it found in the recipe."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import loader_tasks
+import psutil
+import pytest
+import torch
+
+import hasten
+from hasten import Recipe, Refusal
+from hasten.contract import looking
+from hasten.contract.climbing import Climber
+from hasten.contract.data import Crew
+from hasten.contract.errors import Notice
+from hasten.engine.find import make_methods
+from hasten.engine.plan import build
+
+TUNED = "autotuned_loader:cores=2"
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Shorter looks: many changes of crew in a short run."""
+    for name, value in {"LEAST_BATCHES": 4, "LEAST_SECONDS": 0.02, "ROUNDS": 1}.items():
+        monkeypatch.setattr(looking, name, value)
+
+
+def files(folder: Path) -> tuple[bytes, bytes]:
+    return (folder / "model.safetensors").read_bytes(), (folder / "log.jsonl").read_bytes()
+
+
+def nothing_left(threads: int) -> bool:
+    """torch does not wait for the threads that feed its workers: they end a moment later."""
+    end = time.perf_counter() + 5
+    while psutil.Process().children() or threading.active_count() > threads:
+        if time.perf_counter() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+@pytest.mark.parametrize("name", ["dataset", "loader", "pipeline"])
+def test_the_same_bits_and_nothing_left(name, tmp_path, quick):
+    threads = threading.active_count()
+    task = getattr(loader_tasks, name)
+    hasten.train(task(), out=tmp_path / "plain", device="cpu")
+    with warnings.catch_warnings(action="ignore", category=Notice):  # whether it settles in so short a run is up to the machine
+        result = hasten.train(task(), TUNED, out=tmp_path / "tuned", device="cpu")
+    assert files(tmp_path / "plain") == files(tmp_path / "tuned")
+    assert result["idle"] == [] and nothing_left(threads)
+
+
+@pytest.mark.parametrize("name", ["dataset", "pipeline"])
+def test_a_slow_source_gets_workers_and_the_recipe_says_so(name, tmp_path):
+    task = getattr(loader_tasks, name)(epochs=60)
+    with pytest.warns(Notice, match=r"autotuned_loader has settled at .*: a step waits for data [\d.]+% of its time"):
+        result = hasten.train(task, [TUNED], out=tmp_path / "run", device="cpu")
+    found = result["chosen"]["autotuned_loader"]
+    assert 1 <= found["processes"] <= 2 and found["ahead"] >= 2
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["chosen"] == result["chosen"]
+
+    recipe = Recipe.load(tmp_path / "run" / "recipe.toml")
+    assert recipe.methods["autotuned_loader"] == {"cores": 2, **found}
+    climber = build(task, make_methods(recipe)).run.kept["autotuned_loader"]
+    assert climber.crew == Crew(processes=found["processes"], ahead=found["ahead"]), "the next run begins there"
+
+    for words in ([TUNED], recipe):  # a finished run is known by what was asked for as by what it came to
+        again = hasten.train(task, words, out=tmp_path / "run", resume=True, device="cpu")
+        assert again["metric"] == result["metric"]
+    with pytest.raises(Refusal, match="another recipe"):
+        hasten.train(task, out=tmp_path / "run", resume=True, device="cpu")
+
+
+def test_a_fast_source_is_left_alone(perceptron, quick):
+    program = build(perceptron(epochs=400), make_methods(Recipe.read("autotuned_loader")))
+    climber, seen = program.run.kept["autotuned_loader"], 0
+    with warnings.catch_warnings(action="ignore", category=Notice):
+        for epoch in range(400):
+            for _ in program.train.epoch(epoch, 0):
+                seen += 1
+                time.sleep(0.02)
+            if climber.settled:
+                break
+    assert climber.settled and climber.crew.workers == 0 and program.run.chosen == {"autotuned_loader": {"processes": 0}}
+
+
+RUN = """
+import sys, torch
+torch.set_num_threads(1)
+import hasten
+from hasten.contract import looking
+looking.LEAST_BATCHES, looking.LEAST_SECONDS, looking.ROUNDS = 4, 0.02, 1
+hasten.train(sys.argv[1], "autotuned_loader:cores=2", out=sys.argv[2], resume=True, device="cpu", checkpoint_seconds=0)
+"""
+
+
+@pytest.mark.parametrize("name", ["dataset", *(pytest.param(name, marks=pytest.mark.slow) for name in ("loader", "pipeline"))])
+def test_killed_at_any_moment_it_goes_on_to_the_same_bits(name, tmp_path):
+    hasten.train(getattr(loader_tasks, name)(), out=tmp_path / "plain", device="cpu")
+
+    def start():
+        return subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", RUN, f"{Path(loader_tasks.__file__)}:{name}", str(tmp_path / "killed")]
+        )
+
+    times = tmp_path / "killed" / "times.jsonl"
+    for pause in (0.15, 0.3)[: 1 if name == "dataset" else 2]:  # the others are slow tests
+        process = start()
+        while process.poll() is None and not times.exists():
+            time.sleep(0.01)
+        began = times.stat().st_size
+        while process.poll() is None and times.stat().st_size == began:
+            time.sleep(0.001)  # until it trains
+        time.sleep(pause)
+        workers = psutil.Process(process.pid).children()
+        assert process.poll() is None, "the run was over before it could be killed"
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        _, alive = psutil.wait_procs(workers, timeout=20)
+        assert not alive, "workers outlive their run"
+    assert start().wait() == 0
+    assert files(tmp_path / "killed") == files(tmp_path / "plain")
+
+
+def test_a_run_taken_up_begins_with_what_was_found(perceptron):
+    program = build(perceptron(), make_methods(Recipe.read("autotuned_loader:cores=4")))
+    found = Climber(Crew(processes=3, ahead=4), cores=4, room=float)
+    found.waits = 0.002
+    program.run.kept["autotuned_loader"].load_state_dict(found.state_dict())
+    assert program.run.kept["autotuned_loader"].crew == Crew(processes=3, ahead=4)
+    assert program.run.kept["autotuned_loader"].settled
+
+
+def climber_of(task, words):
+    return build(task, make_methods(Recipe.read(words))).run.kept["autotuned_loader"]
+
+
+def test_where_it_begins(perceptron):
+    assert climber_of(perceptron(), "autotuned_loader").crew == Crew()
+    assert climber_of(perceptron(), "autotuned_loader:processes=2").crew == Crew(processes=2, ahead=2)
+    assert climber_of(perceptron(), "autotuned_loader:processes=4,cores=3,ahead=5").crew == Crew(processes=3, ahead=5)
+    assert climber_of(perceptron(), ["autotuned_loader", "loader_workers:workers=2,prefetch=3"]).crew == Crew(processes=2, ahead=4)
+    loader = torch.utils.data.DataLoader(perceptron().train_data, batch_size=16, num_workers=2)
+    assert climber_of(perceptron(train_data=loader, batch_size=None), "autotuned_loader").crew == Crew(processes=2, ahead=2)
+    assert climber_of(loader_tasks.pipeline(), "autotuned_loader:cache=no").cache == "no"
+
+
+def test_what_it_has_nothing_to_do_with(trained):
+    assert "nobody else" in trained(loader_tasks.stream(), "autotuned_loader").run.idle[0][1]
+    noisy = trained(loader_tasks.loader(noisy=True, epochs=1), "autotuned_loader")
+    assert "random" in noisy.run.idle[0][1]
+
+
+def test_settings_that_do_not_go_together(perceptron):
+    with pytest.raises(Refusal, match="threads or processes, not both"):
+        make_methods(Recipe.read("autotuned_loader:threads=1,processes=1"))
+    for words in ("autotuned_loader:threads=2", "autotuned_loader:cache=memory"):
+        with pytest.raises(Refusal, match=r"for pipelines of hasten\.data"):
+            build(perceptron(), make_methods(Recipe.read(words)))
+    for words in ("cores=0", "gigabytes=0", "cache=ram", "processes=-1", "ahead=2000"):
+        with pytest.raises(Refusal, match=words.partition("=")[0]):
+            make_methods(Recipe.read(f"autotuned_loader:{words}"))
