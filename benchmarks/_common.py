@@ -133,10 +133,9 @@ def finish(options: argparse.Namespace, figure: str, reached: bool | None, numbe
 
 
 def record(records: Path, result: dict, words: str) -> Path:
-    """A new folder ``DATE_CLAIM_MACHINE`` in ``records``: the raw numbers, and for people what was told. Earlier ones of the day stay."""
+    """The raw numbers in a new folder of ``records``, and for people what was told."""
     script, here = Path(sys.argv[0]), result["environment"]
-    names = (f"{result['date']}{letter}_{slug(script.stem)}_{machine_name()}" for letter in ("", *string.ascii_lowercase[1:]))
-    place = next(records / name for name in names if not (records / name).exists())
+    place = new_record(records, slug(script.stem))
     written(place / "result.json", result)
     text = README.format(
         title=script.stem.replace("_", " ").capitalize(), reached=words, figure=result["figure"], said="\n".join(_said).strip(),
@@ -145,6 +144,12 @@ def record(records: Path, result: dict, words: str) -> Path:
     )  # fmt: skip
     (place / "README.md").write_text(text, encoding="utf-8")
     return place
+
+
+def new_record(records: Path, claim: str) -> Path:
+    """A folder ``DATE_CLAIM_MACHINE`` that is not there yet: earlier ones of the day stay, and come before it by name."""
+    names = (f"{time.strftime('%Y-%m-%d')}{letter}_{claim}_{machine_name()}" for letter in ("", *string.ascii_lowercase[1:]))
+    return next(records / name for name in names if not (records / name).exists())
 
 
 def written(path: Path, result: dict) -> Path:

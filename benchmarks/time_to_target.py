@@ -13,10 +13,9 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import time
 from pathlib import Path
 
-from _common import circumstances, finish, machine_name, parser, search_folder, show, slug, tell, watch
+from _common import circumstances, finish, new_record, parser, search_folder, show, slug, tell, watch
 
 import hasten
 from hasten import Failure, Recipe, Refusal
@@ -68,8 +67,8 @@ def tuned(workload: str, options) -> dict:
 
 def record(workload: str, result: dict, folder: Path) -> Path:
     """Writes the record of one search."""
-    place = RECORDS / f"{time.strftime('%Y-%m-%d')}_{CLAIM}_{slug(workload)}_{machine_name()}"
-    place.mkdir(parents=True, exist_ok=True)
+    place = new_record(RECORDS, f"{CLAIM}_{slug(workload)}")
+    place.mkdir(parents=True)
     try:
         page = hasten.report(folder)
         if page.name != "report.html":
