@@ -37,10 +37,15 @@ def files(folder: Path) -> tuple[bytes, bytes]:
     return (folder / "model.safetensors").read_bytes(), (folder / "log.jsonl").read_bytes()
 
 
-def nothing_left(threads: int) -> bool:
+def at_work() -> tuple[set, int]:
+    """The processes and the number of threads of this one."""
+    return set(psutil.Process().children()), threading.active_count()
+
+
+def nothing_left(before: tuple[set, int]) -> bool:
     """torch does not wait for the threads that feed its workers: they end a moment later."""
     end = time.perf_counter() + 5
-    while psutil.Process().children() or threading.active_count() > threads:
+    while at_work()[0] - before[0] or at_work()[1] > before[1]:
         if time.perf_counter() > end:
             return False
         time.sleep(0.01)
@@ -49,13 +54,13 @@ def nothing_left(threads: int) -> bool:
 
 @pytest.mark.parametrize("name", ["dataset", "loader", "pipeline"])
 def test_the_same_bits_and_nothing_left(name, tmp_path, quick):
-    threads = threading.active_count()
+    before = at_work()
     task = getattr(loader_tasks, name)
     hasten.train(task(), out=tmp_path / "plain", device="cpu")
     with warnings.catch_warnings(action="ignore", category=Notice):  # whether it settles in so short a run is up to the machine
         result = hasten.train(task(), TUNED, out=tmp_path / "tuned", device="cpu")
     assert files(tmp_path / "plain") == files(tmp_path / "tuned")
-    assert result["idle"] == [] and nothing_left(threads)
+    assert result["idle"] == [] and nothing_left(before)
 
 
 @pytest.mark.parametrize("name", ["dataset", "pipeline"])
