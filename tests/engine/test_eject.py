@@ -287,6 +287,13 @@ def test_what_reads_its_data_is_told_first(file):
     assert all("besides PyTorch it needs hasten.data, which reads its data, and nothing else of hasten" in words for words in told.values())
 
 
+@pytest.mark.parametrize("method", ["loader_workers", "autotuned_loader"])
+@pytest.mark.parametrize("name", ["piped", "piped_later"])
+def test_workers_of_a_pipeline_are_said_by_itself(file, name, method):
+    with pytest.raises(hasten.Refusal, match=rf"{method} cannot be written out for a pipeline .*prefetch\(processes=2\)"):
+        hasten.eject(f"{file}:{name}", method)
+
+
 def test_only_what_is_used_is_written(file):
     script = hasten.eject(f"{file}:plain", None)
     assert "EveryOther" not in script and "class Ema" not in script and "must not run" not in script

@@ -52,6 +52,11 @@ def nothing_left(before: tuple[set, int]) -> bool:
     return True
 
 
+def test_more_workers_than_cores_are_refused():
+    with pytest.raises(Refusal, match="4 workers are more than cores=1"):
+        make_methods(Recipe.parse("autotuned_loader:cores=1,processes=4"))
+
+
 @pytest.mark.parametrize("name", ["dataset", "loader", "pipeline"])
 def test_the_same_bits_and_nothing_left(name, tmp_path, quick):
     before = at_work()

@@ -17,7 +17,11 @@ def arguments(parser) -> None:
     parser.add_argument("task", metavar="TASK")
     values.add_recipe(parser)
     parser.add_argument("--out", type=values.folder, metavar="DIR", help="the run's folder; a new one, runs/train-TASK, unless said")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --out where it stopped")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the run in --out from its newest checkpoint, one every 30 s; where there is no run yet, it begins",
+    )
     parser.add_argument(
         "--skip-bad",
         type=values.count,

@@ -14,12 +14,14 @@ import re
 import sys
 from pathlib import Path
 
+from torch.utils.data import DataLoader
+
 import hasten
 from hasten.contract.errors import Refusal
 from hasten.contract.method import Method
 from hasten.contract.recipe import Recipe
 from hasten.contract.task import Task
-from hasten.engine import metrics, tasks
+from hasten.engine import metrics, sources, tasks
 from hasten.engine.devices import pick_device
 from hasten.engine.failures import explained
 from hasten.engine.find import make_methods
@@ -43,7 +45,7 @@ def eject(task, recipe=None, *, device: str | None = None) -> str:
         device: what the script uses unless it is told otherwise; None: a GPU where there is one.
 
     Raises:
-        Refusal: a task without source, or one that ``train`` would refuse. Failure: the run cannot be built.
+        Refusal: a task without source, one that ``train`` would refuse, or workers for a pipeline of hasten.data. Failure: the run cannot be built.
     """
     ref = tasks.TaskRef.of(task)
     function = _function_behind(ref)
@@ -59,8 +61,17 @@ def eject(task, recipe=None, *, device: str | None = None) -> str:
         program = build(loaded, methods, device=pick_device(device))
     except Exception as error:
         raise explained(error, "building the run", loaded.batch_size or 0) from error
+    _refuse_others_workers(program.task, methods)
     flat = flatten(straight_lines(function, loaded, program, methods, device), inline, _smaller_parts(loaded, methods))
     return _script(flat, f"{ref} under {recipe}", function)
+
+
+def _refuse_others_workers(task: Task, methods: list[Method]) -> None:
+    """A pipeline of hasten.data says itself who computes it; the script would say so for a method, and nobody would listen."""
+    pipeline = not isinstance(task.train_data, DataLoader) and sources.makes_batches(task.train_data)
+    if pipeline and (names := [method.name for method in methods if "workers" in method.card.applies_to]):
+        instead = 'end the pipeline with .prefetch(processes=2) or .prefetch("auto") and leave the method out'
+        raise Refusal(f"{names[0]} cannot be written out for a pipeline of hasten.data; {instead}")
 
 
 def _function_behind(ref: tasks.TaskRef):

@@ -173,4 +173,4 @@ def _shown(value) -> str:
 
     if isinstance(value, str) and (not value or "[methods" in value):
         return str(Recipe.from_toml(value))
-    return str(value)
+    return "none" if value is None else str(value)

@@ -25,7 +25,8 @@ class AutotunedLoader(Method):
 
     ``threads`` and ``cache`` are for pipelines of hasten.data. Their samples are kept in memory by themselves where that is tried, fits
     and is clearly faster; on disk only where ``cache=disk`` says so. ``cores`` and ``gigabytes`` are the budgets: None for the processors
-    that may be used, and for a quarter of the memory that is free.
+    that may be used, and for a quarter of the memory that is free; a cache on disk has no budget but the disk. Validation data are
+    read as the task says.
     """
 
     threads: int | None = setting(None, at_least=0, at_most=256)
@@ -50,6 +51,8 @@ class AutotunedLoader(Method):
     def __post_init__(self):
         if self.threads and self.processes:
             raise ValueError("threads or processes, not both")
+        if (self.cores or 0) > 0 and (self.threads or self.processes or 0) > self.cores:
+            raise ValueError(f"{self.threads or self.processes} workers are more than cores={self.cores}")
 
     def data(self, batches: Batches, run: Run) -> Batches:
         if not batches.training:

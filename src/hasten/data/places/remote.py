@@ -29,6 +29,9 @@ HOPELESS = (
     ValueError,
 )  # asking again does not help
 BUSY = (408, 425, 429)  # of a web server's answers that blame who asks (400 to 499), those that ask for patience
+NO_RANGES = (
+    "the server gives whole files only (no range requests), and this kind is read in parts; download it, or take a server that has them"
+)
 GONE = (404, 410)  # and those that say that there is nothing
 
 
@@ -199,6 +202,8 @@ def _patiently(path: str, ask: Callable):
         except Refusal:
             raise
         except Exception as error:  # each file system has errors of its own
+            if "range requests" in str(error):
+                raise Refusal(f"{path}: {NO_RANGES}") from None
             if _is_hopeless(error):
                 kind = Nothing if _is_gone(error) else Refusal
                 raise kind(f"cannot read {path}: {one_line(_cause(error))}") from None
