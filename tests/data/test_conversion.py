@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import numpy
 import pytest
@@ -411,23 +412,24 @@ def test_what_it_gives_is_estimated_before_and_measured_after(tmp_path, capfd):
 
 
 def test_ctrl_c_says_how_it_goes_on_and_leaves_no_half(tmp_path):
-    rows = 1500  # a shard each: more than a busy machine writes before it is stopped
-    data, out = written(tmp_path / "in", content=numbers(rows)), tmp_path / "out"
-    words = [sys.executable, "-m", "hasten", "data", "convert", str(data), "--to", "feather", "--shards", str(rows), "--out", str(out)]
+    data, out = written(tmp_path / "in"), tmp_path / "out"
+    words = [sys.executable, "-m", "hasten", "data", "convert", str(data), "--to", "feather", "--shards", "300", "--out", str(out)]
     words += ["--json", "--quiet"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a job in the background inherits that it is ignored
+    process = subprocess.Popen(words, **pipes, env=environment, preexec_fn=heard)
     deadline = time.monotonic() + 60
     while len([*out.glob("*.feather.part")]) < 3 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)
     said, told = process.communicate(timeout=60)
     assert process.returncode == 1, told
-    assert f"go on with: hasten data convert {data} --to feather --shards {rows} --out {out}" in json.loads(said)["error"]
+    assert f"go on with: hasten data convert {data} --to feather --shards 300 --out {out}" in json.loads(said)["error"]
     assert told.count("\n") == 1 and not [*out.glob("*.feather")]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode == 0 and 0 < json.loads(done.stdout)["written"] < rows
-    assert not [*out.glob("*.part")] and len(feather(out).source) == rows
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 0 and 0 < json.loads(done.stdout)["written"] < ROWS
+    assert not [*out.glob("*.part")] and len(feather(out).source) == ROWS
 
 
 def test_an_original_that_changes_meanwhile_is_noticed(tmp_path):

