@@ -27,7 +27,7 @@ class Found:
     pace_seconds: float = 0.0  # for a comparison of the confirmation
     competent: Recipe = field(default_factory=Recipe)
     ladder: Ladder = field(default_factory=Ladder)
-    top: Recipe = field(default_factory=Recipe)  # the best of the search, to which the shares belong
+    top: Recipe = field(default_factory=Recipe)  # to which the shares belong: the best of the search, or the winner
     shares: list[dict] = field(default_factory=list)
     anatomy: dict[str, dict] = field(default_factory=dict)
     confirmed: Confirmed | None = None

@@ -15,7 +15,7 @@ def leave_one_out(study: Study, ladder: Ladder) -> list[dict]:
     shares: list[dict] = []
     try:
         while len(ladder.best.methods) > 1:
-            shares = [share for name in ladder.best.methods if (share := _share(study, ladder.best, name))]
+            shares = shares_of(study, ladder.best)
             idle = [share for share in shares if share["speedup"]["median"] < NOTHING]
             if not idle:
                 break
@@ -26,6 +26,11 @@ def leave_one_out(study: Study, ladder: Ladder) -> list[dict]:
     except OutOfBudget:
         pass
     return [share for share in shares if share["method"] in ladder.best.methods]
+
+
+def shares_of(study: Study, recipe: Recipe) -> list[dict]:
+    """[{method, speedup}] of the members whose share can be told."""
+    return [share for name in recipe.methods if (share := _share(study, recipe, name))]
 
 
 def _share(study: Study, recipe: Recipe, name: str) -> dict | None:

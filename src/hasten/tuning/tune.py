@@ -27,7 +27,7 @@ from hasten.tuning.gate import stated_margin
 from hasten.tuning.ledger import Ledger
 from hasten.tuning.result import Found, result_of, surroundings, write
 from hasten.tuning.search import Baseline, systems, training
-from hasten.tuning.shares import leave_one_out
+from hasten.tuning.shares import leave_one_out, shares_of
 from hasten.tuning.study import Budget, OutOfBudget, Study
 
 BASELINE_SEEDS = 3
@@ -151,7 +151,9 @@ def _confirm(study: Study, found: Found) -> None:
     found.confirmed = confirm(study, found.ladder, found.competent, found.baseline, found.pace_seconds)
     if found.won:
         with study.budget.part(1.0):
-            found.anatomy["tuned"] = study.anatomy(found.confirmed.recipe)
+            found.anatomy["tuned"] = study.anatomy(winner := found.confirmed.recipe)
+            if winner != found.top:
+                found.top, found.shares = winner, shares_of(study, winner)
 
 
 def _baseline(study: Study, margin: float | None) -> Baseline:
