@@ -3,7 +3,7 @@
 import numpy
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 from hasten.contract.batch import map_tensors, tensors
 from hasten.contract.data import same
@@ -104,15 +104,47 @@ def test_samples_are_read_once_and_not_while_building_beyond_a_few(perceptron):
     assert data.readings == 500
 
 
+def memory_of(batches) -> tuple[int, int]:
+    """(separate pieces of memory that the first field of these batches lies in, batches)."""
+    kept = list(batches)
+    return len({tensors(batch)[0].untyped_storage().data_ptr() for batch in kept}), len(kept)
+
+
 def test_buffers_are_used_again_in_training_and_fresh_in_validation(perceptron):
-    program = build(perceptron(train_data=Listed(SHAPES["tensors"], 160)), make_methods(RECIPE))
+    large = Listed(lambda i: (torch.full((4096,), i), i), 160)
+    program = build(perceptron(train_data=large, validation_data=large, batch_size=16), make_methods(RECIPE))
+    assert memory_of(program.train.epoch(0, 0)) == (3, 10)
+    assert memory_of(program.validation.epoch(0, 0)) == (10, 10)
 
-    def places(source):
-        kept = list(source.epoch(0, 0))
-        return len({tensors(batch)[0].data_ptr() for batch in kept}), len(kept)
 
-    assert places(program.train) == (3, 10)
-    assert places(program.validation) == (3, 3)
+def test_small_batches_are_fetched_together(perceptron):
+    data = TensorDataset(torch.randn(1000, 12), torch.randint(4, (1000,)))
+    program = build(perceptron(train_data=data, batch_size=16), make_methods(RECIPE))
+    assert memory_of(program.train.epoch(0, 0)) == (1, 63)
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 16, 50])
+def test_every_batch_begins_where_fresh_memory_would(perceptron, batch_size):
+    data = TensorDataset(torch.randn(300, 3), torch.randint(4, (300,)))
+    program = build(perceptron(train_data=data, batch_size=batch_size), make_methods(RECIPE))
+    assert all(part.data_ptr() % 64 == 0 for batch in program.train.epoch(0, 0) for part in tensors(batch))
+
+
+def test_a_ready_loaders_sampler_is_not_asked_ahead(perceptron):
+    class Watched(RandomSampler):
+        asked = 0
+
+        def __iter__(self):
+            for index in super().__iter__():
+                self.asked += 1
+                yield index
+
+    data = TensorDataset(torch.randn(100, 12), torch.randint(4, (100,)))
+    sampler = Watched(data)
+    loader = DataLoader(data, batch_size=16, sampler=sampler)
+    program = build(perceptron(train_data=loader, batch_size=None), make_methods(RECIPE))
+    next(program.train.epoch(0, 0))
+    assert sampler.asked == 16
 
 
 def test_tensors_are_taken_as_they_are(perceptron, monkeypatch):
