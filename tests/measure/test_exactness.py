@@ -76,6 +76,16 @@ class RoundsTooMuch(Plain):
                 p.grad.copy_(p.grad.sign() * p.grad.abs().mean())
         return rounded
 
+class SpoilsAGradient(Plain):
+    """In float32 the first gradient is not a number, and the update takes it."""
+    def gradients(self, gradients, run):
+        def spoilt():
+            gradients()
+            first = next(run.model.parameters())
+            if first.dtype == torch.float32:
+                first.grad.fill_(float("nan"))
+        return spoilt
+
 class HalfTheSteps(Plain):
     def loop(self, loop, run):
         return replace(loop, epochs=loop.epochs / 2)
@@ -154,6 +164,11 @@ def test_rounding_is_fewer_bits_but_not_the_same_bits(on_trial):
 def test_too_few_bits_are_too_few(on_trial):
     proof = on_trial("RoundsTooMuch", Exactness.FEWER_BITS)
     assert not proof.passed and proof.number < 20 and "above its error against float64" in proof.why
+
+
+def test_a_gradient_that_is_no_number_is_the_worst_of_all(on_trial):
+    proof = on_trial("SpoilsAGradient", Exactness.FEWER_BITS)
+    assert not proof.passed and proof.number == -math.inf, proof.why
 
 
 def test_other_maths_must_have_an_effect(on_trial):

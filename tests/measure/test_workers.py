@@ -3,11 +3,12 @@
 import os
 import signal
 import time
+import warnings
 
 import psutil
 import pytest
 
-from hasten.contract.errors import Failure, Refusal
+from hasten.contract.errors import Failure, Notice, Refusal
 from hasten.measure.workers import Worker
 
 
@@ -52,6 +53,15 @@ class Service:
     def print_and_answer(self) -> int:
         print("the user's own words")
         return 7
+
+    def notice(self, text: str) -> None:
+        warnings.warn(text, Notice, stacklevel=1)
+
+    def notice_in_a_child(self, text: str) -> int:
+        if (child := os.fork()) == 0:
+            self.notice(text)
+            os._exit(0)
+        return os.waitpid(child, 0)[1]
 
 
 HERE = f"{__name__}:Service"
@@ -121,3 +131,21 @@ def test_a_call_that_takes_too_long_is_ended():
 def test_what_user_code_prints_does_not_disturb_the_answers():
     with worker() as one:
         assert one.call("print_and_answer") == 7
+
+
+def test_what_is_noticed_over_there_is_told_here_once():
+    with worker() as one, worker() as other, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        one.call("notice", text="3 rows were left out")
+        other.call("notice", text="5 rows were left out")
+        assert one.call("add", number=1) == 1
+    assert [(str(each.message), each.category) for each in told] == [("3 rows were left out", Notice)]
+    assert told[0].filename == __file__
+
+
+def test_children_of_a_worker_do_not_speak_in_between():
+    with worker() as one, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert one.call("notice_in_a_child", text="a loader worker has something to say") == 0
+        assert one.call("add", number=1) == 1
+    assert not told

@@ -23,6 +23,7 @@ def test_nothing_is_measured_twice(tmp_path):
         for _ in range(2):
             assert ledger.trial("run", {"seed": 1}, counted(calls))[1] == {"seconds": 1.5}
     assert len(calls) == 1
+    assert ledger.found == 1, "however often it was asked for"
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def rest_of_pass(program: Program) -> Iterator[torch.Tensor]:
     last_step = loop.steps if loop.steps is not None else float("inf")
     for batch in program.train.epoch(clock.epoch, clock.batch):
         batch = move(batch)
-        loss = None  # the graph of the step before goes here: freed before its update, or beside a second one, it costs 10 to 20 microseconds
+        loss = None  # the graph of the step before goes now: freed before its own update, it costs 10 microseconds
         loss = micro(batch)
         gradients()
         update()

@@ -72,7 +72,7 @@ class Arm:
         self._synchronise()
         samples, usage, began = clock.samples, resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
         for _ in range(count):
-            self.unread.append(next(self.steps).detach())
+            self.unread.append(next(self.steps))
             if len(self.unread) >= STEPS_BETWEEN_LOGS:  # as a run does
                 self._read_losses()
         self._synchronise()

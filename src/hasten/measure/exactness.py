@@ -168,7 +168,7 @@ def _worst_gradient(clean: list[dict], noisy: list[dict | None]) -> tuple[str, f
             continue
         got = torch.cat([gradients.get(name, torch.zeros_like(reference[name])).flatten() for reference, gradients in pairs])
         decibels = _decibels(value, value - got)
-        if not decibels >= worst[1]:  # a NaN is the worst of all
+        if decibels < worst[1]:
             worst = (name, decibels)
     return worst
 
@@ -177,4 +177,4 @@ def _decibels(signal: torch.Tensor, noise: torch.Tensor) -> float:
     power, error = signal.square().sum().item(), noise.square().sum().item()
     if error == 0.0:
         return math.inf
-    return 10 * math.log10(power / error) if power else -math.inf
+    return 10 * math.log10(power / error) if 0 < power < math.inf and error < math.inf else -math.inf  # also for a NaN

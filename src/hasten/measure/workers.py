@@ -11,16 +11,20 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import site
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import warnings
+from collections.abc import Callable
 from importlib import import_module
 from multiprocessing.connection import Connection
 
-from hasten.contract.errors import Failure, Refusal, one_line
+from hasten.contract.errors import Failure, Notice, Refusal, one_line
 from hasten.contract.watch import Watch, silent
 
 SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
@@ -43,10 +47,10 @@ class Worker:
         self.call("__init__", _service=service, **arguments)
 
     def call(self, method: str, *, timeout: float | None = None, watch: Watch = silent, **arguments):
-        """What the method returns. Its progress goes to ``watch``.
+        """What the method returns. Its progress goes to ``watch``, its Notices become ours.
 
         Raises:
-            Refusal, Failure: as raised over there; a Failure too if the process died, broke or took over ``timeout`` seconds.
+            Refusal, Failure: as raised over there; a Failure too if the process died, broke or said nothing for ``timeout`` seconds.
         """
         self.thaw()
         try:
@@ -58,6 +62,8 @@ class Worker:
                 kind, content = self.connection.recv()
                 if kind == "watch":
                     watch(*content)
+                elif kind == "notice":
+                    _pass_on(*content)
                 elif kind == "result":
                     return content
                 else:
@@ -141,6 +147,7 @@ def _installed_modules() -> list[str]:
 
 
 _the_nursery: _Nursery | None = None
+_passed_on: set[str] = set()  # Notices of workers, without their numbers
 
 
 def _nursery() -> _Nursery:
@@ -155,6 +162,13 @@ def _has_file_number(stream) -> bool:
         return stream.fileno() >= 0
     except (AttributeError, OSError, ValueError):  # a notebook's or a test's stand-in
         return False
+
+
+def _pass_on(text: str, filename: str, lineno: int) -> None:
+    """A worker's Notice, as if it had been given here; once, also where another worker tells it with other numbers."""
+    if (words := re.sub(r"\d+", "", text)) not in _passed_on:
+        _passed_on.add(words)
+        warnings.warn_explicit(text, Notice, filename, lineno)
 
 
 def _cause_of_death(status: int | None) -> str:
@@ -223,7 +237,7 @@ def _live(connection: Connection, request: dict) -> None:
     with contextlib.suppress(OSError):
         os.chdir(request["directory"])
     tempfile.tempdir = None
-    served = None
+    served, say = None, _voice(connection)
     try:
         while True:
             method, arguments = connection.recv()
@@ -231,21 +245,40 @@ def _live(connection: Connection, request: dict) -> None:
                 if method == "__init__":
                     module, _, name = arguments.pop("_service").rpartition(":")
                     served = getattr(import_module(module), name)(**arguments)
-                    served.watch = lambda *progress: connection.send(("watch", progress))
+                    served.watch = lambda *progress: say("watch", progress)
                     answer = None
                 else:
                     answer = getattr(served, method)(**arguments)
-                connection.send(("result", answer))
+                say("result", answer)
             except (Refusal, Failure) as error:
-                connection.send((type(error).__name__, str(error)))
+                say(type(error).__name__, str(error))
             except MemoryError:
-                connection.send(("Failure", "ran out of memory"))
+                say("Failure", "ran out of memory")
             except Exception as error:
-                connection.send(("Failure", _out_of_memory(error) or one_line(error)))
+                say("Failure", _out_of_memory(error) or one_line(error))
     except (EOFError, ConnectionError):
         pass
     finally:
         os._exit(0)
+
+
+def _voice(connection: Connection) -> Callable[[str, object], None]:
+    """How a worker speaks: one message at a time, from whichever thread. Its Notices go to the one who asked, too."""
+    ours, speaking, shown = os.getpid(), threading.RLock(), warnings.showwarning
+
+    def say(kind: str, content) -> None:
+        with speaking:
+            connection.send((kind, content))
+
+    def notice(message, category, filename, lineno, *rest) -> None:
+        if not issubclass(category, Notice):
+            shown(message, category, filename, lineno, *rest)
+        elif os.getpid() == ours:  # loader workers have this connection too, and would speak in between
+            say("notice", (str(message), filename, lineno))
+
+    warnings.simplefilter("default", Notice)  # whatever the environment says of other warnings
+    warnings.showwarning = notice
+    return say
 
 
 def _out_of_memory(error: Exception) -> str | None:

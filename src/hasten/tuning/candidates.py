@@ -44,7 +44,7 @@ class Wanted:
         Raises:
             Refusal: an unknown method, a wrong setting.
         """
-        only, offered = Recipe.parse(list(consider)) if consider else None, Recipe.parse(list(extra))
+        only, offered = Recipe.parse(consider) if consider else None, Recipe.parse(extra)
         for recipe in (only or Recipe(), offered):
             make_methods(recipe)
         return Wanted(only, offered)

@@ -48,6 +48,7 @@ class Ledger:
         key = self._key(kind, what)
         if key in self.known:
             self.found += key in self.from_before
+            self.from_before.discard(key)  # found once, however often it is asked for
             return key, self.known[key]["outcome"]
         outcome = measure()
         self.known[key] = entry = {"key": key, "kind": kind, "what": what, "outcome": outcome}

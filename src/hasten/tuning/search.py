@@ -23,6 +23,7 @@ from hasten.tuning.study import Study
 EXACT = (Exactness.BIT_EXACT, Exactness.SAME_MATHS)
 WORTH_IT = 1.02  # a time to the target that is not 2 % better is no better
 AS_MANY = 0.99  # of the samples: then only the pace can make it faster, and the stopwatch of single runs is too noisy for that
+AS_SOON = 0.95  # of the time: then a clearly better end is worth more, since the confirmation has to find the recipe as good
 SYSTEMS_LOSSES, TRAINING_LOSSES = 2, 3  # settings grow bolder; so many in a row that lost say enough
 AFFORDABLE = 0.15  # of what is left, for the further seeds of a recipe that the first seed speaks for
 NOTHING_TO_DO = "has nothing to act on"
@@ -67,7 +68,7 @@ class Baseline:
 
 @dataclass
 class Ladder:
-    """The recipes found, each faster than the one before; the confirmation climbs down if the top does not hold."""
+    """The recipes found, each faster than the one before, or as fast and better; the confirmation climbs down if the top does not hold."""
 
     rungs: list[Recipe] = field(default_factory=lambda: [Recipe()])
 
@@ -139,7 +140,7 @@ def _tried(study: Study, base: Recipe, candidate: Candidate, settings: dict, sam
         start = outcome["start_seconds"]
         return note("no gain", f"its start takes {start['b'] - start['a']:.1f} s, which a run does not earn back ({gain:.2f}x in all)")
     proof = study.proof(base, recipe, candidate.card.exactness)
-    spent += proof["trial_seconds"]
+    spent += 0.0 if candidate.offered else proof["trial_seconds"]
     if not proof.get("passed"):
         return note("refused", proof.get("why") or proof["failed"])
     note("kept", f"{outcome['why']}; {proof['why']}")
@@ -179,7 +180,7 @@ def training(study: Study, ladder: Ladder, candidates: list[Candidate], baseline
                     break
                 has_effect = True
             outcome = _trained(study, recipe, best, baseline)
-            if outcome.verdict == "kept" and not outcome.needs_fewer(best):
+            if outcome.verdict == "kept" and not outcome.needs_fewer(best) and not outcome.ends_better(best, baseline):
                 outcome = _by_pace(study, ladder.best, recipe, outcome)
             gain = outcome.gain_over(best)
             ratio = {"median": gain, "low": None, "high": None} if gain else None
@@ -210,14 +211,20 @@ class Outcome:
 
     def gain_over(self, best: Outcome) -> float | None:
         """How many times sooner it was there, by the stopwatch, on the seeds that both were run on."""
-        both = min(len(self.runs), len(best.runs))
-        seconds, to_beat = self.to_target("seconds", both), best.to_target("seconds", both)
+        seconds, to_beat = self.to_target("seconds", len(best.runs)), best.to_target("seconds", len(self.runs))
         return to_beat / seconds if seconds and to_beat else None
 
     def needs_fewer(self, best: Outcome) -> bool:
-        """Whether it took fewer samples to get there."""
-        most = best.to_target("samples", 1)
-        return most is None or self.to_target("samples", 1) < AS_MANY * most
+        """Whether it took fewer samples to get there, on the seeds that both were run on."""
+        most = best.to_target("samples", len(self.runs))
+        return most is None or self.to_target("samples", len(best.runs)) < AS_MANY * most
+
+    def ends_better(self, best: Outcome, baseline: Baseline) -> bool:
+        """Whether it is there as soon and ends better by a whole margin, on the seeds that both were run on."""
+        both, gain = min(len(self.runs), len(best.runs)), self.gain_over(best)
+        ends, to_beat = (fmean(run["metric"] for run in each.runs[:both]) for each in (self, best))
+        better = ends - to_beat if baseline.higher_is_better else to_beat - ends
+        return gain is not None and gain >= AS_SOON and better >= baseline.margin > 0
 
     @staticmethod
     def of(runs: list[dict], baseline: Baseline, best: Outcome) -> Outcome:
@@ -226,23 +233,25 @@ class Outcome:
         if "failed" in run:
             return told("nothing to do" if NOTHING_TO_DO in run["failed"] else "failed", run["failed"])
         if run["gave_up"]:
-            return told("no gain", f"had not reached the target after {best.to_target('seconds', 1):.1f} s, so it could no longer win")
+            return told(
+                "no gain", f"had not reached the target after {best.to_target('seconds', 1) / AS_SOON:.1f} s, so it could no longer win"
+            )
         if run["seconds_to_target"] is None:
             return told("refused", f"never reached the target {baseline.target:g}: it ended at {run['metric']:.4g}")
         metric, outcome = fmean(each["metric"] for each in runs), told("kept", "")
         if not baseline.as_good([each["metric"] for each in runs]):
             why = f"ended at {metric:.4g}; the original ends at {baseline.metric:.4g}, and the margin is {baseline.margin:.3g}"
             return told("refused", why)
-        seconds, gain = outcome.to_target("seconds"), outcome.gain_over(best)
-        if gain is not None and gain < WORTH_IT:
+        if (gain := outcome.gain_over(best)) is not None and gain < WORTH_IT and not outcome.ends_better(best, baseline):
+            seconds = outcome.to_target("seconds", len(best.runs))
             return told("no gain", f"reached the target in {seconds:.2f} s; the best so far takes {gain * seconds:.2f} s")
-        return told("kept", f"reached the target in {seconds:.2f} s and ended at {metric:.4g}, over {len(runs)} seeds")
+        return told("kept", f"reached the target in {outcome.to_target('seconds'):.2f} s and ended at {metric:.4g}, over {len(runs)} seeds")
 
 
 def _trained(study: Study, recipe: Recipe, best: Outcome, baseline: Baseline) -> Outcome:
     """One seed after the other, as long as the recipe can still be kept and more seeds can be afforded."""
     runs, to_beat = [], best.to_target("seconds", 1)
-    chance = to_beat and round(to_beat, 2)
+    chance = to_beat and round(to_beat / AS_SOON, 2)
     for seed in baseline.seeds:
         runs.append(study.run(recipe, seed, give_up_after=None if runs else chance))
         outcome = Outcome.of(runs, baseline, best)

@@ -75,16 +75,22 @@ class Study:
     target: float | None = None
     codes: dict[str, str] = field(default_factory=dict)  # outside methods and the fingerprint of their files
     charged: set[str] = field(default_factory=set)  # keys of the trials that are paid for
+    whole: dict[tuple[str, int], dict] = field(default_factory=dict)  # runs that came to their end, whoever would have given them up
     trials: list[dict] = field(default_factory=list)  # for the report: every trial, losers too
 
     def run(self, recipe: Recipe, seed: int, give_up_after: float | None = None) -> dict:
         """A whole run: evaluations, metric, and when the target was reached; ``failed`` says why there is none."""
-        what = {"recipe": recipe.methods, "seed": seed, "give_up_after": give_up_after}
-        limits = {"target": self.target, "give_up_after": give_up_after} if give_up_after is not None else {}
-        outcome = self._paid(
-            "run", what, f"training {recipe}, seed {seed}", lambda watch: self._in_worker(recipe, seed, "run", watch, **limits)
-        )
-        return outcome if "failed" in outcome else {**outcome, **self._reached(outcome["evaluations"])}
+        if (outcome := self.whole.get((str(recipe), seed))) is None:
+            what = {"recipe": recipe.methods, "seed": seed, "give_up_after": give_up_after}
+            limits = {"target": self.target, "give_up_after": give_up_after} if give_up_after is not None else {}
+            outcome = self._paid(
+                "run", what, f"training {recipe}, seed {seed}", lambda watch: self._in_worker(recipe, seed, "run", watch, **limits)
+            )
+        if "failed" in outcome:
+            return outcome
+        if not outcome["gave_up"]:
+            self.whole[str(recipe), seed] = outcome
+        return {**outcome, **self._reached(outcome["evaluations"])}  # anew: the target may have been fixed since
 
     def _reached(self, evaluations: list[dict]) -> dict:
         at = reached_at([look["metric"] for look in evaluations], self.target, self.higher_is_better)
@@ -101,7 +107,7 @@ class Study:
     def pace(self, a: Recipe, b: Recipe, *, looks=SHORT_LOOKS, seconds: float = 12.0, salt: str = "", last: bool = False) -> dict:
         """Which of two recipes trains the same samples faster: ``measure.compare`` as a dict, or ``failed``.
 
-        ``last``: the one trial by which a search may exceed its budget.
+        ``last``: the one trial that is begun even where nothing is left.
         """
 
         def measure(watch: Watch) -> dict:

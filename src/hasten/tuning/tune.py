@@ -70,7 +70,8 @@ def tune(
         Refusal: a wrong request. Failure: the task's own training does not run.
     """
     ref, device = TaskRef.of(task), pick_device(device)
-    loaded = ref.load()
+    with warnings.catch_warnings(action="ignore", category=Notice):  # the first trial tells them, too
+        loaded = ref.load()
     if loaded.validation_data is None:
         raise Refusal("tune needs validation_data and a metric: without them nobody can say that quality did not suffer")
     higher, wanted = higher_is_better(loaded), Wanted.of(consider, extra)  # names and settings are checked before anything runs
