@@ -186,6 +186,7 @@ WRONG = [
     ("train mine.py:good --seed one", "--seed"),
     ("train mine.py:good --out file", "file"),
     ("train mine.py:good --resume", "--out"),
+    ("train mine.py:good --out fresh --resume", "no folder fresh"),
     ("compare mine.py:good --a baseline", "--b"),
     ("compare mine.py:good --a baseline --b bfloat61", "bfloat16"),
     ("compare mine.py:good --a baseline --b ema --budget 0", "--budget"),
@@ -227,7 +228,6 @@ CANNOT_GO_ON = [
 
 GOES_ON = [
     ("train mine.py:no_length", "no length"),
-    ("train mine.py:good --out fresh --resume", "no run in fresh"),
 ]
 
 

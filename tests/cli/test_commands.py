@@ -124,6 +124,18 @@ def test_one_method_told_as_data():
     json.loads(strict_json(both))
 
 
+def test_a_method_page_tells_what_can_be_typed(capfd):
+    """And what it is otherwise; None is nothing that one could type."""
+    for name, *told in (
+        ("autotuned_loader", "threads: unless said, the method chooses (int, at least 0 and at most 256)"),
+        ("float16", "scale = dynamic (str or float, dynamic or above 0)"),
+        ("loader_workers", "pin = true (true or false)", "workers = 2 (int, at least 0 and at most 64)"),
+    ):
+        assert main(["methods", name]) == 0
+        page = " ".join(capfd.readouterr().out.split())
+        assert all(words in page for words in told) and "None" not in page
+
+
 def test_the_catalogue(here, monkeypatch, capfd):
     listed = {method["name"]: method for method in methods.run(Namespace(name=None, device="cpu"), silent).result["methods"]}
     assert listed.keys() == set(method_names())

@@ -18,6 +18,8 @@ WRONG = [
     ("data inspect broken.parquet", "no whole Parquet file"),
     ("data inspect x.npy --budget soon", "--budget"),
     ("data inspect x.npy --target y", "a target is a column of a table"),
+    ("data inspect x.npy --skip-bad 0", "--skip-bad"),
+    ("data inspect link.parquet", "link.parquet is a link that leads nowhere"),
     ("data convert x.npy --out out", "--to"),
     ("data convert x.npy --to feather", "--out"),
     ("data convert x.npy --to fether --out out", "did you mean feather"),
@@ -39,6 +41,7 @@ WRONG = [
     ("data inspect folder.npy", "the folder folder.npy is empty"),
     ("data bench broken.py:task", "does not import"),
     ("data bench words.dat", "no workload"),
+    ("data bench digits --skip-bad 3", "leave --skip-bad out"),
     ("train digits --out words.dat/run", "cannot write to words.dat/run: Not a directory"),
     ("eject digits --out words.dat/script.py", "cannot write to words.dat/script.py: Not a directory"),
     ("data convert x.npy --to feather --out out --resize 0", "--resize"),
@@ -58,6 +61,7 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "broken.parquet").write_bytes(b"PAR1")
     (tmp_path / "broken.npy").write_bytes(b"no array")
     (tmp_path / "broken.py").write_text("def task(:\n")
+    (tmp_path / "link.parquet").symlink_to("nowhere")
     for folder in ("empty", "full", "folder.npy"):
         (tmp_path / folder).mkdir()
     (tmp_path / "full" / "mine.txt").touch()

@@ -7,7 +7,7 @@ from itertools import cycle
 
 import pytest
 
-from hasten.contract import looking
+from hasten.contract import climbing, looking
 from hasten.contract.climbing import NO_WAIT, Choices, Climber, usual_room
 from hasten.contract.data import Crew
 from hasten.contract.looking import Look
@@ -232,20 +232,54 @@ def test_once_it_has_settled_the_bare_iterator_is_handed_over(at_once):
     assert list(passing) == list(range(4, 40))
 
 
-def test_who_climbed_in_vain_climbs_once_more(at_once):
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only the test moves on: a list of the one number that it shows."""
+    shown = [0.0]
+    monkeypatch.setattr(climbing, "perf_counter", lambda: shown[0])
+    return shown
+
+
+def test_who_climbed_in_vain_climbs_once_more(clock):
     climber, crews = made(cores=2), []
 
     def enter(crew, done):
         crews.append(crew)
-        for number in numbers(crew, done, to=60):
-            time.sleep(0.002)
+        for number in numbers(crew, done):
+            clock[0] += 0.1
             yield number
 
     for climbs in (True, True, False):
         crews.clear()
-        one_pass(climber, enter, step=0.0)
-        assert climber.settled and climber.waits > 0.1
+        for _ in climber.over(enter, Choices(("processes",), climber.cores, climber.room)):
+            clock[0] += 0.1
+        assert climber.settled and climber.waits == pytest.approx(0.5)
         assert (len(set(crews)) > 1) is climbs, "others were tried"
+
+
+def photos(clock, batches: int):
+    """Passes over so many batches, each of which takes a worker 0.13 s; a worker starts within 0.05 s."""
+
+    def enter(crew, done):
+        clock[0] += 0.05 * crew.workers
+        free = [clock[0]] * crew.workers
+        for number in range(done, batches):
+            if crew.workers:
+                free[number % crew.workers] += 0.13
+            clock[0] = max(clock[0], free[number % crew.workers]) if crew.workers else clock[0] + 0.13
+            yield number
+
+    return enter
+
+
+@pytest.mark.parametrize(("batches", "most"), [(13, 6.0), (3, 15.0), (1, 30.0)])
+def test_it_settles_within_a_few_seconds_however_short_the_passes_are(clock, batches, most):
+    climber, enter = made(cores=2), photos(clock, batches)
+    while not climber.settled and clock[0] < 60:
+        for _ in climber.over(enter, Choices(("processes",), 2, climber.room)):
+            clock[0] += 0.02
+    assert climber.settled and clock[0] < most
+    assert batches < 13 or climber.crew == Crew(processes=2, ahead=2)
 
 
 def test_what_was_chosen_survives_as_plain_data():
@@ -256,6 +290,9 @@ def test_what_was_chosen_survives_as_plain_data():
     assert (again.crew, again.waits, again.pace, again.cache, again.settled) == (climber.crew, 0.25, 0.01, "memory", True)
     assert again.chosen == {"processes": 2, "ahead": 4, "cache": "memory"} and made().chosen == {"processes": 0}
     assert made(crew=Crew(threads=1, ahead=2)).chosen == {"threads": 1, "ahead": 2}
+    smaller = made(cores=1)
+    smaller.load_state_dict(climber.state_dict())
+    assert smaller.crew == Crew(processes=1, ahead=4), "the run goes on on a machine with fewer cores"
 
 
 def test_it_can_be_sent_to_another_process_in_the_middle_of_a_search():

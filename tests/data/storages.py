@@ -51,3 +51,16 @@ def pictures(folder, count=12, sizes=((300, 400), (320, 280)), ending="jpg"):
         place.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(colours.numpy()).save(place)
     return folder
+
+
+def everything(pipeline):
+    """All rows of a pipeline's source, as columns."""
+    return pipeline.source.read(numpy.arange(len(pipeline.source)))
+
+
+def damage(path, run):
+    """Wrong bytes where the pages of a row group of a Parquet file lie."""
+    column = pyarrow.parquet.read_metadata(path).row_group(run).column(0)
+    content = bytearray(path.read_bytes())
+    content[column.data_page_offset : column.data_page_offset + 8] = b"\xff" * 8
+    path.write_bytes(content)

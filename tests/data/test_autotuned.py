@@ -18,7 +18,7 @@ from hasten.contract import looking
 from hasten.contract.climbing import Climber
 from hasten.contract.data import Crew
 from hasten.contract.errors import Notice
-from hasten.data import arrays
+from hasten.data import Pipeline, Source, arrays
 from hasten.data.caching.cache import Cache
 from hasten.data.running.autotuned import Autotuned, repeatable, worth_keeping
 
@@ -232,6 +232,30 @@ def test_samples_that_are_not_the_same_every_time_are_never_kept():
         with pytest.warns(Notice, match="not kept .memory."):
             list(pipeline)
         assert pipeline.runner.climber.cache == "no" and not pipeline.runner.kept
+
+
+class Versioned(Source):
+    """Rows that are what their version says."""
+
+    def __init__(self):
+        self.version = 1
+
+    def __len__(self):
+        return 32
+
+    def read(self, rows):
+        return torch.full((len(rows),), self.version)
+
+    def identity(self):
+        return {"version": self.version}
+
+
+def test_samples_that_are_kept_are_made_anew_when_the_data_have_changed():
+    pipeline = Pipeline(Versioned()).map(lambda sample: sample * 10).batch(8).prefetch("auto", cores=1)
+    pipeline.runner.climber.cache = "memory"
+    assert torch.cat(list(pipeline)).unique().tolist() == [10] and isinstance(pipeline.runner.kept["source"], Cache)
+    pipeline.source.version = 2
+    assert torch.cat(list(pipeline)).unique().tolist() == [20]
 
 
 def test_samples_that_gain_nothing_by_being_kept():

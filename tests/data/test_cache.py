@@ -18,7 +18,7 @@ from hasten import Failure, Refusal
 from hasten.contract.errors import Notice
 from hasten.data import Pipeline, arrays, augmented, tokens
 from hasten.data.caching.cache import made_of
-from hasten.data.caching.cache_disk import _locked, held, swept
+from hasten.data.caching.cache_disk import _locked, _Written, held, swept
 from hasten.data.formats.in_memory import Arrays
 
 KINDS = ["memory", "disk"]
@@ -361,6 +361,16 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
     out, _ = process.communicate(timeout=60)
     assert "cannot write" in out and "nothing is left of the cache" in out and len(out.splitlines()) == 2
     assert not list((tmp_path / "cache").glob("*.making")) and not list((tmp_path / "cache").rglob("*.rows"))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
+def test_a_full_disk_is_told_by_its_name(tmp_path):
+    (tmp_path / "0.rows").symlink_to("/dev/full")
+    written = _Written(tmp_path)
+    with pytest.raises(Failure, match=r"cannot write .*: the disk is full; nothing is left .* make room, or choose another folder") as told:
+        written.write(torch.zeros(1000, 100))
+    written.abandon()
+    assert "\n" not in str(told.value)
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):

@@ -1,25 +1,55 @@
-"""Random numbers belong to rows: whatever else is in the batch, a row draws the same."""
+"""Random numbers belong to places in a pass: whatever else is in the batch, a place draws the same."""
+
+import math
 
 import numpy
+import pytest
 import torch
 
-from hasten.data.chance import Chance
+from hasten.data.chance import BLOCK, Chance
 
 KEY = 3, 0, 1
 
 
-def test_a_row_draws_the_same_in_any_company():
-    rows = numpy.arange(100)
-    together = Chance(rows, *KEY)
+def test_a_place_draws_the_same_in_any_company():
+    places = numpy.arange(100)
+    together = Chance(places, *KEY)
     shapes = [(), (5,), (2, 3)]
     drawn = [together.uniform(*shape) for shape in shapes] + [together.integers(-4, 9, 2)]
     assert [tuple(tensor.shape) for tensor in drawn] == [(100,), (100, 5), (100, 2, 3), (100, 2)]
-    apart = Chance(rows[[70, 3]], *KEY)
+    apart = Chance(places[[3, 70]], *KEY)
     for tensor, again in zip(drawn, [apart.uniform(*shape) for shape in shapes] + [apart.integers(-4, 9, 2)], strict=True):
-        assert torch.equal(tensor[[70, 3]], again)
+        assert torch.equal(tensor[[3, 70]], again)
 
 
-def test_one_row_alone_has_no_first_dimension():
+@pytest.mark.parametrize("shape", [(), (5,), (3, 9), (3, 32, 32)], ids=str)
+def test_the_blocks_in_which_numbers_are_made_show_nowhere(shape):
+    size = BLOCK // math.prod(shape)
+    places = numpy.arange(3 * size + 7) + size * 10**9  # far into a pass
+    whole = Chance(places, *KEY).integers(0, 1 << 32, *shape)
+    assert len(whole.unique()) > 0.99 * whole.numel()
+    for first, count in (
+        (0, 1),
+        (size - 1, 1),
+        (size, 1),
+        (0, 1 + size // 4),
+        (size - 3, 6),
+        (size + 1, size // 2),
+        (2 * size - 1, size + 2),
+    ):
+        here = slice(max(0, first), max(0, first) + count)
+        assert torch.equal(Chance(places[here], *KEY).integers(0, 1 << 32, *shape), whole[here])
+    some = numpy.unique([0, 2, size - 1, size, 2 * size, 2 * size + 1])  # as where rows could not be read
+    assert torch.equal(Chance(places[some], *KEY).integers(0, 1 << 32, *shape), whole[some])
+
+
+def test_what_is_done_to_the_numbers_changes_none_of_those_to_come():
+    first = Chance(numpy.arange(10), *KEY).uniform().clone()
+    Chance(numpy.arange(10), *KEY).uniform().zero_()
+    assert torch.equal(Chance(numpy.arange(10), *KEY).uniform(), first)
+
+
+def test_one_place_alone_has_no_first_dimension():
     chances = list(Chance(numpy.arange(5), *KEY))
     assert chances[2].uniform().shape == () and chances[2].integers(0, 9, 4).shape == (4,)
     assert torch.equal(

@@ -1,6 +1,7 @@
 """Bytes that were damaged after they were written: what is noticed, and that none of it ends the process or goes on in silence."""
 
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -42,6 +43,25 @@ def test_a_page_of_parquet_that_does_not_fit_its_checksum_is_bad(tmp_path, gigab
         list(table)
     kept = [n for batch in table.shuffle(seed=0).skip_bad(RUN) for n in batch["n"].tolist()]
     assert sorted(kept) == [7_000_000 + row for row in range(ROWS) if not RUN <= row < 2 * RUN]
+
+
+@pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
+def test_a_damaged_run_is_decoded_once_and_told_of_all_rows_at_once(tmp_path, gigabytes):
+    arrow_parquet.write_table(
+        TABLE, tmp_path / "t.parquet", row_group_size=RUN, compression="none", use_dictionary=False, write_page_checksum=True
+    )
+    changed(tmp_path / "t.parquet", (7_000_150).to_bytes(8, "little"), (8_000_150).to_bytes(8, "little"))
+    pipeline = parquet(tmp_path / "t.parquet", columns=["n"], gigabytes=gigabytes).shuffle(seed=0).skip_bad(RUN).batch(ROWS)
+    form, decoded = pipeline.source._form, []
+    run = form.run
+    form.run = lambda file, number, columns: decoded.append(number) or run(file, number, columns)
+    for _ in range(2):
+        (batch,) = pipeline
+        assert len(batch["n"]) == ROWS - RUN and len(pipeline.faults.found) == RUN
+    assert decoded.count(1) == 1 and len(decoded) <= (ROWS // RUN if gigabytes is WHOLE else 6)
+    with pytest.raises(BadRow, match=r"row 120 .*row group 1") as told:
+        pipeline.source.read(numpy.array([2, 120, 101, 250]))
+    assert pickle.loads(pickle.dumps(told.value)).rows == [120, 101] and decoded.count(1) == 1
 
 
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])

@@ -163,6 +163,18 @@ def test_a_folder_that_links_lead_to_is_met_once(folder, pattern, names):
     assert found(pattern, (".tar",)) == [f"shards/{name}" for name in names]
 
 
+def test_a_link_that_leads_nowhere_is_a_file_that_cannot_be_read(folder):
+    for name, to in {"gone.csv": "nowhere", "deep/circle.csv": "circle.csv"}.items():
+        (folder / name).symlink_to(to)
+    assert {str(folder / "gone.csv"), str(folder / "deep/circle.csv")} < set(found(folder, (".csv",)))
+    assert found("*/circle.*") == ["deep/circle.csv"]
+    for name in ("gone.csv", "deep/circle.csv"):
+        with pytest.raises(Refusal, match=f"^{name} is a link that leads nowhere$"):
+            found(name)
+        with pytest.raises(Refusal, match=f"^cannot read {name}: "):
+            opened(name)
+
+
 def test_numbers_in_braces_are_written_out(folder):
     for number in range(12):
         (folder / f"s-{number:03}-of-012.tar").touch()
@@ -189,6 +201,18 @@ def test_remote_files(unsteady):
         unchanged(one, before)
     with pytest.raises(Refusal, match=r"cannot read unsteady:///data/none"):
         opened("unsteady:///data/none")
+
+
+def test_a_remote_folder_is_like_one_on_the_disk(unsteady, folder):
+    names = ("b.csv", "a.csv", "c.txt", ".hidden.csv", "deep/D.CSV", "deep/.d/x.csv", "deep/er/e.csv")
+    for name in names:
+        (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "tree" / name).touch()
+        unsteady().pipe_file(f"/tree/{name}", b"")
+    for suffixes in ((".csv",), ()):
+        here = [path.removeprefix("tree/") for path in found("tree", suffixes)]
+        assert [path.removeprefix("unsteady:///tree/") for path in found("unsteady://tree/", suffixes)] == here
+        assert here == sorted(here) and len(here) == 5 - len(suffixes)
 
 
 def test_patience(unsteady):

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pytest
 import torch
-from storages import ROWS, numbers, pictures, table, written
+from storages import ROWS, damage, numbers, pictures, table, written
 
 from hasten import Refusal
 from hasten.cli.main import main
@@ -22,6 +22,8 @@ def cache(tmp_path, monkeypatch):
     """Where samples are written; empty again after every test."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("HASTEN_CACHE", str(folder))
+    for name, value in {"conversion.GAIN_SECONDS": 0.1, "conversion.ESTIMATE_SECONDS": 0.1, "advice.TURNS": 1, "advice.LEAST": 1}.items():
+        monkeypatch.setattr(f"hasten.data.storing.{name}", value)
     yield
     assert not folder.exists() or not [path for path in folder.rglob("*") if path.is_file()]
 
@@ -53,6 +55,10 @@ def test_a_long_csv_is_told_from_its_first_lines(tmp_path, monkeypatch):
     pyarrow.csv.write_csv(numbers(5000), tmp_path / "in" / "train.csv")
     result = inspect(tmp_path / "in", budget=BUDGET)
     assert not result["rows_exact"] and abs(result["rows"] - 5000) < 100
+    for name, content in {"packed.csv.gz": b"not packed at all", "ragged.csv": b"1,2\n3\n"}.items():
+        (tmp_path / name).write_bytes(content * 10_000)
+        with pytest.raises(Refusal, match=f"^{tmp_path / name} is no whole CSV file: "):
+            inspect(tmp_path / name)
 
 
 def test_pictures(tmp_path):
@@ -124,25 +130,52 @@ def lacking(rows):
     return table.set_column(0, "x0", pa.array([None if row % 7 == 3 else row / 7 for row in range(rows)]))
 
 
-@pytest.mark.parametrize("kind", ["pictures of one size", "pictures", "shards of one size", "lacking"])
-def test_what_is_recommended_can_be_done(kind, tmp_path, capfd, monkeypatch):
-    for name in ("GAIN_SECONDS", "ESTIMATE_SECONDS"):
-        monkeypatch.setattr(f"hasten.data.storing.conversion.{name}", 0.1)
-    target = []
+@pytest.mark.parametrize("kind", ["pictures of one size", "pictures", "shards of one size", "lacking", "pictures that are gone"])
+def test_what_is_recommended_can_be_done(kind, tmp_path, capfd):
+    more = []
     if kind == "lacking":
         (tmp_path / "in").mkdir()
         pyarrow.csv.write_csv(lacking(50_000), tmp_path / "in" / "train.csv")
-        data, target = tmp_path / "in", ["--target", "label"]
+        data, more = tmp_path / "in", ["--target", "label"]
     else:
         data = pictures(tmp_path / "in", count=24, **({} if kind == "pictures" else {"sizes": ((120, 90),)}))
     if kind.startswith("shards"):
         convert(data, tmp_path / "shards", to="shards")
         data = tmp_path / "shards"
-    assert main(["data", "inspect", str(data), "--budget", "3", *target]) == 0
-    (line,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("hasten data convert")]
+    if kind == "pictures that are gone":
+        (data / "cat" / "1.jpg").unlink()
+        (data / "cat" / "1.jpg").symlink_to("gone")
+        more = ["--skip-bad", "1"]
+    assert main(["data", "inspect", str(data), "--budget", "3", *more]) == 0
+    page = capfd.readouterr().out
+    (line,) = [line for line in page.splitlines() if line.startswith("hasten data convert")]
+    assert ("1 row that could not be read: cannot read" in " ".join(page.split())) == (kind == "pictures that are gone")
     assert ("--resize 256" in line) == (kind == "pictures") and ("--fill 0" in line) == (kind == "lacking" and "--to rows" in line)
     words = shlex.split(line.replace("DIR", shlex.quote(str(tmp_path / "out"))))
     assert main([*words[1:], "--quiet"]) == 0
+
+
+def test_a_file_that_cannot_be_opened_is_named_or_left_out(tmp_path, capfd):
+    data = written(tmp_path / "in")
+    (data / "gone.parquet").symlink_to("nowhere")
+    assert main(["data", "inspect", str(data), "--budget", "1"]) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and err == f"hasten: cannot read {data / 'gone.parquet'}: No such file or directory\n"
+    (data / "cut.parquet").write_bytes(b"PAR1")
+    with pytest.raises(Refusal, match=r"gone.parquet.*; it is bad file number 2, and 1 may be left out"):
+        inspect(data, skip_bad=1, budget=BUDGET)
+    assert main(["data", "inspect", str(data), "--budget", "1", "--skip-bad", "2", "--json"]) == 0
+    result = json.loads(capfd.readouterr().out)
+    assert (result["files"], result["rows"], result["trouble"]) == (1, ROWS, None) and result["speed"]["batches"] > 0
+    assert [each["where"] for each in result["left_out"]] == [str(data / "cut.parquet"), str(data / "gone.parquet")]
+
+
+def test_a_run_that_cannot_be_read_is_told_or_left_out(tmp_path):
+    data = written(tmp_path / "in", runs=50)
+    damage(data / "train.parquet", run=0)
+    assert "train.parquet, row group 0" in inspect(data, budget=BUDGET)["trouble"]
+    result = inspect(data, skip_bad=50, budget=BUDGET)
+    assert result["trouble"] is None and result["speed"]["batches"] > 0 and 0 < len(result["left_out"]) <= 50
 
 
 def test_nothing_measured_is_a_no(tmp_path, capfd):

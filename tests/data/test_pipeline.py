@@ -71,6 +71,29 @@ def test_the_shares_of_all_ranks_are_the_whole_batch(whole, ranks):
     assert equal(joined, whole)
 
 
+def drawn(rows, size, share=(0, 1), start=0, bad=(), **way):
+    """{row: what it drew} of a pass."""
+    pipeline = Pipeline(Bad(bad, rows)).shuffle(seed=3).skip_bad(len(bad)).batch(size).share(*share).prefetch(**way)
+    batches = pipeline.map(lambda batch, chance: (batch, chance.integers(0, 1 << 32), chance.uniform(3))).epoch(1, start)
+    rows, *numbers = (torch.cat(column) for column in zip(*batches, strict=True))
+    return {row: each for row, *each in zip(rows.tolist(), *(column.tolist() for column in numbers), strict=True)}
+
+
+def test_a_row_draws_the_same_in_batches_of_any_size_for_any_rank_and_from_any_start():
+    rows = 20_000  # more than are made at a time
+    whole = drawn(rows, 512)
+    assert len({first for first, _ in whole.values()}) > rows - 5
+    assert drawn(rows, 300, threads=2) == whole == drawn(rows, 7777, processes=2)
+    assert drawn(rows, 512, (0, 3)) | drawn(rows, 512, (1, 3)) | drawn(rows, 512, (2, 3)) == whole
+    late = drawn(rows, 512, start=17)
+    assert len(late) == rows - 17 * 512 and late == {row: each for row, each in whole.items() if row in late}
+
+
+def test_what_a_row_draws_is_the_same_where_others_are_bad():
+    whole, bad = drawn(ROWS, BATCH), (3, 50, 51)
+    assert drawn(ROWS, BATCH, bad=bad) == {row: each for row, each in whole.items() if row not in bad}
+
+
 def test_a_last_batch_that_has_no_row_for_some_rank_is_refused():
     pipeline = arrays(torch.arange(17)).batch(8).share(0, 2)
     with pytest.raises(Refusal, match="2 ranks cannot share a batch of 1 rows"):

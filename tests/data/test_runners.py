@@ -89,6 +89,19 @@ def test_what_a_map_raises_comes_as_it_is_after_the_batches_before_it(way):
     assert seen == list(range(3 * BATCH)) and not children()
 
 
+@pytest.mark.parametrize("way", BOTH, ids=str)
+def test_what_a_map_raises_is_told_while_another_one_hangs(way):
+    def one_of_each(batch):
+        if 50 in batch.tolist():
+            raise KeyError("no such label")
+        return hanging(batch - 20)  # the batch after it
+
+    began = time.perf_counter()
+    with pytest.raises(KeyError, match="no such label"):
+        list(numbers().map(one_of_each).prefetch(**way, timeout=1.0))
+    assert time.perf_counter() - began < 10
+
+
 @pytest.mark.parametrize("way", [{"batches": 0}, *BOTH], ids=str)
 def test_what_a_map_raises_is_told_with_the_users_line(way):
     def raising(batch):

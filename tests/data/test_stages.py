@@ -2,14 +2,17 @@
 
 import time
 
+import faulty_tasks
 import pytest
 import torch
-from storages import ROWS, written
+from storages import ROWS, damage, written
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from hasten import Failure, Task
+from hasten import Failure, Refusal, Task
 from hasten.data import arrays, bench
+from hasten.data.faults import Faults
+from hasten.data.source import BadRow
 from hasten.data.storing.kinds import kind_of
 from hasten.data.storing.readings import Reading
 from hasten.data.storing.stages import pace, reading_pace
@@ -118,6 +121,29 @@ def test_decoding_only_some_rows_takes_no_longer_for_more_files(tmp_path):
     kind, files = kind_of(written(tmp_path / "in", runs=ROWS // 20))
     reading = Reading(kind, files, files, most=10)
     assert reading.rows == 10 and pace(reading, 5.0)["decode"] > 0
+
+
+def test_paces_without_the_runs_that_cannot_be_read(tmp_path):
+    """The last one among them, which would be held while copying is timed."""
+    data = written(tmp_path / "in", runs=ROWS // 4)
+    for run in (1, 3):
+        damage(data / "train.parquet", run)
+    kind, files = kind_of(data)
+    with pytest.raises(BadRow, match="row group 1"):
+        pace(Reading(kind, files, files), 5.0)
+    reading = Reading(kind, files, files, faults=Faults(ROWS))
+    speed = pace(reading, 5.0)
+    assert 0 < speed["batches"] < min(speed["decode"], speed["copy"])
+    assert {fault.where for fault in reading.faults.found.values()} == {f"{files[0]}, row group {run}" for run in (1, 3)}
+
+
+def test_bad_rows_are_left_out_and_listed():
+    with pytest.raises(Failure, match=r"patchy.txt line \d+"):
+        bench(faulty_tasks.here(), budget=BUDGET, device="cpu")
+    result = bench(faulty_tasks.here(), skip_bad=3, budget=BUDGET, device="cpu")
+    assert [each["row"] for each in result["left_out"]] == [*faulty_tasks.BAD] and result["together"] > 0
+    with pytest.raises(Refusal, match=r"only a pipeline of hasten.data can leave bad rows out"):
+        bench(task(Samples()), skip_bad=3, budget=BUDGET, device="cpu")
 
 
 class Failing(nn.Linear):

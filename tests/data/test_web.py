@@ -1,5 +1,6 @@
 """Data behind a real web server: read like those on the disk, with patience for its faults, and none for its changes."""
 
+import json
 import socket
 import tempfile
 import time
@@ -10,14 +11,17 @@ import numpy
 import pytest
 import torch
 from alike import same
+from rich.console import Console
 from tar_files import pack, png, sample
 
+from hasten.cli.main import main
 from hasten.contract.errors import Failure, Notice, Refusal
 from hasten.data import csv, feather, images, parquet, shards, tfrecord
 from hasten.data.formats.example_messages import encoded
 from hasten.data.formats.records import framed
 from hasten.data.places import ranges, remote
 from hasten.data.places.files import found, opened, stamp, unchanged
+from hasten.reporting.terminal_data import inspect_answer
 
 fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed: no remote files")
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: fsspec cannot ask web servers")
@@ -25,7 +29,7 @@ pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables"
 import pyarrow.csv as arrow_csv  # noqa: E402
 import pyarrow.feather as arrow_feather  # noqa: E402
 import pyarrow.parquet as arrow_parquet  # noqa: E402
-from web import serving  # noqa: E402
+from web import Answer, serving  # noqa: E402
 
 ROWS = 60
 MAKERS = {
@@ -105,6 +109,19 @@ def test_an_address_with_a_query_is_no_pattern_and_no_folder(web, query):
     assert found(f"{web.address}/data/t.parquet{query}", (".parquet",)) == [f"{web.address}/data/t.parquet{query}"]
     assert [method for method, _, _ in web.asked] == ["HEAD"], "a file is not read as if it were a page of links"
     assert len(parquet(f"{web.address}/data/t.parquet{query}").source) == ROWS
+
+
+def test_what_is_read_from_the_network_is_told_so(web, monkeypatch, capfd):
+    """Behind a server that takes its time, whatever else there is to do with six small pictures."""
+    given = Answer.given
+    monkeypatch.setattr(Answer, "given", lambda *arguments: (time.sleep(0.03), given(*arguments)))
+    assert main(["data", "inspect", f"{web.address}/data/images", "--budget", "1", "--json"]) == 0
+    result = json.loads(capfd.readouterr().out)
+    assert result["limit"] == "network" and not result["in_memory"]
+    assert result["speed"]["network"] > 0 and result["speed"]["disk"] is result["speed"]["page_cache"] is None
+    Console(width=120).print(inspect_answer(result))
+    page = capfd.readouterr().out
+    assert "The network limits reading" in page and "from the network" in page and "disk" not in page.replace('.cache("disk")', "")
 
 
 def test_a_table_that_does_not_fit_is_read_run_by_run(folder, web):

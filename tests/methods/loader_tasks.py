@@ -1,5 +1,6 @@
 """Tasks whose samples take their time, for the tests of the loaders; at the top of a module, so that processes can be given them."""
 
+import os
 import time
 
 import numpy
@@ -62,6 +63,35 @@ def pipeline(epochs=20):
     """As many steps, in a tenth of the passes: its processes are forked for each."""
     train = arrays(NUMBERS.repeat(10, 1), LABELS.repeat(10)).shuffle(seed=1).batch(8).map(slowly)
     return task(train, batch_size=None, epochs=epochs // 10)
+
+
+class Who(Dataset):
+    """A sample says which process has read it."""
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        return NUMBERS[index], torch.tensor(os.getpid())
+
+
+class Other(Who):
+    pass
+
+
+def by_whom(batch):
+    return batch[0], torch.full((len(batch[0]),), os.getpid())
+
+
+def who(kind, validation=None, workers=0):
+    """A task whose data, of that kind, say who reads them; ``workers`` are those of its validation data."""
+    kinds = {
+        "dataset": Who,
+        "other": Other,
+        "loader": lambda: DataLoader(Who(), batch_size=8, num_workers=workers),
+        "pipeline": lambda: arrays(NUMBERS, LABELS).batch(8).map(by_whom),
+    }
+    return task(kinds[kind](), validation_data=kinds[validation or kind]())
 
 
 def stream():

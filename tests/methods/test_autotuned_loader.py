@@ -1,6 +1,7 @@
 """autotuned_loader: the same bits while it climbs, workers where steps wait, and what it found in the recipe."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -82,11 +83,27 @@ def test_a_slow_source_gets_workers_and_the_recipe_says_so(name, tmp_path):
     climber = build(task, make_methods(recipe)).run.kept["autotuned_loader"]
     assert climber.crew == Crew(processes=found["processes"], ahead=found["ahead"]), "the next run begins there"
 
-    for words in ([TUNED], recipe):  # a finished run is known by what was asked for as by what it came to
+    for words in ([TUNED], recipe, None):  # a run is known by what was asked for, by what it came to, and where it is
         again = hasten.train(task, words, out=tmp_path / "run", resume=True, device="cpu")
         assert again["metric"] == result["metric"]
-    with pytest.raises(Refusal, match="another recipe"):
-        hasten.train(task, out=tmp_path / "run", resume=True, device="cpu")
+    with pytest.raises(Refusal, match="another recipe: autotuned_loader:cores=2 there, baseline here"):
+        hasten.train(task, "baseline", out=tmp_path / "run", resume=True, device="cpu")
+
+
+def test_a_run_that_was_stopped_has_in_its_recipe_what_was_found(tmp_path):
+    def stop(records):
+        if "processes" in (tmp_path / "run" / "recipe.toml").read_text():
+            raise InterruptedError
+
+    task = loader_tasks.dataset(epochs=60)
+    with pytest.warns(Notice, match="has settled"), pytest.raises(InterruptedError):
+        hasten.train(task, TUNED, out=tmp_path / "run", observers=[stop], checkpoint_seconds=0.1, device="cpu")
+    found = Recipe.load(tmp_path / "run" / "recipe.toml").methods["autotuned_loader"]
+    assert found["cores"] == 2 and 0 <= found["processes"] <= 2 and not (tmp_path / "run" / "result.json").exists()
+
+    with warnings.catch_warnings(action="ignore", category=Notice):  # it may come to settle at something else
+        again = hasten.train(task, out=tmp_path / "run", resume=True, device="cpu")
+    assert again["recipe"] == TUNED and "processes" in again["chosen"]["autotuned_loader"]
 
 
 def test_a_fast_source_is_left_alone(perceptron, quick):
@@ -138,6 +155,38 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bits(name, tmp_path):
         assert not alive, "workers outlive their run"
     assert start().wait() == 0
     assert files(tmp_path / "killed") == files(tmp_path / "plain")
+
+
+def readers(program) -> set[int]:
+    """The processes that read the validation data."""
+    return {number for _, target in program.validation.epoch(0, 0) for number in target.tolist()}
+
+
+@pytest.mark.parametrize("name", ["dataset", "loader", "pipeline"])
+def test_validation_data_are_read_by_as_many_as_were_found(name):
+    before, ours = at_work(), {os.getpid()}
+    program = build(loader_tasks.who(name), make_methods(Recipe.read(TUNED)))
+    assert readers(program) == ours, "nobody was found yet"
+    program.run.kept["autotuned_loader"].crew = Crew(processes=2, ahead=2)
+    found = readers(program)
+    assert len(found) == 2 and not found & ours
+    if name != "pipeline":
+        assert readers(program) == found, "they stay for the next evaluation"
+    del program
+    assert nothing_left(before)
+
+
+@pytest.mark.parametrize(("train", "validation"), [("dataset", "pipeline"), ("pipeline", "dataset"), ("dataset", "other")])
+def test_validation_data_of_another_kind_are_read_as_the_task_says(train, validation):
+    program = build(loader_tasks.who(train, validation), make_methods(Recipe.read(TUNED)))
+    program.run.kept["autotuned_loader"].crew = Crew(processes=2, ahead=2)
+    assert readers(program) == {os.getpid()}
+
+
+def test_workers_that_the_task_names_for_its_validation_data_stay():
+    program = build(loader_tasks.who("loader", workers=1), make_methods(Recipe.read(TUNED)))
+    program.run.kept["autotuned_loader"].crew = Crew(processes=2, ahead=2)
+    assert len(readers(program) - {os.getpid()}) == 1
 
 
 def test_a_run_taken_up_begins_with_what_was_found(perceptron):

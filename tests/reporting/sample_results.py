@@ -156,6 +156,7 @@ def trained() -> dict:
         "seconds": 3.1,
         "seconds_to_target": 1.6,
         "stopped": None,
+        "chosen": {"autotuned_loader": {"processes": 2, "ahead": 4}},
         "out": "runs/digits",
         "evaluations": [{"step": index * 48} | point for index, point in enumerate(points, 1)],
     }

@@ -58,7 +58,7 @@ def test_answers_fit_and_are_plain(kind, width):
         ("leave it", ["Leave it as it is", "arithmetic from end to end", "2 min 31 s", "refused", "the best batch_size:factor=4"]),
         ("compare", ["b is 2.7× faster", "2.6 to 2.8×", "24 blocks", "730 ms", "270 ms"]),
         ("diagnose", ["waits for its data", "71 %", "3.4×", "23 ms", "batched_fetch 3.4× samples can be read by index"]),
-        ("train", ["0.9778", "0.9791", "680 steps", "1.6 s", "runs/digits"]),
+        ("train", ["0.9778", "0.9791", "680 steps", "1.6 s", "autotuned_loader:ahead=4,processes=2, while it ran", "runs/digits"]),
     ],
 )
 def test_answers_say_what_matters(kind, needed):

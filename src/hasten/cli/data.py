@@ -27,17 +27,18 @@ def run(options, watch) -> Answer:
 def _inspect_arguments(parser) -> None:
     parser.add_argument("path", metavar="PATH", help="a folder, a file or a pattern in quotes")
     parser.add_argument("--target", metavar="NAME", help="the column of a table to predict; the others are then read as one matrix")
+    _add_skip_bad(parser, "leave out up to N rows, or files, that cannot be read, and list them")
     parser.add_argument("--budget", type=values.seconds, default=20.0, metavar="TIME", help="time to spend; 20s unless said")
 
 
 def _inspect(options, watch) -> Answer:
     """what is there, how fast it is read, what limits that, which storage would be faster
 
-    All speeds are measured on one core of this machine. Exit code 1 where the rows cannot be read, so that nothing was measured.
+    All speeds are measured on one core of this machine. Exit code 1 where rows cannot be read, so that nothing was measured.
     """
     from hasten.data.storing.inspection import inspect
 
-    result = inspect(options.path, target=options.target, budget=options.budget, watch=watch)
+    result = inspect(options.path, target=options.target, skip_bad=options.skip_bad, budget=options.budget, watch=watch)
     return Answer(result, lambda: _pages().inspect_answer(result), code=1 if result["trouble"] else 0)
 
 
@@ -51,9 +52,7 @@ def _convert_arguments(parser) -> None:
     parser.add_argument("--shards", type=values.count, metavar="N", help="files to write; one for every 256 MB unless said")
     parser.add_argument("--target", metavar="NAME", help="with --to rows: this column of a table apart, the others as one matrix")
     parser.add_argument("--fill", type=float, metavar="NUMBER", help="what stands for missing numbers")
-    parser.add_argument(
-        "--skip-bad", type=values.count, metavar="N", help="leave out up to N rows that cannot be read; DIR/skipped.jsonl lists them"
-    )
+    _add_skip_bad(parser, "leave out up to N rows, or files, that cannot be read; DIR/skipped.jsonl lists them")
 
 
 def _convert(options, watch) -> Answer:
@@ -76,6 +75,7 @@ def _convert(options, watch) -> Answer:
 
 def _bench_arguments(parser) -> None:
     parser.add_argument("task", metavar="TASK")
+    _add_skip_bad(parser, "leave out up to N rows that cannot be read, of data that hasten.data reads, and list them")
     parser.add_argument("--budget", type=values.seconds, default=20.0, metavar="TIME", help="time to spend; 20s unless said")
 
 
@@ -89,8 +89,12 @@ def _bench(options, watch) -> Answer:
     """
     from hasten.data.storing.appetite import bench
 
-    result = bench(options.task, budget=options.budget, device=options.device, seed=options.seed, watch=watch)
+    result = bench(options.task, skip_bad=options.skip_bad, budget=options.budget, device=options.device, seed=options.seed, watch=watch)
     return Answer(result, lambda: _pages().bench_answer(result))
+
+
+def _add_skip_bad(parser, what: str) -> None:
+    parser.add_argument("--skip-bad", type=values.count, metavar="N", help=what)
 
 
 def _pages():

@@ -7,6 +7,7 @@ import inspect
 import json
 import typing
 from pathlib import Path
+from types import UnionType
 
 from hasten.cli.answer import Answer
 from hasten.contract.errors import Refusal
@@ -71,12 +72,18 @@ def _settings(cls) -> list[dict]:
     return [
         {
             "name": f.name,
-            "type": getattr(types[f.name], "__name__", str(types[f.name])),
+            "type": _typed(types[f.name]),
             "default": _default(f),
             "range": f.metadata.get("range", ""),
         }
         for f in fields
     ]
+
+
+def _typed(kind) -> str:
+    """``int``, ``str or float``: what can be typed, which None cannot."""
+    kinds = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, UnionType) else (kind,)
+    return " or ".join(getattr(each, "__name__", str(each)) for each in kinds if each is not type(None))
 
 
 def _default(field):

@@ -3,6 +3,7 @@
 import re
 import shlex
 import warnings
+from difflib import get_close_matches
 from itertools import chain, count
 from pathlib import Path
 
@@ -20,7 +21,7 @@ def arguments(parser) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on with the run in --out from its newest checkpoint, one every 30 s; where there is no run yet, it begins",
+        help="go on with the run in --out from its newest checkpoint, one every 30 s, under its own recipe unless said; begins in an empty folder",
     )
     parser.add_argument(
         "--skip-bad",
@@ -36,7 +37,9 @@ def run(options, watch) -> Answer:
 
     if options.resume and not options.out:
         raise Refusal("--resume goes on with the run in --out DIR; say which folder that is")
-    recipe = values.recipe(options)
+    if options.resume and not Path(options.out).exists():
+        raise Refusal(_no_such_folder(Path(options.out)))
+    recipe = values.recipe(options) if options.recipe or options.methods else None
     options.out = options.out or _new_folder(options.task)
     try:
         result = train(
@@ -68,7 +71,17 @@ def _new_folder(task: str) -> str:
     return next(name for name in chain([first], (f"{first}-{number}" for number in count(2))) if not Path(name).exists())
 
 
+def _no_such_folder(out: Path) -> str:
+    """A mistyped folder must not become a training from the start that nobody sees before it should be over."""
+    runs = [found.parent.name for found in out.parent.glob("*/environment.json")]
+    close = [str(out.parent / name) for name in get_close_matches(out.name, runs)]
+    hint = f" (did you mean {', '.join(close)}?)" if close else ""
+    return f"there is no folder {out} to go on with{hint}; to begin, leave --resume out, or make the folder first"
+
+
 def _how_to_go_on(options) -> str:
+    if not Path(options.out).exists():
+        return "stopped before the run began; nothing was written"
     words = ["hasten", "train", options.task]
     words += ["--recipe", options.recipe] if options.recipe else []
     words += [word for method in options.methods for word in ("--with", method)]

@@ -25,7 +25,7 @@ from hasten.contract.looking import Look, Watch, mark, still_at_work
 NO_WAIT = 0.01  # of the time: who waits no more than that does not wait
 CLEARLY = 1.03  # times faster, in every look, or it stays as it was
 LOOKS = 2  # at a crew, before it is kept
-IN_VAIN = 0.1  # of the time: who still waits so much climbs once more in the next pass, as the machine may have been busy
+IN_VAIN = 0.1  # of the time: who waits so much and has found nobody better climbs once more, in the next pass: it may have been the machine
 AHEAD, FURTHEST = 2, 16  # batches that may wait: at first, and at most
 SHARE_OF_FREE = 0.25  # of the memory, where nobody says how much may be taken
 
@@ -57,7 +57,8 @@ class Choices:
         sizes = dict.fromkeys((max(count + 1, wanted), (count + max(count + 1, wanted) + 1) // 2, count + 1))
         larger = [_crew(kind, size, ahead) for size in sizes for kind in kinds if size <= max(1, self.cores)]
         others = [_crew(kind, count, ahead) for kind in kinds[1:]] if count else []
-        further = [replace(crew, ahead=2 * ahead)] if count and 2 * ahead <= FURTHEST else []
+        short_of_workers = seen.waited > seen.step  # then batches come too slowly, not too unevenly
+        further = [replace(crew, ahead=2 * ahead)] if count and not short_of_workers and 2 * ahead <= FURTHEST else []
         fewer = [_crew(own[0], count // 2, ahead) if count > 1 else Crew()] if count else []
         room = self.room()
         return [other for other in (*larger, *others, *further, *fewer) if _bytes(other, seen.size) <= room]
@@ -74,6 +75,7 @@ class Climber:
             up to whoever makes the batches whether they can be.
         passes: how many there will be, where that is known.
         told: called with itself when it has settled, and again when it settles at something else.
+        of: the kind of data that it was made for, kept for whoever made it.
 
     Attributes:
         crew: the best so far.
@@ -91,11 +93,13 @@ class Climber:
         cache: str | None = None,
         passes: float | None = None,
         told: Callable[[Climber], Any] | None = None,
+        of: type | None = None,
     ):
-        self.crew, self.cores, self.room, self.cache, self.passes, self.told = crew or Crew(), cores, room, cache, passes, told
+        self.crew, self.cores, self.room, self.cache, self.passes = crew or Crew(), cores, room, cache, passes
+        self.told, self.of = told, of
         self.waits = self.waited_first = self.pace = None
         self._without: tuple | None = None  # how it was without a cache that is being tried
-        self._second_try, self._said = False, None
+        self._once_more, self._said = True, None
         self._search: Generator[Crew, Look | None, Look | None] | None = None
         self._watched: Crew | None = None  # the crew to be looked at now; None: nobody looks
         self._watch: Watch | None = None
@@ -129,6 +133,7 @@ class Climber:
                     _close(inner)
                     crew, inner, queued = self._watched, None, None
                     self._watch = self._watch if self._watch and self._watch.crew == crew else Watch(crew)
+                    self._watch.entered()
                 asked = perf_counter()
                 try:
                     inner = iter(enter(crew, done)) if inner is None else inner
@@ -164,22 +169,25 @@ class Climber:
         Returns:
             The last look at the best.
         """
-        looks, tried = [seen or (yield self.crew)], {self.crew}
+        looks, had, tried = [seen or (yield self.crew)], {self.crew}, set()
         self.waited_first = looks[0].share if self.waited_first is None else self.waited_first
         while looks[-1].share > NO_WAIT:
             for other in choices.neighbours(self.crew, looks[-1]):
-                if other in tried:
+                if other in had | tried:
                     continue
                 tried.add(other)
                 found = []
                 while len(found) < LOOKS and _better(look := (yield other), looks):
                     found.append(look)
                 if len(found) == LOOKS:
-                    self.crew, looks = other, found
+                    self.crew, looks, self._once_more = other, found, False
+                    had.add(other)
+                    tried.clear()  # who was no better than the one before may be better than this one
                     break
-                looks = [looks[-1], (yield self.crew)]  # anew: the machine may be another by now
-                if looks[-1].share <= NO_WAIT:
-                    break
+                if found:  # better once, and then not: the machine may be another by now
+                    looks = [looks[-1], (yield self.crew)]
+                    if looks[-1].share <= NO_WAIT:
+                        break
             else:
                 break
         return looks[-1]
@@ -199,7 +207,7 @@ class Climber:
 
     def load_state_dict(self, state: dict) -> None:
         self._forget()
-        self.crew = Crew(state["threads"], state["processes"], state["ahead"])
+        self.crew = Crew(min(state["threads"], self.cores), min(state["processes"], self.cores), state["ahead"])
         self.waits, self.pace, self.cache = state["waits"], state["pace"], state["cache"]
 
     def _forget(self) -> None:
@@ -208,23 +216,24 @@ class Climber:
     def _begin(self, choices: Choices) -> None:
         """A pass begins: a search goes on, or starts; what it settled at is doubted."""
         if self._search is None:
-            in_vain = self.settled and self.waits > IN_VAIN and not self._second_try
-            self._second_try = self._second_try or in_vain
+            in_vain = self.settled and self.waits > IN_VAIN and self._once_more
+            self._once_more = self._once_more and not in_vain
             self._search, self._watch = (self._doubt if self.settled and not in_vain else self.search)(choices), None
             self._watched = next(self._search)
 
     def _doubt(self, choices: Choices) -> Generator[Crew, Look | None, Look | None]:
         """Searches again, if the steps wait far more than they did when this settled."""
-        seen = yield self.crew
-        if seen.share <= NO_WAIT + 2 * self.waits:
-            return None
+        for _ in range(LOOKS):
+            seen = yield self.crew
+            if seen.share <= NO_WAIT + 2 * self.waits:
+                return None
         return (yield from self.search(choices, seen))
 
     def _learn(self, look: Look | None) -> None:
         looked_at = self._watched
         try:
             self._watched = self._search.send(look)
-            self._watch = Watch(looked_at, skip=0) if self._watched == looked_at else None
+            self._watch = Watch(looked_at) if self._watched == looked_at else None
         except StopIteration as end:
             self._search = self._watched = self._watch = None
             if end.value is not None:

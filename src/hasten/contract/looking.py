@@ -10,9 +10,9 @@ import torch
 from hasten.contract.batch import tensors
 from hasten.contract.data import Crew
 
-LEAST_BATCHES, LEAST_SECONDS = 8, 0.3  # of a look
-ROUNDS = 4  # batches of each worker in a look: they come in bursts
-UNSETTLED = 2  # batches before the first look at a crew, beside those on their way
+LEAST_BATCHES, LEAST_SECONDS = 4, 0.3  # of a look
+ROUNDS = 2  # batches of each worker in a look: they come in bursts
+UNSETTLED = 1  # batches that say little, beside the first of each worker, where a crew or a pass begins
 
 
 @dataclass(frozen=True)
@@ -41,26 +41,31 @@ class Look:
 
 
 class Watch:
-    """Notes batches and steps of a crew until there are enough for a look."""
+    """Notes batches and steps of a crew until there are enough for a look, in several passes where they are short."""
 
-    def __init__(self, crew: Crew, skip: int | None = None):
-        self.crew, self.skip = crew, UNSETTLED + crew.workers + crew.ahead if skip is None else skip
+    def __init__(self, crew: Crew):
+        self.crew, self.least = crew, max(LEAST_BATCHES, ROUNDS * crew.workers)
         self.waits, self.steps, self.size = [], [], 0
-        self.least = max(LEAST_BATCHES, ROUNDS * crew.workers)
-        self.seconds = 0.0
+        self.seconds = self.waited = 0.0
+        self.skip, self.before = 0, None
+
+    def entered(self) -> None:
+        """The crew begins, or a pass does. Its first batches are left out, unless the pass before had no others."""
+        self.skip = 0 if self.before == len(self.steps) else UNSETTLED + self.crew.workers
+        self.before = len(self.steps)
 
     def given(self, waited: float, batch) -> None:
-        self.waits.append(waited)
+        self.waited = waited
         self.size = max(self.size, sum(tensor.nbytes for tensor in tensors(batch)))
 
     def stepped(self, seconds: float) -> bool:
         """Whether it is enough."""
         if self.skip:
             self.skip -= 1
-            self.waits.clear()
             return False
+        self.waits.append(self.waited)
         self.steps.append(seconds)
-        self.seconds += seconds + self.waits[-1]
+        self.seconds += self.waited + seconds
         return len(self.steps) >= self.least and self.seconds >= LEAST_SECONDS
 
     def seen(self) -> Look:

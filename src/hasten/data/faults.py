@@ -30,16 +30,17 @@ class Faults:
         """
         bad = []
         if self.found:  # these are not met again: each would have the others read once more
-            known = numpy.isin(rows, list(self.found))
+            known = numpy.fromiter((row in self.found for row in rows.tolist()), bool, len(rows))
             bad, rows = [self.found[row] for row in rows[known].tolist()], rows[~known]
         while len(rows):
             try:
                 return source.read(rows), rows, bad
             except BadRow as fault:
-                bad.append(fault)
-                rows = rows[rows != fault.row]
+                lost = numpy.isin(rows, fault.rows)
+                bad += [BadRow(row, fault.where, fault.why) for row in rows[lost].tolist()] or [fault]
+                rows = rows[~lost]
                 if len(bad) > self.at_most:
-                    raise self.failure(fault) from fault
+                    raise self.failure(bad[self.at_most]) from fault
         return None, rows, bad
 
     def note(self, fault: BadRow) -> None:

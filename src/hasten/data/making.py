@@ -42,11 +42,13 @@ class Making:
     """``(number of the batch) -> batch, rows that had to be left out of it`` in one pass.
 
     Attributes:
+        size: of a batch, for all ranks together.
         seeded: the generators of torch, NumPy and Python start each batch from a seed of its own; not where threads share them.
     """
 
     source: Source
     rows: Callable[[int], numpy.ndarray]
+    size: int
     seed: int
     epoch: int
     sample_maps: tuple[Map, ...]
@@ -59,20 +61,25 @@ class Making:
 
     def __call__(self, number: int) -> tuple[Any, list[BadRow]]:
         with self._drawing(number):
-            columns, rows, bad = self.faults.readable(self.source, self._own(self.rows(number)))
+            own, places = self._own(number)
+            columns, rows, bad = self.faults.readable(self.source, own)
+            if bad:
+                places = places[numpy.isin(own, rows)]
             if not len(rows):
                 raise Failure(f"nothing is left of batch {number} of the pass: all its rows are bad, the first is {bad[0]}")
-            batch = self._collated(columns, rows) if self.sample_maps or self.collate else columns
+            batch = self._collated(columns, places) if self.sample_maps or self.collate else columns
             for each in self.batch_maps:
-                batch = each.function(batch) if each.stage is None else each.function(batch, chance=self._chance(rows, each))
+                batch = each.function(batch) if each.stage is None else each.function(batch, chance=self._chance(places, each))
             return batch, bad
 
-    def _own(self, rows: numpy.ndarray) -> numpy.ndarray:
-        """This rank's part of a batch's rows."""
-        return rows[len(rows) * self.rank // self.world : len(rows) * (self.rank + 1) // self.world]
+    def _own(self, number: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """This rank's part of a batch's rows, and their places in the pass."""
+        rows = self.rows(number)
+        first, last = (len(rows) * rank // self.world for rank in (self.rank, self.rank + 1))
+        return rows[first:last], numpy.arange(number * self.size + first, number * self.size + last)
 
-    def _collated(self, columns, rows: numpy.ndarray):
-        samples, lists = self._mapped(rows_of(columns), rows), lists_of(columns)
+    def _collated(self, columns, places: numpy.ndarray):
+        samples, lists = self._mapped(rows_of(columns), places), lists_of(columns)
         if self.collate is not None:
             return self.collate(samples)
         try:
@@ -80,12 +87,12 @@ class Making:
         except Unlike as error:
             raise Refusal(f"{error}; make them alike in .map(), or say how they become a batch: .batch(size, collate=...)") from None
 
-    def _mapped(self, samples: list, rows: numpy.ndarray) -> list:
+    def _mapped(self, samples: list, places: numpy.ndarray) -> list:
         for each in self.sample_maps:
             if each.stage is None:
                 samples = [each.function(sample) for sample in samples]
             else:
-                samples = [each.function(sample, chance=chance) for sample, chance in zip(samples, self._chance(rows, each), strict=True)]
+                samples = [each.function(sample, chance=chance) for sample, chance in zip(samples, self._chance(places, each), strict=True)]
         return samples
 
     @cached_property
@@ -94,15 +101,17 @@ class Making:
         with undisturbed() if self.seeded else nullcontext(), self._drawing(0):
             return handed_on(self.source, self._mapped)
 
-    def _chance(self, rows: numpy.ndarray, each: Map) -> Chance:
-        return Chance(rows, self.seed, self.epoch, each.stage)
+    def _chance(self, places: numpy.ndarray, each: Map) -> Chance:
+        return Chance(places, self.seed, self.epoch, each.stage)
 
     def _drawing(self, number: int) -> AbstractContextManager:
-        """Where functions of the user's own may draw from generators that belong to the process; ours never do."""
+        """Functions of the user's own may draw from generators that belong to the process."""
+        return drawing_apart(derived(self.seed, self.epoch, number, self.rank)) if self._apart else nullcontext()
+
+    @cached_property
+    def _apart(self) -> bool:
         functions = (each.function for each in (*self.sample_maps, *self.batch_maps))
-        if self.seeded and not all(map(is_ours, (self.source, self.collate, *functions))):
-            return drawing_apart(derived(self.seed, self.epoch, number, self.rank))
-        return nullcontext()
+        return self.seeded and not all(map(is_ours, (self.source, self.collate, *functions)))  # ours never draw from those
 
 
 class Unlike(ValueError):

@@ -6,8 +6,9 @@ Its one idea: *a batch is a function of (seed, epoch, number)*. Who computes it,
 run that was resumed, makes no difference; and the place in the data is three integers.
 
 ``map`` before ``batch`` gets one sample at a time, ``map`` after it a whole batch, which is faster. A function that wants
-random numbers takes a parameter called ``chance``, a ``Chance``, whose numbers belong to the rows. The generators of torch, NumPy
-and Python start every batch from a seed of its own; but threads share them, so there what a function draws from them is anybody's.
+random numbers takes a parameter called ``chance``, a ``Chance``, whose numbers belong to the places in the pass. The generators of
+torch, NumPy and Python start every batch from a seed of its own; but threads share them, so there what a function draws from them is
+anybody's.
 
 A Task takes a pipeline as it is: it is shuffled only if it says so with ``shuffle``, and its ``batch(size)`` comes before
 ``Task(batch_size=)``, which is for pipelines that name none.
@@ -120,13 +121,16 @@ class Pipeline:
         Args:
             where: "memory", for this pipeline alone, or "disk", for all processes and later runs; found again by the content of the
                 data and of the maps, so that it is made anew when one of them changed.
-            gigabytes: (10**9 bytes) that it may take; None: half of what is free.
+            gigabytes: (10**9 bytes) that the samples kept here may take, in memory or on the disk; None: half of what is free there.
+                More is refused before any is kept. It bounds neither the folder, where nothing that is whole is ever deleted (other
+                caches, and those of data that have changed since), nor what is read meanwhile, some 16 MB a worker.
             folder: of a disk cache; None: HASTEN_CACHE, or hasten's folder among the user's caches.
             watch: ``(what, done, seconds left)`` is told how far the filling is; None: a Notice when it takes long.
 
         Raises:
             Refusal: a map that wants random numbers comes before it, or whose function cannot be told from a changed one.
             Refusal: when first iterated, if the samples differ in shape or need more than was allowed.
+            Failure: when first iterated, if the disk is full or may not be written to; nothing half-made is left.
         """
         from hasten.data.caching.cache import cached
 
@@ -276,7 +280,7 @@ class Pipeline:
             source, maps = kept, ()
         order = self._order()
         make = Making(
-            source, order.batches(epoch), self.seed, epoch, maps, self.batch_maps, self.collate_fn,
+            source, order.batches(epoch), self.batch_size, self.seed, epoch, maps, self.batch_maps, self.collate_fn,
             self.rank, self.world, self.faults, seeded=not runners.in_threads(runner),
         )  # fmt: skip
         noted = self._noted(runner(make, range(start, len(order))))

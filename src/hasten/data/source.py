@@ -7,7 +7,7 @@ batch, caches that can be trusted) follows from this one shape: a batch is a fun
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy
@@ -55,14 +55,19 @@ class Source(ABC):
 
 
 class BadRow(Exception):
-    """A row that cannot be read: its number, where it is, and why. The pipeline turns it into a Failure, or skips it."""
+    """A row that cannot be read: its number, where it is, and why. The pipeline turns it into a Failure, or skips it.
 
-    def __init__(self, row: int, where: str, why: str):
+    Attributes:
+        rows: all rows of those asked for of which the same is known, this one among them.
+    """
+
+    def __init__(self, row: int, where: str, why: str, rows: Iterable[int] = ()):
         super().__init__(f"row {row} ({where}): {why}")
         self.row, self.where, self.why = int(row), where, why
+        self.rows = list(map(int, rows)) or [self.row]
 
     def __reduce__(self):
-        return type(self), (self.row, self.where, self.why)  # travels between processes
+        return type(self), (self.row, self.where, self.why, self.rows)  # travels between processes
 
 
 def rows_of(columns) -> list:

@@ -19,6 +19,8 @@ from hasten.contract.errors import Refusal
 from hasten.data.chance import Chance
 from hasten.data.memory import taken
 
+SEAM = 8  # bytes: half of them at the end of a row of pixels, half at the beginning of the next
+
 
 def flip() -> Callable:
     """Mirrors half of the pictures, by chance, left to right: any type, shape (rows, ..., height, width)."""
@@ -129,6 +131,16 @@ def inside(top: torch.Tensor, left: torch.Tensor, padding: int, height: int, wid
     """Which bytes of a plane belong to the picture in windows that begin there: all ones or zeros, shape (rows, integers of a plane)."""
     down, across = _insides(padding, height, width, itemsize)
     return down.index_select(0, top).bitwise_and_(across.index_select(0, left))
+
+
+def seams(left: torch.Tensor, padding: int) -> torch.Tensor:
+    """Which of the last bytes of a row of pixels, and of the first of the next, belong to the picture in windows of uint8 that begin there.
+
+    All ones or zeros, in one whole number for each window: int64, shape (rows,). For a ``padding`` of half a seam at most.
+    """
+    columns = torch.arange(-SEAM // 2, SEAM // 2)
+    before = columns + (left - padding)[:, None]  # where a window begins further on, from there
+    return ((columns < 0) == (before < 0)).to(torch.uint8).neg().view(torch.int64)[:, 0]
 
 
 def blank(pictures: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:

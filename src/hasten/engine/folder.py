@@ -2,8 +2,8 @@
 
 ::
 
-    recipe.toml         the methods; in the end with the settings that some of them found while they ran
-    environment.json    task, seed, versions, machine
+    recipe.toml         the methods, with the settings that some of them found while they ran
+    environment.json    task, recipe as it was asked for, seed, versions, machine
     log.jsonl           every step's loss and every evaluation: append-only, the same bytes for the same run
     times.jsonl         when: wall-clock seconds of the run at steps, evaluations and checkpoints
     skipped.jsonl       rows that could not be read and were left out, where there are any
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hasten.contract.errors import Failure, Refusal
+from hasten.contract.recipe import Recipe
 from hasten.engine.failures import disk_trouble
 
 OURS = {"recipe.toml", "environment.json", "log.jsonl", "times.jsonl", "skipped.jsonl", "checkpoints", "model.safetensors", "result.json"}
@@ -32,14 +33,17 @@ GO_ON = "what was saved before is whole; free the disk and go on with --resume"
 class RunFolder:
     """The files of one run."""
 
-    def __init__(self, path: str | Path, identity: dict, recipe: str, resume: bool):
+    def __init__(self, path: str | Path, identity: dict, recipe: Recipe | None, resume: bool):
         """Looks, but does not touch.
+
+        Args:
+            recipe: None: the one that the run there was begun with; a new run has no methods then.
 
         Raises:
             Refusal: the folder holds something else, or a run that must not be gone on with.
         """
         self.path = Path(path)
-        self.identity, self.recipe = identity, recipe
+        self.identity, self.recipe = identity, recipe or Recipe()
         self.environment: dict = {}  # of the run that is gone on with
         try:
             found = set(os.listdir(self.path)) if self.path.exists() else set()
@@ -51,7 +55,8 @@ class RunFolder:
         if begun and not resume:
             raise Refusal(f"{self.path} already holds a run; go on with it with --resume, or choose another --out")
         if begun:
-            self._refuse_another_run()
+            self._go_on_with(recipe)
+        self.identity = {**identity, "recipe": str(self.recipe)}
 
     def finished(self) -> dict | None:
         """The result of a run that came to its end."""
@@ -76,7 +81,7 @@ class RunFolder:
         if not self.begun:
             if (self.path / "environment.json").exists():  # since we looked, another process has begun, and may have ended
                 raise Refusal(f"{self.path} already holds a run; go on with it with --resume, or choose another --out")
-            self.write("recipe.toml", self.recipe)
+            self.write("recipe.toml", self.recipe.to_toml())
             self.write("environment.json", json.dumps({**self.identity, **environment}, indent=2) + "\n")
 
     def log(self, records: list[dict]) -> None:
@@ -115,27 +120,21 @@ class RunFolder:
             while left:
                 left = left[file.write(left) :]
 
-    def _refuse_another_run(self) -> None:
+    def _go_on_with(self, recipe: Recipe | None) -> None:
+        """The run that is there, if it is the one asked for: under the recipe that it was begun with, what this came to, or none at all."""
         try:
-            self.environment = json.loads((self.path / "environment.json").read_text(encoding="utf-8"))
-            then = self.environment | {"recipe": self._recipe_then()}
-        except (OSError, ValueError) as error:
+            self.environment = then = json.loads((self.path / "environment.json").read_text(encoding="utf-8"))
+            begun, found = then["recipe"], Recipe.load(self.path / "recipe.toml")
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise Failure(f"the run in {self.path} cannot be read: {error}; choose another --out") from None
-        for name, value in {**self.identity, "recipe": self.recipe}.items():
-            if then.get(name) != value:
-                before, now = _shown(then.get(name)), _shown(value)
-                raise Refusal(
-                    f"the run in {self.path} has another {name.replace('_', ' ')}: {before} there, {now} here; say the same or choose another --out"
-                )
-
-    def _recipe_then(self) -> str:
-        """The recipe that the run was begun with; a finished one may also be named by that which it came to."""
-        from hasten.contract.recipe import Recipe
-
-        result = self.finished() or {}
-        if result.get("chosen") and result.get("recipe") == str(Recipe.from_toml(self.recipe)):
-            return self.recipe
-        return (self.path / "recipe.toml").read_text(encoding="utf-8")
+        if recipe is None and any(":" in name for name in found.methods):
+            raise Refusal(f"the run in {self.path} was begun with code from outside; if you trust it, name it again: --with '{begun}'")
+        if recipe is None or (recipe == found and str(recipe) != begun):
+            self.recipe = Recipe.read(begun)
+        for name, now in {**self.identity, "recipe": str(self.recipe)}.items():
+            if (before := then.get(name)) != now:
+                what = f"another {name.replace('_', ' ')}: {_shown(before)} there, {_shown(now)} here"
+                raise Refusal(f"the run in {self.path} has {what}; say the same or choose another --out")
 
 
 def _lines(records: list[dict]) -> str:
@@ -168,9 +167,4 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def _shown(value) -> str:
-    """A value on one line; a recipe as one types it."""
-    from hasten.contract.recipe import Recipe
-
-    if isinstance(value, str) and (not value or "[methods" in value):
-        return str(Recipe.from_toml(value))
     return "none" if value is None else str(value)

@@ -49,6 +49,7 @@ class Training:
         self.program = dataclasses.replace(program, train=dataclasses.replace(program.train, epoch=self._epoch))
         self.interrupted = None  # how to take up the pass that a checkpoint was made in
         self.skipped: list[dict] = []  # rows, as they stand in the folder
+        self.written = recipe  # as it was last put into the folder
         skipping.remember(program.task, [])  # not what another run with the same data met
         if folder:
             self._take_up()
@@ -80,7 +81,7 @@ class Training:
         while True:
             epoch, batch = clock.epoch, clock.batch
             try:
-                loss = advance().detach()  # at once, so that the next backward finds one graph alive, as by hand
+                loss = advance()
             except StopIteration:
                 return
             except Exception as error:
@@ -166,10 +167,11 @@ class Training:
         if not health.weights_are_finite(self.run.model):
             return  # the next loss will say so; the newest good checkpoint stays
         state = checkpoint.state_of(self.program) | {
-            "identity": self._identity(),
+            "identity": self.folder.identity,
             "start of pass": self.start_of_pass,
             "history": [[e.step, e.samples, e.metric, s] for e, s in zip(self.history, self.seconds_at, strict=True)],
             "skipped": self.skipped,
+            "chosen": self.run.chosen,
             "log": self.folder.logged(),
             "seconds": self._seconds(),
             "split": dict(self.split),
@@ -179,11 +181,12 @@ class Training:
         self.saving = self.last_checkpoint - began
         self.split["checkpoints"] += self.saving
         self.folder.note_time("checkpoint", self.run.clock.step, self._seconds())
+        self._save_what_was_found()
 
     def _take_up(self) -> None:
         """Goes back to the newest whole checkpoint; to the start where none was made yet."""
         length = self.folder.logged()
-        state = self.checkpoints.newest(lambda state: state["identity"] == self._identity() and state["log"] <= length)
+        state = self.checkpoints.newest(lambda state: state["identity"] == self.folder.identity and state["log"] <= length)
         self.folder.cut_log(state["log"] if state else 0)
         self.folder.forget(skipping.FILE)  # what holds of it stands in the checkpoint
         if not state:
@@ -196,6 +199,7 @@ class Training:
         self.earlier, self.split = state["seconds"], state["split"]
         skipping.remember(self.program.task, state["skipped"])
         self.list_skipped()
+        self.run.chosen.update(state["chosen"])
         self.start_of_pass = state["start of pass"]
         self.interrupted = checkpoint.taken_up(self.source, self.start_of_pass, state["random"])
 
@@ -228,9 +232,10 @@ class Training:
 
     def _save_what_was_found(self) -> None:
         """Puts the settings that methods found while they ran into the folder's recipe, for the next run."""
-        if found := self.run.chosen:
-            recipe = Recipe({name: settings | found.get(name, {}) for name, settings in self.recipe.methods.items()})
-            self.folder.write("recipe.toml", recipe.to_toml())
+        found = Recipe({name: settings | self.run.chosen.get(name, {}) for name, settings in self.recipe.methods.items()})
+        if found != self.written:
+            self.folder.write("recipe.toml", found.to_toml())
+            self.written = found
 
     def _observe(self, records: list[dict]) -> None:
         for observer in self.observers:
@@ -247,9 +252,6 @@ class Training:
     def _share(self) -> float:
         clock, loop = self.run.clock, self.run.loop
         return clock.step / loop.steps if loop.steps else clock.epoch / loop.epochs
-
-    def _identity(self) -> dict:
-        return {**self.folder.identity, "recipe": self.folder.recipe}
 
     def _place(self, epoch: int, batch: int, step: int | None = None) -> str:
         return f"step {step or self.run.clock.step + 1} (pass {epoch + 1}, batch {batch + 1})"

@@ -50,9 +50,10 @@ def train(
 
     Args:
         task: a workload's name, ``file.py:function``, a Task, or a function that returns one.
-        recipe: anything that ``Recipe.read`` takes; None is the task's own training.
+        recipe: anything that ``Recipe.read`` takes; None is the task's own training, or the recipe of the run that is gone on with.
         out: the folder of the run; None writes nothing.
-        resume: goes on with the run in ``out``; the weights and the log become those of an undisturbed run, bit for bit.
+        resume: goes on with the run in ``out``, and begins where there is none; the weights and the log become those of an undisturbed
+            run, bit for bit.
         device: "cpu", "cuda", "cuda:1"; None picks.
         skip_bad: so many rows that cannot be read are left out, of the training data as of the validation data, counted in "skipped" and listed
             in the run's folder (skipped.jsonl). For pipelines of hasten.data; None leaves it to them.
@@ -73,10 +74,11 @@ def train(
     ref = TaskRef.of(task)
     task = ref.load()
     task = task if skip_bad is None else tolerant(task, skip_bad)
-    recipe, device = Recipe.read(recipe), pick_device(device)
+    recipe, device = None if recipe is None else Recipe.read(recipe), pick_device(device)
     higher_is_better(task)  # refused now rather than after the first pass
     identity = {"task": task.name, "seed": seed, "batch_size": task.batch_size, "epochs": task.epochs, "skip_bad": skip_bad}
-    folder = RunFolder(out, identity, recipe.to_toml(), resume) if out is not None else None
+    folder = RunFolder(out, identity, recipe, resume) if out is not None else None
+    recipe = folder.recipe if folder else recipe or Recipe()
     code = ref.fingerprint() if ref.given is None else None
     if folder and folder.environment.get("code", code) != code:
         warnings.warn(

@@ -24,9 +24,9 @@ class AutotunedLoader(Method):
     them; a model that draws from NumPy's or Python's generators is another matter, for samples that are read in its own process.
 
     ``threads`` and ``cache`` are for pipelines of hasten.data. Their samples are kept in memory by themselves where that is tried, fits
-    and is clearly faster; on disk only where ``cache=disk`` says so. ``cores`` and ``gigabytes`` are the budgets: None for the processors
-    that may be used, and for a quarter of the memory that is free; a cache on disk has no budget but the disk. Validation data are
-    read as the task says.
+    and is clearly faster; on disk only where ``cache=disk`` says so. ``cores`` and ``gigabytes`` are the budgets: unless said, the processors
+    that may be used, and a quarter of the memory that is free; a cache on disk has no budget but the disk. Validation data
+    of the same kind are read by as many of their own as were found, unless the task names workers for them.
     """
 
     threads: int | None = setting(None, at_least=0, at_most=256)
@@ -56,29 +56,43 @@ class AutotunedLoader(Method):
 
     def data(self, batches: Batches, run: Run) -> Batches:
         if not batches.training:
-            return batches
+            return self._validation(batches, run)
         if why_not := self._obstacle(batches):
             run.nothing_to_do(self, why_not)
             return batches
         climber = run.kept[self.name] = Climber(
-            self._start(batches.crew if batches.samples is None else batches.samples.crew),
+            self._start(present(batches)),
             cores=self.cores or run.cores(),
             room=usual_room(self.gigabytes, run.free_memory),
             cache=self.cache,
             passes=run.loop.epochs,
             told=self._telling(run.chosen, by_index=batches.samples is not None),
+            of=kind(batches),
         )
-        if batches.samples is None:
-            return batches.by(climber)
-        pinned = batches.with_samples(pin=True) if run.device.type == "cuda" else batches
-        return climbed(pinned, climber)
+        return batches.by(climber) if batches.samples is None else climbed(pinned(batches, run), climber)
+
+    def _validation(self, batches: Batches, run: Run) -> Batches:
+        """Read by the crew that the climber is at when an evaluation begins, where it is one for these."""
+        climber = run.kept.get(self.name)
+        if climber is None or climber.of != kind(batches) or present(batches).workers or draws_by_worker(batches):
+            return batches
+        by = batches.by if batches.samples is None else hiring(pinned(batches, run))
+
+        def epoch(number: int, start: int = 0) -> Iterator:
+            try:
+                found = by(climber.crew)
+            except Refusal:  # of threads: something in these is the user's own
+                found = batches
+            return found.epoch(number, start)
+
+        return replace(batches, epoch=epoch, samples=None, by=None)
 
     def _obstacle(self, batches: Batches) -> str | None:
         if batches.samples is None:
             return None if batches.by else "nobody else can compute these batches"
         if self.threads or self.cache in ("memory", "disk"):
             raise Refusal(f"{self.name}: threads and cache are for pipelines of hasten.data; say processes, or add cache_dataset")
-        if batches.samples.loader is not None and not batches.samples.fixed():
+        if draws_by_worker(batches):
             return (
                 "the samples are random, and this DataLoader's workers draw from streams of their own; give Task(train_data=) its dataset"
             )
@@ -113,24 +127,50 @@ def climbed(batches: Batches, climber: Climber) -> Batches:
 
     What a ready DataLoader draws for the order of a pass is drawn once a pass, as by hand; its samples must not be random.
     """
-    samples, drawn, hired = batches.samples, [], {}
-    order = samples.order if samples.loader is None else lambda epoch: drawn
+    samples, drawn = batches.samples, {}
+    by = hiring(batches if samples.loader is None else batches.with_samples(order=lambda epoch: drawn["order"]))
     choices = Choices(("processes",), climber.cores, lambda: min(climber.room(), shared_memory()))
 
     def epoch(number: int, start: int = 0) -> Iterator:
         if samples.loader is not None:
-            drawn[:] = samples.order(number)
-
-        def enter(crew: Crew, done: int) -> Iterator:
-            if hired.get("crew") != crew:
-                hired.clear()  # ends its workers before others begin
-                by = {"workers": crew.processes, "prefetch": crew.each, "persistent": crew.processes > 0}
-                hired.update(crew=crew, batches=batches.with_samples(order=order, **by))
-            return hired["batches"].epoch(number, start + done)
-
-        return climber.over(enter, choices)
+            drawn["order"] = list(samples.order(number))
+        return climber.over(lambda crew, done: by(crew).epoch(number, start + done), choices)
 
     return replace(batches, epoch=epoch, samples=None, by=None)
+
+
+def hiring(batches: Batches) -> Callable[[Crew], Batches]:
+    """``crew -> batches``: the same, read by that crew's processes, which stay until another crew is asked for."""
+    hired = {}
+
+    def by(crew: Crew) -> Batches:
+        if crew not in hired:
+            hired.clear()  # ends its workers before others begin
+            hired[crew] = batches.with_samples(workers=crew.processes, prefetch=crew.each, persistent=crew.processes > 0)
+        return hired[crew]
+
+    return by
+
+
+def kind(batches: Batches) -> type | None:
+    """What tells whether a crew that was found for some batches is for others, too; None where nobody else can compute them."""
+    if batches.samples is None:
+        return Batches if batches.by else None
+    return type(batches.samples.dataset)
+
+
+def present(batches: Batches) -> Crew:
+    """Who computes them as it is."""
+    return batches.crew if batches.samples is None else batches.samples.crew
+
+
+def pinned(batches: Batches, run: Run) -> Batches:
+    return batches.with_samples(pin=True) if run.device.type == "cuda" else batches
+
+
+def draws_by_worker(batches: Batches) -> bool:
+    """Whether samples depend on who reads them: the random ones of a ready DataLoader."""
+    return batches.samples is not None and batches.samples.loader is not None and not batches.samples.fixed()
 
 
 def shared_memory() -> float:

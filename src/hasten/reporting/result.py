@@ -85,6 +85,7 @@ SHAPES = {
         "seconds_to_target": AMOUNT,
         "stopped": FACT,
         "skipped": AMOUNT,
+        "chosen": RECIPE,
         "out": TEXT,
         "device": TEXT,
         "split": AMOUNTS,

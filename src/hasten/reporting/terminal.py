@@ -105,6 +105,9 @@ def train_answer(result: dict) -> RenderableType:
     if result["skipped"]:
         many = words.count(result["skipped"], "row", "rows")
         rows.append(("left out", f"{many} that could not be read{'; skipped.jsonl lists them' if result['out'] else ''}"))
+    if result["chosen"]:
+        where = "; recipe.toml keeps it" if result["out"] else ""
+        rows.append(("found", f"{Recipe(result['chosen'])}, while it ran{where}"))
     rows += [("idle", ": ".join(pair)) for pair in result["idle"]]
     if result["out"]:
         rows.append(("folder", result["out"]))
@@ -159,8 +162,13 @@ def method_page(method: dict) -> RenderableType:
 
 
 def _setting(setting: dict) -> str:
+    """What it is unless said, and in brackets what can be typed."""
+    name, default, kind = (setting[key] for key in ("name", "default", "type"))
     allowed = f", {setting['range']}" if setting.get("range") else ""
-    return f"{setting['name']} = {setting['default']} ({setting['type']}{allowed})"
+    if default is None:
+        return f"{name}: unless said, the method chooses ({kind}{allowed})"
+    default, kind = (str(default).lower(), "true or false") if isinstance(default, bool) else (default, kind)
+    return f"{name} = {default} ({kind}{allowed})"
 
 
 def _record(record: dict) -> str:

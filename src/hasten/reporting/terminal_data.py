@@ -9,8 +9,13 @@ from hasten.reporting import words
 from hasten.reporting.layout import HEAD, QUIET, bar, grid, headline, indented, pairs
 
 BAR = 30  # characters
-MOST_COLUMNS = 12  # shown; the JSON has them all
-LIMITS = {"disk": "The disk limits reading", "decode": "Decoding limits reading", "copy": "Copying rows into batches limits reading"}
+MOST_COLUMNS, MOST_BAD = 12, 3  # shown; the JSON has them all
+LIMITS = {
+    "disk": "The disk limits reading",
+    "network": "The network limits reading",
+    "decode": "Decoding limits reading",
+    "copy": "Copying rows into batches limits reading",
+}
 
 
 def inspect_answer(result: dict) -> RenderableType:
@@ -23,8 +28,10 @@ def inspect_answer(result: dict) -> RenderableType:
         ("rows", f"{about}{words.count(result['rows'], 'row', 'rows')}"),
         ("columns", _columns(result["columns"])),
         ("classes", _classes(result["classes"])),
+        ("left out", _listed(result["left_out"])),
     ]
     paces = [
+        ("from the network", _bytes(speed["network"])),
         ("from the disk", _bytes(speed["disk"])),
         ("from memory", _bytes(speed["page_cache"])),
         ("decoding", pace(speed["decode"])),
@@ -47,13 +54,11 @@ def convert_answer(result: dict) -> RenderableType:
         ("left out", _skipped(result)),
         ("classes", _classes(result["classes"])),
         ("took", words.seconds(result["seconds"])),
-        ("gain", f"{estimated}, measured {words.ratio(gain['ratio'])}" if gain["ratio"] else ""),
+        ("gain", f"{estimated}, measured {words.with_interval(gain | {'median': gain['ratio']})}" if gain["ratio"] else ""),
         ("one core", paces),
         ("open it with", result["open"]),
     ]
-    faster = gain["ratio"] is not None and gain["ratio"] > 1
-    said = f"Read {words.ratio(gain['ratio'])} as fast" if gain["ratio"] else f"Stored as {result['to']}"
-    return Group(headline(said, result["out"], faster), _told(rows))
+    return Group(headline(_gained(result["to"], gain), result["out"], gain["verdict"] == "faster"), _told(rows))
 
 
 def bench_answer(result: dict) -> RenderableType:
@@ -66,7 +71,8 @@ def bench_answer(result: dict) -> RenderableType:
             table.add_row(Text(name, HEAD if name == result["limit"] else ""), bar(rate / longest, BAR, style), f"{rate:,.0f}")
     rows = [("batches", f"{words.count(result['batch_size'], 'sample', 'samples')}, on {result['device']}")]
     rows.append(("first batch", f"after {words.seconds(result['first_batch_seconds'])}"))
-    return Group(headline(_hungry(result), result["task"], False), Text(), indented(table), Text(), pairs(rows))
+    rows.append(("left out", _listed(result["left_out"])))
+    return Group(headline(_hungry(result), result["task"], False), Text(), indented(table), Text(), _told(rows))
 
 
 def size(number: float) -> str:
@@ -107,13 +113,35 @@ def _left(others: dict, what: str) -> str:
 
 
 def _skipped(result: dict) -> str:
-    return f"{words.count(result['skipped'], 'row', 'rows')} that could not be read; skipped.jsonl lists them" if result["skipped"] else ""
+    what = _files_and_rows(result["skipped_files"], result["skipped"])
+    return what and f"{what} that could not be read; skipped.jsonl lists them"
+
+
+def _listed(bad: list[dict]) -> str:
+    """How many files and rows could not be read, and the first of them, each in a line."""
+    files = sum(each["row"] is None for each in bad)
+    what = _files_and_rows(files, len(bad) - files)
+    told = [each["why"] if each["where"] in each["why"] else f"{each['where']}: {each['why']}" for each in bad[:MOST_BAD]]
+    more = [f"and {len(bad) - MOST_BAD} more"] if len(bad) > MOST_BAD else []
+    return what and "\n".join([f"{what} that could not be read:", *told, *more])
+
+
+def _files_and_rows(files: int, rows: int) -> str:
+    told = [words.count(files, "file", "files") if files else "", words.count(rows, "row", "rows") if rows else ""]
+    return " and ".join(filter(None, told))
 
 
 def _classes(names: list[str] | None) -> str:
     """``3: bird, cat, dog``, in the order of their numbers."""
     shown = ", ".join((names or [])[:MOST_COLUMNS])
     return shown and f"{len(names)}: {shown}{', ...' if len(names) > MOST_COLUMNS else ''}"
+
+
+def _gained(to: str, gain: dict) -> str:
+    """What a conversion gave, in as strong words as the measurement bears."""
+    if gain["verdict"] == "no difference":
+        return f"Stored as {to}; no clear difference in how fast it is read"
+    return f"Read {words.ratio(gain['ratio'])} as fast" if gain["ratio"] else f"Stored as {to}"
 
 
 def _verdict(result: dict) -> str:
@@ -140,6 +168,7 @@ def _storages(result: dict) -> list[RenderableType]:
     command = ["hasten", "data", "convert", result["path"], "--to", best["to"]]
     command += ["--resize", str(best["resize"])] if best["resize"] else []
     command += ["--target", result["target"]] if result["target"] and best["to"] == "rows" else []
+    command += ["--skip-bad", str(result["skip_bad"])] if result["skip_bad"] else []
     command += ["--fill", str(best["fill"])] if best["fill"] is not None else []
     or_else = [Text('or .cache("disk") in the pipeline: its first pass stores such rows by itself', QUIET)] if best["to"] == "rows" else []
     return [Text(), indented(table), Text(), Text(f"{shlex.join(command)} --out DIR", no_wrap=True, overflow="ignore"), *or_else]

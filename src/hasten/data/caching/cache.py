@@ -7,7 +7,6 @@ list, such as pictures that were not resized, are kept where all have one shape,
 
 from __future__ import annotations
 
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
@@ -20,22 +19,20 @@ import numpy
 import psutil
 import torch
 
-from hasten.contract.errors import Failure, Notice, Refusal
+from hasten.contract.errors import Failure, Refusal
 from hasten.contract.watch import Watch
 from hasten.data.caching.cache_disk import Folder, default_folder
+from hasten.data.caching.filling import ALIKE, bytes_of, noticing, read_first, read_whole
 from hasten.data.caching.fingerprints import fingerprint
 from hasten.data.checks import above_0
 from hasten.data.faults import Faults
-from hasten.data.formats.in_memory import gathered, signed
+from hasten.data.formats.in_memory import gathered
 from hasten.data.making import Map, Unlike, handed_on, lists_of, stacked
 from hasten.data.source import BadRow, Source, leaves_of, mapped, rows_of
 from hasten.engine.budget import free_memory
 
 SHARE_OF_FREE = 0.5  # that a cache may take where nobody says
-PROBED = 4  # rows that are read to know the size of all
 CHUNK = 16_000_000  # bytes that are read at a time while filling
-SECONDS_BETWEEN_NOTICES = 30.0
-ALIKE = "a cache holds rows of one shape and type: make them so with .map() before .cache(), pictures with images(resize=)"
 
 
 def cached(source: Source, maps: tuple[Map, ...], where: str, gigabytes: float | None, folder, watch: Watch | None) -> Source:
@@ -154,10 +151,10 @@ class Cache(Source):
             Refusal: rows whose shape or type is not that of the first ones.
         """
         size = max(1, CHUNK // max(1, bytes_of(like, 1)))
-        watch, began, rows = self.watch or _noticing(), perf_counter(), len(self)
+        watch, began, rows = self.watch or noticing(), perf_counter(), len(self)
 
         def make(number: int):
-            return _whole(self.source, numpy.arange(number * size, min((number + 1) * size, rows)), like, faults)
+            return read_whole(self.source, numpy.arange(number * size, min((number + 1) * size, rows)), like, faults)
 
         for number, (columns, faulty) in enumerate(runner(make, range(-(-rows // size)))):
             for fault in faulty:
@@ -177,8 +174,7 @@ class Cache(Source):
             Refusal: they need more than is allowed, or have no common shape.
             Failure: more rows are bad than may be.
         """
-        columns = _first_columns(self.source, faults)
-        first, lists = _as_tensors(columns), [number for number, each in enumerate(leaves_of(columns)) if isinstance(each, list)]
+        first, lists = read_first(self.source, faults)
         needed, allowed = bytes_of(first, len(self)), self.gigabytes * 1e9 if self.gigabytes else free * SHARE_OF_FREE
         if needed > allowed:
             whose = "were allowed" if self.gigabytes else f"are half of what is free {what}"
@@ -228,77 +224,6 @@ def _differ(one: dict, other: dict | None) -> bool:
     return repr(one) != repr(other)  # as text, in which a missing number equals itself
 
 
-def bytes_of(columns, rows: int) -> int:
-    """Bytes that so many rows like these take."""
-    return sum(column[:1].nbytes for column in leaves_of(columns)) * rows
-
-
-def _whole(source: Source, rows: numpy.ndarray, like, faults: Faults) -> tuple[Any, list[BadRow]]:
-    """The columns of all these rows, with zeros for the bad ones."""
-    read, good, faulty = faults.readable(source, rows)
-    if read is not None:
-        read = _as_tensors(read)
-        _refuse_others(read, like, rows)
-    if read is not None and not faulty:
-        return read, faulty
-    whole = mapped(lambda column: torch.zeros((len(rows), *column.shape[1:]), dtype=column.dtype), like)
-    where = torch.from_numpy(numpy.searchsorted(rows, good))
-    for into, part in zip(leaves_of(whole), leaves_of(read) if len(good) else (), strict=False):
-        signed(into)[where] = signed(part)
-    return whole, faulty
-
-
-def _refuse_others(columns, like, rows: numpy.ndarray) -> None:
-    """Raises a Refusal where rows are not like the first ones."""
-    for number, (column, first) in enumerate(zip(leaves_of(columns), leaves_of(like), strict=True)):
-        if _kind(column) != _kind(first):
-            raise Refusal(
-                f"column {number} is {_kind(first)} in the first rows and {_kind(column)} in rows {rows[0]} to {rows[-1]}; {ALIKE}"
-            )
-
-
-def _kind(column: torch.Tensor) -> str:
-    return f"{column.dtype} {tuple(column.shape[1:])}".removeprefix("torch.")
-
-
-def _first_columns(source: Source, faults: Faults):
-    """Columns of the first few rows that can be read; the bad ones before them are counted.
-
-    Raises:
-        Failure: more are bad than may be.
-        Refusal: none can be read.
-    """
-    for begin in range(0, len(source), PROBED):
-        columns, _, bad = faults.readable(source, numpy.arange(begin, min(begin + PROBED, len(source))))
-        for fault in bad:
-            faults.note(fault)
-        if columns is not None:
-            return columns
-    raise Refusal("there is no row that could be kept: all are bad, or there are none")
-
-
-def _as_tensors(columns):
-    """The columns, those that are lists of tensors stacked.
-
-    Raises:
-        Refusal: a list holds something else, or tensors of several shapes.
-    """
-    number = count()
-
-    def whole(column):
-        place = next(number)
-        if isinstance(column, torch.Tensor):
-            return column
-        if odd := [row for row in column if not isinstance(row, torch.Tensor)]:
-            raise Refusal(f"column {place} of the samples holds {type(odd[0]).__name__}s; {ALIKE}")
-        kinds = [*dict.fromkeys(f"{row.dtype} {tuple(row.shape)}".removeprefix("torch.") for row in column)]
-        if len(kinds) > 1:
-            raise Refusal(f"column {place} of the samples holds rows of {kinds[0]} and of {kinds[1]}; {ALIKE}")
-        return torch.stack(column)
-
-    return mapped(whole, columns)
-
-
 def _plain(value):
     """The same as JSON has it: numbers of NumPy and torch as Python's, and what it does not know as it prints itself."""
     if isinstance(value, Mapping):
@@ -308,16 +233,3 @@ def _plain(value):
     if isinstance(value, (numpy.generic, numpy.ndarray, torch.Tensor)):
         return _plain(value.tolist())
     return value if value is None or type(value) in (bool, int, float, str) else repr(value)
-
-
-def _noticing() -> Watch:
-    """A watch that gives a Notice now and then, if there is long to wait."""
-    told = perf_counter() - SECONDS_BETWEEN_NOTICES + 3.0
-
-    def watch(what: str, done: float, seconds_left: float | None = None) -> None:
-        nonlocal told
-        if perf_counter() - told >= SECONDS_BETWEEN_NOTICES and seconds_left:
-            told = perf_counter()
-            warnings.warn(f"{what}: {done:.0%} done, {seconds_left:.0f} s left", Notice, stacklevel=2)
-
-    return watch

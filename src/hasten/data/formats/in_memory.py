@@ -95,7 +95,7 @@ def gathered(column: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 def signed(column: torch.Tensor) -> torch.Tensor:
     """The same memory in a type that torch can index: it cannot do so with wide unsigned numbers."""
-    return column.view(SIGNED.get(column.dtype, column.dtype))
+    return column.view(SIGNED[column.dtype]) if column.dtype in SIGNED else column
 
 
 def _tensor(column) -> torch.Tensor:

@@ -67,7 +67,7 @@ class Images(Source):
 
     def read(self, rows: numpy.ndarray):
         paths = [self.files.path(row) for row in rows.tolist()]
-        pictures = pictures_of(rows.tolist(), paths, map(_content, paths), self.size, self.pixels)
+        pictures = pictures_of(rows.tolist(), paths, map(content_of, paths), self.size, self.pixels)
         return pictures if self.labels is None else (pictures, self.labels[torch.from_numpy(rows)])
 
     def identity(self) -> dict:
@@ -87,7 +87,12 @@ def _files(paths) -> Manifest:
     return manifest_of_paths(found(paths, SUFFIXES))
 
 
-def _content(path: str) -> bytes:
+def content_of(path: str) -> bytes:
+    """The bytes of a picture's file.
+
+    Raises:
+        Refusal: they cannot be had. Failure: of none of these files.
+    """
     try:
         with opened(path) as file:
             return file.read()

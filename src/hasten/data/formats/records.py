@@ -167,10 +167,10 @@ class Records:
         view = memoryview(data)
         told = data[ends[:, None] + numpy.arange(TAIL)].view("<u4")[:, 0]
         wrong = masked(crc32c([view[first:last] for first, last in zip(begins.tolist(), ends.tolist(), strict=True)])) != told
+        self.unproven[rows[~wrong]] = False
         if wrong.any():
             row = int(rows[wrong.argmax()])
             raise BadRow(row, self.where(row), "its checksum is wrong: the file was damaged after it was written")
-        self.unproven[rows] = False
 
 
 def framed(records: Iterable[bytes]) -> bytes:

@@ -23,7 +23,8 @@ def names(setting: str, value: Iterable[str]) -> list[str]:
     """Some names, in order.
 
     Raises:
-        Refusal: one text, whose letters would be taken for names; a set, which has no order; a dict, whose values would be lost; no names, or one of them twice.
+        Refusal: one text, whose letters would be taken for names; a set, which has no order; a dict, whose values would be lost; no names,
+            or one of them twice.
     """
     if isinstance(value, str):
         raise Refusal(f"{setting} wants a list of names, as in {setting}[{value!r}]")

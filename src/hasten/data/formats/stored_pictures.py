@@ -21,7 +21,7 @@ from hasten.data.making import Map
 from hasten.data.memory import large, scratch
 from hasten.data.pipeline import Pipeline
 from hasten.data.source import Source
-from hasten.data.transforms import choices, crop, inside, moments, places, scaled
+from hasten.data.transforms import SEAM, choices, crop, inside, moments, places, scaled, seams
 from hasten.data.unpacking import TAIL, keep_what_is_freed, page_faults, tails, unpacked, unpacks
 
 TRIES, REST = 3, 256  # batches: in fresh memory before they are made in two passes, and in two passes before one is tried again
@@ -85,30 +85,40 @@ class Numbered(Source):
 class Gather:
     """``(row numbers) -> pictures``, drawing the same numbers as ``crop``. What a choice means is looked up.
 
-    Where one pass can make floats of uint8 (``unpacking.py``), every plane has a tail; a window that begins further on has the tail
-    further on too, among what is blanked, and gets its own.
+    Rows of zeros lie below every plane, so a window that begins higher or lower gets them from there. One that begins further left or
+    right gets the ends of other rows of pixels, which are blanked: at the *seams* alone where these are words of a plane.
+
+    Where one pass can make floats of uint8 (``unpacking.py``), every gathered plane gets a tail.
     """
 
     def __init__(self, images: torch.Tensor, padding: int, mirror: bool, means: tuple[float, ...], stds: tuple[float, ...]):
         self.shape, self.choices, self.means, self.stds = images.shape[1:], choices(padding), means, stds
         *planes, height, width = self.shape
-        self.planes = math.prod(planes)
-        self.tails = tails(means, stds, self.planes) if _can_have_tails(images, means, stds) else None
-        self.plane = height * width
+        self.planes, self.plane = math.prod(planes), height * width
+        self.tails = tails(means, stds, self.planes).numpy() if _can_have_tails(images, means, stds) else None
         self.pitch = self.plane if self.tails is None else self.plane + TAIL
-        self.size = self.planes * self.pitch
+        stored = self.plane + padding * width
+        self.size = self.planes * stored
         first = padding * (width + 1)  # room for what a window at the very beginning, or end, reaches over
         copy = len(images) * self.size
         self.values = large((1 + mirror) * copy + 2 * first, images.dtype)
+        self.values[:first] = self.values[-first:] = 0
         for number, each in enumerate([images, images.flip(-1)] if mirror else [images]):
             begin = first + number * copy
-            self.values[begin : begin + copy].view(-1, self.pitch)[:, : self.plane] = each.reshape(-1, self.plane)
+            there = self.values[begin : begin + copy].view(-1, stored)
+            there[:, : self.plane] = each.reshape(-1, self.plane)
+            there[:, self.plane :] = 0
         top, left, mirrored = places(torch.arange(self.choices), padding)
         if mirror:
             left = torch.where(mirrored, 2 * padding - left, left)  # crop moves first, and mirrors then
             first += mirrored * copy
-        self.begins = first + (top - padding) * width + left - padding
-        self.inside = inside(top, left, padding, height, width, images.dtype.itemsize)
+        begins = first + (top - padding) * width + left - padding
+        self.begins = begins[:, None] + torch.arange(self.planes) * stored  # of each plane
+        self.seams = self.inside = None
+        if self.tails is not None and width % SEAM == 0 and 2 * padding <= SEAM:
+            self.seams = seams(left, padding)
+        else:
+            self.inside = inside(top, left, padding, height, width, images.dtype.itemsize)
         self.tries = TRIES
         if self.tails is not None:
             keep_what_is_freed()
@@ -117,23 +127,36 @@ class Gather:
         labelled = isinstance(batch, tuple)
         numbers = batch[0] if labelled else batch
         chosen, count = chance.integers(0, self.choices), len(numbers)
-        begins = self.begins.index_select(0, chosen).add_(numbers, alpha=self.size)
-        windows = self.values.as_strided((len(self.values) - self.size + 1, self.size), (1, 1))
-        rows = torch.index_select(windows, 0, begins, out=scratch("rows", (count, self.size), self.values.dtype))
-        kept = torch.index_select(self.inside, 0, chosen, out=scratch("kept", (count, self.inside.shape[1]), self.inside.dtype))
-        planes = rows.view(kept.dtype).view(count, self.planes, -1)
-        planes[:, :, : kept.shape[1]].bitwise_and_(kept[:, None])
+        planes = self._gathered(chosen, numbers)
         if self.tails is not None and self.tries > 0:
-            planes[:, :, -1] = self.tails
-            made = self._unpacked(rows.view(-1, self.pitch)).view(count, *self.shape)
+            ends = planes.numpy()[:, self.plane :].view(numpy.int64)  # NumPy writes whole numbers anywhere, torch does not
+            ends.reshape(count, self.planes)[:] = self.tails
+            made = self._unpacked(planes).view(count, *self.shape)
         else:
             self.tries = self.tries - 1 if self.tries > -REST else TRIES
-            pictures = rows.view(count, self.planes, self.pitch)[:, :, : self.plane]
-            made = scaled(pictures.view(count, *self.shape), self.means, self.stds)
+            made = scaled(planes[:, : self.plane].view(count, *self.shape), self.means, self.stds)
         return (made, *batch[1:]) if labelled else made
 
+    def _gathered(self, chosen: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """The planes of all pictures, (planes, values and perhaps a tail), in memory that the next call overwrites."""
+        begins = self.begins.index_select(0, chosen).add_(numbers.unsqueeze(1), alpha=self.size).view(-1)
+        used = len(begins) * self.pitch * self.values.dtype.itemsize
+        memory = scratch("planes", (SEAM + used,), torch.uint8)
+        before = 0 if self.seams is None else SEAM // 2  # bytes, so that seams are whole words of the memory
+        planes = memory[before : before + used].view(self.values.dtype).view(-1, self.pitch)
+        windows = self.values.as_strided((len(self.values) - self.plane + 1, self.plane), (1, 1))
+        torch.index_select(windows, 0, begins, out=planes[:, : self.plane])
+        if self.seams is None:
+            kept = torch.index_select(self.inside, 0, chosen, out=scratch("kept", (len(chosen), self.inside.shape[1]), self.inside.dtype))
+            planes[:, : self.plane].view(len(chosen), self.planes, self.plane).view(kept.dtype).bitwise_and_(kept[:, None])
+        else:
+            pitch, width = self.pitch // SEAM, self.shape[-1] // SEAM
+            words = memory.view(torch.int64).as_strided((len(chosen), self.planes, self.shape[-2] + 1), (self.planes * pitch, pitch, width))
+            words.bitwise_and_(self.seams.index_select(0, chosen).view(-1, 1, 1))
+        return planes
+
     def _unpacked(self, planes: torch.Tensor) -> torch.Tensor:
-        """The floats, which torch puts into memory of its own; a try less when that has to come from the system, as a second pass is cheaper."""
+        """The floats, in memory of torch's own; a try less when it has to come from the system, as a second pass is cheaper."""
         before = page_faults()
         made = unpacked(planes)
         fresh = (page_faults() - before) * mmap.PAGESIZE / made.nbytes

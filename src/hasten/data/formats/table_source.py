@@ -123,6 +123,7 @@ class Table(Source):
             return self._from_runs(rows)
         whole = self._whole()
         if self._bad:
+            self._refuse_bad(rows)
             rows = rows - self._lost_before(rows)
         return whole.read(torch.from_numpy(rows))
 
@@ -159,14 +160,9 @@ class Table(Source):
 
     def _lost_before(self, rows: numpy.ndarray) -> numpy.ndarray:
         """How many rows that could not be read come before each row."""
-        runs = self._run_of(rows)
-        for row, run in zip(rows, runs, strict=True):
-            if run in self._bad:
-                raise BadRow(row, *self._bad[run])
-        lost = numpy.zeros(len(self._runs), dtype=numpy.int64)
-        for run in self._bad:
-            lost[run + 1 :] += self._edges[run + 1] - self._edges[run]
-        return lost[runs]
+        lost, bad = numpy.zeros(len(self._runs), dtype=numpy.int64), list(self._bad)
+        lost[bad] = numpy.diff(self._edges)[bad]
+        return (numpy.cumsum(lost) - lost)[self._run_of(rows)]
 
     # ---- a table that does not fit
 
@@ -174,6 +170,7 @@ class Table(Source):
         """The rows, from the runs that they are in."""
         if not len(rows):
             return self._layout.rows(0, self.classes).read(torch.from_numpy(rows))
+        self._refuse_bad(rows)
         runs = self._run_of(rows)
         order = numpy.argsort(runs, kind="stable")
         together = numpy.split(order, numpy.flatnonzero(numpy.diff(runs[order])) + 1)  # places in the batch, run by run
@@ -183,12 +180,11 @@ class Table(Source):
         return parts[0] if len(parts) == 1 else merged(parts, torch.from_numpy(numpy.argsort(order)))
 
     def _from_run(self, run: int, rows: numpy.ndarray):
-        if run not in self._bad:
-            try:
-                return self._recently(run).read(torch.from_numpy(rows - self._edges[run]))
-            except BadRow:
-                pass  # the run's first row; the one to blame is among those asked for
-        raise BadRow(rows[0], *self._bad[run])
+        try:
+            return self._recently(run).read(torch.from_numpy(rows - self._edges[run]))
+        except BadRow:  # the run's first row; those to blame are the ones asked for
+            self._refuse_bad(rows)
+            raise
 
     def _recently(self, run: int) -> Rows:
         """A decoded run, kept until others need its room. Of several threads that want it, one decodes."""
@@ -222,6 +218,15 @@ class Table(Source):
         return sum(self._bytes * (self._edges[run + 1] - self._edges[run]) / len(self) for run in runs)
 
     # ---- runs
+
+    def _refuse_bad(self, rows: numpy.ndarray) -> None:
+        """Raises a BadRow where rows are in a run of which it is known that it cannot be read: for all of that run at once."""
+        if not self._bad:
+            return
+        runs = self._run_of(rows)
+        if (bad := numpy.isin(runs, list(self._bad))).any():
+            run = int(runs[bad.argmax()])
+            raise BadRow(rows[bad.argmax()], *self._bad[run], rows[runs == run].tolist())
 
     def _run_of(self, rows: numpy.ndarray) -> numpy.ndarray:
         return numpy.searchsorted(self._edges, rows, side="right") - 1

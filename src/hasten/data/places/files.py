@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 from hasten.contract.errors import Failure, Refusal, nearest
 from hasten.data.places import remote
-from hasten.data.places.walks import Mark, entries, walked
+from hasten.data.places.walks import Mark, entries, is_folder, walked
 
 NUMBERS = re.compile(r"\{([0-9]{1,9})\.\.([0-9]{1,9})\}")
 MAPPED = 128  # files that stay mapped: each counts among those that a process may have open, usually 1,024
@@ -161,7 +161,7 @@ def _globbed(pattern: str, suffixes: tuple[str, ...]) -> Iterator[str]:
         for entry in entries(each):
             if matches(entry.name):
                 path = os.path.join(each, entry.name)
-                if entry.is_dir():
+                if is_folder(entry):
                     folders.append((entry.is_symlink(), path))
                 else:
                     yield path
@@ -181,7 +181,7 @@ def _folders(pattern: str) -> Iterator[str]:
         if name == "**":
             yield from (os.path.join(each, inner) if inner else each for inner, _, _ in walked(each))
         elif has_magic(name):
-            yield from (os.path.join(each, entry.name) for entry in entries(each) if matches(entry.name) and entry.is_dir())
+            yield from (os.path.join(each, entry.name) for entry in entries(each) if matches(entry.name) and is_folder(entry))
         elif os.path.isdir(os.path.join(each, name)):
             yield os.path.join(each, name)
 
@@ -206,6 +206,8 @@ def _nothing(pattern: str, suffixes: tuple[str, ...]) -> str:
         return f"no file matches {pattern}"
     if os.path.isdir(pattern):
         return f"the folder {pattern} holds no file that ends in {' or '.join(suffixes)}" if suffixes else f"the folder {pattern} is empty"
+    if os.path.islink(pattern):
+        return f"{pattern} is a link that leads nowhere"
     folder, name = os.path.split(pattern)
     what = f"no file matches {pattern}" if has_magic(pattern) else f"there is no file {pattern}"
     if has_magic(folder) or not os.path.isdir(folder or "."):

@@ -147,7 +147,7 @@ def _elsewhere(system, name: str, suffixes: tuple[str, ...]) -> list[str]:
     if has_magic(name):
         return [path for path, about in system.glob(name, detail=True).items() if about["type"] == "file"]
     if system.info(name)["type"] == "directory":
-        return [path for path in system.find(name) if not suffixes or path.lower().endswith(suffixes)]
+        return [path for path in system.find(name) if _wanted(path, name, suffixes)]
     return [name]
 
 
@@ -162,9 +162,14 @@ def _on_the_web(system, name: str, suffixes: tuple[str, ...]) -> list[str]:
     before_query = name.partition("?")[0]
     named_as_file = suffixes and any(each.lower().endswith(suffixes) for each in (name, before_query))
     if not named_as_file and _links(system, name):
-        return [path for path in _walked(system, name) if not suffixes or path.lower().endswith(suffixes)]
+        return [path for path in _walked(system, name) if _wanted(path, name, suffixes)]
     _patiently(name, lambda: system.info(name))
     return [name]
+
+
+def _wanted(path: str, folder: str, suffixes: tuple[str, ...]) -> bool:
+    """Whether a file in a folder is one of those asked for; hidden ones are passed over, as on the disk."""
+    return "/." not in path.removeprefix(folder.rstrip("/")) and (not suffixes or path.lower().endswith(suffixes))
 
 
 def _walked(system, folder: str, levels: float = math.inf) -> Iterator[str]:

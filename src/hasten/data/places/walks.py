@@ -33,13 +33,21 @@ def walked(root: str, met: set[Mark] | None = None) -> Iterator[tuple[str, int, 
             for entry in entries(path):
                 if entry.name.startswith("."):
                     continue
-                if entry.is_dir():
+                if is_folder(entry):
                     (links if entry.is_symlink() else waiting).append(f"{folder}/{entry.name}" if folder else entry.name)
                 else:
                     files.append(entry.name)
         except OSError as error:
             raise Refusal(f"cannot read the folder {path}: {error.strerror}") from None
         yield folder, about.st_mtime_ns, files
+
+
+def is_folder(entry: os.DirEntry) -> bool:
+    """Whether it is one, or a link to one. A link that leads nowhere is a file that cannot be read, also where it leads in a circle."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 def entries(folder: str) -> list[os.DirEntry]:

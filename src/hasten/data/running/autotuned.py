@@ -86,7 +86,7 @@ class Autotuned:
                 climber.try_cache("memory")
             else:
                 climber.cache = "no"
-        elif where in ("memory", "disk") and "source" not in self.kept and not self._filled(source, maps, where, faults):
+        elif where in ("memory", "disk") and not self._filled(source, maps, where, faults):
             climber.cache = "no"
         if climber.cache == "no":
             self.kept.clear()
@@ -98,11 +98,13 @@ class Autotuned:
         return self.climber.settled and self.climber.waits > NO_WAIT and self.climber.waits * to_come > 1
 
     def _filled(self, source: Source, maps: tuple[Map, ...], where: str, faults: Faults) -> bool:
-        """Whether all samples are kept now; a Notice says why they are not."""
+        """Whether all samples are kept now, as the data are now; a Notice says why they are not."""
         try:
-            kept = cached(source, maps, where, self.climber.room() / 1e9 if where == "memory" else None, None, None)
-            if not repeatable(source, maps):
-                raise Refusal("they are random: they differ each time they are made")
+            kept = self.kept.get("source")
+            if kept is None:
+                kept = cached(source, maps, where, self.climber.room() / 1e9 if where == "memory" else None, None, None)
+                if not repeatable(source, maps):
+                    raise Refusal("they are random: they differ each time they are made")
             kept.prepare(self.everybody(), faults)
         except (Refusal, Failure) as why:
             warnings.warn(f"the samples are not kept ({where}): {why}", Notice, stacklevel=2)

@@ -46,10 +46,11 @@ class Processes:
     timeout: float | None = None
 
     def __call__(self, make: Callable[[int], Any], numbers: range) -> Iterator:
-        slots = 1 + -(-self.ahead // self.processes)
-        crew = [_Worker(make, slots) for _ in range(min(self.processes, len(numbers)))]
-        early = slots * len(crew)  # batches that are asked for before the first one is given
+        slots, crew = 1 + -(-self.ahead // self.processes), []
         try:
+            for _ in range(min(self.processes, len(numbers))):
+                crew.append(_Worker(make, slots))  # one by one: if the system gives no more of them, those that are there end
+            early = slots * len(crew)  # batches that are asked for before the first one is given
             for place, number in enumerate(numbers[:early]):
                 crew[place % len(crew)].ask(number)
             for place in range(len(numbers)):

@@ -63,7 +63,7 @@ class Threads:
             for _ in crew:
                 jobs.put(None)
             for thread in crew:
-                thread.join(0 if stuck else None)
+                thread.join(0 if stuck else self.timeout)
 
     def _result(self, number: int, future: Future):
         try:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
 from shutil import rmtree
+from statistics import median
 
 from hasten.contract.errors import Failure, Refusal
 from hasten.contract.watch import Watch
@@ -28,6 +29,9 @@ from hasten.data.storing.storages import STORAGES
 
 WORTH = 1.2  # times faster; less is not worth the trouble of storing the data again
 FEWEST = 64  # rows of a sample
+TURNS, LEAST = 6, 2  # readings of each side that count: of sides that are equal, six favour the same one by chance in one case of 32
+PATIENCE = 3  # times what they should take; then fewer have to do
+CLEAR = 1.01  # times as fast; less is no difference
 CHUNKS = 4  # of the reading's size, at most, are stored to try
 ADVICE = "samples are written there; make room, or name another folder with HASTEN_CACHE"
 TRIED = {
@@ -82,14 +86,40 @@ def estimated_gain(reading: Reading, to: str, seconds: float) -> float | None:
     """
     try:
         with workplace() as folder:
-            some, _ = some_of(reading.kind, reading.files, folder)
-            where = reading.where if some == reading.files else some
-            reading = replace(reading, where=where, files=some, faults=Faults(reading.faults.at_most))  # what is met here is not counted
-            before = pace(replace(reading, fill=0 if reading.kind.is_table else None), seconds)["batches"]
+            reading = _some(reading, folder)
+            before = pace(_filled(reading), seconds)["batches"]
             _, after = _tried(_sample(reading, before, seconds), to, folder / to, seconds)
     except (Refusal, BadRow, Failure):
         return None
     return after / before
+
+
+def measured_gain(reading: Reading, to: str, files: list[str], seconds: float) -> dict:
+    """What was gained by storing rows as ``to`` in these files, as ``gain_of`` tells it; None for all of it where they make no batches.
+
+    Args:
+        seconds: for each side of the comparison, about.
+    """
+    stored = Reading(KINDS[to], files, files, resize=reading.resize if to == "shards" else None, faults=reading.faults)
+    try:
+        with workplace() as folder:
+            paces = _in_turns([_filled(_some(each, folder)) for each in (reading, stored)], seconds)
+    except (Refusal, BadRow, Failure):  # missing text, which batches could not hold either
+        return dict.fromkeys(("before", "after", "ratio", "low", "high", "verdict"))
+    return gain_of(*zip(*paces, strict=True))
+
+
+def gain_of(before: Sequence[float], after: Sequence[float]) -> dict:
+    """From rows a second, read in turns, to a gain that their spread supports.
+
+    Returns:
+        "before" and "after", the medians; "ratio", the median of how many times as fast neighbours are, between "low" and "high", the
+        least and the most; "verdict": "faster" or "slower" where all of them are, else "no difference".
+    """
+    ratios = [late / early for early, late in zip(before, after, strict=True)]
+    low, high = min(ratios), max(ratios)
+    verdict = "faster" if low > CLEAR else "slower" if high < 1 / CLEAR else "no difference"
+    return {"before": median(before), "after": median(after), "ratio": median(ratios), "low": low, "high": high, "verdict": verdict}
 
 
 def slower_of(paced: float, row: float, disk: float | None) -> float:
@@ -105,6 +135,26 @@ def side_of(resize) -> int | None:
 def _sample(reading: Reading, rate: float, seconds: float) -> Reading:
     """As many of the first rows as are read in so many seconds."""
     return replace(reading, most=max(FEWEST, min(int(rate * seconds), CHUNKS * reading.chunk)))
+
+
+def _in_turns(readings: list[Reading], seconds: float) -> list[list[float]]:
+    """Rows a second of each, again and again. The first time, in which more is loaded than rows, does not count."""
+    paces, ends = [], time.perf_counter() + PATIENCE * seconds
+    while len(paces) <= LEAST or (len(paces) <= TURNS and time.perf_counter() < ends):
+        paces.append([pace(each, seconds / TURNS)["batches"] for each in readings])
+    return paces[1:]
+
+
+def _some(reading: Reading, folder: Path) -> Reading:
+    """Of files that have to be walked through, a few. What cannot be read is not counted once more."""
+    some, _ = some_of(reading.kind, reading.files, folder)
+    where = reading.where if some == reading.files else some
+    return replace(reading, where=where, files=some, faults=Faults(reading.faults.at_most))
+
+
+def _filled(reading: Reading) -> Reading:
+    """How fast numbers are read does not depend on which are missing."""
+    return replace(reading, fill=0 if reading.kind.is_table else None)
 
 
 def _lacks_numbers(sample: Reading) -> bool:

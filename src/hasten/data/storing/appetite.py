@@ -26,6 +26,7 @@ from hasten.engine.devices import pick_device
 from hasten.engine.failures import explained
 from hasten.engine.plan import Program, build
 from hasten.engine.seeds import undisturbed
+from hasten.engine.skipping import tolerant
 from hasten.engine.tasks import TaskRef
 
 SHARES = {"appetite": 0.25, "stages": 0.3, "copy": 0.1, "together": 0.35}  # of the budget
@@ -33,11 +34,14 @@ WARM_UP = 3  # steps
 ENOUGH = 0.97  # of the appetite is as good as all of it
 
 
-def bench(task, *, budget: float = 20.0, device: str | None = None, seed: int = 0, watch: Watch = silent) -> dict:
+def bench(
+    task, *, skip_bad: int | None = None, budget: float = 20.0, device: str | None = None, seed: int = 0, watch: Watch = silent
+) -> dict:
     """Samples a second of each stage of a task's input, alone and together, and of its training step on a batch that is there.
 
     Args:
         task: whatever names a task; its training data may be a dataset, a DataLoader, a stream or a ``Pipeline``.
+        skip_bad: so many rows that cannot be read are left out, of a ``Pipeline``, as in ``train``.
         budget: seconds, about.
 
     Returns:
@@ -45,14 +49,14 @@ def bench(task, *, budget: float = 20.0, device: str | None = None, seed: int = 
         where there is nothing to do or where it cannot be told apart; a dataset's "read" holds its transforms}), "together" (as the
         training would get them, workers included), "first_batch_seconds", "appetite" (samples a second that the training step would eat
         if the next batch were always there), "ahead" (whether batches are computed during the step), "waits" (the share of a step spent waiting),
-        "limit" (the slowest stage, or "step"), "seconds".
+        "limit" (the slowest stage, or "step"), "left_out" ({"row", "where", "why"} of what could not be read, and was met), "seconds".
 
     Raises:
         Refusal, Failure: the task cannot be built, its data not read, or its model not be trained.
     """
     began, device = time.perf_counter(), pick_device(device)
     ref = TaskRef.of(task)
-    task = ref.load()
+    task = ref.load() if skip_bad is None else tolerant(ref.load(), skip_bad)
     watch("building the task", 0.0, budget)
     with undisturbed():
         with _explaining("building the run", task.batch_size):
@@ -75,7 +79,8 @@ def bench(task, *, budget: float = 20.0, device: str | None = None, seed: int = 
     return {
         "task": str(ref), "device": device, "batch_size": size(batch), "stages": stages, "together": together,
         "first_batch_seconds": first, "appetite": appetite, "ahead": ahead, "waits": _waits(together, appetite, ahead),
-        "limit": _limit(stages, together, appetite, ahead), "seconds": time.perf_counter() - began,
+        "limit": _limit(stages, together, appetite, ahead), "left_out": data.faults.listed() if isinstance(data, Pipeline) else [],
+        "seconds": time.perf_counter() - began,
     }  # fmt: skip
 
 

@@ -10,21 +10,18 @@ import hashlib
 import json
 import os
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
 from hasten.contract.errors import Failure, Refusal, nearest
 from hasten.contract.watch import Watch, silent
 from hasten.data.faults import Faults
-from hasten.data.places.files import stamp
 from hasten.data.source import BadRow
-from hasten.data.storing.advice import estimated_gain
+from hasten.data.storing.advice import estimated_gain, measured_gain
 from hasten.data.storing.claimed import claimed, keep, put, swept
-from hasten.data.storing.kinds import KINDS, SKIPPED, Kind, classes_of, counted, kinds_at
+from hasten.data.storing.kinds import SKIPPED, Kind, classes_of, counted, kinds_at, openable
 from hasten.data.storing.parts import Plan, Storage, Tell, into
 from hasten.data.storing.readings import Reading
-from hasten.data.storing.stages import pace
 from hasten.data.storing.storages import STORAGES
 
 FORMAT = 1  # of what is written; a change below that changes the files is a change of this number
@@ -66,13 +63,14 @@ def convert(
         fill: what stands for missing numbers, as "tfrecord" and "rows" cannot say that one is missing.
         resize: pictures are made squares of so many pixels a side, and stored as JPEG (quality 90) in "shards".
         shards: files that are written; None: one for every 256 MB of the original. The matrices of "rows" are never cut.
-        skip_bad: so many rows that cannot be read are left out, and listed in ``skipped.jsonl``; None: the first one ends it.
+        skip_bad: so many rows that cannot be read are left out, and listed in ``skipped.jsonl``; None: the first one ends it. A file that
+            cannot be opened counts as one, and all its rows are left out.
 
     Returns:
-        "out", "to", "rows", "skipped" (rows that were left out), "files", "bytes", "bytes_before", "digest" (of the content, as it was
-        read back), "classes" (their words in the order of their numbers, which ``conversion.json`` keeps, too; None where there are
-        none), "others" (files of other forms at the path, by form), "seconds", "written" (rows of this call), "open" (how it is
-        read), and "gain": rows a second, on one core, "before" and "after", their "ratio", and the ratio that was "estimated" at first.
+        "out", "to", "rows", "skipped" (rows that were left out), "skipped_files" (left out as a whole), "files", "bytes", "bytes_before",
+        "digest" (of the content, as it was read back), "classes" (their words in the order of their numbers, which ``conversion.json``
+        keeps, too; None where there are none), "others" (files of other forms at the path, by form), "seconds", "written" (rows of this
+        call), "open" (how it is read), and "gain": what ``gain_of`` tells of rows a second on one core, and the ratio that was "estimated".
 
     Raises:
         Refusal: no such form, another conversion in the folder, a folder that cannot be written to, values that the form cannot hold.
@@ -83,12 +81,13 @@ def convert(
     _refuse_what_cannot_be(kind, to, target, fill, {"resize": resize, "shards": shards, "skip_bad": skip_bad})
     if os.path.isdir(path) and os.path.join(os.path.realpath(out), "").startswith(os.path.join(os.path.realpath(path), "")):
         raise Refusal(f"{out} lies in {path}, where it would be read as a part of the original; choose another --out")
+    files, lost = openable(kind, files, skip_bad or 0)
     where = str(path) if kind.name == "images" else files
-    reading = Reading(kind, where, files, target, fill, resize, faults=Faults(skip_bad or 0))
-    size = sum(stamp(file)[1] for file in files)
+    reading = Reading(kind, where, files, target, fill, resize, faults=Faults((skip_bad or 0) - len(lost)))
+    size = sum(size for _, size, _ in reading.stamps())
     plan = Plan(reading, Path(out), _parts(reading, shards, size))
     with claimed(plan.folder, {"format": FORMAT, "to": to, "parts": plan.parts, "skip_bad": skip_bad, **_settings(reading)}) as note:
-        plan.done = note["parts done"]
+        plan.done, note["skipped files"] = note["parts done"], lost
         reading.faults.recall(note["skipped"])
         written = 0 if "finished" in note else _written(to, plan, note, watch)
     watch("measuring what it gives", 1.0, None)
@@ -97,10 +96,11 @@ def convert(
         raise Failure(f"{gone[0]} is gone since it was written; remove {plan.folder} and start again")
     return {
         "path": str(path), "out": str(out), "from": kind.name, "to": to, "resize": resize, "rows": plan.rows_before(plan.parts),
-        "skipped": len(note["skipped"]), "files": [file.name for file in found], "bytes_before": size,
+        "skipped": len(note["skipped"]), "skipped_files": len(lost), "files": [file.name for file in found], "bytes_before": size,
         "bytes": sum(file.stat().st_size for file in found), "digest": _joined([digest for _, digest in plan.done]), "verified": True,
         "classes": note["classes"], "others": counted(others), "written": written, "open": _reader(to, note, plan.folder, resize),
-        "seconds": perf_counter() - began, "gain": {"estimated": note["estimated"], **_gain(reading, to, [*map(str, found)])},
+        "seconds": perf_counter() - began,
+        "gain": {"estimated": note["estimated"], **measured_gain(reading, to, [*map(str, found)], GAIN_SECONDS)},
     }  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def _write(storage: Storage, plan: Plan, note: dict, watch: Watch) -> int:
         for number in range(len(plan.done), plan.parts):
             _write_part(number, storage, plan, note, tell)
     finally:
-        if skipped := plan.reading.faults.listed():  # of a conversion that could not go on, too
+        if skipped := note["skipped files"] + plan.reading.faults.listed():  # of a conversion that could not go on, too
             put(plan.folder / SKIPPED, "".join(f"{json.dumps(row)}\n" for row in skipped))
     if _settings(plan.reading)["original"] != note["settings"]["original"]:
         raise Failure("the original changed while it was converted; choose another --out, and start again when nobody writes to it")
@@ -212,18 +212,6 @@ def _reader(to: str, note: dict, folder: Path, resize: int | None) -> str:
         return f"arrays({', '.join(repr(str(folder / file)) for file in note['files'])})"
     name, file = next(iter(note["columns"].items()))
     return f"arrays({{{name!r}: {str(folder / file)!r}, ...}})"
-
-
-def _gain(reading: Reading, to: str, files: list[str]) -> dict:
-    """Rows a second into batches, on one core, of the original and of what was written."""
-    written = Reading(KINDS[to], files, files, resize=reading.resize if to == "shards" else None)
-    try:
-        before, after = (
-            pace(replace(each, fill=0 if each.kind.is_table else None), GAIN_SECONDS)["batches"] for each in (reading, written)
-        )
-    except (Refusal, BadRow):  # missing text, which batches could not hold either
-        return {"before": None, "after": None, "ratio": None}
-    return {"before": before, "after": after, "ratio": after / before}
 
 
 def _joined(digests: list[str]) -> str:

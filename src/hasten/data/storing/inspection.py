@@ -16,13 +16,15 @@ import torch
 
 from hasten.contract.errors import Refusal
 from hasten.contract.watch import Watch, silent
+from hasten.data.checks import at_least
+from hasten.data.faults import Faults
 from hasten.data.formats.table_source import SHARE
 from hasten.data.formats.tars import PICTURES
-from hasten.data.places.files import stamp
+from hasten.data.places.files import is_remote
 from hasten.data.source import BadRow
 from hasten.data.storing.advice import better_storages, side_of, slower_of, workplace
-from hasten.data.storing.kinds import classes_of, counted, kinds_at, named
-from hasten.data.storing.readings import CHUNK, PROBED, Reading
+from hasten.data.storing.kinds import classes_of, counted, kinds_at, named, openable
+from hasten.data.storing.readings import CHUNK, Reading, stamped
 from hasten.data.storing.sampling import some_of
 from hasten.data.storing.stages import pace, reading_pace
 
@@ -32,78 +34,91 @@ COUNTED = 10_000  # files whose sizes are added up; of more, some are taken for 
 SHARES = {"disk": 0.1, "pace": 0.2, "storages": 0.6}  # of the budget
 
 
-def inspect(path: str | Path, *, target: str | None = None, budget: float = 20.0, watch: Watch = silent) -> dict:
+def inspect(
+    path: str | Path, *, target: str | None = None, skip_bad: int | None = None, budget: float = 20.0, watch: Watch = silent
+) -> dict:
     """What lies at a path, how fast it goes into batches, and which storage would be faster.
 
     Args:
         path: a folder, a file or a pattern; of several forms, the one with the most files is looked at.
         target: the column of a table to predict; the others are then one matrix, if they are numbers, as in training.
+        skip_bad: so many rows, or files, that cannot be read are left out, as in ``convert``; None: the first one is "trouble".
         budget: seconds, about.
 
     Returns:
         "kind", "title", "files", "bytes", "others" (files of other forms, by form), "rows" ("rows_exact": False where they were counted in
         some of the files), "columns" ({name: type}), "classes" (their words in the order of their numbers, or None), "target", "resize"
-        (what pictures were resized to, to be measured), "speed" ({"disk", "page_cache": bytes a second; "decode", "copy", "batches": rows
-        a second on one core}; None for what is not there), "in_memory" (the files fit there, so that the disk counts in the first pass
-        alone), "limit" ("disk", "decode" or "copy"), "passes" ("first" where later ones take decoded rows from memory, else "every"),
-        "storages" (what would be faster, as ``better_storages`` gives it), "trouble" (why rows could not be measured), "seconds".
+        (what pictures were resized to, to be measured), "speed" ({"disk", "page_cache", "network": bytes a second; "decode", "copy",
+        "batches": rows a second on one core}; None for what is not there), "in_memory" (the files fit there, so that the disk counts in
+        the first pass alone), "limit" ("disk", "network", "decode" or "copy"), "passes" ("first" where later ones take decoded rows from
+        memory, else "every"), "storages" (what would be faster here, as ``better_storages`` gives it), "skip_bad", "left_out" ({"row",
+        "where", "why"} of what could not be read, of all that was looked at; a file has no row), "trouble" (why rows could not be
+        measured), "seconds".
 
     Raises:
-        Refusal: nothing is there, or nothing that can be opened.
+        Refusal: nothing is there, or a file that cannot be opened.
+        Failure: more cannot be read than may be left out.
     """
     began = perf_counter()
+    at_least("skip_bad", skip_bad, 1, optional=True)
     watch("opening", 0.0, budget)
     (kind, files), *others = kinds_at(path)
-    size = _bytes_of(files)
+    files, lost = openable(kind, files, skip_bad or 0)
+    faults = Faults((skip_bad or 0) - len(lost))
+    size, remote = _bytes_of(files, faults), is_remote(files[0])
     with workplace() as folder:
         some, taken = some_of(kind, files, folder)
         share = 1.0 if taken is None else taken / size
         fill = 0 if kind.is_table else None  # how fast numbers are read does not depend on which are missing
-        reading = _in_one_size(Reading(kind, str(path) if kind.name == "images" else some, some, target, fill))
-        if not reading.rows:
-            raise Refusal(f"{path} holds no rows")
+        reading = _in_one_size(Reading(kind, str(path) if kind.name == "images" else some, some, target, fill, faults=faults))
+        try:
+            if not reading.rows:
+                raise Refusal(f"{path} holds no rows")
+        except Refusal as refused:
+            raise Refusal(str(refused).replace(some[0], files[0])) from None  # not the file of its first lines
         rows, memory = round(reading.rows / share), psutil.virtual_memory().available
         result = {
             "path": str(path), "kind": kind.name, "title": kind.title, "files": len(files), "bytes": size, "rows": rows,
-            "rows_exact": share == 1.0, "target": target, "resize": side_of(reading.resize), "in_memory": size < memory / 2,
+            "rows_exact": share == 1.0, "target": target, "resize": side_of(reading.resize), "in_memory": size < memory / 2 and not remote,
             "others": counted(others), "classes": None, "columns": {}, "passes": "every", "limit": None, "storages": [], "trouble": None,
+            "skip_bad": skip_bad,
         }  # fmt: skip
         watch("reading", 0.05, budget)
-        speed = reading_pace(some, SHARES["disk"] * budget)
+        speed = reading_pace(files, SHARES["disk"] * budget)
         watch("decoding", 0.2, 0.8 * budget)
         try:
-            result["columns"] = {name: _type(column) for name, column in reading.some(0, min(PROBED, reading.rows)).items()}
+            result["columns"] = {name: _type(column) for name, column in reading.like.items()}
             paced = pace(reading, SHARES["pace"] * budget)
             result["classes"] = classes_of(reading.source, files)
         except (BadRow, Refusal) as error:
             paced = dict.fromkeys(("decode", "copy", "batches"))
-            result["trouble"] = str(error)
+            result["trouble"] = str(error).replace(some[0], files[0])
         result["speed"] = speed | paced
         if paced["batches"]:
-            disk = None if result["in_memory"] else speed["disk"]
+            disk = None if result["in_memory"] else speed["disk"] or speed["network"]
             if kind.is_table and rows * CHUNK / reading.chunk < memory / SHARE:
                 result["passes"] = "first"
-            result["limit"] = _limit(paced, size / rows, disk)
+            result["limit"] = _limit(paced, size / rows, {"network" if remote else "disk": disk})
             before = slower_of(paced["batches"], size / rows, disk)
             left = began + budget - perf_counter()
-            result["storages"] = better_storages(reading, before, rows, disk, min(left, SHARES["storages"] * budget), watch)
-    return result | {"seconds": perf_counter() - began}
+            here = None if remote else disk  # what is stored lies on this machine
+            result["storages"] = better_storages(reading, before, rows, here, min(left, SHARES["storages"] * budget), watch)
+    return result | {"left_out": lost + faults.listed(), "seconds": perf_counter() - began}
 
 
-def _limit(paced: dict, row: float, disk: float | None) -> str:
-    """The stage that takes the most time for a row."""
+def _limit(paced: dict, row: float, places: dict) -> str:
+    """The stage that takes the most time for a row of so many bytes; ``places`` give bytes a second, those that count."""
     seconds = {name: 1 / paced[name] for name in ("decode", "copy") if paced[name]}
-    if disk is not None:
-        seconds["disk"] = row / disk
+    seconds |= {name: row / rate for name, rate in places.items() if rate}
     return max(seconds, key=seconds.get)
 
 
 # ---- what is looked at
 
 
-def _bytes_of(files: list[str]) -> int:
+def _bytes_of(files: list[str], faults: Faults) -> int:
     looked_at = files[:: -(-len(files) // COUNTED)]
-    return round(sum(stamp(file)[1] for file in looked_at) * len(files) / len(looked_at))
+    return round(sum(stamped(file, faults)[1] for file in looked_at) * len(files) / len(looked_at))
 
 
 def _in_one_size(reading: Reading) -> Reading:
@@ -120,9 +135,10 @@ def _in_one_size(reading: Reading) -> Reading:
 
 def _pictures(reading: Reading, rows: numpy.ndarray) -> list[torch.Tensor]:
     try:
-        columns = named(reading.source.read(rows), reading.kind) if len(rows) else {}
+        there = reading.read(reading.source, rows) if len(rows) else None
     except BadRow:
-        return []  # told when it is measured
+        there = None  # told when it is measured
+    columns = {} if there is None else named(there, reading.kind)
     of_pictures = [column for name, column in columns.items() if name == "pictures" or name.rpartition(".")[2] in PICTURES]
     return of_pictures[0] if of_pictures else []
 

@@ -87,6 +87,25 @@ def kinds_at(path: str | Path) -> list[tuple[Kind | None, list[str]]]:
     return [(KINDS[name], files[name]) for name in names] + ([(None, others)] if others else [])
 
 
+def openable(kind: Kind, files: list[str], at_most: int) -> tuple[list[str], list[dict]]:
+    """(the files that can be opened, {"row": None, "where", "why"} of each other one), where up to ``at_most`` may be left out.
+
+    Pictures are rows, which are left out when they are read, and matrices are columns, of which none may be missing.
+
+    Raises:
+        Refusal: more cannot be opened, or none can.
+    """
+    if not at_most or not (kind.is_table or kind.walked) or _trouble(kind, files) is None:
+        return files, []
+    troubles = {file: _trouble(kind, [file]) for file in files}
+    lost = [{"row": None, "where": file, "why": why} for file, why in troubles.items() if why is not None]
+    if len(lost) > at_most:
+        raise Refusal(f"{lost[at_most]['why']}; it is bad file number {at_most + 1}, and {at_most} may be left out")
+    if len(lost) == len(files):
+        raise Refusal(f"{lost[0]['why']}; there is no file that can be opened")
+    return [file for file, why in troubles.items() if why is None], lost
+
+
 def counted(kinds: list[tuple[Kind | None, list[str]]]) -> dict[str, int]:
     """How many files there are of each form, by its name for people."""
     return {kind.title if kind else "unknown": len(files) for kind, files in kinds}
@@ -147,6 +166,15 @@ def _pictures(where, resize) -> Pipeline:
         if "lies in no folder" not in str(error):
             raise
         return images(where, resize, labels=None)
+
+
+def _trouble(kind: Kind, files: list[str]) -> str | None:
+    """Why these files cannot be opened together."""
+    try:
+        opened(kind, files)
+    except Refusal as refused:
+        return str(refused)
+    return None
 
 
 def _rows(where) -> Pipeline:

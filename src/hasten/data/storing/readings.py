@@ -16,10 +16,10 @@ import torch
 from hasten.contract.errors import Failure, Refusal, one_line
 from hasten.data.faults import Faults
 from hasten.data.formats.decoding import PIXELS, pictures_of, size_of
+from hasten.data.formats.pictures import content_of
 from hasten.data.formats.table_files import Csv, Feather, Parquet, check
 from hasten.data.formats.table_layout import Layout
 from hasten.data.formats.tars import PICTURES
-from hasten.data.places.files import opened as opened_file
 from hasten.data.places.files import stamp
 from hasten.data.places.ranges import read_ranges
 from hasten.data.source import BadRow, Source, length_of
@@ -53,8 +53,11 @@ class Reading:
 
     def identity(self) -> dict:
         """What the rows are made of, as plain JSON."""
-        made_of = [stamp(file) for file in self.files]
-        return {"files": made_of, "target": self.target, "fill": self.fill, "resize": self.resize}
+        return {"files": self.stamps(), "target": self.target, "fill": self.fill, "resize": self.resize}
+
+    def stamps(self) -> list[list]:
+        """What marks each file; of one that is not there, and may be left out, why."""
+        return [stamped(file, self.faults) for file in self.files]
 
     def opened(self) -> Source:
         """A new source, which has read nothing yet."""
@@ -80,7 +83,7 @@ class Reading:
             Failure: there is none.
         """
         for begin in range(0, self.rows, PROBED):
-            if (columns := self._read(begin, min(begin + PROBED, self.rows))) is not None:
+            if (columns := self.read(self.source, numpy.arange(begin, min(begin + PROBED, self.rows)))) is not None:
                 return columns
         raise Failure("no row can be read; there is nothing to store")
 
@@ -96,7 +99,7 @@ class Reading:
 
     def some(self, first: int, last: int) -> dict:
         """The columns of neighbouring rows, by name; of no row where none can be read."""
-        columns = self._read(first, last)
+        columns = self.read(self.source, numpy.arange(first, last))
         return {} if columns is None else self._named(columns)
 
     def columns(self, first: int, last: int) -> Iterator[dict]:
@@ -105,19 +108,24 @@ class Reading:
             if columns := self.some(begin, min(begin + self.chunk, last)):
                 yield columns
 
-    def _read(self, first: int, last: int):
-        """What the source gives of neighbouring rows; None where none can be read.
+    def read(self, source: Source, rows: numpy.ndarray):
+        """What a source of these files gives of some rows; None where none can be read.
 
         Raises:
             BadRow: one cannot, and none may be left out. Failure: it is one too many.
         """
-        rows = numpy.arange(first, last)
         if not self.faults.at_most:
-            return self.source.read(rows)
-        columns, _, bad = self.faults.readable(self.source, rows)
+            return source.read(rows)
+        columns, _, bad = self.faults.readable(source, rows)
         for fault in bad:
             self.faults.note(fault)
         return columns
+
+    def _left_out(self, fault: BadRow) -> None:
+        """Notes a row that is left out; raised, as by ``read``, where it may not be."""
+        if not self.faults.at_most:
+            raise fault
+        self.faults.note(fault)
 
     def _named(self, columns) -> dict:
         found = named(columns, self.kind, self.target)
@@ -146,10 +154,8 @@ class Reading:
         try:
             return self._run(file, number, first).slice(rows.start - first, len(rows))
         except BadRow as fault:
-            if not self.faults.at_most:
-                raise
             for row in rows:
-                self.faults.note(BadRow(row, fault.where, fault.why))
+                self._left_out(BadRow(row, fault.where, fault.why))
             return None
 
     @cached_property
@@ -191,7 +197,7 @@ class Reading:
         parts = self._parts_of_pictures if self.kind.name == "images" else self._parts_of_shards
         for begin in range(first, last, step := self._samples_at_a_time):
             rows = numpy.arange(begin, min(begin + step, last))
-            made = (self._resized(row, *part) for row, part in zip(rows.tolist(), parts(rows), strict=True))
+            made = (part and self._resized(row, *part) for row, part in zip(rows.tolist(), parts(rows), strict=True))
             yield [sample for sample in made if sample is not None]
 
     @cached_property
@@ -199,14 +205,18 @@ class Reading:
         """Pictures that stay as they are are not decoded, so that one that could not be is no matter."""
         if self.resize is not None:
             return self.chunk
-        return max(1, CHUNK * len(self.source) // max(1, sum(stamp(file)[1] for file in self.files)))
+        return max(1, CHUNK * len(self.source) // max(1, sum(size for _, size, _ in self.stamps())))
 
-    def _parts_of_pictures(self, rows: numpy.ndarray) -> Iterator[tuple[str, str, dict[str, bytes]]]:
-        """(key, where it is, {ending: bytes}) of each row."""
+    def _parts_of_pictures(self, rows: numpy.ndarray) -> Iterator[tuple[str, str, dict[str, bytes]] | None]:
+        """(key, where it is, {ending: bytes}) of each row; None of one that cannot be read, and may be left out."""
         for row in rows.tolist():
             path = self.source.files.path(row)
-            with opened_file(path) as file:
-                files = {"png" if path.lower().endswith(".png") else "jpg": file.read()}
+            try:
+                files = {"png" if path.lower().endswith(".png") else "jpg": content_of(path)}
+            except Refusal as refused:
+                self._left_out(BadRow(row, path, str(refused)))
+                yield None
+                continue
             if self.source.labels is not None:
                 files["cls"] = str(self.source.labels[row].item()).encode()
             yield f"{row:09}", path, files
@@ -232,13 +242,21 @@ class Reading:
                 try:
                     (picture,) = pictures_of([row], [where], iter([content]), size_of(self.resize), PIXELS)
                 except BadRow as fault:
-                    if not self.faults.at_most:
-                        raise
-                    self.faults.note(fault)
+                    self._left_out(fault)
                     return None
                 ending, content = f"{stem}.jpg".lstrip("."), jpeg(picture)
             made[ending] = content
         return key, made
+
+
+def stamped(file: str, faults: Faults) -> list:
+    """What marks a file; of one that is not there, and may be left out, why."""
+    try:
+        return stamp(file)
+    except Refusal as refused:
+        if not faults.at_most:
+            raise
+        return [file, 0, str(refused)]
 
 
 def _in_one(column):

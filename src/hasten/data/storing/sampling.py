@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import zlib
 from pathlib import Path
 
+from hasten.contract.errors import Refusal, one_line
 from hasten.data.places.files import opened, stamp
 from hasten.data.storing.kinds import Kind
 
@@ -33,9 +35,16 @@ def some_of(kind: Kind, files: list[str], folder: Path) -> tuple[list[str], int 
 
 
 def _head(file: str, folder: Path) -> tuple[str, int]:
-    """(a file of the first lines, how many bytes they take in the original)."""
+    """(a file of the first lines, how many bytes they take in the original).
+
+    Raises:
+        Refusal: it cannot be unpacked.
+    """
     with opened(file) as raw, gzip.open(raw) if file.endswith(".gz") else raw as content:
-        lines = content.read(SAMPLED_TEXT)
+        try:
+            lines = content.read(SAMPLED_TEXT)
+        except (OSError, EOFError, zlib.error) as error:
+            raise Refusal(f"{file} is no whole CSV file: {one_line(error)}") from None
         taken = raw.tell()
     path = folder / Path(file).name.removesuffix(".gz")
     path.write_bytes(lines[: lines.rfind(b"\n") + 1])

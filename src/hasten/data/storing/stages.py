@@ -9,18 +9,19 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy
 import torch
 
-from hasten.contract.errors import Notice
+from hasten.contract.errors import Notice, Refusal
 from hasten.data.formats.in_memory import arrays
 from hasten.data.places.files import is_remote, opened
-from hasten.data.source import Source, leaves_of, length_of
+from hasten.data.source import leaves_of, length_of
 from hasten.data.storing.readings import Reading
 
 MOST_BYTES = 64_000_000  # that are read to know how fast the disk is
@@ -34,12 +35,12 @@ PASSES, ENOUGH = 3, 0.2  # passes over all rows and seconds that make a measurem
 
 
 def reading_pace(files: list[str], seconds: float = 2.0) -> dict:
-    """Bytes a second: {"disk": None where the system cannot forget what it has read, "page_cache": ...}; of remote files the first alone."""
+    """Bytes a second: {"disk": None where the system cannot forget what it has read, "page_cache", "network": of remote files alone}."""
     if is_remote(files[0]):
-        return {"disk": _bytes_a_second(files, seconds), "page_cache": None}
+        return {"disk": None, "page_cache": None, "network": _bytes_a_second(files, seconds)}
     could = _forget(files)
     disk = _bytes_a_second(files, seconds)
-    return {"disk": disk if could else None, "page_cache": _bytes_a_second(files, seconds)}
+    return {"disk": disk if could else None, "page_cache": _bytes_a_second(files, seconds), "network": None}
 
 
 def pace(reading: Reading, seconds: float) -> dict:
@@ -47,7 +48,7 @@ def pace(reading: Reading, seconds: float) -> dict:
     both}; None for what is not there to be done.
 
     Raises:
-        BadRow, Refusal: some rows cannot be read.
+        BadRow, Refusal, Failure: some rows cannot be read, and may not be left out.
     """
     with warnings.catch_warnings(action="ignore", category=Notice):  # that run after run is decoded for a few rows: it is meant
         return _pace(reading, seconds)
@@ -56,47 +57,50 @@ def pace(reading: Reading, seconds: float) -> dict:
 def _pace(reading: Reading, seconds: float) -> dict:
     began = time.process_time()
     source = reading.opened()
-    opening = time.process_time() - began
+    opening, read = time.process_time() - began, partial(reading.read, source)
     size = min(max(reading.chunk // PIECES, SMALLEST_BATCH), LARGEST_BATCH)
     if reading.kind.is_table:  # a batch is made of decoded runs
-        decode, run = _run_by_run(source, reading.rows, seconds, opening if reading.kind.walked else 0.0)
-        copy, _ = _at_random(source, run, size, COPY_SECONDS)
+        decode, run = _run_by_run(read, source.edges(), reading.rows, seconds, opening if reading.kind.walked else 0.0)
+        copy, _ = _at_random(read, run, size, COPY_SECONDS)
         return {"decode": decode, "copy": copy, "batches": 1 / (1 / decode + 1 / copy)}
-    rate, columns = _at_random(source, numpy.arange(min(reading.rows, MOST_ROWS)), size, seconds)
+    rate, columns = _at_random(read, numpy.arange(min(reading.rows, MOST_ROWS)), size, seconds)
     if not reading.kind.decodes:
         return {"decode": None, "copy": rate, "batches": rate}
     tensors = [leaf for leaf in leaves_of(columns) if isinstance(leaf, torch.Tensor)]
     copy = None
     if tensors:
-        copy, _ = _at_random(arrays(*tensors).source, numpy.arange(len(tensors[0])), size, COPY_SECONDS)
+        copy, _ = _at_random(arrays(*tensors).source.read, numpy.arange(len(tensors[0])), size, COPY_SECONDS)
     return {"decode": rate, "copy": copy, "batches": rate}
 
 
-def _run_by_run(source: Source, rows: int, seconds: float, opening: float) -> tuple[float, numpy.ndarray]:
+def _run_by_run(read: Callable, edges: numpy.ndarray, rows: int, seconds: float, opening: float) -> tuple[float, numpy.ndarray]:
     """(rows a second, the rows of the run that is still held): each run is decoded once."""
-    began, done, spent = time.perf_counter(), 0, opening
-    for first, last in pairwise(source.edges().tolist()):
+    began, done, spent, held = time.perf_counter(), 0, opening, numpy.arange(0)
+    for first, last in pairwise(edges.tolist()):
         before = time.process_time()
-        source.read(numpy.arange(first, min(first + 1, last)))
+        columns = read(numpy.arange(first, min(first + 1, last)))
         spent += time.process_time() - before
-        done += last - first
-        if done >= rows or time.perf_counter() - began > seconds:
+        if columns is not None and last > first:
+            done, held = done + last - first, numpy.arange(first, last)
+        if done >= rows or (done and time.perf_counter() - began > seconds):
             break
-    return done / max(spent, 1e-9), numpy.arange(first, last)
+    read(held[:1])  # where one that cannot be read took its place
+    return done / max(spent, 1e-9), held
 
 
-def _at_random(source: Source, rows: numpy.ndarray, most: int, seconds: float) -> tuple[float, Any]:
+def _at_random(read: Callable, rows: numpy.ndarray, most: int, seconds: float) -> tuple[float, Any]:
     """(rows a second, the columns of the largest piece): in pieces that grow until one takes long enough to be timed."""
     order = numpy.random.default_rng(0).permutation(rows)
     began, size, at, done, spent, largest = time.perf_counter(), SMALLEST_BATCH, 0, 0, 0.0, None
     while not done or (time.perf_counter() - began < seconds and (done < PASSES * len(order) or spent < ENOUGH)):
         piece = order[at : at + size]
         before = time.process_time()
-        columns = source.read(piece)
+        columns = read(piece)
         took = time.process_time() - before
-        done, spent = done + len(piece), spent + took
-        at = at + size if at + size < len(order) else 0
-        largest = columns if largest is None or len(piece) > length_of(largest) else largest
+        spent, at = spent + took, at + size if at + size < len(order) else 0
+        if columns is not None:
+            done += length_of(columns)
+            largest = columns if largest is None or length_of(columns) > length_of(largest) else largest
         size = min(2 * size, max(most, SMALLEST_BATCH)) if took < SHORT else size
     return done / max(spent, 1e-9), largest
 
@@ -115,7 +119,7 @@ def _bytes_a_second(files: list[str], seconds: float) -> float:
 
 def _blocks(files: list[str], buffer: bytearray) -> Iterator[int]:
     for file in files:
-        with opened(file) as content:
+        with suppress(Refusal), opened(file) as content:  # one that cannot be opened is told when its rows are read
             while count := content.readinto(buffer):
                 yield count
 
@@ -126,10 +130,11 @@ def _forget(files: list[str]) -> bool:
         return False
     done = 0
     for file in files:
-        with opened(file) as content:
+        with suppress(Refusal), opened(file) as content:
             with suppress(OSError):  # what was written just now cannot be forgotten before it is on the disk
                 os.fsync(content.fileno())
             os.posix_fadvise(content.fileno(), 0, MOST_BYTES, os.POSIX_FADV_DONTNEED)
-        if (done := done + os.path.getsize(file)) >= MOST_BYTES:
+            done += os.fstat(content.fileno()).st_size
+        if done >= MOST_BYTES:
             break
     return True

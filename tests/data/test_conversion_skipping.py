@@ -1,0 +1,152 @@
+"""Conversions of data some of which cannot be read: the first bad row ends them, or so many are left out, counted and listed."""
+
+import json
+
+import numpy
+import pytest
+from storages import ROWS, damage, everything, numbers, pictures, written
+
+from hasten import Failure, Refusal
+from hasten.cli.main import main
+from hasten.data import arrays, convert, feather, inspect, parquet, shards
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
+    for name in ("conversion.GAIN_SECONDS", "conversion.ESTIMATE_SECONDS", "stages.COPY_SECONDS", "stages.ENOUGH"):
+        monkeypatch.setattr(f"hasten.data.storing.{name}", 0.02)  # how fast it is read is measured for a moment only
+    for name in ("TURNS", "LEAST"):
+        monkeypatch.setattr(f"hasten.data.storing.advice.{name}", 1)
+
+
+def test_a_row_that_cannot_be_read_is_named(tmp_path):
+    data = pictures(tmp_path / "in")
+    (data / "cat" / "3.jpg").write_bytes(b"no picture")
+    with pytest.raises(Failure, match=r"cat/3.jpg.*mend it"):
+        convert(data, tmp_path / "out", to="shards", resize=16)
+
+
+def listed(folder):
+    return [json.loads(line) for line in (folder / "skipped.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("to", "resize", "parts"), [("rows", 16, 1), ("shards", 16, 3), ("rows", None, 4)])
+def test_bad_pictures_are_left_out_and_listed(tmp_path, monkeypatch, to, resize, parts):
+    """The first one, too, by which the shape of all is known."""
+    data = pictures(tmp_path / "in", sizes=((20, 30),))
+    for name in ("cat/1.jpg", "dog/10.jpg", "dog/6.jpg"):
+        (data / name).write_bytes(b"no picture")
+    size = sum(path.stat().st_size for path in data.rglob("*.jpg"))
+    monkeypatch.setattr("hasten.data.storing.conversion.PART_BYTES", size / parts)
+    result = convert(data, tmp_path / "out", to=to, resize=resize, skip_bad=3)
+    there = [each["where"] for each in listed(tmp_path / "out")]
+    assert there == [str(data / name) for name in ("cat/1.jpg", "dog/10.jpg", "dog/6.jpg")]
+    assert (result["rows"], result["skipped"], result["classes"]) == (9, 3, ["cat", "dog"])
+    if to == "rows":
+        read, labels = everything(arrays(*(tmp_path / "out" / name for name in result["files"])))
+        assert read.shape == (9, 3, *((16, 16) if resize else (20, 30)))
+    else:
+        _, labels = everything(shards(tmp_path / "out", columns=["jpg"], target="cls", resize=16))
+    assert labels.tolist() == [0] * 5 + [1] * 4
+    assert inspect(tmp_path / "out", budget=0.5)["classes"] == ["cat", "dog"]
+    with pytest.raises(Failure, match=r"dog/6.jpg.*bad row number 3, and 2 may be left out"):
+        convert(data, tmp_path / "fewer", to=to, resize=resize, skip_bad=2)
+    assert listed(tmp_path / "fewer")[0]["where"] == there[0]
+    with pytest.raises(Refusal, match=r"another conversion \(skip bad 2, not 3\)"):
+        convert(data, tmp_path / "fewer", to=to, resize=resize, skip_bad=3)
+
+
+@pytest.mark.parametrize("to", ["feather", "parquet", "rows", "tfrecord"])
+def test_a_bad_run_is_as_many_bad_rows(tmp_path, to):
+    data = written(tmp_path / "in", runs=50)
+    damage(data / "train.parquet", run=3)
+    with pytest.raises(Failure, match=r"train.parquet, row group 3\).*let some be left out: --skip-bad 10"):
+        convert(data, tmp_path / "none", to=to, shards=None if to == "rows" else 2)
+    result = convert(data, tmp_path / "out", to=to, skip_bad=50, shards=None if to == "rows" else 2)
+    assert (result["rows"], result["skipped"]) == (ROWS - 50, 50)
+    assert [each["row"] for each in listed(tmp_path / "out")] == [*range(150, 200)]
+    if to in ("feather", "parquet"):
+        read = everything({"feather": feather, "parquet": parquet}[to](tmp_path / "out"))
+        kept = numpy.r_[0:150, 200:ROWS]
+        assert numpy.array_equal(read["label"], numbers()["label"].to_numpy()[kept])
+
+
+def test_a_killed_conversion_remembers_what_it_left_out(tmp_path):
+    data = written(tmp_path / "in", runs=50)
+    damage(data / "train.parquet", run=3)
+
+    def stop(what, done, left):
+        if done > 0.6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(data, tmp_path / "out", to="feather", shards=6, skip_bad=50, watch=stop)
+    (tmp_path / "out" / "skipped.jsonl").unlink()  # as after kill -9
+    result = convert(data, tmp_path / "out", to="feather", shards=6, skip_bad=50)
+    whole = convert(data, tmp_path / "again", to="feather", shards=6, skip_bad=50)
+    assert 0 < result["written"] <= ROWS / 2 and result["digest"] == whole["digest"]
+    assert listed(tmp_path / "out") == listed(tmp_path / "again") and result["skipped"] == 50
+
+
+def test_a_part_without_a_row_is_a_failure(tmp_path):
+    data = pictures(tmp_path / "in", count=4)
+    (data / "cat" / "1.jpg").write_bytes(b"no picture")
+    with pytest.raises(Failure, match=r"no row of part 0 can be read, the first is .*cat/1.jpg; mend it, or take fewer --shards"):
+        convert(data, tmp_path / "out", to="shards", resize=8, shards=4, skip_bad=2)
+
+
+@pytest.mark.parametrize(("to", "resize"), [("rows", 16), ("shards", 16), ("shards", None)])
+def test_pictures_that_cannot_be_opened_are_bad_rows(tmp_path, to, resize):
+    """Links that lead nowhere: to a file that is gone, and in a circle."""
+    data = pictures(tmp_path / "in")
+    lost = [data / "cat" / "1.jpg", data / "dog" / "6.jpg"]
+    for link in lost:
+        link.unlink()
+        link.symlink_to("gone" if link.name == "1.jpg" else link.name)
+    with pytest.raises(Refusal, match=r"^cannot read .*cat/1.jpg: No such file"):
+        convert(data, tmp_path / "out", to=to, resize=resize)
+    with pytest.raises(Failure, match=r"dog/6.jpg.*bad row number 2, and 1 may be left out"):
+        convert(data, tmp_path / "fewer", to=to, resize=resize, skip_bad=1)
+    result = convert(data, tmp_path / "out", to=to, resize=resize, skip_bad=2)
+    assert (result["rows"], result["skipped"], result["skipped_files"]) == (10, 2, 0) and result["gain"]["ratio"] > 0
+    assert [each["where"] for each in listed(tmp_path / "out")] == list(map(str, lost))
+    if to == "rows":
+        labels = everything(arrays(*(tmp_path / "out" / name for name in result["files"])))[1]
+    else:
+        labels = everything(shards(tmp_path / "out", columns=["jpg"], target="cls", resize=16))[1]
+    assert labels.tolist() == [0] * 5 + [1] * 5
+    assert convert(data, tmp_path / "out", to=to, resize=resize, skip_bad=2)["written"] == 0
+
+
+@pytest.mark.parametrize(("form", "to"), [("feather", "parquet"), ("parquet", "rows"), ("tfrecord", "parquet"), ("shards", "shards")])
+def test_files_that_cannot_be_opened_are_left_out(tmp_path, form, to, capfd):
+    data, resize = tmp_path / "data", 8 if form == "shards" else None
+    original = pictures(tmp_path / "in") if form == "shards" else written(tmp_path / "in")
+    first, second, third = (data / name for name in convert(original, data, to=form, shards=3)["files"])
+    first.unlink()
+    first.symlink_to("gone")
+    third.write_bytes(third.read_bytes()[: third.stat().st_size // 2 - 7])
+    with pytest.raises(Refusal, match=rf"{first}|{third}"):
+        convert(data, tmp_path / "out", to=to, resize=resize)
+    with pytest.raises(Refusal, match=rf"{third.name}.*; it is bad file number 2, and 1 may be left out"):
+        convert(data, tmp_path / "out", to=to, resize=resize, skip_bad=1)
+    words = ["--skip-bad", "2", *(["--resize", "8"] if resize else [])]
+    assert main(["data", "convert", str(data), "--to", to, "--out", str(tmp_path / "out"), *words]) == 0
+    assert "left out 2 files that could not be read; skipped.jsonl lists them" in " ".join(capfd.readouterr().out.split())
+    assert [(each["row"], each["where"]) for each in listed(tmp_path / "out")] == [(None, str(first)), (None, str(third))]
+    assert str(first) in listed(tmp_path / "out")[0]["why"]
+    result = convert(data, tmp_path / "out", to=to, resize=resize, skip_bad=2)
+    assert (result["written"], result["skipped_files"], result["skipped"]) == (0, 2, 0)
+    assert result["rows"] == (4 if form == "shards" else ROWS // 3)
+    second.unlink()
+    second.symlink_to("gone")
+    with pytest.raises(Refusal, match="there is no file that can be opened"):
+        convert(data, tmp_path / "none", to=to, resize=resize, skip_bad=3)
+
+
+def test_files_that_differ_are_none_that_cannot_be_opened(tmp_path):
+    data = written(tmp_path / "in")
+    written(data, "other.parquet", numbers().drop_columns(["x0"]))
+    with pytest.raises(Refusal, match=r"the files differ: .* has a column 'x0'"):
+        convert(data, tmp_path / "out", to="feather", skip_bad=1)

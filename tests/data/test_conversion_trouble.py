@@ -1,0 +1,224 @@
+"""Conversions that are killed, stopped or refused, or whose disk fails: nothing is lost, and no half is taken for the whole."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+
+import numpy
+import pytest
+from storages import ROWS, everything, numbers, table, written
+
+from hasten import Failure, Refusal
+from hasten.data import convert, feather, inspect, parquet
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
+    for name in ("conversion.GAIN_SECONDS", "conversion.ESTIMATE_SECONDS", "stages.COPY_SECONDS", "stages.ENOUGH"):
+        monkeypatch.setattr(f"hasten.data.storing.{name}", 0.02)  # how fast it is read is measured for a moment only
+    for name in ("TURNS", "LEAST"):
+        monkeypatch.setattr(f"hasten.data.storing.advice.{name}", 1)
+
+
+KILLED = """
+import os, sys
+from hasten.data import convert
+
+calls = 0
+def watch(what, done, left):
+    global calls
+    calls += 1
+    if calls == 5:
+        os._exit(9)
+
+convert(sys.argv[1], sys.argv[2], to=sys.argv[3], shards=int(sys.argv[4]) or None, watch=watch)
+"""
+
+
+def test_a_killed_conversion_goes_on(tmp_path):
+    data, to, parts = written(tmp_path / "in"), "feather", 6
+    words = [sys.executable, "-c", KILLED, str(data), str(tmp_path / "out"), to, str(parts)]
+    assert subprocess.run(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=60).returncode == 9
+    assert any(name.endswith(".part") for name in os.listdir(tmp_path / "out"))
+    result = convert(data, tmp_path / "out", to=to, shards=parts)
+    assert result["written"] == 2 * ROWS // parts
+    assert result["digest"] == convert(data, tmp_path / "again", to=to, shards=parts)["digest"]
+    assert not any(name.endswith(".part") for name in os.listdir(tmp_path / "out"))
+    assert convert(data, tmp_path / "out", to=to, shards=parts)["written"] == 0
+
+
+def test_matrices_go_on_too(tmp_path, monkeypatch):
+    """They are one file a column, in which each part has its place."""
+    monkeypatch.setattr("hasten.data.storing.conversion.PART_BYTES", 10_000)
+    data = written(tmp_path / "in")
+
+    def stop(what, done, left):
+        if done > 0.6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(data, tmp_path / "out", to="rows", target="label", watch=stop)
+    assert not any(name.endswith(".npy") for name in os.listdir(tmp_path / "out"))
+    result = convert(data, tmp_path / "out", to="rows", target="label")
+    assert 0 < result["written"] < ROWS / 2
+    assert numpy.array_equal(numpy.load(tmp_path / "out" / "label.npy"), everything(parquet(data))["label"])
+
+
+def test_another_conversion_in_the_same_folder_is_refused(tmp_path):
+    data = written(tmp_path / "in")
+    convert(data, tmp_path / "out", to="feather", shards=2)
+    with pytest.raises(Refusal, match=r"another conversion \(parts 2, not 3\)"):
+        convert(data, tmp_path / "out", to="feather", shards=3)
+    with pytest.raises(Refusal, match=r"another conversion \(to feather, not parquet\)"):
+        convert(data, tmp_path / "out", to="parquet", shards=2)
+    written(data, content=numbers(ROWS - 1))
+    with pytest.raises(Refusal, match="the original has changed"):
+        convert(data, tmp_path / "out", to="feather", shards=2)
+
+
+def test_damage_while_writing_is_noticed(tmp_path, monkeypatch):
+    """A bit that changes between writing and reading back: the file is changed behind the back of the conversion."""
+    from hasten.data.storing import storages
+
+    synced = storages.synced
+
+    def damaged(file):
+        synced(file)
+        path, size = file.name, os.path.getsize(file.name)
+        with open(path, "r+b") as again:
+            again.seek(size // 4)
+            byte = again.read(1)[0]
+            again.seek(size // 4)
+            again.write(bytes([byte ^ 1]))
+
+    monkeypatch.setattr(storages, "synced", damaged)
+    with pytest.raises(Failure, match=r"part 0 of .* is not what was written"):
+        convert(written(tmp_path / "in"), tmp_path / "out", to="feather")
+    assert [name for name in os.listdir(tmp_path / "out") if not name.endswith(".part")] == ["conversion.json"]
+
+
+LIMITED = """
+import resource, signal, sys
+from hasten.data import convert
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+for to in ("parquet", "feather", "tfrecord", "rows"):
+    try:
+        convert(sys.argv[1], sys.argv[2] + to, to=to)
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+
+
+def test_no_room(tmp_path):
+    """A limit of the system on the size of files stands for a full disk."""
+    words = [sys.executable, "-c", LIMITED, str(written(tmp_path / "in")), str(tmp_path / "out")]
+    done = subprocess.run(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=60)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4 and all(line.startswith("Failure cannot write") and "too large" in line for line in lines), done
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"to": "fether"}, "did you mean feather"),
+        ({"to": "shards"}, "Parquet cannot be stored as shards; they can become parquet or feather or tfrecord or rows"),
+        ({"to": "feather", "resize": 3}, "--resize is for pictures"),
+        ({"to": "feather", "target": "label"}, "--target"),
+        ({"to": "rows", "target": "lable"}, "did you mean label"),
+        ({"to": "rows", "shards": 3}, "leave --shards out"),
+        ({"to": "feather", "shards": 0}, "shards must be a whole number of at least 1"),
+        ({"to": "feather", "shards": ROWS + 1}, f"{ROWS} rows do not make {ROWS + 1} files; say --shards {ROWS} or fewer"),
+        ({"to": "feather", "skip_bad": 0}, "skip_bad must be a whole number of at least 1"),
+    ],
+)
+def test_wrong_requests(tmp_path, settings, told):
+    with pytest.raises(Refusal, match=told):
+        convert(written(tmp_path / "in"), tmp_path / "out", **settings)
+
+
+def test_wrong_folders(tmp_path):
+    data = written(tmp_path / "in")
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "inside"):
+        with pytest.raises(Refusal, match=r"cannot write to .*file.*choose another --out"):
+            convert(data, out, to="feather")
+    for out in (data, data / "out"):
+        with pytest.raises(Refusal, match="where it would be read as a part of the original"):
+            convert(data, out, to="feather")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").touch()
+    with pytest.raises(Refusal, match="is not empty and holds no conversion"):
+        convert(data, tmp_path / "full", to="feather")
+    with pytest.raises(Refusal, match="there is no file"):
+        convert(tmp_path / "nothing", tmp_path / "out", to="feather")
+    with pytest.raises(Refusal, match=r"no file name of .* tells what it holds"):
+        convert(tmp_path / "file", tmp_path / "out", to="feather")
+    with pytest.raises(Refusal, match="text, bytes or rows of unequal shapes"):
+        convert(written(tmp_path / "texts", content=table().drop_columns(["word"])), tmp_path / "out", to="rows", fill=0)
+
+
+def test_one_process_a_folder(tmp_path):
+    import fcntl
+
+    data = written(tmp_path / "in")
+    (tmp_path / "out").mkdir()
+    handle = os.open(tmp_path / "out", os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    with pytest.raises(Refusal, match="another process converts into"):
+        convert(data, tmp_path / "out", to="feather")
+    os.close(handle)
+    assert convert(data, tmp_path / "out", to="feather")["open"] == f'feather("{tmp_path / "out"}")'
+
+
+def test_an_unfinished_conversion_is_no_data(tmp_path):
+    data = written(tmp_path / "in")
+
+    def stop(what, done, left):
+        if done > 0.5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(data, tmp_path / "out", to="feather", shards=6, watch=stop)
+    for read in (lambda: inspect(tmp_path / "out"), lambda: convert(tmp_path / "out", tmp_path / "on", to="parquet")):
+        with pytest.raises(Refusal, match="did not come to its end; start it again"):
+            read()
+    with pytest.raises(Refusal):
+        feather(tmp_path / "out")
+
+
+def test_ctrl_c_says_how_it_goes_on_and_leaves_no_half(tmp_path):
+    data, out = written(tmp_path / "in"), tmp_path / "out"
+    words = [sys.executable, "-m", "hasten", "data", "convert", str(data), "--to", "feather", "--shards", "300", "--out", str(out)]
+    words += ["--json", "--quiet"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a job in the background inherits that it is ignored
+    process = subprocess.Popen(words, **pipes, env=environment, preexec_fn=heard)
+    deadline = time.monotonic() + 60
+    while len([*out.glob("*.feather.part")]) < 3 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    said, told = process.communicate(timeout=60)
+    assert process.returncode == 1, told
+    assert f"go on with: hasten data convert {data} --to feather --shards 300 --out {out}" in json.loads(said)["error"]
+    assert told.count("\n") == 1 and not [*out.glob("*.feather")]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 0 and 0 < json.loads(done.stdout)["written"] < ROWS
+    assert not [*out.glob("*.part")] and len(feather(out).source) == ROWS
+
+
+def test_an_original_that_changes_meanwhile_is_noticed(tmp_path):
+    data = written(tmp_path / "in")
+
+    def change(what, done, left):
+        os.utime(data / "train.parquet", (1, 1))
+
+    with pytest.raises(Failure, match="the original changed while it was converted"):
+        convert(data, tmp_path / "out", to="rows", watch=change)
+    assert not [*(tmp_path / "out").glob("*.npy")]
