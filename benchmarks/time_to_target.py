@@ -38,7 +38,9 @@ README = """# Time to target: {task}
 Made on {date} by `{command}` with {versions}.
 
 `result.json` is what the search told, `trials.jsonl` every trial with its raw times, `recipe.toml` the recipe.
-The speed-up is computed by these lines, run in this folder:
+{lines}"""
+
+LINES = """The speed-up is computed by these lines, run in this folder:
 
 ```python
 import json
@@ -48,11 +50,14 @@ from hasten.tuning.confirm import time_to_target
 told = json.loads(Path("result.json").read_text())
 trials = [json.loads(line) for line in Path("trials.jsonl").read_text().splitlines()]
 pace = next(
-    trial["outcome"] for trial in trials
-    if trial["kind"] == "pace" and trial["what"]["salt"] == "confirmation"
-    and trial["what"]["a"] == {{}} and trial["what"]["b"] == told["recipe"]
+    trial["outcome"]
+    for trial in trials
+    if trial["kind"] == "pace"
+    and trial["what"]["salt"] == "confirmation"
+    and trial["what"]["a"] == {}
+    and trial["what"]["b"] == told["recipe"]
 )
-print(time_to_target(pace, told["samples_compared"]))  # samples to the target of (baseline, tuned), a pair a seed
+print(time_to_target(pace, told["samples_compared"]))  # samples of (baseline, tuned), a seed each; then since the look before, where they train differently
 ```
 
 Where the paired runs themselves took clearly less of a gain (`stopwatch`), that is what is reported instead.
@@ -87,6 +92,7 @@ def record(workload: str, result: dict, folder: Path) -> Path:
         command=f"python benchmarks/time_to_target.py {workload}",
         versions=", ".join(f"{name} {value}" for name, value in result["versions"].items())
         + f" on {result['machine']['cpu']}, {result['machine']['cores']} cores",
+        lines=LINES if result["speedup"] else "",
     )
     (place / "README.md").write_text(text, encoding="utf-8")
     return place
