@@ -181,12 +181,23 @@ def test_what_becomes_of_a_run(run, verdict, words):
 
 @pytest.mark.parametrize(
     ("seconds", "better", "verdict"),
-    [(10.2, 2 * MARGIN, "kept"), (10.2, MARGIN / 2, "no gain"), (12.0, 2 * MARGIN, "no gain")],
+    [(10.2, 2 * MARGIN, "kept"), (10.2, MARGIN, "no gain"), (10.2, MARGIN / 2, "no gain"), (12.0, 2 * MARGIN, "no gain")],
 )
 def test_a_clearly_better_end_makes_up_for_no_gain_but_not_for_a_loss(seconds, better, verdict):
     baseline, best = baseline_of(Planted()), outcome(10.0)
     (run,) = outcome(seconds, metric=METRIC + better).runs
     assert Outcome.of([{**run, "gave_up": False}], baseline, best).verdict == verdict
+
+
+def test_many_that_are_nearly_as_soon_do_not_add_up():
+    """A better end may cost 5 % of the time, once: not again for each that ends better still."""
+    tries = CLIPPING.tries[:7]
+    study = Planted(
+        samples={clipping(norm): 0.5 for norm in range(1, 8)},
+        better={clipping(norm): 2 * norm * MARGIN for norm in range(1, 8)},
+        luck={clipping(norm): 0.97 ** (norm - 1) for norm in range(1, 8)},
+    )
+    assert str(searched_training(study, replace(CLIPPING, tries=tries)).best) == clipping(2)
 
 
 @pytest.mark.parametrize("higher", [True, False])

@@ -24,7 +24,7 @@ from hasten.engine.plan import in_order, refuse_conflicts
 from hasten.engine.tasks import TaskRef
 from hasten.measure.noise import Noise
 from hasten.measure.ratio import ERROR, LOOKS, SAME, UNSURE, Ratio, ratio_of, spread, verdict_of, with_evaluations
-from hasten.measure.workers import Worker
+from hasten.measure.workers import Worker, listen_anew
 
 BLOCK_SECONDS = 0.3  # long enough to bury the timer and the switch between processes
 BLOCK_STEPS = 5
@@ -113,6 +113,7 @@ def compare(
     Raises:
         Refusal: a wrong request. Failure: an arm that could not run.
     """
+    listen_anew()
     task = TaskRef.of(task)
     done = take_turns(task, Recipe.read(a), Recipe.read(b), budget=budget, device=pick_device(device), seed=seed, watch=watch)
     return {"task": str(task), **done.to_json()}

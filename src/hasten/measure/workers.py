@@ -164,6 +164,11 @@ def _has_file_number(stream) -> bool:
         return False
 
 
+def listen_anew() -> None:
+    """What workers told during an earlier request is told again."""
+    _passed_on.clear()
+
+
 def _pass_on(text: str, filename: str, lineno: int) -> None:
     """A worker's Notice, as if it had been given here; once, also where another worker tells it with other numbers."""
     if (words := re.sub(r"\d+", "", text)) not in _passed_on:

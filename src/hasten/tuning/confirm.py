@@ -88,7 +88,7 @@ def confirm(study: Study, ladder: Ladder, competent: Recipe, baseline: Baseline,
 def _put_forward(rungs: list[Recipe]) -> list[Recipe]:
     """The fastest recipes, the fastest first, and among them the fastest that is exact, if there is one.
 
-    Of those with the same suspects there is the fastest alone, since they stand and fall together.
+    Of inexact ones with the same suspects there is the fastest alone: their quality stands and falls together.
     """
     fastest: dict[str, Recipe] = {}
     for recipe in reversed(rungs):
@@ -232,7 +232,7 @@ def _clock(done: Confirmed) -> None:
     """Times to the target: samples from the paired runs, seconds a sample from the interleaved comparison."""
     looks = [_looks_at_target(done.baseline_runs[seed], done.tuned_runs[seed]) for seed in done.paired]
     done.samples = [(original["samples"], tuned["samples"]) for original, tuned in looks]
-    if _exactness_of(done.recipe) is Exactness.OTHER_MATHS:  # of others it was proven that they take the same steps
+    if _exactness_of(done.recipe) not in EXACT:  # of these it was proven that they take the same steps
         arms = [(done.baseline_runs[seed], done.tuned_runs[seed]) for seed in done.paired]
         done.samples = [(*pair, *map(_since_the_look_before, runs, pair)) for runs, pair in zip(arms, done.samples, strict=True)]
     done.speedup, done.seconds["baseline"], done.seconds["tuned"] = time_to_target(done.pace, done.samples)
@@ -318,8 +318,7 @@ def _rounding(samples: list[tuple[int, ...]]) -> float:
 
     The target is looked for now and then, so a count is rounded up to the next look: an error spread evenly over the
     distance of two looks, whose standard deviation is that distance / sqrt(12). Three seeds that agree then leave 0.7 of a
-    distance in doubt, which is about what they can tell: a recipe that takes a look more on 70 % of the seeds shows three
-    alike in one case of forty. More seeds that agree leave less. Nothing is added where no distances are told.
+    distance in doubt; more of them leave less. Nothing is added where no distances are told.
     """
     told = [each for each in samples if len(each) == 4]
     shares = [fmean(each[arm + 2] / each[arm] for each in told) for arm in (0, 1)] if told else []

@@ -114,10 +114,9 @@ def _standard_error(baseline: list[float], tuned: list[float], fresh: int) -> tu
 def proven(gate: Gate, proof: dict) -> Gate:
     """The gate of a recipe whose composition was proven exact on this very task: the seeds need only not contradict.
 
-    Seeds that end alike are what such a proof promises, so their spread says nothing against it; means that
-    lie further apart than the margin would.
+    Rounding alone lets long runs end apart, as other seeds would; only a metric that is surely worse contradicts the proof.
     """
-    if gate.difference is None or gate.passed or len(gate.seeds) < FEWEST_SEEDS or abs(gate.difference["mean"]) > gate.margin:
+    if gate.difference is None or gate.passed or len(gate.seeds) < FEWEST_SEEDS or gate.difference["high"] < 0:
         return gate
     why = f"proven exact ({proof['why']}); over {len(gate.seeds)} paired seeds the metric changes by {gate.difference['mean']:+.4g}"
     return replace(gate, passed=True, settled=True, why=why)

@@ -187,7 +187,7 @@ def training(study: Study, ladder: Ladder, candidates: list[Candidate], baseline
             study.note(text, "training", outcome.verdict, outcome.why, ratio=ratio, seconds=outcome.spent)
             if outcome.verdict == "kept":
                 ladder.climb(recipe)
-                best, losses = outcome, 0
+                best, losses = outcome.after(best), 0
             elif (losses := losses + 1) == TRAINING_LOSSES:
                 break
 
@@ -199,6 +199,7 @@ class Outcome:
     verdict: str
     why: str
     runs: tuple[dict, ...]
+    soonest: Outcome | None = None  # one kept earlier that was there sooner, and ended worse
 
     @property
     def spent(self) -> float:
@@ -220,11 +221,17 @@ class Outcome:
         return most is None or self.to_target("samples", len(best.runs)) < AS_MANY * most
 
     def ends_better(self, best: Outcome, baseline: Baseline) -> bool:
-        """Whether it is there as soon and ends better by a whole margin, on the seeds that both were run on."""
-        both, gain = min(len(self.runs), len(best.runs)), self.gain_over(best)
+        """Whether it is there nearly as soon as any was, and ends surely better by a margin, on the seeds that both were run on."""
+        both, gain = min(len(self.runs), len(best.runs)), self.gain_over(best.soonest or best)
         ends, to_beat = (fmean(run["metric"] for run in each.runs[:both]) for each in (self, best))
         better = ends - to_beat if baseline.higher_is_better else to_beat - ends
-        return gain is not None and gain >= AS_SOON and better >= baseline.margin > 0
+        doubt = stdev(run["metric"] for run in baseline.runs) * math.sqrt(2 / both)
+        return gain is not None and gain >= AS_SOON and better >= baseline.margin + doubt > 0
+
+    def after(self, best: Outcome) -> Outcome:
+        """The same, now the best; remembers who was there sooner, so that many that are nearly as soon do not add up."""
+        soonest = best.soonest or best
+        return self if (self.gain_over(soonest) or 1.0) >= 1.0 else replace(self, soonest=soonest)
 
     @staticmethod
     def of(runs: list[dict], baseline: Baseline, best: Outcome) -> Outcome:

@@ -21,6 +21,7 @@ from hasten.engine.environment import cores, own_code
 from hasten.engine.metrics import higher_is_better, name_of
 from hasten.engine.tasks import TaskRef
 from hasten.measure.arm import estimate
+from hasten.measure.workers import listen_anew
 from hasten.tuning.candidates import Wanted, candidates_for, competent_recipes
 from hasten.tuning.confirm import SEED_STEP, confirm
 from hasten.tuning.gate import stated_margin
@@ -69,6 +70,7 @@ def tune(
     Raises:
         Refusal: a wrong request. Failure: the task's own training does not run.
     """
+    listen_anew()
     ref, device = TaskRef.of(task), pick_device(device)
     with warnings.catch_warnings(action="ignore", category=Notice):  # the first trial tells them, too
         loaded = ref.load()
