@@ -217,6 +217,40 @@ def test_version_and_help(here):
     assert "tune" in program(cwd=here).stdout
 
 
+ENDING = """
+
+def ending():
+    import dataclasses
+
+    def loss(output, target):
+        raise SystemExit(0)
+
+    return dataclasses.replace(task(), loss=loss)
+"""
+
+
+@pytest.mark.parametrize("verb", ["train ending.py:ending --out r", "compare ending.py:ending --a baseline --b ema"])
+def test_a_task_that_ends_the_program_is_no_success(verb, here):
+    (here / "ending.py").write_text((here / "noisy.py").read_text() + ENDING)
+    done = program(*verb.split(), "--quiet", cwd=here)
+    assert done.returncode == 1 and "own code ended the pro" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_output_that_takes_nothing_is_one_line(here):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "hasten", "methods"], cwd=here, stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 1 and "cannot be written to standard output" in done.stderr and "internal" not in done.stderr
+
+
+def test_a_closed_output_is_none(here):
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m hasten methods --json >&-"], cwd=here, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def wait_for(ready, patience: float = 60.0) -> None:
     until = time.monotonic() + patience
     while not ready():

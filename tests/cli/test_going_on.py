@@ -86,3 +86,65 @@ def test_code_from_outside_has_to_be_named_again(here, capfd):
     assert train("--out", "run", "--resume") == 2
     assert "--with './mine.py:Own + ema'" in capfd.readouterr().err
     assert train("--out", "run", "--resume", "--with", "./mine.py:Own + ema") == 0
+
+
+def told(here, name: str = "environment.json"):
+    return json.loads((here / "run" / name).read_text())
+
+
+def tell(here, content) -> None:
+    (here / "run" / "environment.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("words", [[], ["--recipe", "baseline"]], ids=["nothing", "baseline"])
+def test_code_that_only_the_environment_names_is_not_run(words, here, capfd):
+    break_off("run")
+    (here / "evil.py").write_text("open('executed', 'w')\n" + FILE)
+    tell(here, told(here) | {"recipe": {"./evil.py:Own": {}}})
+    assert train("--out", "run", "--resume", *words) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "code from outside" in line and "--with './evil.py:Own'" in line
+    assert not (here / "executed").exists()
+
+
+def test_settings_come_back_as_they_were(here):
+    fields = "    text: str = ''\n    other: str = ''\n    number: float = 1.0\n"
+    (here / "mine.py").write_text(FILE.replace("class Own", "from dataclasses import dataclass\n\n@dataclass\nclass Own") + fields)
+    recipe = hasten.Recipe({"./mine.py:Own": {"text": "3", "other": "a,b + c=d", "number": 0.1}})
+
+    def stop(records):
+        if records[-1].get("step") == 5:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        hasten.train("mine.py:task", recipe, out="run", checkpoint_seconds=0, observers=[stop], device="cpu")
+    assert told(here)["recipe"] == recipe.methods
+    with pytest.raises(hasten.Refusal, match="another recipe"):
+        hasten.train("mine.py:task", recipe.with_method("./mine.py:Own", text=3, other="a,b + c=d", number=0.1), out="run", resume=True)
+    assert hasten.train("mine.py:task", recipe, out="run", resume=True, device="cpu")["steps"] == 8
+
+
+@pytest.mark.parametrize("odd", [None, 3, "ema", ["ema"], {"ema": 3}, {"ema": {"decay": None}}, {"ema": {"decay": [0.5]}}], ids=str)
+def test_an_odd_recipe_is_a_failure_in_one_line(odd, here, capfd):
+    break_off("run")
+    tell(here, told(here) | {"recipe": odd})
+    assert train("--out", "run", "--resume") == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "the run in run cannot be read" in line and "environment.json" in line
+
+
+def test_a_run_of_an_earlier_hasten_goes_on(here, capfd):
+    """It kept the recipe in recipe.toml alone, and none in its checkpoints."""
+    import torch
+
+    break_off("run", "ema:decay=0.5")
+    before = told(here)
+    del before["recipe"]
+    tell(here, before)
+    for path in (here / "run" / "checkpoints").glob("*.pt"):
+        state = torch.load(path, weights_only=True)
+        del state["identity"]["recipe"]
+        torch.save(state, path)
+    assert train("--out", "run", "--resume") == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["recipe"] == "ema:decay=0.5" and "passed over" not in err

@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from hasten.data.chance import BLOCK, Chance
+from hasten.data.chance import BLOCK, Chance, _block
 
 KEY = 3, 0, 1
 
@@ -55,6 +55,15 @@ def test_one_place_alone_has_no_first_dimension():
     assert torch.equal(
         torch.stack([chance.uniform(3) for chance in Chance(numpy.arange(5), *KEY)]), Chance(numpy.arange(5), *KEY).uniform(3)
     )
+
+
+def test_one_place_alone_makes_no_block():
+    before = _block.cache_info().misses
+    for number, chance in enumerate(Chance(numpy.arange(5), 9, 9, 9)):
+        chance.integers(0, 100 + number)
+    assert _block.cache_info().misses == before
+    Chance(numpy.arange(5), 9, 9, 9).integers(0, 100)
+    assert _block.cache_info().misses == before + 1
 
 
 def test_the_key_makes_all_the_difference():

@@ -17,7 +17,7 @@ def own_cache(tmp_path, monkeypatch):
     for name in ("conversion.GAIN_SECONDS", "conversion.ESTIMATE_SECONDS", "stages.COPY_SECONDS", "stages.ENOUGH"):
         monkeypatch.setattr(f"hasten.data.storing.{name}", 0.02)  # how fast it is read is measured for a moment only
     for name in ("TURNS", "LEAST"):
-        monkeypatch.setattr(f"hasten.data.storing.advice.{name}", 1)
+        monkeypatch.setattr(f"hasten.data.storing.advice.{name}", 2)
 
 
 def test_a_row_that_cannot_be_read_is_named(tmp_path):

@@ -22,7 +22,7 @@ def cache(tmp_path, monkeypatch):
     """Where samples are written; empty again after every test."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("HASTEN_CACHE", str(folder))
-    for name, value in {"conversion.GAIN_SECONDS": 0.1, "conversion.ESTIMATE_SECONDS": 0.1, "advice.TURNS": 1, "advice.LEAST": 1}.items():
+    for name, value in {"conversion.GAIN_SECONDS": 0.1, "conversion.ESTIMATE_SECONDS": 0.1, "advice.TURNS": 2, "advice.LEAST": 2}.items():
         monkeypatch.setattr(f"hasten.data.storing.{name}", value)
     yield
     assert not folder.exists() or not [path for path in folder.rglob("*") if path.is_file()]

@@ -35,6 +35,7 @@ def main(words: list[str] | None = None) -> int:
     """The program ``hasten``; returns the exit code."""
     words = sys.argv[1:] if words is None else words
     as_json = "--json" in words
+    _open_what_is_closed()
     _quieten_libraries()
     _show_notices()
     try:
@@ -43,7 +44,7 @@ def main(words: list[str] | None = None) -> int:
             return 0
         _show_to_whoever_reads(answer, as_json)
         return answer.code
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
         code, line = _verdict(error)
         _say(line)
         if as_json:
@@ -58,6 +59,17 @@ def _show_to_whoever_reads(answer: Answer, as_json: bool) -> None:
         sys.stdout.flush()
     except (BrokenPipeError, SystemExit):  # rich turns the one into the other
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python tries once more at its end
+        raise Failure(f"the work is done, but its answer cannot be written to standard output: {error.strerror}") from None
+
+
+def _open_what_is_closed() -> None:
+    """A daemon may start us without an output; then it goes nowhere."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+            setattr(sys, name, open(number, "w"))  # noqa: SIM115  open as long as the process
 
 
 def _answer(words: list[str]) -> Answer | None:
@@ -84,6 +96,8 @@ def _verdict(error: BaseException) -> tuple[int, str]:
         return 1, str(error)
     if isinstance(error, KeyboardInterrupt):
         return 1, "stopped"
+    if isinstance(error, SystemExit):
+        return 1, "the task's own code ended the program (sys.exit), so there is no result"
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("hasten"):
         return 1, f"the package {error.name} is not installed; pip install {error.name}"
     return 1, f"internal error: {one_line(error)} (set HASTEN_TRACEBACK=1 for the traceback; please report it)"

@@ -53,6 +53,8 @@ def margin(text: str) -> float:
 
 def folder(text: str) -> str:
     """The path of a folder, or of nothing yet."""
+    if not text:
+        raise ArgumentTypeError("must be a folder, but it is empty")
     if os.path.exists(text) and not os.path.isdir(text):
         raise ArgumentTypeError(f"must be a folder, but {text} is a file")
     return text

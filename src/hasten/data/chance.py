@@ -51,7 +51,8 @@ class Chance:
 
     def _numbers(self, shape: tuple[int, ...], form: Callable, *limits: int) -> torch.Tensor:
         count = math.prod(shape)
-        numbers = _drawn(numpy.atleast_1d(self._places), self._key, self._asked, count, form, *limits)
+        made = _drawn if self._places.ndim else _made  # for one place, a block would be made for a single use
+        numbers = made(numpy.atleast_1d(self._places), self._key, self._asked, count, form, *limits)
         self._asked += count
         return torch.from_numpy(numbers.reshape((*self._places.shape, *shape)))
 

@@ -56,7 +56,7 @@ class RunFolder:
             raise Refusal(f"{self.path} already holds a run; go on with it with --resume, or choose another --out")
         if begun:
             self._go_on_with(recipe)
-        self.identity = {**identity, "recipe": str(self.recipe)}
+        self.identity = {**identity, "recipe": self.recipe.methods}
 
     def finished(self) -> dict | None:
         """The result of a run that came to its end."""
@@ -124,17 +124,36 @@ class RunFolder:
         """The run that is there, if it is the one asked for: under the recipe that it was begun with, what this came to, or none at all."""
         try:
             self.environment = then = json.loads((self.path / "environment.json").read_text(encoding="utf-8"))
-            begun, found = then["recipe"], Recipe.load(self.path / "recipe.toml")
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            found = Recipe.load(self.path / "recipe.toml")
+            begun = _recipe_of(then, found)
+        except (OSError, ValueError, RecursionError) as error:
             raise Failure(f"the run in {self.path} cannot be read: {error}; choose another --out") from None
-        if recipe is None and any(":" in name for name in found.methods):
-            raise Refusal(f"the run in {self.path} was begun with code from outside; if you trust it, name it again: --with '{begun}'")
-        if recipe is None or (recipe == found and str(recipe) != begun):
-            self.recipe = Recipe.read(begun)
-        for name, now in {**self.identity, "recipe": str(self.recipe)}.items():
+        if recipe is None or recipe == found:  # what runs is what the folder says
+            named = recipe.methods if recipe else {}
+            if any(":" in name and name not in named for name in (begun | found).methods):
+                raise Refusal(f"the run in {self.path} was begun with code from outside; if you trust it, name it again: --with '{begun}'")
+            self.recipe = begun
+        if self.recipe != begun:
+            raise self._another("recipe", begun, self.recipe)
+        for name, now in self.identity.items():
             if (before := then.get(name)) != now:
-                what = f"another {name.replace('_', ' ')}: {_shown(before)} there, {_shown(now)} here"
-                raise Refusal(f"the run in {self.path} has {what}; say the same or choose another --out")
+                raise self._another(name, before, now)
+
+    def _another(self, what: str, there, here) -> Refusal:
+        what = f"another {what.replace('_', ' ')}: {_shown(there)} there, {_shown(here)} here"
+        return Refusal(f"the run in {self.path} has {what}; say the same or choose another --out")
+
+
+def _recipe_of(environment: dict, found: Recipe) -> Recipe:
+    """The recipe that a run was begun with; an earlier hasten kept it in recipe.toml alone."""
+    if not isinstance(environment, dict):
+        raise ValueError("environment.json holds no table")
+    methods = environment.get("recipe", found.methods)
+    if not isinstance(methods, dict) or not all(isinstance(settings, dict) for settings in methods.values()):
+        raise ValueError("the recipe in environment.json is no table of methods")
+    if not all(isinstance(value, (bool, int, float, str)) for settings in methods.values() for value in settings.values()):
+        raise ValueError("a setting in environment.json is no number, text or true/false")
+    return Recipe(methods)
 
 
 def _lines(records: list[dict]) -> str:

@@ -186,7 +186,9 @@ class Training:
     def _take_up(self) -> None:
         """Goes back to the newest whole checkpoint; to the start where none was made yet."""
         length = self.folder.logged()
-        state = self.checkpoints.newest(lambda state: state["identity"] == self.folder.identity and state["log"] <= length)
+        ours = self.folder.identity
+        earlier = {"recipe": ours["recipe"]}  # what an earlier hasten left out of its checkpoints
+        state = self.checkpoints.newest(lambda state: earlier | state["identity"] == ours and state["log"] <= length)
         self.folder.cut_log(state["log"] if state else 0)
         self.folder.forget(skipping.FILE)  # what holds of it stands in the checkpoint
         if not state:

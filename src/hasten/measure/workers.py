@@ -259,6 +259,8 @@ def _live(connection: Connection, request: dict) -> None:
                 say(type(error).__name__, str(error))
             except MemoryError:
                 say("Failure", "ran out of memory")
+            except SystemExit:
+                say("Failure", "the task's own code ended the process (sys.exit)")
             except Exception as error:
                 say("Failure", _out_of_memory(error) or one_line(error))
     except (EOFError, ConnectionError):

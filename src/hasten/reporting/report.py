@@ -145,7 +145,8 @@ def _flat(content) -> dict:
     """One level of nesting taken out."""
     flat = {}
     for key, value in (content if isinstance(content, dict) else {}).items():
-        flat |= value if isinstance(value, dict) else {key: value}
+        if key != "recipe":  # which stands above
+            flat |= value if isinstance(value, dict) else {key: value}
     return fitted(flat, FACTS, "environment.json")
 
 

@@ -96,7 +96,7 @@ def surroundings(device: str) -> dict:
 
 def _why(confirmed: Confirmed | None, won: bool, stopped: bool) -> str:
     if confirmed is None and stopped:
-        return "the budget ended before the search did, and nothing was surely faster by then; give it a larger --budget"
+        return "what was left of the budget was too little for the next trial, and nothing was surely faster by then; give it a larger --budget"
     if confirmed is None:
         return "no method that was tried is surely faster; see the trials"
     if won:

@@ -5,6 +5,7 @@ What is told is an estimate for *these* data on this machine; ``convert`` measur
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
 from shutil import rmtree
-from statistics import median
+from statistics import fmean, median, stdev
+
+from scipy.special import stdtrit
 
 from hasten.contract.errors import Failure, Refusal
 from hasten.contract.watch import Watch
@@ -29,7 +32,8 @@ from hasten.data.storing.storages import STORAGES
 
 WORTH = 1.2  # times faster; less is not worth the trouble of storing the data again
 FEWEST = 64  # rows of a sample
-TURNS, LEAST = 6, 2  # readings of each side that count: of sides that are equal, six favour the same one by chance in one case of 32
+TURNS, LEAST = 6, 2  # readings of each side that count
+ERROR = 0.05  # chance that two sides that are equal do not look so, by Student's t over the turns, few or many
 PATIENCE = 3  # times what they should take; then fewer have to do
 CLEAR = 1.01  # times as fast; less is no difference
 CHUNKS = 4  # of the reading's size, at most, are stored to try
@@ -114,11 +118,13 @@ def gain_of(before: Sequence[float], after: Sequence[float]) -> dict:
 
     Returns:
         "before" and "after", the medians; "ratio", the median of how many times as fast neighbours are, between "low" and "high", the
-        least and the most; "verdict": "faster" or "slower" where all of them are, else "no difference".
+        least and the most; "verdict": "faster" or "slower" where all of them are and so few could not be by chance, else "no difference".
     """
     ratios = [late / early for early, late in zip(before, after, strict=True)]
     low, high = min(ratios), max(ratios)
-    verdict = "faster" if low > CLEAR else "slower" if high < 1 / CLEAR else "no difference"
+    logs = list(map(math.log, ratios))
+    by_chance = abs(fmean(logs)) < stdtrit(len(logs) - 1, 1 - ERROR / 2) * stdev(logs) / math.sqrt(len(logs))
+    verdict = "no difference" if by_chance else "faster" if low > CLEAR else "slower" if high < 1 / CLEAR else "no difference"
     return {"before": median(before), "after": median(after), "ratio": median(ratios), "low": low, "high": high, "verdict": verdict}
 
 
