@@ -26,7 +26,8 @@ class AutotunedLoader(Method):
     ``threads`` and ``cache`` are for pipelines of hasten.data. Their samples are kept in memory by themselves where that is tried, fits
     and is clearly faster; on disk only where ``cache=disk`` says so. ``cores`` and ``gigabytes`` are the budgets: unless said, the processors
     that may be used, and a quarter of the memory that is free; a cache on disk has no budget but the disk. Validation data
-    of the same kind are read by as many of their own as were found, unless the task names workers for them.
+    of the same kind are read by as many of their own as were found, unless the task names workers for them; these come on top of both
+    budgets, while those of training stand still once they are ahead.
     """
 
     threads: int | None = setting(None, at_least=0, at_most=256)
