@@ -16,7 +16,6 @@ from hasten.engine.find import make_methods, method_class, method_names
 from hasten.engine.plan import in_order, refuse_conflicts
 from hasten.engine.tasks import TaskRef
 from hasten.measure.ratio import Ratio
-from hasten.measure.workers import listen_anew
 
 INSIDE = 0.6  # of the budget, for what one process can tell; another allocator gets what is left
 
@@ -37,7 +36,6 @@ def diagnose(task, *, recipe=None, budget: float = 60.0, device: str | None = No
     Raises:
         Refusal: a wrong request. Failure: the task could not run.
     """
-    listen_anew()
     task, recipe, device = TaskRef.of(task), Recipe.read(recipe), pick_device(device)
     refuse_conflicts(in_order(make_methods(recipe)))
     cards = {name: method_class(name).card for name in method_names() if name not in recipe.methods}
