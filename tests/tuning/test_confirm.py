@@ -164,15 +164,6 @@ def test_what_is_put_forward():
     assert _put_forward([Recipe(), ONE, *milder]) == [*milder[::-1][: MOST_ATTEMPTS - 1], ONE], "the exact one is always among them"
 
 
-@pytest.mark.parametrize(("of_exact", "first"), [(5.0, ONE), (9.5, FASTER)], ids=["worth having", "hardly faster"])
-def test_an_exact_recipe_that_is_worth_having_is_secured_first(of_exact, first):
-    metric = {"baseline": 0.9, str(ONE): 0.9, str(FASTER): 0.8905}  # the fastest is in doubt for as long as the budget lasts
-    study = Planted(metric, cost={"baseline": 10.0, str(ONE): of_exact, str(FASTER): 2.0}, budget_runs=4 * LOOKS[0])
-    won = confirmed(study, (ONE, FASTER))
-    assert next(name for name, _ in study.ran if name != "baseline") == str(first)
-    assert won.held is (first == ONE)
-
-
 def test_a_recipe_that_trains_otherwise_tells_how_far_apart_its_looks_are():
     study = Planted({"baseline": 0.9, str(FAST): 0.9, str(ONE): 0.9}, cost={"baseline": 10.0, str(FAST): 5.0, str(ONE): 5.0})
     other, exact = confirmed(study, (FAST,)), confirmed(study, (ONE,))

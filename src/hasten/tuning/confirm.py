@@ -64,7 +64,6 @@ def confirm(study: Study, ladder: Ladder, competent: Recipe, baseline: Baseline,
     fastest = _put_forward(ladder.rungs)
     attempts = [Confirmed(recipe, Gate(None, None, baseline.margin, None, [], False, False, "no seed was run")) for recipe in fastest]
     try:
-        _secure(study, attempts, baseline, pace_seconds)
         for pairs in LOOKS:
             for number, attempt in enumerate(attempts):
                 if not attempt.over and _worth_proving(attempt, attempts):
@@ -97,13 +96,6 @@ def _put_forward(rungs: list[Recipe]) -> list[Recipe]:
     several = list(fastest.values())
     first, exact = several[:MOST_ATTEMPTS], next((recipe for recipe in several if not _suspects(recipe)), None)
     return first if exact is None or exact in first else [*first[:-1], exact]
-
-
-def _secure(study: Study, attempts: list[Confirmed], baseline: Baseline, pace_seconds: float) -> None:
-    """Looks first at the fastest exact recipe: it needs few seeds, so that a budget that ends among the others leaves it."""
-    number, exact = next(((n, each) for n, each in enumerate(attempts) if not _suspects(each.recipe)), (0, None))
-    if number and _pace(study, exact, pace_seconds).get("ratio", {"median": 0.0})["median"] > WORTH_PROVING:
-        _look(study, exact, number, LOOKS[0], baseline, pace_seconds)
 
 
 def _suspects(recipe: Recipe) -> Recipe:
