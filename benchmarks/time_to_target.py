@@ -57,7 +57,8 @@ pace = next(
     and trial["what"]["a"] == {}
     and trial["what"]["b"] == told["recipe"]
 )
-print(time_to_target(pace, told["samples_compared"]))  # samples of (baseline, tuned), a seed each; then since the look before, where they train differently
+# samples of (baseline, tuned), a seed each; then since the look before, where they train differently
+print(time_to_target(pace, told["samples_compared"]))
 ```
 
 Where the paired runs themselves took clearly less of a gain (`stopwatch`), that is what is reported instead.
@@ -89,7 +90,7 @@ def record(workload: str, result: dict, folder: Path) -> Path:
         sentence=result["why"][:1].upper() + result["why"][1:] + ".",
         rows="\n".join(f"| {heading} | {cell} |" for heading, cell in zip(HEADINGS, row_of(workload, result), strict=True)),
         date=about["date"],
-        command=f"python benchmarks/time_to_target.py {workload}",
+        command=f"python benchmarks/time_to_target.py {workload} --budget {result['budget_seconds']:.0f}",  # what it had, by whomever
         versions=", ".join(f"{name} {value}" for name, value in result["versions"].items())
         + f" on {result['machine']['cpu']}, {result['machine']['cores']} cores",
         lines=LINES if result["speedup"] else "",

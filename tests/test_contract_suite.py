@@ -5,7 +5,8 @@ from functools import cache
 
 import pytest
 
-from hasten.engine.find import method_names
+from hasten.contract.card import FACTS
+from hasten.engine.find import method_class, method_names
 from hasten.testing import CHECKS, Subject, check_method
 
 SETTINGS = {
@@ -26,6 +27,12 @@ def test_our_methods_keep_the_contract(name, check):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         check(subject(name))
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_our_methods_apply_to_what_can_be_looked_up(name):
+    """Free words are for methods from outside."""
+    assert method_class(name).card.applies_to <= FACTS.keys()
 
 
 LIARS = '''

@@ -30,6 +30,9 @@ def unknown_field(): return good(bach_size=3)
 def unknown_metric(): return good(metric="acuracy")
 def text_metric(): return good(metric=lambda output, target: "high", higher_is_better=True)
 def empty(): return good(train_data=[])
+def negative(): return good(train_data=Negative())
+def negative_in_a_loader(): return good(train_data=torch.utils.data.DataLoader(Negative(), batch_size=2))
+def endless(): return good(validation_data=Endless())
 def no_parameters(): return good(model=lambda: nn.ReLU())
 def no_module(): return good(model=lambda: 3)
 def label_out_of_range(): return good(train_data=[(torch.zeros(2), 7)] * 4)
@@ -38,7 +41,16 @@ def infinite(): return good(train_data=[(torch.full((2,), float("inf")), 0)] * 4
 def nan_validation(): return good(validation_data=[(torch.full((2,), float("nan")), 0)] * 4, metric="loss")
 def changing_shape(): return good(train_data=[(torch.zeros(2), 0), (torch.zeros(3), 0)] * 4, batch_size=8)
 def raises_at_a_sample(): return good(train_data=Raising())
+def changing_output(): return good(model=Changing)
 def longer(): return good(epochs=3)
+def number_as_metric(): return good(metric=3)
+def number_as_data(): return good(train_data=3)
+def half_a_sample(): return good(batch_size=2.5)
+def direction_in_words(): return good(higher_is_better="lower")
+def empty_validation(): return good(validation_data=[])
+def empty_validation_stream(): return good(validation_data=NoSamples())
+def a_loss_for_each_sample(): return good(loss=lambda output, target: nn.functional.cross_entropy(output, target, reduction="none"))
+def raises_in_a_worker(): return good(train_data=torch.utils.data.DataLoader(Raising(), batch_size=2, shuffle=True, num_workers=2))
 def no_length(): return good(train_data=Stream())
 def plain_number(): return good(loss=lambda output, target: nn.functional.cross_entropy(output, target).item())
 def no_number(): return good(loss=lambda output, target: None)
@@ -48,14 +60,31 @@ class Silent(nn.Linear):
     def __init__(self): super().__init__(2, 2)
     def forward(self, x): return {"loss": None, "logits": super().forward(x)}
 
+class Changing(nn.Linear):
+    calls = 0
+    def __init__(self): super().__init__(2, 2)
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)[: 2 if self.calls == 1 else 1]
+
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self): return iter([(torch.zeros(2), 0)] * 4)
+
+class NoSamples(Stream):
+    def __iter__(self): return iter([])
 
 class Raising(torch.utils.data.Dataset):
     def __len__(self): return 8
     def __getitem__(self, index):
         if index == 5: raise OSError("a file is gone")
         return torch.zeros(2), 0
+
+class Negative(torch.utils.data.Dataset):
+    def __len__(self): return -3
+    def __getitem__(self, index): return torch.zeros(2), 0
+
+class Endless(Negative):
+    def __len__(self): return 10**30
 
 class Bad:
     pass
@@ -133,6 +162,14 @@ WRONG = [
     ("train mine.py:unknown_field", "bach_size"),
     ("train mine.py:unknown_metric", "accuracy"),
     ("train mine.py:empty", "empty"),
+    ("train mine.py:number_as_metric", "Task(metric=) must be one of accuracy"),
+    ("train mine.py:number_as_data", "Task(train_data=) must be a dataset"),
+    ("train mine.py:half_a_sample", "Task(batch_size=) must be a positive whole number, not 2.5"),
+    ("train mine.py:direction_in_words", "Task(higher_is_better=) must be True, False or None, not 'lower'"),
+    ("train mine.py:empty_validation", "Task(validation_data=) is empty"),
+    ("train mine.py:negative", "Negative cannot tell how long it is"),
+    ("train mine.py:negative_in_a_loader", "DataLoader cannot tell how long it is"),
+    ("train mine.py:endless", "Endless cannot tell how long it is"),
     ("train mine.py:text_metric --quiet", "number"),
     ("train mine.py:no_parameters", "no parameters"),
     ("train mine.py:no_module", "nn.Module"),
@@ -185,13 +222,15 @@ WRONG = [
     ("train mine.py:good --seed -1", "--seed"),
     ("train mine.py:good --seed one", "--seed"),
     ("train mine.py:good --out file", "file"),
+    ("train mine.py:good --out . --with bfloat61", "bfloat16"),
     ("train mine.py:good --resume", "--out"),
     ("train mine.py:good --out fresh --resume", "no folder fresh"),
     ("compare mine.py:good --a baseline", "--b"),
     ("compare mine.py:good --a baseline --b bfloat61", "bfloat16"),
     ("compare mine.py:good --a baseline --b ema --budget 0", "--budget"),
     ("tune mine.py:good --budget soon", "--budget"),
-    ("tune mine.py:good --budget -5m", "--budget"),
+    ("tune mine.py:good --budget -5m", "--budget must be a time"),
+    ("tune mine.py:good --budget -.5h", "--budget must be a time"),
     ("tune mine.py:good --budget inf", "--budget"),
     ("tune mine.py:good --margin nan", "--margin"),
     ("tune mine.py:good --runs 0", "--runs"),
@@ -221,6 +260,10 @@ CANNOT_GO_ON = [
     ("train mine.py:infinite", "infinity"),
     ("train mine.py:nan_validation", "validation data holds NaN"),
     ("train mine.py:changing_shape", "equal size"),
+    ("train mine.py:changing_output", "step 2 (pass 1, batch 2) failed: ValueError: Expected input batch_size (1)"),
+    ("train mine.py:empty_validation_stream", "the validation data gave no batch"),
+    ("train mine.py:a_loss_for_each_sample", "Task(loss=) must return one number"),
+    ("train mine.py:raises_in_a_worker", "of the pass, sample 5: OSError: a file is gone"),
     ("train mine.py:raises_at_a_sample", "a file is gone"),
     ("train mine.py:raises_at_a_sample --with loader_workers:workers=1", "a file is gone"),
     ("train mine.py:good --with compile:backend=warp", "warp"),

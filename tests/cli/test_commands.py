@@ -12,7 +12,7 @@ from argparse import Namespace
 
 import pytest
 
-from hasten.cli import methods
+from hasten.cli import methods, progress
 from hasten.cli.answer import strict_json
 from hasten.cli.main import _read, main
 from hasten.cli.values import seconds
@@ -154,6 +154,16 @@ def test_a_method_page_shows_its_records(here, monkeypatch, capfd):
     assert "above 0 and below 1" in page and "digits: ema:decay=0.9 no gain, 0.97x" in page and "emanation" not in page
 
 
+def test_a_record_of_several_methods_is_shown_with_each(here, monkeypatch):
+    (folder := here / "records" / "2026-01-01_time-to-target_digits_laptop").mkdir(parents=True)
+    trial = {"what": "batch_size:factor=4,rule=sqrt + ema:decay=0.9 + znorm", "verdict": "faster", "ratio": None, "why": ""}
+    (folder / "result.json").write_text(json.dumps({"task": "digits", "trials": [trial]}))
+    monkeypatch.chdir(here)
+    for name, times in (("batch_size", 1), ("ema", 1), ("znorm", 1), ("float16", 0)):
+        records = methods.run(Namespace(name=name, device="cpu"), silent).result["records"]
+        assert [record["what"] for record in records] == [trial["what"]] * times
+
+
 def test_a_reader_that_has_seen_enough_is_no_mistake(here):
     command = f"{sys.executable} -m hasten methods | head -n 1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], cwd=here, capture_output=True, text=True)
@@ -182,6 +192,22 @@ def test_interruption_stops_cleanly_and_says_how_to_go_on(here, options, folder)
     assert "Traceback" not in err
 
 
+def test_an_impatient_hand_still_gets_the_answer(here):
+    """Ctrl-C goes on while the program clears up; the user's own clearing up takes a moment here, as torch's does."""
+    with open(here / "slow.py", "a") as file:
+        file.write("\nimport atexit, time\natexit.register(time.sleep, 0.3)\n")
+    words = [sys.executable, "-m", "hasten", "train", "slow.py:task", "--out", "run", "--quiet"]
+    process = subprocess.Popen(words, cwd=here, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    log = here / "run" / "log.jsonl"
+    wait_for(lambda: log.exists() and log.stat().st_size > 0)
+    process.send_signal(signal.SIGINT)
+    said = next(line for line in process.stderr if line.startswith("hasten: "))
+    while process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.01)
+    assert process.returncode == 1 and "--out run --resume" in said and "Traceback" not in process.stderr.read()
+
+
 def test_a_terminal_gets_a_bar_with_the_time_left(here):
     ours, theirs = pty.openpty()
     words = [sys.executable, "-m", "hasten", "train", "slow.py:task"]
@@ -199,6 +225,25 @@ def test_a_terminal_gets_a_bar_with_the_time_left(here):
         process.wait()
         os.close(ours)
     assert b"%" in seen and b" left" in seen
+
+
+def test_quiet_shows_no_progress(here, monkeypatch, capfd):
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    for words, shown in (["--json"], True), (["--json", "--quiet"], False):
+        main(["train", "noisy.py:task", *words])
+        assert ("training: " in capfd.readouterr().err) is shown
+
+
+def test_an_interrupted_search_says_how_to_go_on(here):
+    words = [sys.executable, "-m", "hasten", "tune", "slow.py:task", "--out", "search"]
+    process = subprocess.Popen(words, cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for((here / "search").exists)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    (line,) = [line for line in err.splitlines() if line.startswith("hasten:")]
+    assert process.returncode == 1 and out == "" and "Traceback" not in err
+    assert "stopped; the same command goes on where it was" in line
 
 
 @pytest.mark.parametrize(("text", "expected"), [("90", 90), ("90s", 90), ("10m", 600), ("1h", 3600), ("1.5m", 90)])

@@ -108,7 +108,7 @@ def test_code_that_only_the_environment_names_is_not_run(words, here, capfd):
 
 
 def test_settings_come_back_as_they_were(here):
-    fields = "    text: str = ''\n    other: str = ''\n    number: float = 1.0\n"
+    fields = "    text: str | int = ''\n    other: str = ''\n    number: float = 1.0\n"
     (here / "mine.py").write_text(FILE.replace("class Own", "from dataclasses import dataclass\n\n@dataclass\nclass Own") + fields)
     recipe = hasten.Recipe({"./mine.py:Own": {"text": "3", "other": "a,b + c=d", "number": 0.1}})
 

@@ -29,24 +29,24 @@ def test_a_slow_disk_makes_small_files_better(tmp_path):
     kind, files = kind_of(data)
     reading = Reading(kind, str(data), files, resize=256)
     before = pace(reading, 0.5)["batches"]
-    fast = better_storages(reading, before, 1000, None, 4.0, silent)
+    fast = better_storages(reading, [before], 1000, None, 4.0, silent)
     assert fast[0]["to"] == "rows" and fast[0]["bytes"] == pytest.approx(1000 * 3 * 256 * 256, rel=0.01)
     disk = 200_000.0  # bytes a second
     before = slower_of(before, sum(map(os.path.getsize, files)) / len(files), disk)
-    slow = better_storages(reading, before, 1000, disk, 4.0, silent)
+    slow = better_storages(reading, [before], 1000, disk, 4.0, silent)
     assert "rows" not in [each["to"] for each in slow]
 
 
 def test_fastest_storages_get_no_advice(tmp_path):
     numpy.save(tmp_path / "x.npy", numpy.zeros((100, 3), numpy.float32))
     kind, files = kind_of(tmp_path / "x.npy")
-    assert better_storages(Reading(kind, files, files), 1e6, 100, None, 1.0, silent) == []
+    assert better_storages(Reading(kind, files, files), [1e6], 100, None, 1.0, silent) == []
 
 
 def test_what_cannot_be_stored_that_way_is_left_out(tmp_path):
     data = written(tmp_path / "in", content=table().drop_columns(["word"]))
     kind, files = kind_of(data)
-    found = better_storages(Reading(kind, files, files, fill=0), 1.0, 3000, None, 2.0, silent)
+    found = better_storages(Reading(kind, files, files, fill=0), [1.0], 3000, None, 2.0, silent)
     assert [each["to"] for each in found] == ["feather"]
 
 

@@ -1,6 +1,8 @@
 """Caches: the same batches, in the budget, never stale, never half, one for all processes."""
 
+import importlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -379,6 +381,42 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
         list(arrays(NUMBERS).cache("disk", folder=tmp_path / "file" / "cache").batch(BATCH))
 
 
+def test_a_cache_of_another_version_of_this_package_is_not_taken(monkeypatch):
+    for version, read in (("1.0", True), ("1.0", False), ("1.1", True)):
+        monkeypatch.setattr("hasten.data.caching.cache_disk.__version__", version)
+        pipeline = counting(arrays(NUMBERS))
+        list(pipeline.cache("disk").batch(BATCH))
+        assert (pipeline.source.rows_read > 0) == read
+
+
+def test_somebodys_own_source_is_another_when_its_text_is(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    text = """
+        import torch
+        from hasten.data import Source
+
+        class Own(Source):
+            def __len__(self):
+                return 8
+
+            def read(self, rows):
+                return torch.from_numpy(rows) * FACTOR
+
+            def identity(self):
+                return {}
+        """
+    sums = []
+    for number, factor in enumerate((2, 2, 30)):
+        (tmp_path / "own_source.py").write_text(textwrap.dedent(text).replace("FACTOR", str(factor)))
+        sys.modules.pop("own_source", None)
+        importlib.invalidate_caches()
+        shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
+        pipeline = counting(Pipeline(importlib.import_module("own_source").Own()))
+        sums += [int(batch.sum()) for batch in pipeline.cache("disk").batch(8)]
+        assert (pipeline.source.rows_read > 0) == (number != 1)
+    assert sums == [56, 56, 840]
+
+
 def test_progress_is_told(recwarn, tmp_path):
     class Slow(Runs):
         def read(self, rows):
@@ -388,4 +426,5 @@ def test_progress_is_told(recwarn, tmp_path):
     told = []
     list(Pipeline(Slow([0, 5])).cache(watch=lambda *what: told.append(what)).batch(5))
     assert [done for _, done, _ in told] == [0.2, 0.4, 0.6, 0.8, 1.0] and told[-1][2] == 0 and "memory" in told[0][0]
+    assert all(re.search(r", [\d,]+ rows/s$", what) for what, *_ in told)
     assert not [each for each in recwarn if each.category is Notice]

@@ -1,6 +1,7 @@
 """Conversions of data some of which cannot be read: the first bad row ends them, or so many are left out, counted and listed."""
 
 import json
+import tarfile
 
 import numpy
 import pytest
@@ -20,18 +21,30 @@ def own_cache(tmp_path, monkeypatch):
         monkeypatch.setattr(f"hasten.data.storing.advice.{name}", 2)
 
 
-def test_a_row_that_cannot_be_read_is_named(tmp_path):
+@pytest.mark.parametrize(("to", "resize"), [("shards", 16), ("shards", None), ("rows", None)])
+@pytest.mark.parametrize(("damage", "why"), [("no picture", "it is no JPEG or PNG picture"), ("cut off", "it cannot be decoded")])
+def test_a_row_that_cannot_be_read_is_named(tmp_path, to, resize, damage, why):
+    """Also where its bytes could be stored as they are: what was converted can be read."""
+    data = pictures(tmp_path / "in", sizes=((200, 300),))
+    file = data / "cat" / "3.jpg"
+    file.write_bytes(b"no picture" if damage == "no picture" else file.read_bytes()[:-2000])
+    with pytest.raises(Failure, match=rf"cat/3.jpg\): {why}.*; mend it"):
+        convert(data, tmp_path / "out", to=to, resize=resize)
+
+
+def test_pictures_that_can_be_read_are_stored_as_they_are(tmp_path):
     data = pictures(tmp_path / "in")
-    (data / "cat" / "3.jpg").write_bytes(b"no picture")
-    with pytest.raises(Failure, match=r"cat/3.jpg.*mend it"):
-        convert(data, tmp_path / "out", to="shards", resize=16)
+    convert(data, tmp_path / "out", to="shards")
+    with tarfile.open(tmp_path / "out" / "00000-of-00001.tar") as tar:
+        there = [tar.extractfile(member).read() for member in tar if member.name.endswith(".jpg")]
+    assert there == [path.read_bytes() for path in sorted(data.rglob("*.jpg"))]
 
 
 def listed(folder):
     return [json.loads(line) for line in (folder / "skipped.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("to", "resize", "parts"), [("rows", 16, 1), ("shards", 16, 3), ("rows", None, 4)])
+@pytest.mark.parametrize(("to", "resize", "parts"), [("rows", 16, 1), ("shards", 16, 3), ("shards", None, 3), ("rows", None, 4)])
 def test_bad_pictures_are_left_out_and_listed(tmp_path, monkeypatch, to, resize, parts):
     """The first one, too, by which the shape of all is known."""
     data = pictures(tmp_path / "in", sizes=((20, 30),))
@@ -70,6 +83,34 @@ def test_a_bad_run_is_as_many_bad_rows(tmp_path, to):
         read = everything({"feather": feather, "parquet": parquet}[to](tmp_path / "out"))
         kept = numpy.r_[0:150, 200:ROWS]
         assert numpy.array_equal(read["label"], numbers()["label"].to_numpy()[kept])
+
+
+@pytest.mark.parametrize("to", ["feather", "rows", "tfrecord"])
+def test_a_bad_line_of_csv_is_one_bad_row(tmp_path, to):
+    (tmp_path / "in").mkdir()
+    lines = [f"{row},{row / 2}" for row in range(40)]
+    lines[7], lines[30] = "7", "30,15,15"
+    (tmp_path / "in" / "t.csv").write_text("\n".join(["n,half", *lines]))
+    with pytest.raises(Failure, match=r"row 7 \(.*t\.csv\): line 9 has 1 field, not 2; mend it"):
+        convert(tmp_path / "in", tmp_path / "none", to=to)
+    result = convert(tmp_path / "in", tmp_path / "out", to=to, skip_bad=2)
+    assert (result["rows"], result["skipped"], result["skipped_files"]) == (38, 2, 0)
+    assert [(each["row"], each["why"]) for each in listed(tmp_path / "out")] == [
+        (7, "line 9 has 1 field, not 2"),
+        (30, "line 32 has 3 fields, not 2"),
+    ]
+    if to == "feather":
+        assert everything(feather(tmp_path / "out"))["n"].tolist() == [row for row in range(40) if row not in (7, 30)]
+    read = inspect(tmp_path / "in", skip_bad=2, budget=0.5)
+    assert read["trouble"] is None and read["rows"] == 40
+
+
+def test_a_csv_with_another_delimiter_is_no_bad_file(tmp_path):
+    (tmp_path / "in").mkdir()
+    for name, line in {"a": "1,0", "b": "1;0"}.items():
+        (tmp_path / "in" / f"{name}.csv").write_text("n,half\n" + f"{line}\n" * 40)
+    with pytest.raises(Refusal, match=r"b\.csv has no more good lines than bad ones"):
+        convert(tmp_path / "in", tmp_path / "out", to="feather", skip_bad=1)
 
 
 def test_a_killed_conversion_remembers_what_it_left_out(tmp_path):

@@ -5,7 +5,33 @@ import torch
 from pipelines import Bad
 
 from hasten import Failure
-from hasten.data import Pipeline
+from hasten.data import Pipeline, Source
+from hasten.data.caching.cache import Mapped, MemoryCache
+from hasten.data.source import BadRow
+from hasten.data.storing.appetite import _Stopwatch, _Timed
+
+
+class Known(Bad):
+    """Tells of its bad rows before they are read."""
+
+    def known_bad(self):
+        return [BadRow(row, "numbers.txt", "no number") for row in sorted(self.bad)]
+
+
+class Subset(Source):
+    """Somebody's own: the first rows of another source."""
+
+    def __init__(self, source, count):
+        self.source, self.count = source, count
+
+    def __len__(self):
+        return self.count
+
+    def read(self, rows):
+        return self.source.read(rows)
+
+    def identity(self):
+        return {}
 
 
 def rows(pipeline):
@@ -49,7 +75,7 @@ def test_rows_that_are_known_as_bad_are_not_met_again():
 
 
 def test_the_advice_is_what_there_is():
-    with pytest.raises(Failure, match=r"let some be left out: .skip_bad\(10\), or hasten train --skip-bad 10$"):
+    with pytest.raises(Failure, match=r": .skip_bad\(10\) in the pipeline, or --skip-bad 10 with hasten train and hasten data$"):
         rows(Pipeline(Bad([3])).batch(10))
 
 
@@ -58,3 +84,21 @@ def test_the_found_rows_say_where_and_why():
     rows(pipeline)
     assert (pipeline.faults.found[3].where, pipeline.faults.found[3].why) == ("numbers.txt line 4", "no number")
     assert "row 3" in str(pipeline.faults.found[3])
+
+
+@pytest.mark.parametrize(
+    "around",
+    [lambda source: Mapped(source, ()), lambda source: MemoryCache(source, None, None), lambda source: _Timed(source, _Stopwatch())],
+    ids=["mapped", "kept", "timed"],
+)
+def test_what_is_known_is_told_through_what_stands_before_it(around):
+    with pytest.raises(Failure, match=r"row 3 \(numbers.txt\): no number"):
+        Pipeline(around(Known([3]))).batches(10, seed=0, training=False)
+
+
+def test_only_the_source_itself_is_asked_what_is_known():
+    """What somebody's own source keeps under any name may be anything, and not all of it is asked for."""
+    named = Bad([], rows=20)
+    named.source = "numbers.txt"
+    assert rows(Pipeline(named).batch(10)) == [*range(20)]
+    assert rows(Pipeline(Subset(Known([30]), 20)).batch(10)) == [*range(20)]

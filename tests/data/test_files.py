@@ -150,6 +150,8 @@ def test_a_stamp_tells_of_a_change_whose_time_was_set_back(folder):
         ("shards/*/*.tar", ["2023/0.tar", "2024/0.tar", "2024/1.tar"]),
         ("shards/**", ["2023/0.tar", "2024/0.tar", "2024/1.tar"]),
         ("shards/**/0.tar", ["2023/0.tar", "2024/0.tar"]),
+        ("shards/**/a_link", ["a_link/0.tar", "a_link/1.tar"]),
+        ("./shards/**/2024", ["2024/0.tar", "2024/1.tar"]),
         ("shards/a_link/*.tar", ["a_link/0.tar", "a_link/1.tar"]),
     ],
 )
@@ -160,7 +162,7 @@ def test_a_folder_that_links_lead_to_is_met_once(folder, pattern, names):
     (folder / "shards" / "a_link").symlink_to("2024")
     (folder / "shards" / "back").symlink_to(".")
     (folder / "shards" / "2023" / "back").symlink_to("..")  # two that lead back make ever more ways
-    assert found(pattern, (".tar",)) == [f"shards/{name}" for name in names]
+    assert [os.path.normpath(each) for each in found(pattern, (".tar",))] == [f"shards/{name}" for name in names]
 
 
 def test_a_link_that_leads_nowhere_is_a_file_that_cannot_be_read(folder):
@@ -213,6 +215,54 @@ def test_a_remote_folder_is_like_one_on_the_disk(unsteady, folder):
         here = [path.removeprefix("tree/") for path in found("tree", suffixes)]
         assert [path.removeprefix("unsteady:///tree/") for path in found("unsteady://tree/", suffixes)] == here
         assert here == sorted(here) and len(here) == 5 - len(suffixes)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "*", "*.csv", "**", "**/*.csv", "**/*", "d*", "d*/*", "deep/**", "*/er", "**/er", "**/er/*", "*/*/*.csv", "?.csv", "[ab].csv",
+        ".*", ".*/*", "**/.*", "**/.d/*", ".h*.csv", "*/D.CSV", "**/e*/**", "deep/**/*.csv", "**/deep/**/e.*", "nothing*",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("suffixes", [(".csv",), ()], ids=["csv", "all"])
+def test_a_remote_pattern_means_what_it_means_on_the_disk(unsteady, folder, pattern, suffixes):
+    """Folders that it matches are descended into, hidden names are passed over unless it names them."""
+    names = ("b.csv", "a.csv", "c.txt", ".hidden.csv", "deep/D.CSV", "deep/.d/x.csv", "deep/er/e.csv", "deep/er/.e.csv", "dir.csv/in.csv")
+    for name in (*names, "dir.csv/in.txt", ".d/y.csv", ".d/.z.csv", "deep/er/deep/e.csv"):
+        (folder / "forest" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "forest" / name).touch()
+        unsteady().pipe_file(f"/forest/{name}", b"")
+
+    def meant(root):
+        try:
+            return [path.partition("forest/")[2] for path in found(f"{root}/{pattern}", suffixes)]
+        except Refusal as refused:
+            assert "no file matches" in str(refused)
+            return []
+
+    assert meant("unsteady://forest") == meant("forest")
+    assert bool(meant("forest")) == (pattern not in ("nothing*",))
+
+
+def test_what_is_no_remote_folder_is_a_file(unsteady, monkeypatch):
+    """As a link, which sftp tells apart."""
+    ls = Unsteady.ls
+
+    def linked(system, path, detail=True, **more):
+        there = ls(system, path, detail=True, **more)
+        return [each | {"type": "link"} if each["name"].endswith("one.bin") else each for each in there]
+
+    monkeypatch.setattr(Unsteady, "ls", linked)
+    assert found("unsteady://data/*.bin") == ["unsteady:///data/one.bin", "unsteady:///data/two.bin"]
+
+
+def test_a_remote_pattern_asks_for_no_more_than_it_may_mean(unsteady, monkeypatch):
+    for name in ("a/1.bin", "b/2.bin", "b/deep/3.bin"):
+        unsteady().pipe_file(f"/many/{name}", b"")
+    asked, ls = [], Unsteady.ls
+    monkeypatch.setattr(Unsteady, "ls", lambda system, path, *more, **named: asked.append(path) or ls(system, path, *more, **named))
+    assert found("unsteady://many/a/*") == ["unsteady:///many/a/1.bin"]
+    assert {path.strip("/") for path in asked} == {"many/a"}
 
 
 def test_patience(unsteady):

@@ -20,6 +20,13 @@ def test_nestings(tmp_path):
     assert [batch.tolist() for batch in arrays(y[:3]).batch(2)] == [[0, 1], [2]]
 
 
+def test_paths_are_meant_as_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    numpy.save(tmp_path / "x.npy", numpy.arange(3))
+    for path in ("~/x.npy", f"file://{tmp_path}/x.npy"):
+        assert [batch.tolist() for batch in arrays(path).batch(3)] == [[0, 1, 2]]
+
+
 def test_arrays_that_torch_would_not_take_as_they_are():
     backwards, readonly = numpy.arange(6)[::-1], numpy.arange(6)
     readonly.flags.writeable = False
@@ -90,6 +97,7 @@ def test_a_file_is_the_one_that_was_mapped_until_the_next_pass(tmp_path, monkeyp
         (lambda folder: arrays(numpy.array(["a", "b"])), "not what torch can hold"),
         (lambda folder: arrays(numpy.array([None, 3])), "without executing code"),
         (lambda folder: arrays(torch.zeros(3, device="meta")), "cpu"),
+        (lambda folder: arrays("s3://b/x.npy"), "from local files; copy s3://b/x.npy here first"),
         (lambda folder: arrays(folder / "missing.npy"), "cannot read .*missing.npy: No such file"),
         (lambda folder: arrays(folder / "pickled.npy"), "pickled.npy is no array of numbers"),
         (lambda folder: arrays(folder / "text.npy"), "text.npy is no array of numbers"),

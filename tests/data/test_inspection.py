@@ -1,5 +1,6 @@
 """What is told about data: what is there, what limits its reading, what would be faster. Nothing is left behind."""
 
+import io
 import json
 import shlex
 
@@ -8,11 +9,14 @@ import pyarrow as pa
 import pyarrow.csv
 import pytest
 import torch
+from rich.console import Console
 from storages import ROWS, damage, numbers, pictures, table, written
 
 from hasten import Refusal
 from hasten.cli.main import main
-from hasten.data import convert, inspect
+from hasten.data import convert, csv, inspect
+from hasten.data.storing import sampling
+from hasten.reporting.terminal_data import inspect_answer
 
 BUDGET = 1.0
 
@@ -37,6 +41,26 @@ def test_a_table(tmp_path):
     assert result["trouble"] is None and json.dumps(result)
 
 
+def test_every_figure_is_a_median_and_is_told_with_its_range(tmp_path, capfd):
+    data = written(tmp_path / "in", content=numbers(400_000), runs=20_000)
+    assert main(["data", "inspect", str(data), "--target", "label", "--budget", "6", "--json"]) == 0
+    result = json.loads(capfd.readouterr().out)
+    speed, ranges = result["speed"], result["ranges"]
+    assert {"page_cache", "decode", "copy", "batches"} <= ranges.keys() <= speed.keys()
+    assert all(0 < low <= speed[name] <= high for name, (low, high) in ranges.items())
+    assert all(each["low"] <= each["gain"] <= each["high"] for each in result["storages"])
+    page = " ".join(_page(result).split())
+    for name in ("decode", "copy", "batches"):
+        low, median, high = (f"{float(f'{each:.3g}'):,.0f}" for each in (ranges[name][0], speed[name], ranges[name][1]))
+        assert f"{median} rows/s ({low} to {high})" in page
+
+
+def _page(result):
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(inspect_answer(result))
+    return console.export_text()
+
+
 def test_a_table_that_is_slow_to_decode_would_be_faster_as_rows(tmp_path):
     """Compressed text of numbers: nothing takes longer to decode."""
     (tmp_path / "in").mkdir()
@@ -55,10 +79,21 @@ def test_a_long_csv_is_told_from_its_first_lines(tmp_path, monkeypatch):
     pyarrow.csv.write_csv(numbers(5000), tmp_path / "in" / "train.csv")
     result = inspect(tmp_path / "in", budget=BUDGET)
     assert not result["rows_exact"] and abs(result["rows"] - 5000) < 100
-    for name, content in {"packed.csv.gz": b"not packed at all", "ragged.csv": b"1,2\n3\n"}.items():
+    told = {"packed.csv.gz": (b"not packed at all", "is no whole CSV file: "), "ragged.csv": (b"1,2\n3\n", "has no more good lines than ")}
+    for name, (content, said) in told.items():
         (tmp_path / name).write_bytes(content * 10_000)
-        with pytest.raises(Refusal, match=f"^{tmp_path / name} is no whole CSV file: "):
+        with pytest.raises(Refusal, match=f"^{tmp_path / name} {said}"):
             inspect(tmp_path / name)
+
+
+def test_the_first_lines_of_a_csv_end_where_a_row_does(tmp_path, monkeypatch):
+    (tmp_path / "t.csv").write_text("n,word,m\n" + '1,"two\nlines",2\n' * 50)
+    (tmp_path / "head").mkdir()
+    for size in range(100, 120):
+        monkeypatch.setattr(sampling, "SAMPLED_TEXT", size)
+        head, _ = sampling._head(str(tmp_path / "t.csv"), tmp_path / "head")
+        (batch,) = csv(head).batch(50)
+        assert set(batch["word"]) == {"two\nlines"}, size
 
 
 def test_pictures(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import Failure, Refusal
 from hasten.data import images
 from hasten.data.formats import decoding
 from hasten.data.places import manifests
@@ -182,6 +182,27 @@ def test_a_file_that_went_away_is_a_bad_row(tmp_path):
         source.read(numpy.arange(6))
 
 
+@pytest.mark.parametrize("way", [{"batches": 0}, {"processes": 1}], ids=str)
+def test_a_picture_that_was_replaced_between_two_passes_is_told(tmp_path, way):
+    root = folder_of(tmp_path / "set")
+    pictures = images(root, resize=8).batch(3).prefetch(**way)
+    first, second = list(pictures), list(pictures)
+    assert all(torch.equal(one, other) for one, other in zip(first[0], second[0], strict=True))
+    smooth(11, 13, seed=99).save(root / "cat" / "1.png")
+    with pytest.raises(Failure, match=r"cat/1\.png changed since it was first read"):
+        list(pictures)
+    assert len(list(images(root, resize=8).batch(3))) == 2
+
+
+def test_a_cache_of_pictures_that_were_replaced_is_filled_anew(tmp_path):
+    root = folder_of(tmp_path / "set")
+    pictures = images(root, resize=8).cache().batch(6)
+    ((before, _),) = pictures
+    smooth(11, 13, seed=99).save(root / "cat" / "1.png")
+    ((after, _),) = pictures
+    assert not torch.equal(before[1], after[1]) and torch.equal(before[0], after[0])
+
+
 def test_labels_by_name_and_patterns(tmp_path):
     folder_of(tmp_path / "set")
     by_pattern = images(str(tmp_path / "set" / "*" / "*.png"))
@@ -237,6 +258,22 @@ def test_links_that_lead_back_end(tmp_path):
     assert len(manifest_of(root, (".png",))) == 6
 
 
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_a_link_that_leads_nowhere_is_a_bad_row_of_a_cache_too(tmp_path, where):
+    root = folder_of(tmp_path / "set")
+    (root / "cat" / "1.png").unlink()
+    (root / "cat" / "1.png").symlink_to(tmp_path / "later.png")
+    pictures = images(root, resize=8)
+    with pytest.raises(Failure, match=r"row 1 \(.*cat/1\.png\): cannot read .*; mend it"):
+        list(pictures.cache(where).batch(4))
+    cached = pictures.skip_bad(1).cache(where).batch(4)
+    for _ in range(2):
+        assert sum(len(labels) for _, labels in cached) == 5
+    assert list(cached.faults.found) == [1]
+    smooth(11, 13, seed=99).save(tmp_path / "later.png")
+    assert sum(len(labels) for _, labels in cached) == 6 and not cached.faults.found, "it came, so the cache is filled anew"
+
+
 def test_the_identity_follows_the_files(tmp_path):
     root = folder_of(tmp_path / "set")
     before = images(root, resize=8).source.identity()
@@ -244,3 +281,11 @@ def test_the_identity_follows_the_files(tmp_path):
     assert before == images(root, resize=8).source.identity() != images(root, resize=9).source.identity()
     smooth(11, 13, seed=99).save(root / "cat" / "1.png")
     assert before != images(root, resize=8).source.identity()
+
+
+def test_the_identity_follows_the_decoders(tmp_path, decoder, monkeypatch):
+    root = folder_of(tmp_path / "set")
+    before = images(root, resize=8).source.identity()
+    monkeypatch.setattr(decoding.metadata, "version", lambda package: f"{package} of tomorrow")
+    now = images(root, resize=8).source.identity()
+    assert now != before and now["decoders"][decoder] == f"{decoder} of tomorrow"

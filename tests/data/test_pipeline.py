@@ -2,13 +2,14 @@
 
 import itertools
 import random
+import threading
 
 import numpy
 import pytest
 import torch
 from pipelines import BATCH, ROWS, Bad, augmented, equal
 
-from hasten import Refusal
+from hasten import Failure, Refusal
 from hasten.data import Pipeline, arrays
 
 WAYS = [{"batches": 0}, {"batches": 3}]
@@ -62,6 +63,62 @@ def test_what_maps_draw_leaves_the_random_state_of_the_run_alone(way):
     torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
     list(arrays(torch.arange(ROWS)).map(noise).batch(BATCH).map(noise).prefetch(**way))
     assert drawn() == before
+
+
+class Noisy(Bad):
+    """A source that draws."""
+
+    def read(self, rows):
+        return super().read(rows) + torch.rand(len(rows))
+
+
+def torch_alone(batch):
+    return torch.rand(2)
+
+
+def numpy_alone(batch):
+    return torch.tensor(numpy.random.rand())
+
+
+def python_alone(batch):
+    return torch.tensor(random.random())
+
+
+@pytest.mark.parametrize("way", [{}, {"threads": 2}, {"batches": "auto", "threads": 1}], ids=str)
+@pytest.mark.parametrize("draws", [torch_alone, numpy_alone, python_alone, Noisy], ids=lambda each: each.__name__)
+def test_what_is_drawn_from_the_generators_of_a_process_is_refused_in_threads(draws, way):
+    pipeline = Pipeline(Noisy([])).batch(BATCH) if draws is Noisy else arrays(torch.arange(ROWS)).batch(BATCH).map(draws)
+    state = torch.get_rng_state(), random.getstate(), str(numpy.random.get_state())
+    told = rf"{draws.__name__} draws from the generators .* a parameter chance .*, or say \.prefetch\(processes=1\)"
+    for _ in range(2):
+        with pytest.raises(Refusal, match=told):
+            next(iter(pipeline.prefetch(**way)))
+    assert torch.equal(torch.get_rng_state(), state[0]) and (random.getstate(), str(numpy.random.get_state())) == state[1:]
+
+
+def test_what_draws_nothing_is_looked_at_once_in_threads():
+    seen = []
+
+    def noted(batch):
+        seen.append(batch[0].item())
+        return batch
+
+    pipeline = Pipeline(Bad([3])).skip_bad(1).batch(BATCH).map(noted).prefetch()
+    for _ in range(2):
+        assert torch.cat(list(pipeline)).tolist() == [row for row in range(ROWS) if row != 3]
+    firsts = [0, *range(BATCH, ROWS, BATCH)]
+    assert sorted(seen) == sorted([0, *firsts, *firsts]) and len(pipeline.faults.found) == 1
+
+
+def test_a_hang_in_the_look_is_told():
+    end = threading.Event()
+    pipeline = arrays(torch.arange(ROWS)).batch(BATCH).map(lambda batch: end.wait(60) and batch).prefetch(timeout=0.5)
+    with pytest.raises(Failure, match=r"batch 3 of the pass did not come within 0.5 s: a thread hangs"):
+        next(pipeline.epoch(0, 3))
+    end.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("hasten-data"):
+            thread.join()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -7,7 +7,7 @@ import numpy
 import pytest
 import torch
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import Failure, Refusal
 from hasten.data import tfrecord
 from hasten.data.formats import checksums
 from hasten.data.formats.checksums import computed, crc32c, masked
@@ -115,22 +115,53 @@ def test_the_checksum_may_be_left_out(tmp_path):
     assert tfrecord(tmp_path, verify=False).source.read(numpy.array([0]))["a"].tolist() == [1]
 
 
-@pytest.mark.parametrize("left", [5, 11, 12, 40, -1, -5])
-def test_a_file_that_is_cut_off_is_told(tmp_path, left):
+@pytest.mark.parametrize("left", [5, 11, 12, 40])
+def test_a_file_that_is_cut_off_in_its_first_record_is_told(tmp_path, left):
     written(tmp_path / "a.tfrecord")
     whole = (tmp_path / "a.tfrecord").read_bytes()
     (tmp_path / "a.tfrecord").write_bytes(whole[:left])
-    with pytest.raises(Refusal, match=r"a\.tfrecord is cut off: record (0|99), at byte"):
+    with pytest.raises(Refusal, match=r"a\.tfrecord is cut off: record 0, at byte"):
         tfrecord(tmp_path)
 
 
-def test_a_damaged_length_is_told(tmp_path):
-    records = written(tmp_path / "a.tfrecord")
-    broken = bytearray((tmp_path / "a.tfrecord").read_bytes())
-    broken[sum(len(record) + 16 for record in records[:7]) + 1] ^= 0x40
-    (tmp_path / "a.tfrecord").write_bytes(broken)
-    with pytest.raises(Refusal, match=r"a\.tfrecord is damaged: the length of record 7, at byte"):
-        tfrecord(tmp_path)
+@pytest.mark.parametrize(
+    ("damage", "there", "why"),
+    [
+        ("its end", 69, r"is cut off: record 69, at byte \d+, goes on after the end"),
+        ("its last byte", 69, r"is cut off: record 69, at byte \d+, goes on after the end"),
+        ("a length", 7, r"is damaged: the length of record 7, at byte \d+"),
+        ("gone", 0, "No such file"),
+        ("zipped", 0, "is compressed with gzip"),
+    ],
+)
+def test_what_is_damaged_is_one_bad_row_after_what_comes_before_it(tmp_path, damage, there, why):
+    records, file = written(tmp_path / "a.tfrecord", 70), tmp_path / "a.tfrecord"
+    written(tmp_path / "b.tfrecord", 30, first=70)
+    content = bytearray(file.read_bytes())
+    if damage == "a length":
+        content[sum(len(record) + 16 for record in records[:7]) + 1] ^= 0x40
+    left = {"its end": content[:-9], "its last byte": content[:-1], "zipped": gzip.compress(content)}.get(damage, content)
+    file.write_bytes(left)
+    if damage == "gone":
+        file.unlink()
+        file.symlink_to("nowhere")
+    with pytest.raises(Failure, match=rf"row {there} \(.*a\.tfrecord\): .*{why}.*; mend it, or let some be left out: "):
+        next(iter(tfrecord(tmp_path).batch(50)))
+    with pytest.raises(Failure, match=why):
+        tfrecord(tmp_path, target="label").batches(50, seed=0, training=True)
+    for way in ({"batches": 0}, {"threads": 2}, {"processes": 2}):
+        pipeline = tfrecord(tmp_path, target="label").skip_bad(1).shuffle(seed=1).batch(16).prefetch(**way)
+        read = [label for *_, labels in pipeline for label in labels.tolist()]
+        assert sorted(read) == [row * row for row in (*range(there), *range(70, 100))]
+        assert list(pipeline.faults.found) == [there]
+
+
+def test_without_checksums_nothing_of_a_damaged_file_is_sure(tmp_path):
+    written(tmp_path / "a.tfrecord", 70)
+    written(tmp_path / "b.tfrecord", 30, first=70)
+    (tmp_path / "a.tfrecord").write_bytes((tmp_path / "a.tfrecord").read_bytes()[:-9])
+    (bad,) = tfrecord(tmp_path, verify=False).source.known_bad()
+    assert bad.row == 0 and len(tfrecord(tmp_path, verify=False).source) == 31
 
 
 def test_other_files_are_refused(tmp_path):

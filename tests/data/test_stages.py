@@ -13,9 +13,10 @@ from hasten import Failure, Refusal, Task
 from hasten.data import arrays, bench
 from hasten.data.faults import Faults
 from hasten.data.source import BadRow
+from hasten.data.storing import stages
 from hasten.data.storing.kinds import kind_of
 from hasten.data.storing.readings import Reading
-from hasten.data.storing.stages import pace, reading_pace
+from hasten.data.storing.stages import pace, paces, reading_pace
 
 BUDGET, NAP = 0.8, 0.002
 
@@ -113,7 +114,29 @@ def test_paces(tmp_path):
     speed = pace(Reading(kind, files, files), 0.2)
     assert speed["batches"] < min(speed["decode"], speed["copy"])
     assert speed["decode"] > ROWS
-    assert reading_pace(files)["page_cache"] > 0
+    assert min(reading_pace(files)["page_cache"]) > 0
+
+
+def test_readings_share_the_time_and_the_files(tmp_path, monkeypatch):
+    """What is read from the disk is read once, in parts of as many bytes; small files are no part for themselves."""
+    for number in range(30):
+        (tmp_path / f"{number:02}.bin").write_bytes(bytes(10))
+    (tmp_path / "big.bin").write_bytes(bytes(6 * stages.BLOCK))
+    files = sorted(map(str, tmp_path.iterdir()))
+    read, blocks = [], stages._blocks
+    monkeypatch.setattr(stages, "_blocks", lambda *arguments: (read.append(block) or block for block in blocks(*arguments)))
+    rates = stages._bytes_a_second(files, 5.0)
+    assert len(rates) == stages.READINGS and min(rates) > 0 and sum(read) == 300 + 6 * stages.BLOCK
+    assert len(stages._bytes_a_second(files[:1], 5.0)) == 1 and stages._bytes_a_second([], 5.0) == [0.0]
+
+
+def test_a_reading_that_takes_long_is_the_only_one(tmp_path, monkeypatch):
+    kind, files = kind_of(written(tmp_path / "in"))
+    reading = Reading(kind, files, files)
+    assert {name: len(each) for name, each in paces(reading, 3.0).items()} == dict.fromkeys(("decode", "copy", "batches"), stages.READINGS)
+    opened = Reading.opened
+    monkeypatch.setattr(Reading, "opened", lambda each: (time.sleep(0.5), opened(each))[1])
+    assert {len(each) for each in paces(reading, 0.1).values()} == {1}
 
 
 def test_decoding_only_some_rows_takes_no_longer_for_more_files(tmp_path):

@@ -1,6 +1,7 @@
 """Parquet, Feather and CSV: what their batches look like, from memory and run by run, and what is said of bad files."""
 
 import datetime
+import errno
 import gzip
 import json
 import os
@@ -17,6 +18,8 @@ import torch
 from hasten.contract.batch import split
 from hasten.contract.errors import Failure, Notice, Refusal
 from hasten.data import csv, feather, parquet
+from hasten.data.formats import table_files
+from hasten.data.formats.table_files import asks_too_much
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")
 import pyarrow.csv as arrow_csv  # noqa: E402
@@ -264,7 +267,7 @@ def bad_inputs(folder):
         "a feather cut off": (lambda: feather(folder / "short.feather"), r"short\.feather is no whole Feather file"),
         "one format for another": (lambda: feather(good), r"good\.parquet is no whole Feather file"),
         "an empty file": (lambda: csv(folder / "empty.csv"), r"empty\.csv is no whole CSV file"),
-        "a ragged file": (lambda: csv(folder / "ragged.csv"), r"ragged\.csv is no whole CSV file: .*Expected 2 columns, got 1"),
+        "a ragged file": (lambda: csv(folder / "ragged.csv"), r"ragged\.csv has no more good lines than bad ones: line 3 has 1 field, not 2; "),
         "an empty glob": (lambda: parquet(folder / "*.pqt"), r"no file matches .*\*\.pqt"),
     }  # fmt: skip
 
@@ -292,6 +295,145 @@ def test_a_row_group_that_cannot_be_decoded(tmp_path, gigabytes):
     assert sorted(kept.tolist()) == [*range(RUN), *range(2 * RUN, ROWS)]
 
 
+ODD = 'n,word\n0,"two\nlines"\n\n1\n2,b\n3,c,d\n4,e\n5,f\n6'  # bad are the lines 5, 7 and 10
+ODD_LINES = {1: "line 5 has 1 field, not 2", 3: "line 7 has 3 fields, not 2", 6: "line 10 has 1 field, not 2"}
+
+
+@pytest.mark.parametrize("form", ["plain", "gz", "no header"])
+def test_a_line_of_csv_with_other_fields_is_a_bad_row(tmp_path, form):
+    path, settings = tmp_path / ("t.csv.gz" if form == "gz" else "t.csv"), {}
+    content = ODD.encode()
+    if form == "no header":
+        content, settings = content.replace(b"n,word", b"", 1), {"header": ["n", "word"]}  # an empty line, which counts as one
+    path.write_bytes(gzip.compress(content) if form == "gz" else content)
+    pipeline = csv(path, **settings).skip_bad(3).batch(4)
+    for seed in (None, 1):
+        read = pipeline if seed is None else csv(path, **settings).shuffle(seed).skip_bad(3).batch(7)
+        batches = list(read)
+        assert sorted(n for batch in batches for n in batch["n"].tolist()) == [0, 2, 4, 5]
+        assert {row: (fault.where, fault.why) for row, fault in read.faults.found.items()} == {
+            row: (str(path), why) for row, why in ODD_LINES.items()
+        }
+    assert [batch["n"].tolist() for batch in pipeline] == [[0, 2], [4, 5]]
+    assert [word for batch in pipeline for word in batch["word"]] == ["two\nlines", "b", "e", "f"]
+    assert len(pipeline.source) == 7
+
+
+def test_a_bad_line_of_csv_that_is_no_text_is_told_in_one_line(tmp_path, capfd):
+    (tmp_path / "t.csv").write_bytes("n,word\n1,a\n2,b\n3,é,é\n".encode("latin-1"))
+    with pytest.raises(Refusal, match=r"t\.csv is no whole CSV file: .*UTF-8\?$"):
+        csv(tmp_path / "t.csv")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_bad_line_of_csv_is_named_before_anything_is_read(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("n,label\n" + "1,0\n" * 100 + "1\n" + "1,0\n" * 100)
+    told = r"row 100 \(.*t\.csv\): line 102 has 1 field, not 2; mend it, or let some be left out"
+    with pytest.raises(Failure, match=told):
+        next(iter(csv(path, target="label").batch(10)))
+    with pytest.raises(Failure, match=told):
+        csv(path, target="label").batches(10, seed=0, training=False)
+    assert sum(len(y) for _, y in csv(path, target="label").skip_bad(1).cache().batch(10)) == 200
+    (tmp_path / "u.csv").write_text(path.read_text())
+    with pytest.raises(Failure, match=r"row 301 \(.*u\.csv\): line 102 .*; it is bad row number 2, and 1 may be left out"):
+        next(iter(csv(tmp_path, target="label").skip_bad(1).batch(10)))
+
+
+def test_a_quote_that_is_never_closed_makes_no_single_bad_row(tmp_path):
+    """It has swallowed all lines after it."""
+    (tmp_path / "t.csv").write_text("n,word,x\n" + "1,a,2\n" * 4 + '5,"Tom\n' + "6,b,7\n" * 100)
+    with pytest.raises(Refusal, match=r"t\.csv is no whole CSV file: .*line 6 opens a quote that is never closed; "):
+        csv(tmp_path / "t.csv")
+
+
+def test_a_sign_for_inches_is_no_quote_that_is_never_closed(tmp_path):
+    (tmp_path / "t.csv").write_text("n,word,x\n" + "1,a,2\n" * 4 + '5,5" pipe,2,2\n' + "6,b,7\n" * 4)
+    (bad,) = csv(tmp_path / "t.csv").source.known_bad()
+    assert (bad.row, bad.why) == (4, "line 6 has 4 fields, not 3")
+
+
+def test_a_bad_line_of_csv_that_is_not_found_again_is_told_by_its_row(tmp_path):
+    """Some lines end as on old Macs; those after them are found all the same."""
+    (tmp_path / "t.csv").write_bytes(b"n,word\n1,a\n2\r3,c\n4,d\n\n\n5,e,f\n6,g\n")
+    source = csv(tmp_path / "t.csv").source
+    assert {bad.row: bad.why for bad in source.known_bad()} == {
+        1: "row 1 of the file has 1 field, not 2",
+        4: "line 7 has 3 fields, not 2",
+    }
+
+
+def test_too_many_bad_lines_of_csv_are_not_collected(tmp_path, monkeypatch):
+    monkeypatch.setattr(table_files, "MOST_BAD", 3)
+    path = tmp_path / "t.csv"
+    path.write_text("n,word\n" + "1,a\n" * 20 + "2\n" * 3)
+    assert len(csv(path).source.known_bad()) == 3
+    path.write_text("n,word\n" + "1,a\n" * 20 + "2\n" * 4)
+    with pytest.raises(Refusal, match=r"t\.csv has more than 3 lines with too few fields or too many; are the delimiter"):
+        csv(path)
+
+
+def test_a_csv_with_another_delimiter_is_no_bad_row_among_others(tmp_path):
+    (tmp_path / "a.csv").write_text("n,label\n" + "1,0\n" * 100)
+    (tmp_path / "b.csv").write_text("n,label\n" + "1;0\n" * 100)
+    with pytest.raises(Refusal, match=r"b\.csv has no more good lines than bad ones: line 2 has 1 field, not 2; are the delimiter"):
+        csv(tmp_path)
+
+
+def test_a_column_of_text_that_makes_no_matrix_is_told_where_it_was_asked_for(tmp_path, recwarn):
+    path = tmp_path / "t.parquet"
+    write(pa.table({"age": [1, 2], "name": ["a", "b"], "word": ["c", "d"], "y": [0, 1]}), path, "parquet")
+    with pytest.warns(Notice, match=r"^columns= takes in 'name' beside numbers, so batches are \(dict of columns, target\)") as told:
+        parquet(path, columns=["age", "name"], target="y")
+    assert [each.filename for each in told] == [__file__]
+    recwarn.clear()
+    for asked in (
+        {"columns": ["age"], "target": "y"},
+        {"columns": ["name", "word"], "target": "y"},
+        {"columns": ["age", "name"]},
+        {"target": "y"},
+    ):
+        parquet(path, **asked)
+    assert not [each for each in recwarn if each.category is Notice]
+
+
+@pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
+@pytest.mark.parametrize("form", ["parquet", "uncompressed"])
+def test_a_file_that_cannot_be_opened_is_a_bad_row(tmp_path, form, gigabytes):
+    first, last = numbers(RUN), numbers(RUN, 2 * RUN)
+    ending = "parquet" if form == "parquet" else "feather"
+    write(first, tmp_path / f"a.{ending}", form)
+    write(last, tmp_path / f"d.{ending}", form)
+    (tmp_path / f"b.{ending}").symlink_to("gone")
+    (tmp_path / f"c.{ending}").write_bytes((tmp_path / f"a.{ending}").read_bytes()[:-20])
+    make = READERS[form]
+    pipeline = make(tmp_path, target="label", gigabytes=gigabytes).skip_bad(2).batch(50)
+    for _ in range(2):
+        assert [n for x, _ in pipeline for n in x[:, 0].tolist()] == [*range(RUN), *range(2 * RUN, 3 * RUN)]
+    assert [pipeline.faults.found[RUN + each].where for each in range(2)] == [str(tmp_path / f"{name}.{ending}") for name in "bc"]
+    with pytest.raises(Failure, match=rf"c\.{ending}\): .*no whole .*; it is bad row number 2, and 1 may be left out"):
+        next(iter(make(tmp_path, target="label", gigabytes=gigabytes).skip_bad(1).batch(50)))
+    with pytest.raises(Failure, match=rf"row {RUN} \(.*b\.{ending}\): cannot read .*b\.{ending}: No such file.*skip_bad"):
+        make(tmp_path, target="label", gigabytes=gigabytes).batches(50, seed=0, training=True)
+
+
+@pytest.mark.parametrize(
+    "fault", [OSError(errno.EMFILE, "Too many open files"), OSError(errno.EIO, "Input/output error"), MemoryError()], ids=repr
+)
+@pytest.mark.parametrize("when", ["opened", "looked into"])
+def test_what_the_machine_lacks_makes_no_file_a_bad_row(tmp_path, monkeypatch, when, fault):
+    def lacking(*arguments, **named):
+        raise fault
+
+    for name in "ab":
+        write(numbers(RUN), tmp_path / f"{name}.parquet", "parquet")
+    monkeypatch.setattr(*((pa, "OSFile") if when == "opened" else (arrow_parquet, "read_metadata")), lacking)
+    with pytest.raises(MemoryError if isinstance(fault, MemoryError) else Failure) as raised:
+        parquet(tmp_path, target="label")
+    if raised.type is Failure:
+        assert str(raised.value).startswith("cannot read ") and str(raised.value).endswith(f": OSError: {fault}")
+
+
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
 def test_a_file_that_changes_while_it_is_read(tmp_path, gigabytes):
     path = write(numbers(), tmp_path / "t.parquet", "parquet")
@@ -312,3 +454,22 @@ def test_remote_tables():
     for source in (parquet("memory://tables", target="label").source, feather("memory://tables/*.feather", target="label").source):
         x, y = source.read(ANY_ORDER)
         assert x[:, 0].tolist() == ANY_ORDER.tolist() and y.tolist() == (ANY_ORDER % 7).tolist()
+
+
+def test_a_damaged_remote_table_is_a_bad_row():
+    system = pytest.importorskip("fsspec", reason="fsspec is not installed: no remote files").filesystem("memory")
+    whole = pa.BufferOutputStream()
+    arrow_parquet.write_table(numbers(RUN), whole)
+    content = whole.getvalue().to_pybytes()
+    system.pipe_file("/damaged/a.parquet", content)
+    system.pipe_file("/damaged/b.parquet", content[:-20])
+    pipeline = parquet("memory://damaged", target="label").skip_bad(1).batch(RUN + 1)
+    assert [n for x, _ in pipeline for n in x[:, 0].tolist()] == [*range(RUN)]
+    assert "b.parquet is no whole Parquet file" in pipeline.faults.found[RUN].why
+
+
+@pytest.mark.parametrize(
+    ("words", "absurd"), [("malloc of size 9000000000000000000 failed", True), ("malloc of size 4096 failed", False), ("", False)]
+)
+def test_memory_that_no_machine_has_is_asked_for_by_a_broken_file(words, absurd):
+    assert asks_too_much(MemoryError(words)) is absurd

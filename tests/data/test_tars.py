@@ -10,7 +10,7 @@ import pytest
 import torch
 from tar_files import FORMS, npy, pack, png, sample
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import Failure, Refusal
 from hasten.data import shards
 from hasten.data.formats.tar_headers import members
 from hasten.data.source import BadRow
@@ -136,6 +136,40 @@ def test_broken_and_other_files_are_refused(tmp_path):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(Refusal, match=rf"{name}.*{says}|{says}.*{name}"):
             shards(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("damage", "there", "why"),
+    [
+        ("its end", 4, "is cut off"),
+        ("a header", 2, r"is damaged: the header at byte \d+"),
+        ("gone", 0, "No such file"),
+        ("zipped", 0, "is compressed with gzip"),
+    ],
+)
+def test_what_is_damaged_is_one_bad_row_after_the_whole_samples_before_it(tmp_path, damage, there, why):
+    """Of the sample in which it is cut off nobody knows whether it is whole."""
+    pack(tmp_path / "a.tar", [file for number in range(5) for file in sample(number)], tarfile.USTAR_FORMAT)
+    pack(tmp_path / "b.tar", [file for number in range(5, 10) for file in sample(number)])
+    file = tmp_path / "a.tar"
+    content = bytearray(file.read_bytes())
+    with tarfile.open(file) as tar:
+        members = [member.offset for member in tar]
+    if damage == "a header":
+        content[members[13]] ^= 1  # of the fourth file of the third sample
+    left = {"its end": content[: members[-1] + 520], "zipped": gzip.compress(content)}.get(damage, content)
+    file.write_bytes(left)
+    if damage == "gone":
+        file.unlink()
+        file.symlink_to("nowhere")
+    with pytest.raises(Failure, match=rf"row {there} \(.*a\.tar\): .*{why}.*; mend it, or let some be left out: "):
+        next(iter(shards(tmp_path).batch(50)))
+    with pytest.raises(Failure, match=why):
+        shards(tmp_path, target="cls").batches(50, seed=0, training=True)
+    for way in ({"batches": 0}, {"threads": 2}, {"processes": 2}):
+        pipeline = shards(tmp_path, target="cls").skip_bad(1).shuffle(seed=1).batch(4).prefetch(**way)
+        assert sorted(label for *_, labels in pipeline for label in labels.tolist()) == [*range(there), *range(5, 10)]
+        assert list(pipeline.faults.found) == [there]
 
 
 def test_an_ending_that_is_not_there_is_told(tmp_path):

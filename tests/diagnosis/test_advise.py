@@ -55,6 +55,14 @@ def test_missing_facts_are_named():
     assert "NVIDIA GPU" in against["gpu"] and "index" not in against["gpu"]
 
 
+def test_free_words_about_what_it_applies_to_hinder_nothing():
+    advice, against = ask(
+        deep=card("input", applies_to={"skip connections", "indexed samples"}), gpu=card("input", applies_to={"cuda", "x"})
+    )
+    assert list(advice) == ["deep"]
+    assert against == {"gpu": "it needs what does not hold here: the run is on an NVIDIA GPU"}
+
+
 def test_equal_bounds_go_by_the_claimed_gain():
     advice, _ = ask(a=card("input"), b=card("input", gain=(1.0, 20.0)))
     assert list(advice) == ["b", "a"]

@@ -1,5 +1,6 @@
 """The timeline sees every phase and changes nothing."""
 
+import json
 from itertools import islice
 
 import pytest
@@ -8,11 +9,15 @@ import torch
 from hasten.contract.recipe import Recipe
 from hasten.diagnosis.facts import facts_of
 from hasten.diagnosis.flops import flops_a_sample, peak_flops
+from hasten.diagnosis.headroom import take_away
+from hasten.diagnosis.probe import Probe
 from hasten.diagnosis.replacements import NoUpdate, ReplayedBatch, outside_name, taken_away
 from hasten.diagnosis.timeline import Timeline
 from hasten.engine.find import make_methods, method_names
 from hasten.engine.loop import evaluate, steps
 from hasten.engine.plan import build, in_order
+from hasten.engine.tasks import TaskRef
+from hasten.measure.workers import Worker
 from hasten.testing.tasks import convolutional, perceptron, transformer
 
 OUTERMOST = Recipe({outside_name(method): {} for method in (Timeline, ReplayedBatch, NoUpdate)})
@@ -89,6 +94,34 @@ def test_phases_are_taken_away_and_given_back():
     taken_away(run).clear()
     list(islice(training, 2))
     assert not torch.equal(weights(), before)
+
+
+def test_a_probe_logs_as_a_run_does_unless_that_is_taken_away():
+    task = TaskRef.of(perceptron())
+    with Worker(f"{__name__}:Watched", task=task.to_json(), methods=OUTERMOST.methods, device="cpu", seed=0) as probe:
+        probe.call("build")
+        before = probe.call("logged")
+        probe.call("block", count=3, away="logging")
+        assert probe.call("logged") == before
+        probe.call("block", count=3)
+        after = [json.loads(line) for line in probe.call("logged")[len(before) :]]
+    first = len(before) + 3 + 1
+    assert [record["step"] for record in after] == [first, first + 1, first + 2]
+    assert all(record["loss"] > 0 for record in after)
+
+
+class Watched(Probe):
+    def logged(self) -> list[str]:
+        self.log.seek(0)
+        return self.log.read().decode().splitlines()
+
+
+def test_the_ceiling_of_the_log_is_measured_and_low():
+    task = TaskRef.of(perceptron())
+    with Worker("hasten.diagnosis.probe:Probe", task=task.to_json(), methods=OUTERMOST.methods, device="cpu", seed=0) as probe:
+        plan = probe.call("build")
+        found = take_away(probe, {"logging": 0.5}, count=300, step=plan["step"], extra=0.0, budget=0.1)
+    assert 0.5 < found.ceilings["logging"].median < 1.5
 
 
 def test_operations_of_a_perceptron():

@@ -1,9 +1,13 @@
 """The engine with no method against the loop one would write by hand: the same bits."""
 
+import dataclasses
+from itertools import islice
+from typing import NamedTuple
+
 import engine_tasks
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, default_collate
 
 from hasten import Task
 from hasten.engine.loop import evaluate, steps
@@ -82,6 +86,79 @@ def test_dict_batches_with_the_models_own_loss():
     )
     assert_same(by_engine(task), by_hand(lambda epoch: loader, task))
     assert 0 <= evaluate(build(task)).metric <= 1
+
+
+class Pair(NamedTuple):
+    inputs: torch.Tensor
+    labels: torch.Tensor
+
+
+@dataclasses.dataclass
+class Record:
+    inputs: torch.Tensor
+    labels: torch.Tensor
+
+
+def nested(inputs, labels):
+    return {"deep": [{"halves": (inputs[:, :3], inputs[:, 3:])}]}, labels
+
+
+class Halves(torch.nn.Linear):
+    def forward(self, inputs):
+        return super().forward(torch.cat(inputs["deep"][0]["halves"], 1) if isinstance(inputs, dict) else inputs)
+
+
+class OwnLossOfARecord(torch.nn.Linear):
+    def forward(self, batch):
+        logits = super().forward(batch.inputs)
+        return {"loss": torch.nn.functional.cross_entropy(logits, batch.labels), "logits": logits}
+
+
+def named(inputs, labels):
+    return {"input": inputs, "labels": labels}
+
+
+@pytest.mark.parametrize(
+    ("form", "model", "changes"),
+    [(Pair, Halves, {}), (nested, Halves, {}), (named, torch.nn.Linear, {}), (Record, OwnLossOfARecord, {"loss": None})],
+    ids=["namedtuple", "nested", "dict", "dataclass"],
+)
+def test_batches_of_any_form_train_and_measure_as_plain_ones(form, model, changes):
+    def task(form, model, **changes):
+        data = DataLoader(PLAIN, batch_size=4, collate_fn=lambda samples: form(*default_collate(samples)))
+        return dataclasses.replace(engine_tasks.task(data, validation_data=data), model=lambda: model(6, 3), **changes)
+
+    plain = task(lambda inputs, labels: (inputs, labels), torch.nn.Linear)
+    assert_same(by_engine(task(form, model, **changes)), by_engine(plain))
+    assert evaluate(build(task(form, model, **changes))) == evaluate(build(plain))
+
+
+def test_fields_of_a_dataclass_are_the_models_arguments():
+    class Named(torch.nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs)
+
+    data = DataLoader(PLAIN, batch_size=4, collate_fn=lambda samples: Record(*default_collate(samples)))
+    plain = dataclasses.replace(engine_tasks.task(DataLoader(PLAIN, batch_size=4)), model=lambda: torch.nn.Linear(6, 3))
+    assert_same(by_engine(dataclasses.replace(plain, train_data=data, model=lambda: Named(6, 3))), by_engine(plain))
+
+
+def test_the_metric_is_measured_in_inference_mode():
+    seen = []
+
+    class Watching(torch.nn.Linear):
+        def forward(self, inputs):
+            seen.append((torch.is_inference_mode_enabled(), self.training))
+            return super().forward(inputs)
+
+    program = build(dataclasses.replace(engine_tasks.task(PLAIN, validation_data=PLAIN), model=lambda: Watching(6, 3)))
+    training = steps(program)
+    list(islice(training, 2))
+    assert seen == [(False, True)] * 2
+    evaluate(program)
+    assert seen[2:] == [(True, False)] * 6
+    next(training)
+    assert seen[8:] == [(False, True)]
 
 
 @pytest.mark.parametrize("make", [engine_tasks.map_style, engine_tasks.ready_loader, engine_tasks.stream])

@@ -115,3 +115,57 @@ class RaisingOnlyTogether(TensorDataset):
 def test_a_raising_sample_is_named(data, words):
     with pytest.raises(Failure, match=words):
         list(batches(data).epoch(0, 0))
+
+
+class Unreadable(Exception):
+    """An error of the user's own: a worker's traceback tells the module, too."""
+
+
+class RaisingAt(Raising):
+    """At one index; or wherever a worker reads it."""
+
+    def __init__(self, error, index=7):
+        self.error, self.index = error, index
+
+    def __getitem__(self, index):
+        if index == self.index or (self.index is None and torch.utils.data.get_worker_info()):
+            raise self.error
+        return x[index], y[index]
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize(
+    "order",
+    [{}, {"shuffle": True}, {"shuffle": True, "generator": torch.Generator()}, {"shuffle": True, "persistent_workers": True}],
+    ids=str,
+)
+def test_a_sample_that_raises_in_a_worker_of_a_ready_loader_is_named(order, epoch):
+    """Also in a later pass."""
+    data = RaisingAt(KeyError("missing.png"), index=torch.tensor(-1).share_memory_())
+    train = batches(DataLoader(data, batch_size=4, num_workers=2, **order))
+    for earlier in range(epoch):
+        list(train.epoch(earlier, 0))
+    data.index.fill_(7)
+    with pytest.raises(Failure, match=r"^the data raised at batch \d of the pass, sample 7: KeyError: 'missing.png'$"):
+        list(train.epoch(epoch, 0))
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (Unreadable("row 3 is short"), ", sample 7: Unreadable: row 3 is short"),
+        (ValueError("two\nlines"), ", sample 7: ValueError: two lines"),
+        (ValueError(), ", sample 7: ValueError"),
+    ],
+    ids=str,
+)
+def test_the_words_of_a_worker_are_told_once(error, told):
+    with pytest.raises(Failure) as failed:
+        list(batches(DataLoader(RaisingAt(error), batch_size=4, num_workers=1)).epoch(0, 0))
+    assert str(failed.value) == f"the data raised at batch 2 of the pass{told}"
+
+
+def test_a_sample_that_only_a_worker_fails_at_is_not_guessed():
+    loader = DataLoader(RaisingAt(OSError("no network"), index=None), batch_size=4, num_workers=1)
+    with pytest.raises(Failure, match=r"^the data raised at batch 1 of the pass: OSError: no network$"):
+        list(batches(loader).epoch(0, 0))

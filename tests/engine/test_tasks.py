@@ -101,6 +101,12 @@ def test_bad_input_is_told_in_one_clear_line(what, mine):
         assert words in message
 
 
+def test_a_file_of_many_functions_is_not_told_in_full(tmp_path):
+    (tmp_path / "many.py").write_text("".join(f"def task_{number}(): pass\n" for number in range(30)))
+    with pytest.raises(Refusal, match=r"many\.py:task_0 or .*many\.py:task_7 or another of its 30 functions$"):
+        load_task(tmp_path / "many.py")
+
+
 @pytest.mark.parametrize("what", [None, 3, ["digits"]])
 def test_what_names_no_task_is_refused(what):
     with pytest.raises(Refusal, match="a task is a workload's name"):

@@ -3,8 +3,8 @@
 import dataclasses
 import json
 import math
-import os
 import signal
+import time
 import weakref
 
 import engine_tasks
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import hasten
 from hasten import Failure, Refusal, Task
+from hasten.engine import stopping
 from hasten.engine.outcome import reached_at
 
 x, y = torch.randn(24, 6, generator=torch.Generator().manual_seed(1)), torch.arange(24) % 3
@@ -42,6 +43,16 @@ def test_result_and_folder_agree(tmp_path):
 
 def test_the_metric_is_named():
     assert train(engine_tasks.map_style())["metric_name"] == "accuracy"
+
+
+def test_a_torchmetrics_metric_is_measured_as_by_name():
+    """Anew at every evaluation."""
+    torchmetrics = pytest.importorskip("torchmetrics")
+    metric = torchmetrics.classification.MulticlassAccuracy(num_classes=3, average="micro")
+    by_name, told = train(engine_tasks.evaluated_often()), train(dataclasses.replace(engine_tasks.evaluated_often(), metric=metric))
+    assert told["metric_name"] == "MulticlassAccuracy"
+    assert [e["metric"] for e in told["evaluations"]] == pytest.approx([e["metric"] for e in by_name["evaluations"]], abs=1e-6)
+    assert told["reached"] == by_name["reached"] and told["best_metric"] == pytest.approx(by_name["best_metric"], abs=1e-6)
 
 
 def test_nothing_is_logged_where_nothing_happened(tmp_path):
@@ -256,15 +267,26 @@ def test_out_of_memory_names_what_helps():
 
 def test_a_generator_that_is_used_up_is_told():
     task = engine_tasks.task(pair for pair in TensorDataset(x, y))
-    with pytest.raises(Failure, match="no batch in pass 2"):
+    with pytest.raises(Failure, match=r"no batch in pass 2; a generator can be read only once"):
         train(task)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_asked_to_stop_it_saves_and_says_how_to_go_on(number, tmp_path):
+class NoSamples(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+def test_a_stream_that_gives_nothing_is_told():
+    with pytest.raises(Failure, match="the training data gave no batch: they are empty"):
+        train(engine_tasks.task(NoSamples()))
+
+
+@pytest.mark.parametrize(("number", "times"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGINT, 3)])
+def test_asked_to_stop_it_saves_and_says_how_to_go_on(number, times, tmp_path):
     def ask(records):
         if records[-1]["step"] == 50 and "loss" in records[-1]:
-            os.kill(os.getpid(), number)
+            for _ in range(times):  # an impatient hand
+                signal.raise_signal(number)
 
     before = signal.getsignal(number)
     with pytest.raises(Failure, match=r"stopped at step 5\d of 72; go on with --out \S+ --resume"):
@@ -274,6 +296,28 @@ def test_asked_to_stop_it_saves_and_says_how_to_go_on(number, tmp_path):
     train(engine_tasks.longer(), out=tmp_path / "undisturbed")
     for name in ("model.safetensors", "log.jsonl"):
         assert (tmp_path / "r" / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
+
+
+def test_asked_once_more_after_a_while_it_stops_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(stopping, "ONE_WISH", 0.0)
+
+    def ask(records):
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(0.01)
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Failure, match="stopped at once; go on from the newest checkpoint"):
+        train(engine_tasks.longer(), out=tmp_path / "r", observers=[ask])
+
+
+def test_wrong_methods_are_told_before_the_folder_is_complained_about(tmp_path):
+    (tmp_path / "something").write_text("")
+    with pytest.raises(Refusal, match="holds no run"):
+        train(engine_tasks.map_style(), "ema", out=tmp_path)
+    with pytest.raises(Refusal, match="did you mean bfloat16"):
+        train(engine_tasks.map_style(), "bfloat61", out=tmp_path)
+    with pytest.raises(Refusal, match="both replace data"):
+        train(engine_tasks.map_style(), "batched_fetch + cache_dataset", out=tmp_path)
 
 
 def test_unknown_metric_is_refused_before_anything_is_written(tmp_path):

@@ -1,5 +1,6 @@
 """Comparisons by real processes: a thing with itself, a planted speed-up of known size, wrong requests."""
 
+import dataclasses
 import time
 
 import pytest
@@ -53,6 +54,67 @@ def test_a_planted_speed_up_is_found_with_its_size():
     assert gained["verdict"] == "faster"
     assert gained["ratio"]["median"] == pytest.approx(planted, rel=0.35)
     assert gained["ratio"]["low"] > 2
+
+
+def diverging(data) -> Task:
+    """Its weights are beyond all numbers after a step or two."""
+    return Task(
+        model=lambda: torch.nn.Linear(4, 1),
+        train_data=data,
+        loss=torch.nn.functional.mse_loss,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e30),
+        batch_size=8,
+    )
+
+
+def with_a_hole(make=lambda data: data) -> Task:
+    """NaN in one of eight batches."""
+    inputs = torch.ones(64, 4)
+    inputs[20] = torch.nan
+    return dataclasses.replace(sleepy(), train_data=make(torch.utils.data.TensorDataset(inputs, torch.zeros(64, dtype=torch.long))))
+
+
+@pytest.mark.parametrize(
+    ("task", "told"),
+    [
+        (with_a_hole(), r"the loss is nan at step (\d) \(pass 1, batch \1\): the batch itself holds NaN or infinity; clean the data"),
+        (
+            with_a_hole(lambda data: torch.utils.data.DataLoader(data, batch_size=8)),
+            r"the loss is nan at step 3 \(pass 1, batch 3\): the batch itself holds NaN or infinity",
+        ),
+        (
+            with_a_hole(lambda data: torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)),
+            r"the loss is nan at step (\d) \(pass 1, batch \1\): the batch itself holds NaN or infinity",
+        ),
+        (
+            diverging(torch.utils.data.TensorDataset(torch.ones(64, 4), torch.ones(64, 1))),
+            r"the loss is (nan|inf) at step \d .*: the batch itself is finite, the training diverged",
+        ),
+    ],
+    ids=["samples", "loader", "shuffled loader", "training"],
+)
+def test_a_loss_that_is_no_number_is_told_as_in_a_training(task, told):
+    """At once: before there is anything to compare."""
+    with pytest.raises(Failure, match=told):
+        hasten.compare(task, budget=3)
+    with pytest.raises(Failure, match=told):
+        hasten.train(task, device="cpu")
+
+
+def test_a_budget_may_be_a_text(monkeypatch):
+    def told(*arguments, budget, **others):
+        raise Failure(f"{budget} seconds")
+
+    monkeypatch.setattr("hasten.measure.compare.take_turns", told)
+    monkeypatch.setattr("hasten.diagnosis.diagnose.examine", told)
+    with pytest.raises(Failure, match=r"^90\.0 seconds"):
+        hasten.compare(sleepy(), budget="1.5m")
+    with pytest.raises(Failure, match=r"^36\.0 seconds"):
+        hasten.diagnose(sleepy(), budget="60s")
+    for verb in (hasten.compare, hasten.diagnose):
+        for wrong in ("soon", 0, -1, None, True, float("nan")):
+            with pytest.raises(Refusal, match=r"^budget must be a time such as 90s, 10m or 1h, not "):
+                verb(sleepy(), budget=wrong)
 
 
 def test_a_method_with_nothing_to_act_on_is_no_arm():

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from hasten.contract.errors import Failure, Notice, Refusal
-from hasten.measure.workers import Worker
+from hasten.measure.workers import Worker, listen_anew, told_already
 
 
 class Service:
@@ -141,6 +141,19 @@ def test_what_is_noticed_over_there_is_told_here_once():
         assert one.call("add", number=1) == 1
     assert [(str(each.message), each.category) for each in told] == [("3 rows were left out", Notice)]
     assert told[0].filename == __file__
+
+
+def test_what_was_told_here_no_worker_tells_again():
+    listen_anew()
+    with worker() as one, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with told_already():
+            warnings.warn("2 columns are rounded", Notice, stacklevel=1)
+            warnings.warn("a library's own", UserWarning, stacklevel=1)
+        one.call("notice", text="3 columns are rounded")
+        one.call("notice", text="a row is long")
+        warnings.warn("4 columns are rounded", Notice, stacklevel=1)
+    assert [str(each.message) for each in told] == ["2 columns are rounded", "a library's own", "a row is long", "4 columns are rounded"]
 
 
 def test_children_of_a_worker_do_not_speak_in_between():

@@ -50,6 +50,15 @@ def test_the_average_travels_in_checkpoints(perceptron):
     assert all(map(torch.equal, first.export().parameters(), second.export().parameters()))
 
 
+def test_a_start_that_the_run_never_reaches_is_nothing_to_act_on(perceptron, trained):
+    number = build(perceptron()).loop.steps
+    assert not trained(perceptron(), f"ema:start={number - 1}").run.idle
+    for start in (number, 10**23):
+        idle = trained(perceptron(), f"ema:start={start}")
+        assert [name for name, _ in idle.run.idle] == ["ema"] and f"ends after {number} steps" in idle.run.idle[0][1]
+        assert idle.same_bits(trained(perceptron()))
+
+
 @pytest.mark.parametrize("settings", ["decay=1.0", "decay=0.0", "start=-1"])
 def test_bad_settings(settings):
     with pytest.raises(ValueError, match=settings.partition("=")[0]):

@@ -38,6 +38,7 @@ def faster() -> dict:
         "metric": {"name": "accuracy", "higher_is_better": True, "target": 0.97, "unit": ""},
         "recipe": {"batched_fetch": {}, "fused_optimizer": {}, "threads": {"count": 1}, "compressed_schedule": {"factor": 0.35}},
         "recipe_file": "recipe.toml",
+        "out": "runs/tune-digits",
         "competent_recipe": {"fused_optimizer": {}},
         "speedup": {"median": 5.12, "low": 4.63, "high": 5.71},
         "speedup_over_competent": {"median": 4.43, "low": 4.02, "high": 4.9},

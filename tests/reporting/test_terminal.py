@@ -52,10 +52,20 @@ def test_answers_fit_and_are_plain(kind, width):
                 "23 runs",
                 "batched_fetch 2.6×",
                 "znorm",
-                "--recipe recipe.toml",
+                "Folder: runs/tune-digits hasten train digits --recipe recipe.toml",
             ],
         ),
-        ("leave it", ["Leave it as it is", "arithmetic from end to end", "2 min 31 s", "refused", "the best batch_size:factor=4"]),
+        (
+            "leave it",
+            [
+                "Leave it as it is",
+                "arithmetic from end to end",
+                "2 min 31 s",
+                "refused",
+                "the best batch_size:factor=4",
+                "Folder: runs/tune-digits",
+            ],
+        ),
         ("compare", ["b is 2.7× faster", "2.6 to 2.8×", "24 blocks", "730 ms", "270 ms"]),
         ("diagnose", ["waits for its data", "71 %", "3.4×", "23 ms", "batched_fetch 3.4× samples can be read by index"]),
         ("train", ["0.9778", "0.9791", "680 steps", "1.6 s", "autotuned_loader:ahead=4,processes=2, while it ran", "runs/digits"]),
@@ -65,6 +75,19 @@ def test_answers_say_what_matters(kind, needed):
     answer, sample = ANSWERS[kind]
     text = words_of(printed(answer(sample())))
     assert [phrase for phrase in needed if phrase not in text] == []
+
+
+def test_what_was_tried_in_vain_is_what_ran():
+    result = samples.faster()
+    for what in ("threads:count=2", "tf32"):
+        result["trials"].insert(0, samples.trial(what, "systems", "nothing to do", None, "nothing there"))
+    result["trials"] += [samples.trial("compile", "systems", "failed", None, "it raised")]
+    text = words_of(printed(terminal.tune_answer(result)))
+    vain = text[text.index("tried in vain") :]
+    ran = ["cache_dataset", "znorm", "loader_workers", "bfloat16", "batch_size", "compile"]
+    places = [vain.index(each) for each in (*ran, "nothing to act on: tf32, threads:count=2", "and 1 more")]
+    assert places == sorted(places) and "nothing there" not in vain
+    assert "channels_last" not in vain, "what was never tried is only counted"
 
 
 def test_the_longest_bar_belongs_to_the_longest_time():

@@ -8,7 +8,15 @@ from itertools import product
 import pytest
 
 from hasten.contract.recipe import Recipe
-from hasten.tuning.confirm import FIRST_FURTHER_SEED, MOST_ATTEMPTS, _put_forward, confirm, fresh_seeds, time_to_target
+from hasten.tuning.confirm import (
+    FIRST_FURTHER_SEED,
+    MOST_ATTEMPTS,
+    PAIRS_OF_THE_EXACT,
+    _put_forward,
+    confirm,
+    fresh_seeds,
+    time_to_target,
+)
 from hasten.tuning.gate import LOOKS
 from hasten.tuning.search import Baseline, Ladder
 from hasten.tuning.study import OutOfBudget
@@ -24,6 +32,7 @@ class Planted:
     metric: dict[str, float]
     spread: float = 0.001
     unseen: dict[str, float] = field(default_factory=dict)  # seconds of a run that no block shows
+    uneven: float = 0.0  # by so many seconds more or less
     cost: dict[str, float] = field(default_factory=lambda: {"baseline": 10.0, str(FAST): 5.0, str(FASTER): 2.0})
     budget_runs: int = 1000
     seed: int = 0
@@ -38,7 +47,8 @@ class Planted:
                 raise OutOfBudget
             self.ran.append((name, seed))
         metric = self.metric[name] + self.spread * random.Random(f"{name} {seed}").gauss(0, 1)
-        cost, late, there = self.cost[name], self.unseen.get(name, 0.0), metric >= TARGET
+        cost, there = self.cost[name], metric >= TARGET
+        late = self.unseen[name] + self.uneven * (-1) ** (seed // 1000) if name in self.unseen else 0.0
         return {
             "metric": metric,
             "trial_seconds": 2 * cost,
@@ -68,7 +78,7 @@ class Planted:
 
 def confirmed(study: Planted, rungs: tuple[Recipe, ...] = (FAST, FASTER)):
     baseline = Baseline([0, 1, 2], [{"metric": 0.9 + 0.001 * n} for n in (-1, 0, 1)], TARGET, MARGIN, True)
-    return confirm(study, Ladder([Recipe(), *rungs]), Recipe(), baseline, 5.0)
+    return confirm(study, Ladder([Recipe(), *rungs]), baseline, 5.0)
 
 
 def test_the_fastest_wins_and_the_slower_one_costs_nothing():
@@ -153,6 +163,52 @@ def test_a_suspect_is_put_forward_once_whatever_left_its_recipe():
     assert {name for name, _ in study.ran} == {"baseline", str(suspect), str(ONE | TWO)}
 
 
+def test_what_is_exact_is_looked_at_before_the_budget_is_spent_on_doubts():
+    in_doubt = 0.8905
+    metric = {"baseline": 0.9, str(ONE): 0.9, str(FAST): in_doubt, str(FASTER): in_doubt}
+    cost = {"baseline": 10.0, str(ONE): 8.0, str(FAST): 5.0, str(FASTER): 2.0}
+    first_look = LOOKS[0] * 2 + LOOKS[0] * 2  # pairs of the fastest, and further runs of it
+    study = Planted(metric, cost=cost, budget_runs=first_look + PAIRS_OF_THE_EXACT)
+    assert confirmed(study, (ONE, FAST, FASTER)).recipe == ONE
+    assert not study.seeds_of(FAST)
+    ample = Planted(metric | {str(FAST): 0.9}, cost=cost)
+    assert confirmed(ample, (ONE, FAST, FASTER)).recipe == FAST, "that something exact holds does not end the looking"
+
+
+def test_who_nearly_holds_is_looked_at_again_before_what_is_exact():
+    cost = {"baseline": 10.0, str(ONE): 8.0, str(FASTER): 2.0}
+    first_look = LOOKS[0] * 2 + LOOKS[0] * 2
+    second = (LOOKS[1] - LOOKS[0]) * 4
+    for metric, held in ((0.8945, FASTER), (0.891, ONE)):
+        study = Planted({"baseline": 0.9, str(ONE): 0.9, str(FASTER): metric}, spread=0.0025, cost=cost, budget_runs=first_look + second)
+        won = confirmed(study, (ONE, FASTER))
+        assert won.recipe == held, metric
+
+
+def test_what_is_proven_exact_needs_no_third_seed_unless_the_seeds_contradict():
+    same, rounds = Recipe({"batched_fetch": {}}), Recipe({"channels_last": {}})
+    cost = {"baseline": 10.0, str(same): 5.0, str(rounds): 5.0}
+    study = Planted({"baseline": 0.9, str(same): 0.9, str(rounds): 0.9}, spread=0.0, cost=cost)
+    assert confirmed(study, (same,)).held
+    assert confirmed(study, (rounds,)).held
+    assert len(study.seeds_of(same)) == len(study.seeds_of(rounds)) == PAIRS_OF_THE_EXACT < LOOKS[0]
+    other = Planted(study.metric | {str(same): 0.9001}, spread=0.0, cost=cost)
+    assert "is not the original's run" in confirmed(other, (same,)).why
+    assert len(other.seeds_of(same)) == 1
+    broken = Planted(study.metric | {str(rounds): 0.81}, cost=cost)
+    assert not confirmed(broken, (rounds,)).held
+
+
+def test_where_the_stopwatch_doubts_the_blocks_two_runs_of_what_is_exact_are_not_enough():
+    same = Recipe({"batched_fetch": {}})
+    study = Planted(
+        {"baseline": 0.9, str(same): 0.9}, spread=0.0, cost={"baseline": 10.0, str(same): 5.0}, unseen={str(same): 4.0}, uneven=0.5
+    )
+    done = confirmed(study, (same,))
+    assert len(study.seeds_of(same)) >= LOOKS[0]
+    assert not done.held or done.speedup.median < 1.3, "2x is what the blocks promise"
+
+
 def test_what_is_put_forward():
     outside = Recipe({"./mine.py:Mine": {}})
     assert _put_forward([Recipe(), outside, outside | ONE, outside | ONE | TWO]) == [outside | ONE | TWO]
@@ -168,7 +224,7 @@ def test_a_recipe_that_trains_otherwise_tells_how_far_apart_its_looks_are():
     study = Planted({"baseline": 0.9, str(FAST): 0.9, str(ONE): 0.9}, cost={"baseline": 10.0, str(FAST): 5.0, str(ONE): 5.0})
     other, exact = confirmed(study, (FAST,)), confirmed(study, (ONE,))
     assert other.samples == [(SAMPLES, SAMPLES, LOOK, LOOK)] * LOOKS[0]
-    assert exact.samples == [(SAMPLES, SAMPLES)] * LOOKS[0]
+    assert exact.samples == [(SAMPLES, SAMPLES)] * PAIRS_OF_THE_EXACT
     assert other.speedup.low < exact.speedup.low < other.speedup.median == pytest.approx(exact.speedup.median)
 
 
@@ -178,6 +234,14 @@ def test_where_the_stopwatch_counts_three_seeds_that_agree_are_not_certain_eithe
     assert won.speedup.median == pytest.approx(2.0)
     assert won.speedup.low < 0.99 * won.speedup.median
     assert "the stopwatch saw less" in won.why
+
+
+@pytest.mark.parametrize(("late", "told"), [(0.2, 5.0), (2.0, 2.4)])
+def test_where_the_stopwatch_is_far_from_the_blocks_it_counts_however_it_spreads(late, told):
+    study = Planted({"baseline": 0.9, str(FASTER): 0.9}, unseen={str(FASTER): late}, uneven=0.95 * late)
+    won = confirmed(study, (FASTER,))
+    assert won.stopwatch.high > 5.0
+    assert won.speedup.median == pytest.approx(told, rel=0.15)
 
 
 def coverage(share: float, told: int) -> float:

@@ -36,6 +36,23 @@ def test_another_seed_kind_or_task_is_another_trial(tmp_path, other):
     assert len(calls) == 2
 
 
+def test_a_failure_that_may_pass_is_tried_again_by_the_next_search(tmp_path):
+    """The task's own failure may lie in its data, which can be mended; a recipe's stays."""
+    calls = []
+
+    def failing() -> dict:
+        calls.append(1)
+        return {"failed": "sample 7: a file is gone"}
+
+    for failure_lasts, measured in ((True, 1), (False, 2)):
+        calls.clear()
+        for _ in range(2):
+            ledger = Ledger(tmp_path, {"lasts": failure_lasts})
+            for _ in range(2):
+                assert "failed" in ledger.trial("run", {"seed": 1}, failing, failure_lasts)[1]
+        assert len(calls) == measured
+
+
 def test_a_line_cut_by_a_kill_costs_that_trial_alone(tmp_path):
     calls = []
     ledger = Ledger(tmp_path, {})

@@ -130,10 +130,15 @@ def test_without_validation_data_nobody_can_judge(tmp_path):
         hasten.tune(f"{tmp_path / 'points.py'}:points", out=tmp_path / "out")
 
 
-def test_a_target_that_is_never_reached_is_told_and_a_notice_of_the_task_once(tmp_path):
+def test_a_target_that_is_never_reached_is_told_and_a_notice_of_the_task_once_a_search(tmp_path):
+    """Also in a search that goes on and finds every trial remembered."""
     noticing = 'def points():\n    import warnings\n    warnings.warn("a column is rounded", hasten.contract.errors.Notice, stacklevel=1)'
     source = TASK.replace("target=0.9", "target=0.9999").replace("def points():", noticing)
     (tmp_path / "points.py").write_text("import hasten.contract.errors\n" + source)
-    with pytest.warns(Notice) as told, pytest.raises(Failure, match=r"never held its target 0\.9999"):
-        hasten.tune(f"{tmp_path / 'points.py'}:points", budget=60, out=tmp_path / "out")
-    assert [str(each.message) for each in told if each.category is Notice] == ["a column is rounded"]
+    measured = []
+    for _ in ("measured", "remembered"):
+        with pytest.warns(Notice) as told, pytest.raises(Failure, match=r"never held its target 0\.9999"):
+            hasten.tune(f"{tmp_path / 'points.py'}:points", budget=60, out=tmp_path / "out")
+        assert [str(each.message) for each in told if each.category is Notice] == ["a column is rounded"]
+        measured.append((tmp_path / "out" / "trials.jsonl").read_text())
+    assert measured[0] == measured[1]

@@ -34,7 +34,8 @@ def _inspect_arguments(parser) -> None:
 def _inspect(options, watch) -> Answer:
     """what is there, how fast it is read, what limits that, which storage would be faster
 
-    All speeds are measured on one core of this machine. Exit code 1 where rows cannot be read, so that nothing was measured.
+    All speeds are measured on one core of this machine, each three times where that does not take long; it prints the median, and from
+    where to where the readings lie. Exit code 1 where rows cannot be read, so that nothing was measured.
     """
     from hasten.data.storing.inspection import inspect
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import sys
 import warnings
 
@@ -33,7 +34,8 @@ TASK_HELP = "TASK is the name of a workload (such as digits) or path/to/file.py:
 
 def main(words: list[str] | None = None) -> int:
     """The program ``hasten``; returns the exit code."""
-    words = sys.argv[1:] if words is None else words
+    own_process = words is None
+    words = sys.argv[1:] if own_process else words
     as_json = "--json" in words
     _open_what_is_closed()
     _quieten_libraries()
@@ -43,13 +45,16 @@ def main(words: list[str] | None = None) -> int:
         if answer is None:
             return 0
         _show_to_whoever_reads(answer, as_json)
-        return answer.code
+        code, line = answer.code, None
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         code, line = _verdict(error)
+    if own_process:  # Ctrl-C once more would end us by the signal, while torch clears up
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if line is not None:
         _say(line)
         if as_json:
             print(strict_json({"error": line}))
-        return code
+    return code
 
 
 def _show_to_whoever_reads(answer: Answer, as_json: bool) -> None:
@@ -118,6 +123,10 @@ def _read(words: list[str]) -> argparse.Namespace | None:
 
 class _Parser(argparse.ArgumentParser):
     """argparse, whose errors become one line and offer the nearest name."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # -1s is a wrong time, not an option that nobody knows
 
     def error(self, message: str):
         if unknown := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):

@@ -122,16 +122,21 @@ def _conflicts(cls) -> list[dict]:
 
 
 def _records(name: str) -> list[dict]:
-    """What searches say about a method: every trial of it in the records here, winners and losers."""
+    """What searches say about a method: every trial that it was part of in the records here, winners and losers."""
     found = []
     for path in sorted(Path("records").glob("*/result.json")):
         try:
             told = json.loads(path.read_text(encoding="utf-8"))
-            trials = [trial for trial in told.get("trials", ()) if trial["what"].partition(":")[0] == name]
+            trials = [trial for trial in told.get("trials", ()) if name in _members(trial["what"])]
         except (OSError, ValueError, AttributeError, KeyError):
             continue  # the record of another claim
         found += [{"task": told.get("task"), **{key: trial.get(key) for key in ("what", "verdict", "ratio", "why")}} for trial in trials]
     return found
+
+
+def _members(recipe: str) -> list[str]:
+    """The names in ``threads:count=2 + ema``."""
+    return [member.partition(":")[0] for member in recipe.split(" + ")]
 
 
 def _not_here(card, device: str | None) -> str | None:

@@ -10,20 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hasten.contract.errors import Refusal
+from hasten.contract.spans import seconds_of
 
 if TYPE_CHECKING:
     from hasten.contract.recipe import Recipe
 
-_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
-
 
 def seconds(text: str) -> float:
     """``90``, ``90s``, ``10m`` or ``1h`` as seconds."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
-    value = float(match[1]) * _UNITS[match[2]] if match else 0.0
-    if not 0 < value < math.inf:
-        raise ArgumentTypeError(f"must be a time such as 90s, 10m or 1h, not {text!r}")
-    return value
+    try:
+        return seconds_of(text)
+    except Refusal as why:
+        raise ArgumentTypeError(str(why)) from None
 
 
 def count(text: str) -> int:

@@ -74,7 +74,7 @@ class Card:
         gain: the claimed speed-up as (low, high), or None where nobody claims one. What was measured lives in records/.
         gain_when: the circumstances under which the claim holds.
         speeds: the phases of the step that it shortens (keys of PHASES); the diagnoser turns them into a bound.
-        applies_to: facts (keys of FACTS) that must all hold for it to be worth trying.
+        applies_to: facts (keys of FACTS) that must all hold for it to be worth trying; other words are for people, and nothing checks them.
         needs: traits (keys of TRAITS) of the run that it relies on.
         breaks: traits that it takes away from the others.
         order: its level among methods that wrap the same hook.
@@ -102,10 +102,11 @@ class Card:
     def __post_init__(self):
         if not isinstance(self.exactness, Exactness):
             raise Refusal(f"a card's exactness is one of {', '.join(map(str, Exactness))}, not {self.exactness!r}")
-        for name, known in (("speeds", PHASES), ("applies_to", FACTS), ("needs", TRAITS), ("breaks", TRAITS)):
-            words = frozenset(getattr(self, name))
-            object.__setattr__(self, name, words)
-            if unknown := words - known.keys():
+        for name in ("speeds", "applies_to", "needs", "breaks", "replaces"):
+            if isinstance(words := getattr(self, name), str):
+                raise Refusal(f"the card says {name}={words!r}; it must be a set: {{{words!r}}}")
+            object.__setattr__(self, name, frozenset(words))
+        for name, known in (("speeds", PHASES), ("needs", TRAITS), ("breaks", TRAITS)):  # they are computed with
+            if unknown := getattr(self, name) - known.keys():
                 raise Refusal(f"the card says {name}={sorted(unknown)}, but the known words are {', '.join(known)}")
-        object.__setattr__(self, "replaces", frozenset(self.replaces))
         object.__setattr__(self, "after", tuple(self.after))

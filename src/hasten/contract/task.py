@@ -59,6 +59,8 @@ class Task:
         _positive("evaluate_every", self.evaluate_every, int, optional=True)
         if self.target is not None and not _is_finite_number(self.target):
             raise Refusal(f"Task(target=) must be a finite number or None, not {self.target!r:.80}")
+        if not isinstance(self.higher_is_better, (bool, type(None))):
+            raise Refusal(f"Task(higher_is_better=) must be True, False or None, not {self.higher_is_better!r:.80}")
 
     def named(self, name: str) -> Task:
         """The same task under a name, unless it has one."""
@@ -95,7 +97,7 @@ def _positive(field: str, value, kind, optional: bool = False) -> None:
     if optional and value is None:
         return
     if not _is_finite_number(value) or not isinstance(value, kind) or value <= 0:
-        raise Refusal(f"Task({field}=) must be a positive number, not {value!r}")
+        raise Refusal(f"Task({field}=) must be a positive {'whole ' if kind is int else ''}number, not {value!r:.80}")
 
 
 def _is_finite_number(value) -> bool:

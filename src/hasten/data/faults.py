@@ -64,5 +64,6 @@ class Faults:
     def failure(self, fault: BadRow) -> Failure:
         """What is said about a row that may not be left out."""
         if not self.at_most:
-            return Failure(f"{fault}; mend it, or let some be left out: .skip_bad(10), or hasten train --skip-bad 10")
+            how = ".skip_bad(10) in the pipeline, or --skip-bad 10 with hasten train and hasten data"
+            return Failure(f"{fault}; mend it, or let some be left out: {how}")
         return Failure(f"{fault}; it is bad row number {self.at_most + 1}, and {self.at_most} may be left out")

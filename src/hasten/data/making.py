@@ -18,11 +18,12 @@ import numpy
 import torch
 from torch.utils.data import default_collate
 
+from hasten.contract.data import same
 from hasten.contract.errors import Failure, Refusal, one_line
 from hasten.data.chance import Chance, drawing_apart
 from hasten.data.faults import Faults
 from hasten.data.source import BadRow, Source, leaves_of, rows_of
-from hasten.engine.seeds import derived, undisturbed
+from hasten.engine.seeds import derived, random_state, undisturbed
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,13 @@ class Making:
             for each in self.batch_maps:
                 batch = each.function(batch) if each.stage is None else each.function(batch, chance=self._chance(places, each))
             return batch, bad
+
+    def draws(self, number: int) -> bool:
+        """Whether the generators of the process are drawn from where a batch is made; it is made for that alone, and they stay as they are."""
+        with undisturbed():
+            before = random_state()
+            self(number)
+            return not same(random_state(), before)
 
     def _own(self, number: int) -> tuple[numpy.ndarray, numpy.ndarray]:
         """This rank's part of a batch's rows, and their places in the pass."""

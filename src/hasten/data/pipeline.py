@@ -7,8 +7,8 @@ run that was resumed, makes no difference; and the place in the data is three in
 
 ``map`` before ``batch`` gets one sample at a time, ``map`` after it a whole batch, which is faster. A function that wants
 random numbers takes a parameter called ``chance``, a ``Chance``, whose numbers belong to the places in the pass. The generators of
-torch, NumPy and Python start every batch from a seed of its own; but threads share them, so there what a function draws from them is
-anybody's.
+torch, NumPy and Python start every batch from a seed of its own; but threads share them, so there a function that draws from them is
+refused.
 
 A Task takes a pipeline as it is: it is shuffled only if it says so with ``shuffle``, and its ``batch(size)`` comes before
 ``Task(batch_size=)``, which is for pipelines that name none.
@@ -16,6 +16,7 @@ A Task takes a pipeline as it is: it is shuffled only if it says so with ``shuff
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ import torch
 
 from hasten.contract.climbing import AHEAD, Climber, usual_room
 from hasten.contract.data import Batches, Crew
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import Notice, Refusal
 from hasten.contract.watch import Watch
 from hasten.data.checks import above_0, at_least, whole
 from hasten.data.faults import Faults
@@ -47,6 +48,7 @@ class Place:
     epoch: int = 0
     position: int = 0
     begun: bool = False  # that pass was iterated here; iterating again means the next one
+    draws_nothing: bool = False  # threads were wanted, and what is not ours was looked at
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,9 +155,9 @@ class Pipeline:
 
         Args:
             batches: that may wait; or "auto": how many of all of these is found out while the batches are used, and whether the samples
-                are better kept in memory. It stops as soon as nobody waits for a batch. ``pipeline.runner.chosen`` tells what was found.
+                are better kept in memory. It stops as soon as nobody waits for a batch. ``pipeline.runner.chosen`` tells what was found, and a Notice.
             threads, processes: of one kind only; with "auto" those to begin with. Functions that may draw from the generators of the
-                process get no threads by themselves.
+                process get no threads by themselves; those that do so in the first batch are refused in threads.
             timeout: seconds that may be waited for a batch before it is told that somebody hangs; None: for ever.
             cores: with "auto": workers that there may be at most; None: as many as the processors that may be used.
             gigabytes: (10**9 bytes) with "auto": what batches on their way and samples that are kept may take; None: a quarter of what is free.
@@ -176,7 +178,7 @@ class Pipeline:
             crew = Crew(threads or int(batches > 0 and not processes), processes, batches)
             return self._with(runner=runners.runner_of(crew, timeout))
         crew = Crew(threads, processes, AHEAD if threads or processes else 0)
-        climber = Climber(crew, cores=cores or usable_cores(), room=usual_room(gigabytes, free_memory))
+        climber = Climber(crew, cores=cores or usable_cores(), room=usual_room(gigabytes, free_memory), told=_tell)
         return self._with(runner=_autotuned(climber, timeout, threads > 0))
 
     def share(self, rank: int, world: int) -> Pipeline:
@@ -274,7 +276,8 @@ class Pipeline:
         """The batches of one pass from number ``start`` on; the place is left alone."""
         runner, source, maps = self.runner, self.source, self.sample_maps
         if auto := hasattr(runner, "kept_from"):
-            runner = runner.among(("threads", "processes") if self._is_ours() or runner.in_threads else ("processes",))
+            runner = runner.among(("processes",) if self._foreign() and not runner.in_threads else ("threads", "processes"))
+        self._refuse_known()
         source.prepare(runner.everybody() if auto else runner, self.faults)
         if auto and self.collate_fn is None and (kept := runner.kept_from(source, maps, self.faults, epoch, start)) is not None:
             source, maps = kept, ()
@@ -283,7 +286,10 @@ class Pipeline:
             source, order.batches(epoch), self.batch_size, self.seed, epoch, maps, self.batch_maps, self.collate_fn,
             self.rank, self.world, self.faults, seeded=not runners.in_threads(runner),
         )  # fmt: skip
-        noted = self._noted(runner(make, range(start, len(order))))
+        made = runner(make, range(start, len(order)))
+        if runners.in_threads(runner) and start < len(order) and self._foreign() and not self.place.draws_nothing:
+            made = self._unless_it_draws(make, start, made)
+        noted = self._noted(made)
         return noted if self.device is None else moved(noted, self.device)
 
     def batches(self, batch_size: int, seed: int, training: bool) -> Batches:
@@ -297,12 +303,13 @@ class Pipeline:
             pipeline = self._anew(batch_size=batch_size, seed=self.seed + seed, runner=self.runner)
         else:
             pipeline = self._anew(batch_size=self.batch_size or batch_size, shuffled=False)
+        self._refuse_known()
         return pipeline._as_batches(training)
 
     def _as_batches(self, training: bool) -> Batches:
         def by(who: Crew | Climber) -> Batches:
             crew, threads_now = who if isinstance(who, Crew) else who.crew, runners.in_threads(self.runner)
-            if crew.threads and not (threads_now or self._is_ours()):
+            if crew.threads and self._foreign() and not threads_now:
                 raise Refusal(
                     "threads would share the generators, from which this pipeline's functions may draw, with the training; say processes"
                 )
@@ -311,6 +318,19 @@ class Pipeline:
             return self._with(runner=runner)._as_batches(training)
 
         return Batches(epoch=self.epoch, length=len(self), training=training, seekable=True, crew=runners.crew_of(self.runner), by=by)
+
+    def _unless_it_draws(self, make: Making, number: int, made: Iterator) -> Iterator:
+        """What threads make, once a batch that one of them makes by itself has shown that they draw from nobody's generators.
+
+        Raises:
+            Refusal: they do, so that each run would have other batches.
+        """
+        if any(runners.Threads(1, 0, getattr(self.runner, "timeout", None))(make.draws, range(number, number + 1))):
+            who = " or ".join(getattr(thing, "__name__", type(thing).__name__) for thing in self._foreign())
+            why = "from the generators of torch, NumPy or Python, which threads share with the training: other ones in every run"
+            raise Refusal(f"{who} draws {why}; give the function a parameter chance and draw from that, or say .prefetch(processes=1)")
+        self.place.draws_nothing = True
+        yield from made
 
     def _noted(self, made: Iterator) -> Iterator:
         for batch, bad in made:
@@ -328,13 +348,24 @@ class Pipeline:
         runner = self.runner.anew() if hasattr(self.runner, "anew") else self.runner
         return replace(self, place=Place(), **({"runner": runner} | changes))
 
-    def _is_ours(self) -> bool:
-        """Whether nothing in it is of the user's own, so that it draws from nobody's generators and is safe in threads."""
+    def _foreign(self) -> list:
+        """What in it is of the user's own, and so may draw from the generators of the process, and may not be safe in threads."""
         things, source = [self.collate_fn, *(each.function for each in (*self.sample_maps, *self.batch_maps))], self.source
         while source is not None:  # a cache stands before the source and the maps that it keeps
             things += [source, *getattr(source, "functions", ())]
             source = getattr(source, "source", None)
-        return all(map(is_ours, things))
+        return [thing for thing in things if not is_ours(thing)]
+
+    def _refuse_known(self) -> None:
+        """What is known to fail does so now, and not in the middle of a pass.
+
+        Raises:
+            Failure: more rows are known to be bad than may be left out.
+        """
+        known = self.source.known_bad()
+        if len(known) > self.faults.at_most:
+            for fault in known:
+                self.faults.note(fault)
 
     def _go_to(self, epoch: int, position: int) -> None:
         self.place.epoch, self.place.position, self.place.begun = epoch, position, False
@@ -350,6 +381,11 @@ class Pipeline:
         if len(order) and smallest < self.world:
             raise Refusal(f"{self.world} ranks cannot share a batch of {smallest} rows; take larger ones, or .batch(size, drop_last=True)")
         return order
+
+
+def _tell(climber: Climber) -> None:
+    found = ", ".join(f"{name}={value}" for name, value in climber.chosen.items())
+    warnings.warn(f'prefetch("auto") has found {found}', Notice, stacklevel=2)
 
 
 def _autotuned(climber: Climber, timeout: float | None, in_threads: bool) -> runners.Runner:

@@ -44,6 +44,10 @@ class Source(ABC):
         """Where the runs of rows that are read best together begin, and the end: int64, shape (runs + 1,)."""
         return numpy.array([0, len(self)])
 
+    def known_bad(self) -> list[BadRow]:
+        """The rows of which it is known, before they are read, that they cannot be."""
+        return []
+
     def prepare(self, runner: Callable, faults) -> None:
         """Called before every pass, in the process that iterates: the moment to fill a cache, or to open anew what has changed.
 
@@ -68,6 +72,13 @@ class BadRow(Exception):
 
     def __reduce__(self):
         return type(self), (self.row, self.where, self.why, self.rows)  # travels between processes
+
+
+def refuse_bad(rows: numpy.ndarray, bad: Mapping[int, tuple[str, str]]) -> None:
+    """Raises a BadRow for the first of these rows that is known to be one: {row: (where, why)}."""
+    for row in rows.tolist() if bad else ():
+        if row in bad:
+            raise BadRow(row, *bad[row])
 
 
 def rows_of(columns) -> list:

@@ -30,7 +30,7 @@ def advise(
     """
     advice, against = [], []
     for name, card in sorted(cards.items()):
-        if missing := sorted(card.applies_to - facts):
+        if missing := sorted(card.applies_to & FACTS.keys() - facts):
             against.append({"method": name, "why": f"it needs what does not hold here: {'; '.join(FACTS[fact] for fact in missing)}"})
             continue
         if not card.speeds:

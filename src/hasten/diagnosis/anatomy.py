@@ -89,7 +89,9 @@ def examine(
         extra = evaluation_a_sample(plan, evaluation)
         phases, headroom = _shares(timed, extra), Headroom()
         if ceilings:
-            shares = {"input": phases["input"], BATCH_SIZE: 1.0 - phases["evaluation"], "update": phases["update"]}
+            shares = {"input": phases["input"], BATCH_SIZE: 1.0 - phases["evaluation"]} | {
+                name: phases[name] for name in ("logging", "update")
+            }
             left = budget * (1 - TIMELINE_SHARE)
             headroom = take_away(probe, shares, count=count, step=plan["step"], extra=extra, budget=left, watch=watch)
         facts = probe.call("facts")

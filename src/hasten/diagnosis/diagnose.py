@@ -6,6 +6,7 @@ import time
 
 from hasten.contract.card import PHASES
 from hasten.contract.recipe import Recipe
+from hasten.contract.spans import budget_of
 from hasten.contract.watch import Watch, silent
 from hasten.diagnosis.advise import advise, amdahl
 from hasten.diagnosis.anatomy import Anatomy, examine
@@ -20,13 +21,13 @@ from hasten.measure.ratio import Ratio
 INSIDE = 0.6  # of the budget, for what one process can tell; another allocator gets what is left
 
 
-def diagnose(task, *, recipe=None, budget: float = 60.0, device: str | None = None, seed: int = 0, watch: Watch = silent) -> dict:
+def diagnose(task, *, recipe=None, budget: float | str = 60.0, device: str | None = None, seed: int = 0, watch: Watch = silent) -> dict:
     """Where a task's time goes and what could be gained.
 
     Args:
         task: a workload's name, ``file.py:function`` or a Task.
         recipe: what it is trained with: a Recipe, a ``.toml`` file or ``--with`` text; None for the task as it is.
-        budget: seconds to spend, exceeded by one experiment at most.
+        budget: seconds to spend, or a text such as "10m"; exceeded by one experiment at most.
 
     Returns:
         Plain data: ``verdict`` (a sentence), ``phases`` (share of the wall clock; they sum to 1), ``headroom``
@@ -36,7 +37,7 @@ def diagnose(task, *, recipe=None, budget: float = 60.0, device: str | None = No
     Raises:
         Refusal: a wrong request. Failure: the task could not run.
     """
-    task, recipe, device = TaskRef.of(task), Recipe.read(recipe), pick_device(device)
+    task, recipe, device, budget = TaskRef.of(task), Recipe.read(recipe), pick_device(device), budget_of(budget)
     refuse_conflicts(in_order(make_methods(recipe)))
     cards = {name: method_class(name).card for name in method_names() if name not in recipe.methods}
     began = time.monotonic()

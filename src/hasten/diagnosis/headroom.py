@@ -1,6 +1,6 @@
 """Ceilings by replacement: time with a part / time without it, the most that any acceleration of that part could give.
 
-Input and update are switched off and on within one process, block by block, and a run with larger batches
+Input, logging and update are switched off and on within one process, block by block, and a run with larger batches
 takes its turns there too: building a process for each costs more than the measurement. Another allocator
 cannot be taken back, so it gets a process of its own.
 """
@@ -48,7 +48,7 @@ def take_away(
     """The ceilings of what can be taken away while the run goes on.
 
     Args:
-        shares: of the time that each takes, by the timeline: "input", "batch_size" and, last because it may break the run, "update".
+        shares: of the time that each takes, by the timeline: "input", "batch_size", "logging" and, last because it may break the run, "update".
         count: steps of a block.
         step: seconds that one takes.
         extra: seconds of evaluation for a sample, which stay.

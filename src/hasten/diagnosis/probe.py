@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections import Counter
 from contextlib import nullcontext
 from functools import cached_property
@@ -16,6 +17,7 @@ from hasten.contract.errors import Failure
 from hasten.diagnosis.facts import facts_of
 from hasten.diagnosis.flops import flops_a_sample, peak_flops
 from hasten.diagnosis.replacements import BATCH_SIZE, LargerBatch, outside_name, taken_away
+from hasten.engine.folder import lines_of
 from hasten.engine.plan import build
 from hasten.engine.tasks import TaskRef
 from hasten.measure.arm import Arm
@@ -38,6 +40,21 @@ class Probe(Arm):
         if not block["samples"]:
             raise Failure("an earlier experiment ended the run")
         return block
+
+    @cached_property
+    def log(self):
+        """A step log like that of a run's folder; it has no name, so nothing stays of it."""
+        return tempfile.TemporaryFile(buffering=0)
+
+    def _read_losses(self) -> list[float]:
+        """And writes them down, as a run does, unless that is what is taken away."""
+        if "logging" in taken_away(self.program.run):
+            self.unread.clear()
+            return []
+        losses = super()._read_losses()
+        first = self.program.run.clock.step - len(losses) + 1
+        self.log.write(lines_of([{"step": first + number, "loss": loss} for number, loss in enumerate(losses)]).encode())
+        return losses
 
     @cached_property
     def larger(self) -> Arm:
@@ -65,7 +82,7 @@ class Probe(Arm):
         program, taken = self.program, 0
         device = program.run.device.type
         watched = _Operations(device)
-        for batch in islice(program.train.epoch(program.run.clock.epoch, 0), count):
+        for batch in islice(self.source.epoch(program.run.clock.epoch, 0), count):
             batch = program.move(batch)
             with watched:
                 program.micro(batch)

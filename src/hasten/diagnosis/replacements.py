@@ -18,7 +18,7 @@ BATCH_SIZE = "batch_size"  # the ceiling that a larger batch gives, under the na
 
 
 def taken_away(run) -> set[str]:
-    """What of a run is switched off at the moment ("input", "update")."""
+    """What of a run is switched off at the moment: "input" and "update" here, "logging" by the probe."""
     return run.kept.setdefault("taken away", set())
 
 

@@ -15,6 +15,7 @@ CAUSES = {
     "input": "waiting for the next batch takes {input:.0%} of the time; if batches came for free, training would be {gain:.2f}x as fast",
     "update": "the optimizer's update takes {update:.0%} of the time; if it were free, training would be {gain:.2f}x as fast",
     "evaluation": "measuring the metric takes {evaluation:.0%} of the time; without it, training would be {gain:.2f}x as fast",
+    "logging": "the loop and its log take {logging:.0%} of the time; without the log, training would be {gain:.2f}x as fast",
     "allocator": "the operating system takes {system:.0%} of the processors' time, with {faults:.0f} page faults a step: "
     "memory is returned and fetched again; keeping it would make training {gain:.2f}x as fast",
     "batch_size": "the batch of {batch} is small: much of what a step costs does not depend on its size; with {factor} times the batch "

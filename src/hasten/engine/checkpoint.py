@@ -164,6 +164,19 @@ def taken_up(batches: Batches, start_of_pass: dict | None, now: dict) -> Callabl
     return epoch
 
 
+def read_again(batches: Batches, start_of_pass: dict | None, epoch: int, number: int) -> Iterator:
+    """The batches of a pass once more, from one of them on.
+
+    Raises:
+        LookupError: they come from a source that cannot be sought, and another pass has begun since.
+    """
+    if batches.seekable:
+        return batches.epoch(epoch, number)
+    if start_of_pass is None or epoch != start_of_pass["epoch"]:
+        raise LookupError("its pass is over")
+    return taken_up(batches, start_of_pass, random_now(batches))(epoch, number)
+
+
 def _keep_types(optimizer, saved: dict) -> None:
     """torch casts an optimizer's state to the type of its parameter when loading; a wider state stays as wide as it was."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

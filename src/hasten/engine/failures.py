@@ -29,7 +29,14 @@ def explained(error: Exception, where: str, batch_size: int) -> Failure | Refusa
     hint = ""
     if "out of bounds" in text or "device-side assert" in text:
         hint = "; most often a label outside 0 to (number of classes - 1)"
+    if "created only for scalar outputs" in text:
+        hint = "; Task(loss=) must return one number, such as the mean over the batch"
     return Failure(f"{where} failed: {one_line(error)}{_in_users_code(error)}{hint}")
+
+
+def place(step: int, epoch: int, batch: int) -> str:
+    """Where in a run something happened, as people count: from 1. ``epoch`` and ``batch`` as the clock does, from 0."""
+    return f"step {step} (pass {epoch + 1}, batch {batch + 1})"
 
 
 @contextmanager

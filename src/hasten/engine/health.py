@@ -37,8 +37,13 @@ def refuse_bad_metric(metric: float, step: int, validation: Batches) -> None:
         raise Failure(f"{told}: the validation data are finite; {CALMER}")
 
 
-def why_not_finite(read_again: Callable[[], Iterator]) -> str:
-    """Whether the batch, which ``read_again`` gives first, is to blame for a loss, or the training."""
+def bad_loss(loss: float, where: str, read_again: Callable[[], Iterator]) -> Failure:
+    """What there is to say about a loss that is no finite number; ``read_again`` gives its batch first."""
+    return Failure(f"the loss is {loss} at {where}: {_why_not_finite(read_again)}")
+
+
+def _why_not_finite(read_again: Callable[[], Iterator]) -> str:
+    """Whether the batch is to blame, or the training."""
     try:
         found = next(iter(read_again()))
     except Exception:

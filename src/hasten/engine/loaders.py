@@ -6,8 +6,8 @@ order in which it comes. What the data raise is told in one line that names the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import count, islice
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count, dropwhile, islice
 from traceback import walk_tb
 
 import torch
@@ -16,6 +16,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from hasten.contract.data import Batches, Samples
 from hasten.contract.errors import Failure, Refusal, one_line
 from hasten.engine.seeds import derived, drawing_from, undisturbed
+
+FROM_A_WORKER = "Original Traceback (most recent call last)"  # torch's words
 
 
 def from_samples(samples: Samples) -> Batches:
@@ -70,7 +72,9 @@ def from_loader(loader: DataLoader, task_size: int | None, batch_size: int, seed
         if epoch and loader.persistent_workers and loader._iterator is None:  # taken up here: kept workers draw their base seed once only
             with undisturbed(*_generators_of(loader)):
                 iter(loader)
-        return islice(_with_clear_errors(iter(loader)), start, None)
+        in_workers = samples is not None and loader.num_workers > 0
+        find = _finder(samples, epoch) if in_workers else _unknown  # before iter(loader) draws
+        return islice(_with_clear_errors(iter(loader), find), start, None)
 
     return Batches(
         epoch=epoch, length=length_of(loader), samples=samples, training=training,
@@ -91,11 +95,20 @@ def from_stream(data, batch_size: int, training: bool, seed: int) -> Batches:
 
 
 def length_of(data) -> int | None:
-    """How long the data say they are, or None."""
+    """How long the data say they are, or None.
+
+    Raises:
+        Refusal: below 0, or longer than anything can be.
+    """
     try:
         return len(data)
     except TypeError:
         return None
+    except Refusal:
+        raise
+    except (ValueError, OverflowError) as error:
+        wanted = "__len__ must give a whole number from 0 on"
+        raise Refusal(f"the {type(data).__name__} cannot tell how long it is: {one_line(error)}; {wanted}") from None
 
 
 def _samples_of(loader: DataLoader, seed: int, training: bool) -> Samples | None:
@@ -180,8 +193,39 @@ def _drawing_by_position(iterator: Iterator, seed: int, epoch: int) -> Iterator:
         yield batch
 
 
-def _with_clear_errors(iterator: Iterator) -> Iterator:
-    """The same batches; what the dataset raised is told in one line, wherever it was raised."""
+def _finder(samples: Samples, epoch: int) -> Callable[[int, str], int | None]:
+    """Finds the sample that a worker failed at, in the pass that begins now: the user's loader does not tell which samples a batch has.
+
+    The order of the pass is drawn once more and the batch's samples are read here, one by one; the one that raises the same is it.
+    """
+    generators = (torch.default_generator, *_generators_of(samples.loader))
+    states = [generator.get_state() for generator in generators]
+
+    def find(number: int, words: str) -> int | None:
+        with undisturbed(*generators[1:]):
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+            for index in next(islice(samples.order(epoch), number, None), []):
+                try:
+                    samples.dataset[index]
+                except Exception as error:
+                    if _own_words(error) == words:
+                        return index
+        return None
+
+    return find
+
+
+def _unknown(number: int, words: str) -> None:
+    """No sample is found."""
+
+
+def _with_clear_errors(iterator: Iterator, find: Callable[[int, str], int | None] = _unknown) -> Iterator:
+    """The same batches; what the dataset raised is told in one line, wherever it was raised.
+
+    Args:
+        find: ``(batch, words of the error) -> sample``, where torch's own frames do not tell it.
+    """
     whole = 0  # batches that came through
     try:
         for batch in iterator:
@@ -191,12 +235,24 @@ def _with_clear_errors(iterator: Iterator) -> Iterator:
         lines = [line for line in str(error).splitlines() if "the dataset raised at sample" in line]
         raise Failure(lines[-1].split("Failure: ")[-1] if lines else str(error)) from error
     except Exception as error:
-        last = [line for line in str(error).strip().splitlines() if line.strip()]
-        detail = f"{type(error).__name__}: {last[-1].strip()}" if last else one_line(error)
-        raise Failure(f"the data raised at batch {whole + 1} of the pass{_sample_at_fault(error)}: {detail[:300]}") from error
+        words = _own_words(error)
+        sample = _sample_at_fault(error)
+        sample = find(whole, words) if sample is None else sample
+        named = "" if sample is None else f", sample {sample}"
+        raise Failure(f"the data raised at batch {whole + 1} of the pass{named}: {words}") from error
 
 
-def _sample_at_fault(error: Exception) -> str:
-    """``, sample 7``: where torch's own reading of a batch stopped, as its frame tells; a worker's frames are lost."""
+def _own_words(error: Exception) -> str:
+    """``KeyError: 'x'``; from a worker, torch has put the whole traceback into the message, which ends with these words."""
+    if FROM_A_WORKER not in str(error):
+        return one_line(error)
+    *_, last = str(error).rpartition('\n  File "')
+    lines = dropwhile(lambda line: line.startswith(" "), last.splitlines()[1:])
+    kind, colon, text = " ".join(" ".join(lines).split()).partition(": ")
+    return f"{kind.rpartition('.')[2]}{colon}{text}"[:300]
+
+
+def _sample_at_fault(error: Exception) -> int | None:
+    """Where torch's own reading of a batch stopped, as its frame tells; a worker's frames are lost."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_filename.endswith("_utils/fetch.py")]
-    return f", sample {frames[-1].f_locals['idx']}" if frames and "idx" in frames[-1].f_locals else ""
+    return frames[-1].f_locals.get("idx") if frames else None

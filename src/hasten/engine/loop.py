@@ -17,8 +17,6 @@ from hasten.engine.metrics import Measured, metric_of
 from hasten.engine.plan import Program
 from hasten.engine.seeds import undisturbed
 
-ONCE = "a generator can be read only once, give a dataset or a function"
-
 
 def steps(program: Program) -> Iterator[torch.Tensor]:
     """Trains from where the clock stands to the end of the plan; yields each step's loss: a number, but still on the device."""
@@ -26,7 +24,14 @@ def steps(program: Program) -> Iterator[torch.Tensor]:
         before = program.run.clock.step
         yield from rest_of_pass(program)
         if program.run.clock.step == before:
-            raise Failure(f"the training data gave no batch in pass {program.run.clock.epoch}; {ONCE}")
+            raise no_batch(program.run.clock.epoch)
+
+
+def no_batch(number: int) -> Failure:
+    """What there is to say about a pass, counted from 1, over data that gave nothing."""
+    if number == 1:
+        return Failure("the training data gave no batch: they are empty, or a generator that was read before; give a dataset or a function")
+    return Failure(f"the training data gave no batch in pass {number}; a generator can be read only once, give a dataset or a function")
 
 
 def finished(program: Program) -> bool:

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from time import perf_counter
 
 from hasten.contract.errors import Failure, Notice
@@ -16,9 +17,9 @@ from hasten.contract.method import Evaluation
 from hasten.contract.recipe import Recipe
 from hasten.contract.watch import Watch
 from hasten.engine import checkpoint, health, skipping
-from hasten.engine.failures import explained
+from hasten.engine.failures import explained, place
 from hasten.engine.folder import RunFolder, write_whole
-from hasten.engine.loop import ONCE, evaluate, finished, rest_of_pass
+from hasten.engine.loop import evaluate, finished, no_batch, rest_of_pass
 from hasten.engine.observers import PROGRESS_EVERY, number_or_none, numbers_of, progress
 from hasten.engine.outcome import outcome
 from hasten.engine.plan import Program
@@ -67,7 +68,7 @@ class Training:
             self._train_one_pass()
             self._fetch_losses()
             if before == (self.run.clock.step, 0):
-                raise Failure(f"the training data gave no batch in pass {self.run.clock.epoch}; {ONCE}")
+                raise no_batch(self.run.clock.epoch)
             if not self.stopped and self.run.loop.evaluate_every is None:
                 self._evaluate()
         health.refuse_bad_weights(self.run.model, self.run.clock.step)
@@ -124,8 +125,8 @@ class Training:
         self._observe([{"step": first + i, "loss": loss} for i, loss in enumerate(losses[:good])])
         if good < len(losses):
             _, epoch, batch = pending[good]
-            why = health.why_not_finite(lambda: self._again(epoch, batch))
-            raise Failure(f"the loss is {losses[good]} at {self._place(epoch, batch, first + good)}: {why}")
+            again = partial(checkpoint.read_again, self.source, self.start_of_pass, epoch, batch)
+            raise health.bad_loss(losses[good], place(first + good, epoch, batch), again)
         pending.clear()
         if self.folder:
             self.folder.note_time("steps", self.run.clock.step, self._seconds())
@@ -255,15 +256,8 @@ class Training:
         clock, loop = self.run.clock, self.run.loop
         return clock.step / loop.steps if loop.steps else clock.epoch / loop.epochs
 
-    def _place(self, epoch: int, batch: int, step: int | None = None) -> str:
-        return f"step {step or self.run.clock.step + 1} (pass {epoch + 1}, batch {batch + 1})"
+    def _place(self, epoch: int, batch: int) -> str:
+        return place(self.run.clock.step + 1, epoch, batch)
 
     def _how_to_go_on(self) -> str:
         return f"; go on with --out {self.folder.path} --resume" if self.folder else "; nothing was kept, give --out to be able to go on"
-
-    def _again(self, epoch: int, batch: int) -> Iterator:
-        if self.source.seekable:
-            return self.source.epoch(epoch, batch)
-        if epoch != self.start_of_pass["epoch"]:
-            raise LookupError("its pass is over")
-        return checkpoint.taken_up(self.source, self.start_of_pass, checkpoint.random_now(self.source))(epoch, batch)

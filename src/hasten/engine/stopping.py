@@ -5,25 +5,32 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+ONE_WISH = 1.0  # seconds: who presses Ctrl-C twice in a row means one thing
 
 
 @contextmanager
 def stop_requests() -> Iterator[list[int]]:
-    """Inside, SIGINT and SIGTERM are noted in the list instead of acted upon; a second one interrupts at once."""
+    """Inside, SIGINT and SIGTERM are noted in the list, not acted upon; one that comes ``ONE_WISH`` after the first interrupts at once."""
     asked: list[int] = []
+    since = 0.0
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return
     owner = os.getpid()
 
     def note(number: int, frame) -> None:
+        nonlocal since
         if os.getpid() != owner:  # a loader's worker: its parent tells it when to end
             if number == signal.SIGTERM:
                 os._exit(1)
             return
-        if asked:
+        if not asked:
+            since = time.monotonic()
+        elif time.monotonic() > since + ONE_WISH:
             raise KeyboardInterrupt
         asked.append(number)
 

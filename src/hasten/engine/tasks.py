@@ -26,6 +26,7 @@ from hasten.engine.find import import_file, line_in
 from hasten.engine.seeds import set_seeds, undisturbed
 
 ENTRY_POINTS = "hasten.workloads"
+FEW = 8  # functions of a file that a line names
 OWN_FILES = "hasten_file_"  # how import_file names a user's file: no other process could import it under that name
 
 
@@ -196,7 +197,10 @@ def _called(function: Callable, name: str) -> Task:
 def _which(path: Path) -> str:
     """``: mine.py:task or mine.py:other``, the functions of a file that could be meant."""
     there = _functions_in(import_file(path))
-    return f": {' or '.join(f'{path.name}:{name}' for name in there)}" if there else "; it has no function without arguments"
+    if not there:
+        return "; it has no function without arguments"
+    more = f" or another of its {len(there)} functions" if len(there) > FEW else ""
+    return f": {' or '.join(f'{path.name}:{name}' for name in there[:FEW])}{more}"
 
 
 def _functions_in(module) -> list[str]:

@@ -21,7 +21,7 @@ from hasten.engine.find import make_methods
 from hasten.engine.folder import RunFolder
 from hasten.engine.metrics import higher_is_better
 from hasten.engine.observers import Observer
-from hasten.engine.plan import build
+from hasten.engine.plan import build, in_order, refuse_conflicts
 from hasten.engine.running import Training
 from hasten.engine.skipping import tolerant
 from hasten.engine.stopping import stop_requests
@@ -76,6 +76,8 @@ def train(
     task = task if skip_bad is None else tolerant(task, skip_bad)
     recipe, device = None if recipe is None else Recipe.read(recipe), pick_device(device)
     higher_is_better(task)  # refused now rather than after the first pass
+    if recipe is not None:
+        refuse_conflicts(in_order(make_methods(recipe)))  # now, or what the folder has to complain about would hide it
     identity = {"task": task.name, "seed": seed, "batch_size": task.batch_size, "epochs": task.epochs, "skip_bad": skip_bad}
     folder = RunFolder(out, identity, recipe, resume) if out is not None else None
     recipe = folder.recipe if folder else recipe or Recipe()

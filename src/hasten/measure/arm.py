@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import resource
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 
 import torch
 
 from hasten.contract.errors import Failure, Refusal
 from hasten.contract.recipe import Recipe
+from hasten.engine import checkpoint
+from hasten.engine.failures import place
 from hasten.engine.find import make_methods
+from hasten.engine.health import bad_loss
 from hasten.engine.loop import evaluate, steps
+from hasten.engine.observers import numbers_of
 from hasten.engine.plan import Program, build
 from hasten.engine.running import STEPS_BETWEEN_LOGS
 from hasten.engine.tasks import TaskRef
 from hasten.measure.workers import Worker
 
 WARM_UP_STEPS, WARM_UP_ROUNDS = 3, 4
+LONG_EVALUATION = 10.0  # seconds; over a longer one nobody stumbles
 EVALUATION_SECONDS = 1.0  # a timed evaluation is a slice of about this length, scaled up
 
 
@@ -27,7 +35,8 @@ class Arm:
 
     def __init__(self, task: str, methods: dict, device: str, seed: int):
         self.task, self.recipe, self.device, self.seed = TaskRef.from_json(task), Recipe(methods), device, seed
-        self.unread: list[torch.Tensor] = []
+        self.unread: list[tuple] = []  # (loss on the device, epoch, batch)
+        self.start_of_pass: dict | None = None
 
     def build(self) -> dict:
         """Builds and warms up; tells what the plan is and how long starting took beyond the steady pace.
@@ -41,7 +50,8 @@ class Arm:
             raise Failure("; ".join(f"{method} has nothing to act on: {why}" for method, why in program.run.idle))
         self.context = program.process()  # kept, or else Python would leave it at once; never left: the process ends with the arm
         self.context.__enter__()
-        self.program = _endless(program)
+        self.source = program.train
+        self.program = _endless(program, self._epoch)
         self.steps = steps(self.program)
         built = time.perf_counter() - began
 
@@ -67,16 +77,22 @@ class Arm:
         }
 
     def train(self, count: int) -> dict:
-        """A block of steps, synchronised at its ends only."""
+        """A block of steps, synchronised at its ends only.
+
+        Raises:
+            Failure: a loss that is no finite number.
+        """
         clock = self.program.run.clock
         self._synchronise()
         samples, usage, began = clock.samples, resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
         for _ in range(count):
-            self.unread.append(next(self.steps))
+            loss = next(self.steps)  # may read those of the pass before
+            self.unread.append((loss, clock.epoch, clock.batch - 1))
             if len(self.unread) >= STEPS_BETWEEN_LOGS:  # as a run does
                 self._read_losses()
         self._synchronise()
         seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
+        self._read_losses()
         return {
             "seconds": seconds,
             "samples": clock.samples - samples,
@@ -107,10 +123,26 @@ class Arm:
             return None
         return max(1, round(self.validation_batches * EVALUATION_SECONDS / seconds))
 
-    def _read_losses(self) -> None:
-        if not torch.isfinite(torch.stack([loss.float() for loss in self.unread])).all():
-            raise Failure(f"the loss is not finite around step {self.program.run.clock.step}")
-        self.unread.clear()
+    def _read_losses(self) -> list[float]:
+        """Fetches the losses since it was last called."""
+        unread, self.unread = self.unread, []
+        if not unread:
+            return []
+        losses = numbers_of([loss for loss, _, _ in unread])
+        bad = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
+        if bad is not None:
+            _, epoch, batch = unread[bad]
+            where = place(self.program.run.clock.step - len(unread) + 1 + bad, epoch, batch)
+            raise bad_loss(losses[bad], where, partial(checkpoint.read_again, self.source, self.start_of_pass, epoch, batch))
+        return losses
+
+    def _epoch(self, number: int, start: int = 0) -> Iterator:
+        """The task's batches; as in a run, losses are read between two passes, and the random state is noted where a pass can only be read
+        from its start."""
+        self._read_losses()
+        if not self.source.seekable:
+            self.start_of_pass = {"epoch": number, **checkpoint.random_now(self.source)}
+        return self.source.epoch(number, start)
 
     def _synchronise(self) -> None:
         if self.program.run.device.type == "cuda":
@@ -125,6 +157,8 @@ def estimate(task: TaskRef, device: str, seed: int = 0) -> dict:
     """
     with Worker("hasten.measure.arm:Arm", task=task.to_json(), methods={}, device=device, seed=seed) as worker:
         plan = worker.call("build")
+        if 0.0 < (plan["evaluation"] or 0.0) < LONG_EVALUATION:  # a run has many, and the machine may have stumbled over the one
+            plan["evaluation"] = min(plan["evaluation"], *(worker.call("evaluate") for _ in range(WARM_UP_ROUNDS)))
     samples = plan["samples_a_pass"]
     if samples is None:
         raise Refusal("the training data has no length, so nobody can say how long a run is; give the dataset a __len__")
@@ -150,9 +184,9 @@ class _Rewound:
             self.schedule.step()
 
 
-def _endless(program: Program) -> Program:
+def _endless(program: Program, epoch: Callable[[int, int], Iterator]) -> Program:
     schedule = program.schedule
     if schedule is not None and program.loop.steps is not None:
         schedule = _Rewound(schedule, program.loop.steps)
     loop = dataclasses.replace(program.loop, steps=None, epochs=float("inf"))
-    return dataclasses.replace(program, loop=loop, schedule=schedule)
+    return dataclasses.replace(program, train=dataclasses.replace(program.train, epoch=epoch), loop=loop, schedule=schedule)

@@ -17,6 +17,7 @@ from statistics import fmean
 
 from hasten.contract.errors import Failure
 from hasten.contract.recipe import Recipe
+from hasten.contract.spans import budget_of
 from hasten.contract.watch import Watch, silent
 from hasten.engine.devices import pick_device
 from hasten.engine.find import make_methods
@@ -98,14 +99,14 @@ class Comparison:
 
 
 def compare(
-    task, a="baseline", b="baseline", *, budget: float = 60.0, device: str | None = None, seed: int = 0, watch: Watch = silent
+    task, a="baseline", b="baseline", *, budget: float | str = 60.0, device: str | None = None, seed: int = 0, watch: Watch = silent
 ) -> dict:
     """Which of two recipes trains a task faster, and by how much.
 
     Args:
         task: a workload's name, ``file.py:function`` or a Task.
         a, b: recipes: a Recipe, a ``.toml`` file, "baseline" or ``--with`` text.
-        budget: seconds to spend at most on blocks.
+        budget: seconds to spend at most on blocks, or a text such as "10m".
 
     Returns:
         ``verdict`` ("faster": b is), ``ratio`` (time of a / time of b) with its interval, ``blocks`` and what they showed.
@@ -114,7 +115,7 @@ def compare(
         Refusal: a wrong request. Failure: an arm that could not run.
     """
     listen_anew()
-    task = TaskRef.of(task)
+    task, budget = TaskRef.of(task), budget_of(budget)
     done = take_turns(task, Recipe.read(a), Recipe.read(b), budget=budget, device=pick_device(device), seed=seed, watch=watch)
     return {"task": str(task), **done.to_json()}
 

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from multiprocessing.connection import Connection
 
@@ -147,7 +147,7 @@ def _installed_modules() -> list[str]:
 
 
 _the_nursery: _Nursery | None = None
-_passed_on: set[str] = set()  # Notices of workers, without their numbers
+_passed_on: set[str] = set()  # Notices that workers need not tell again, without their numbers
 
 
 def _nursery() -> _Nursery:
@@ -169,11 +169,30 @@ def listen_anew() -> None:
     _passed_on.clear()
 
 
+@contextlib.contextmanager
+def told_already() -> Iterator[None]:
+    """Notices given inside are shown as ever; a worker that gives them too is not passed on."""
+    with warnings.catch_warnings():
+        shown = warnings.showwarning
+
+        def show(message, category, *where) -> None:
+            if issubclass(category, Notice):
+                _passed_on.add(_without_numbers(str(message)))
+            shown(message, category, *where)
+
+        warnings.showwarning = show
+        yield
+
+
 def _pass_on(text: str, filename: str, lineno: int) -> None:
     """A worker's Notice, as if it had been given here; once, also where another worker tells it with other numbers."""
-    if (words := re.sub(r"\d+", "", text)) not in _passed_on:
+    if (words := _without_numbers(text)) not in _passed_on:
         _passed_on.add(words)
         warnings.warn_explicit(text, Notice, filename, lineno)
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"\d+", "", text)
 
 
 def _cause_of_death(status: int | None) -> str:

@@ -33,6 +33,9 @@ class Ema(Method):
     )
 
     def update(self, update: Callable, run: Run) -> Callable:
+        if run.loop.steps is not None and self.start >= run.loop.steps:
+            run.nothing_to_do(self, f"the run ends after {run.loop.steps} steps, before the average starts")
+            return update
         weights, clock = list(run.model.parameters()), run.clock
         averages = run.kept[self.name] = Averages(weights)
 
@@ -44,6 +47,8 @@ class Ema(Method):
         return averaged
 
     def export(self, model: torch.nn.Module, run: Run) -> torch.nn.Module:
+        if self.name not in run.kept:
+            return model
         averaged = copy.deepcopy(model)
         with torch.no_grad():
             torch._foreach_copy_(list(averaged.parameters()), run.kept[self.name].tensors)

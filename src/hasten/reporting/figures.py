@@ -8,6 +8,8 @@ from hasten.reporting import words
 
 ARMS = ("baseline", "competent", "tuned")  # in the order in which they are shown
 SMALLEST_GAIN = 1.005  # a share below it is called nothing
+NEVER_RAN = ("nothing to do", "not tried")
+AFTER_WHO_LOST = ("refused", "failed", *NEVER_RAN)  # verdicts, the more telling first
 
 
 def won(result: dict) -> bool:
@@ -204,9 +206,13 @@ def stages(trials: list[dict]) -> list[tuple[str, list[dict]]]:
 
 
 def in_vain(trials: list[dict]) -> list[dict]:
-    """The candidates that did not make it, the measured ones first."""
-    lost = [trial for trial in trials if not is_good(trial) and trial["stage"] not in ("baseline", "search")]
-    return sorted(lost, key=lambda trial: trial["verdict"] == "not tried")
+    """The candidates that did not make it: who lost or left it unsure, nearest to a gain first; then who was refused, failed, never ran."""
+
+    def rank(trial: dict) -> tuple[int, float]:
+        verdict = trial["verdict"]
+        return AFTER_WHO_LOST.index(verdict) + 1 if verdict in AFTER_WHO_LOST else 0, -(trial["ratio"]["median"] or 0.0)
+
+    return sorted((trial for trial in trials if not is_good(trial) and trial["stage"] not in ("baseline", "search")), key=rank)
 
 
 def is_good(trial: dict) -> bool:

@@ -26,6 +26,7 @@ SHAPES = {
         "metric": METRIC,
         "recipe": RECIPE,
         "recipe_file": TEXT,
+        "out": TEXT,
         "competent_recipe": RECIPE,
         "speedup": INTERVAL,
         "speedup_over_competent": INTERVAL,

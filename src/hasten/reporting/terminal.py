@@ -36,12 +36,7 @@ def tune_answer(result: dict) -> RenderableType:
         best = figures.best_trial(figures.in_vain(result["trials"]))
         closest = [("the best", f"{best['what']}, {words.with_interval(best['ratio'])}: {best['verdict']}")] if best else []
         parts.append(pairs([*closest, ("the search", f"took {words.seconds(result['search_seconds'])}. {figures.break_even(result)}")]))
-    parts += _losers(result["trials"])
-    if won and result["recipe"]:
-        parts += [Text(), Text(f"Recipe: {Recipe(result['recipe'])}", style=QUIET)]
-        if result["recipe_file"]:
-            parts.append(Text(words.train_command(result["task"], result["recipe"], result["recipe_file"])))
-    return Group(*parts)
+    return Group(*parts, *_losers(result["trials"]), *_where(result, won))
 
 
 def compare_answer(result: dict) -> RenderableType:
@@ -217,14 +212,30 @@ def _shares(shares: list[dict]) -> list[RenderableType]:
 
 
 def _losers(trials: list[dict]) -> list[RenderableType]:
-    losers = figures.in_vain(trials)
-    if not losers:
-        return []
+    """What ran and lost, as many as fit; what had nothing to act on by name; the rest only counted."""
+    lost = figures.in_vain(trials)
+    shown = [trial for trial in lost if trial["verdict"] not in figures.NEVER_RAN][:MOST_LOSERS]
+    idle = [trial["what"] for trial in lost if trial["verdict"] == "nothing to do"]
     table = grid("tried in vain", "", ">", "")
-    for trial in losers[:MOST_LOSERS]:
+    for trial in shown:
         table.add_row(words.shorten(trial["what"], 28), trial["verdict"], words.ratio(trial["ratio"]["median"]), Text(trial["why"], QUIET))
-    more = len(losers) - MOST_LOSERS
-    return [Text(), indented(table), *([Text(f"  and {more} more; the report has them all", style=QUIET)] if more > 0 else [])]
+    told = [indented(table)] if shown else []
+    if idle:
+        told.append(indented(Text(f"nothing to act on: {', '.join(dict.fromkeys(idle))}", QUIET)))
+    if more := len(lost) - len(shown) - len(idle):
+        words_for_more = f"and {more} more" if told else f"{more} were not tried"
+        told.append(indented(Text(f"{words_for_more}; the report has them all", QUIET)))
+    return [Text(), *told] if told else []
+
+
+def _where(result: dict, won: bool) -> list[RenderableType]:
+    """The recipe, the folder that everything lies in, and what trains with it."""
+    told = [Text(f"Recipe: {Recipe(result['recipe'])}", style=QUIET)] if won and result["recipe"] else []
+    if result["out"]:
+        told.append(Text(f"Folder: {result['out']}", style=QUIET))
+    if won and result["recipe"] and result["recipe_file"]:
+        told.append(Text(words.train_command(result["task"], result["recipe"], result["recipe_file"])))
+    return [Text(), *told] if told else []
 
 
 def _step_facts(result: dict) -> list[tuple[str, str]]:

@@ -1,6 +1,7 @@
 """What `hasten data` prints: storages and how fast they are, what a conversion gave, the stages of an input."""
 
 import shlex
+from collections.abc import Callable
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -20,7 +21,6 @@ LIMITS = {
 
 def inspect_answer(result: dict) -> RenderableType:
     """What is there, how fast it is read, and which storage would be faster."""
-    speed = result["speed"]
     about = "" if result["rows_exact"] else "about "
     rows = [
         ("files", f"{words.count(result['files'], 'file', 'files')}, {size(result['bytes'])}"),
@@ -31,11 +31,11 @@ def inspect_answer(result: dict) -> RenderableType:
         ("left out", _listed(result["left_out"])),
     ]
     paces = [
-        ("from the network", _bytes(speed["network"])),
-        ("from the disk", _bytes(speed["disk"])),
-        ("from memory", _bytes(speed["page_cache"])),
-        ("decoding", pace(speed["decode"])),
-        ("into batches", pace(speed["copy"])),
+        ("from the network", _figure(result, "network", size, "/s")),
+        ("from the disk", _figure(result, "disk", size, "/s")),
+        ("from memory", _figure(result, "page_cache", size, "/s")),
+        ("decoding", _figure(result, "decode", _three_digits, " rows/s")),
+        ("into batches", _figure(result, "copy", _three_digits, " rows/s")),
     ]
     told = f"Not measured: {result['trouble']}" if result["trouble"] else _verdict(result)
     parts = [headline(result["title"], result["path"], False), _told(rows), Text(), Text(told), Text(), _told(paces)]
@@ -91,8 +91,12 @@ def _three_digits(number: float) -> str:
     return f"{float(f'{number:.3g}'):,.0f}"
 
 
-def _bytes(rate: float | None) -> str:
-    return "" if rate is None else f"{size(rate)}/s"
+def _figure(result: dict, name: str, told: Callable[[float], str], unit: str) -> str:
+    """``1,230 rows/s (1,100 to 1,250)``: the median, and the readings that lie farthest apart, where there were several."""
+    if (median := result["speed"][name]) is None:
+        return ""
+    between = " to ".join(told(each) for each in result["ranges"].get(name, ()))
+    return f"{told(median)}{unit}" + (f" ({between})" if between else "")
 
 
 def _told(rows: list[tuple[str, str]]) -> RenderableType:
@@ -146,7 +150,7 @@ def _gained(to: str, gain: dict) -> str:
 
 def _verdict(result: dict) -> str:
     resized = f", resized to {result['resize']} pixels" if result["resize"] else ""
-    told = f"{LIMITS[result['limit']]}: {pace(result['speed']['batches'])} on one core{resized}."
+    told = f"{LIMITS[result['limit']]}: {_figure(result, 'batches', _three_digits, ' rows/s')} on one core{resized}."
     if result["limit"] == "copy" and result["passes"] == "first" and not result["target"]:
         told += " With --target NAME, columns of numbers become one matrix, which is copied faster."
     if result["passes"] == "first":
@@ -163,7 +167,8 @@ def _storages(result: dict) -> list[RenderableType]:
     table = grid(head, ">estimate", ">rows/s", ">size")
     for each in result["storages"]:
         name = f"{each['to']} at {each['resize']} pixels" if each["resize"] else each["to"]
-        table.add_row(Text(name, HEAD), words.ratio(each["gain"]), _three_digits(each["rows_per_second"]), size(each["bytes"]))
+        estimate = words.with_interval(each | {"median": each["gain"]})
+        table.add_row(Text(name, HEAD), estimate, _three_digits(each["rows_per_second"]), size(each["bytes"]))
     best = result["storages"][0]
     command = ["hasten", "data", "convert", result["path"], "--to", best["to"]]
     command += ["--resize", str(best["resize"])] if best["resize"] else []

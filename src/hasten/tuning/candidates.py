@@ -91,7 +91,7 @@ def competent_recipes(device: str, cores: int) -> list[Recipe]:
     by_hand = Recipe().with_method("fused_optimizer")
     if device != "cpu":
         by_hand = by_hand.with_method("tf32")
-    return [Recipe(), by_hand, by_hand.with_method("loader_workers", workers=min(cores, MOST_WORKERS), persistent=True)]
+    return [by_hand, by_hand.with_method("loader_workers", workers=min(cores, MOST_WORKERS), persistent=True)]
 
 
 def _rank(each: Candidate) -> tuple:

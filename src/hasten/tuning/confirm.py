@@ -1,8 +1,10 @@
 """Measures the winner anew: fresh seeds, a fresh comparison, both baselines. Only this is reported.
 
 The search picked its winner partly by luck; whatever it saw is not repeated here. The fastest recipes are looked at in
-turns, the fastest first, with more seeds at each look: what the original does on a seed is measured once for all of
-them, so a slower recipe that is easier to prove costs little more. The fastest that holds has won.
+turns, with more seeds at each look: what the original does on a seed is measured once for all of them, so a slower
+recipe that is easier to prove costs little more. The fastest goes first; where one look does not settle it, nor another
+promises to, an exact recipe goes next, which few seeds prove, so that there is an answer whatever the rest shows. The
+fastest that holds has won.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from hasten.contract.card import Exactness
 from hasten.contract.recipe import Recipe
 from hasten.measure.ratio import LOOKS as PACE_LOOKS
 from hasten.measure.ratio import Ratio
-from hasten.tuning.gate import LOOKS, Gate, confidence_of, proven, quality_gate
+from hasten.tuning.gate import FEWEST_SEEDS, LOOKS, Gate, confidence_of, proven, quality_gate
 from hasten.tuning.search import EXACT, Baseline, Ladder
 from hasten.tuning.study import OutOfBudget, Study, exactness_of
 
@@ -25,9 +27,11 @@ SEED_STEP = 1000
 FIRST_FRESH_SEED, FIRST_FURTHER_SEED = 100_000, 500_000
 MOST_ATTEMPTS = 3  # recipes that may be confirmed; each further one has to pass a stricter gate
 MOST_FURTHER, SHARE_OF_FURTHER = 3, 0.4  # runs of the recipe alone for each pair, and the part of the original's run they may cost
+PAIRS_OF_THE_EXACT = 2  # where the proof has passed, the seeds need only not contradict; what is broken shows in any
 SURELY_FASTER = 1.01
 WORTH_PROVING = 1.15  # times the speed-up of a slower recipe that holds already
 AGREEMENT = 0.9  # of the modelled speed-up, which the stopwatch must confirm
+FAR_APART = 0.75  # of it: then the stopwatch counts, however much its few runs spread
 ERROR = 0.05
 
 
@@ -45,6 +49,7 @@ class Confirmed:
     pace: dict = field(default_factory=dict)
     samples: list[tuple[int, ...]] = field(default_factory=list)  # to the target, a seed each; see time_to_target
     seconds: dict[str, float] = field(default_factory=dict)  # time to the target: baseline, competent, tuned
+    looks: int = 0  # at what the seeds show, so far
     over: bool = False
     why: str = ""
 
@@ -59,24 +64,21 @@ class Confirmed:
         return self.gate.passed and self.speedup is not None and self.speedup.low > SURELY_FASTER
 
 
-def confirm(study: Study, ladder: Ladder, competent: Recipe, baseline: Baseline, pace_seconds: float) -> Confirmed | None:
+def confirm(study: Study, ladder: Ladder, baseline: Baseline, pace_seconds: float) -> Confirmed | None:
     """The fastest recipe of the ladder that holds; else the fastest that was attempted, or None. Every attempt is noted."""
     fastest = _put_forward(ladder.rungs)
     attempts = [Confirmed(recipe, Gate(None, None, baseline.margin, None, [], False, False, "no seed was run")) for recipe in fastest]
     try:
-        for pairs in LOOKS:
-            for number, attempt in enumerate(attempts):
-                if not attempt.over and _worth_proving(attempt, attempts):
-                    _look(study, attempt, number, pairs, baseline, pace_seconds)
-                if attempt.held:
-                    break  # the slower ones are not needed any more
+        while (number := _next(attempts)) is not None:
+            _look(study, attempts[number], number, baseline, pace_seconds)
+        ended = "the last look leaves it in doubt"
     except OutOfBudget:
-        for attempt in attempts:
-            if attempt.pace and not attempt.over:
-                attempt.why = f"the budget ended before it was proven: {attempt.why or attempt.gate.why}"
+        ended = "the budget ended before it was proven"
+    for number, attempt in enumerate(attempts):
+        if attempt.pace and not attempt.over:
+            why = ended if _worth_proving(number, attempts) else "another that holds is as fast, or nearly"
+            attempt.why = f"{why}: {attempt.why or attempt.gate.why}"
     winner = next((attempt for attempt in attempts if attempt.held), None)
-    if winner:
-        _against_competent(study, winner, competent, pace_seconds)
     for attempt in attempts:
         verdict = "won" if attempt is winner else "slower" if attempt.held else "refused" if attempt.why else "not tried"
         why = attempt.why or ("a faster one holds" if winner else "the budget ended before it was tried")
@@ -103,43 +105,82 @@ def _suspects(recipe: Recipe) -> Recipe:
     return recipe.without(*(name for name in recipe.methods if ":" not in name and exactness_of(name) in EXACT))
 
 
-def _worth_proving(attempt: Confirmed, attempts: list[Confirmed]) -> bool:
-    """Not any more if a slower one holds already that is nearly as fast."""
+def _next(attempts: list[Confirmed]) -> int | None:
+    """Who is looked at next: the fastest; then who nearly holds, before what is exact, then others; who was looked at least, in the end."""
+
+    def turn(number: int) -> tuple:
+        attempt = attempts[number]
+        first = number == 0 and not attempt.looks
+        return (not first, not _promising(attempt), attempt.looks, bool(_suspects(attempt.recipe)), number)
+
+    able = [n for n, each in enumerate(attempts) if not each.over and each.looks < len(LOOKS) and _worth_proving(n, attempts)]
+    return min(able, key=turn, default=None)
+
+
+def _promising(attempt: Confirmed) -> bool:
+    """Whether the next look would find it as good, if what was seen so far stays as it is."""
+    gate, seen = attempt.gate, attempt.gate.difference
+    if gate.passed or not seen or not 0 < attempt.looks < len(LOOKS):
+        return gate.passed
+    reach = (seen["mean"] - seen["low"]) * math.sqrt(LOOKS[attempt.looks - 1] / LOOKS[attempt.looks])
+    return seen["mean"] - reach > -gate.margin
+
+
+def _worth_proving(number: int, attempts: list[Confirmed]) -> bool:
+    """Not any more if a faster one holds already, or a slower one that is nearly as fast."""
+    speedup = attempts[number].speedup
     surely = max((other.speedup.median for other in attempts if other.held), default=0.0)
-    return attempt.speedup is None or attempt.speedup.median > WORTH_PROVING * surely
+    return not any(faster.held for faster in attempts[:number]) and (speedup is None or speedup.median > WORTH_PROVING * surely)
 
 
-def _look(study: Study, done: Confirmed, number: int, pairs: int, baseline: Baseline, pace_seconds: float) -> None:
-    """Asks the gate after so many paired seeds; what they show is judged also where the budget ends among them."""
+def _look(study: Study, done: Confirmed, number: int, baseline: Baseline, pace_seconds: float) -> None:
+    """Asks the gate after more paired seeds; what they show is judged also where the budget ends among them."""
+    pairs = LOOKS[done.looks]
     done.pace = _pace(study, done, pace_seconds)
     if why := done.pace.get("failed"):
         return _ended(done, why)
     proof = _proof(study, done.recipe)
-    try:
-        why = _run(study, done, pairs, baseline)
-    except OutOfBudget:
-        _judge(done, number, baseline, proof)
-        raise
-    return _ended(done, why) if why else _judge(done, number, baseline, proof)
+    done.looks += 1
+    for enough in sorted({_fewest(proof), pairs}):
+        try:
+            why = _run(study, done, enough, baseline)
+        except OutOfBudget:
+            _judge(study, done, number, baseline, proof)
+            raise
+        if why:
+            return _ended(done, why)
+        _judge(study, done, number, baseline, proof)
+        if done.over:
+            return None
+    return None
+
+
+def _fewest(proof: dict) -> int:
+    """Pairs after which there may be a verdict."""
+    return PAIRS_OF_THE_EXACT if proof.get("passed") else FEWEST_SEEDS
 
 
 def _pace(study: Study, done: Confirmed, seconds: float) -> dict:
     return study.pace(Recipe(), done.recipe, looks=PACE_LOOKS, seconds=seconds, salt="confirmation")
 
 
-def _judge(done: Confirmed, number: int, baseline: Baseline, proof: dict) -> None:
+def _judge(study: Study, done: Confirmed, number: int, baseline: Baseline, proof: dict) -> None:
     """Over, once the quality is settled and, where it is as good, the speed as well."""
-    if len(done.paired) < 2:
+    if not done.paired:
         return
     done.gate = _gate(done, baseline, number)
-    if proof.get("passed"):
-        done.gate = proven(done.gate, proof)
-    done.why = done.gate.why
-    _clock(done)
-    slow = done.speedup.high < SURELY_FASTER
-    done.over = done.held or slow or (done.gate.settled and not done.gate.passed)
-    if done.gate.passed and not done.held:
-        done.why = f"as good, but {'not' if slow else 'not surely'} faster: {done.speedup}; {done.why}"
+    if len(done.paired) > 1:
+        objection = _clock(done)
+        if proof.get("passed"):
+            agrees = not objection and done.stopwatch.median >= AGREEMENT * done.speedup.median
+            done.gate = proven(done.gate, proof, _fewest(proof) if agrees else FEWEST_SEEDS)  # two runs can doubt the blocks
+        slow = done.speedup.high < SURELY_FASTER
+        done.over = done.held or slow or (done.gate.settled and not done.gate.passed)
+        done.why = f"{done.gate.why}{objection}"
+        if done.gate.passed and not done.held:
+            done.why = f"as good, but {'not' if slow else 'not surely'} faster: {done.speedup}; {done.why}"
+    else:
+        done.why = done.gate.why
 
 
 def _run(study: Study, done: Confirmed, pairs: int, baseline: Baseline) -> str | None:
@@ -185,10 +226,14 @@ def _paired_run(study: Study, done: Confirmed, seed: int, baseline: Baseline) ->
             return f"seed {seed}{'' if recipe else ', of the original'}: {run['failed']}"
         if recipe and run["seconds_to_target"] is None:
             return f"seed {seed} never reached the target {baseline.target:g}: it ended at {run['metric']:.4g}"
-    bit_exact = study.device == "cpu" and _exactness_of(done.recipe) is Exactness.BIT_EXACT
-    if bit_exact and _metrics(done.tuned_runs[seed]) != _metrics(done.baseline_runs[seed]):
+    if _same_bits(study, done.recipe) and _metrics(done.tuned_runs[seed]) != _metrics(done.baseline_runs[seed]):
         return f"seed {seed} is not the original's run, though every member claims the same bits"
     return None
+
+
+def _same_bits(study: Study, recipe: Recipe) -> bool:
+    """Whether every run of the recipe has to be the original's: a GPU does not repeat even itself."""
+    return study.device == "cpu" and not _suspects(recipe) and _exactness_of(recipe) is Exactness.BIT_EXACT
 
 
 def _metrics(run: dict) -> list[float]:
@@ -220,28 +265,30 @@ def _exactness_of(recipe: Recipe) -> Exactness:
     return max((exactness_of(name) for name in recipe.methods), key=list(Exactness).index)
 
 
-def _clock(done: Confirmed) -> None:
-    """Times to the target: samples from the paired runs, seconds a sample from the interleaved comparison."""
+def _clock(done: Confirmed) -> str:
+    """Times to the target: samples from the paired runs, seconds a sample from the interleaved comparison; what is to be said against them."""
     looks = [_looks_at_target(done.baseline_runs[seed], done.tuned_runs[seed]) for seed in done.paired]
     done.samples = [(original["samples"], tuned["samples"]) for original, tuned in looks]
     if _exactness_of(done.recipe) not in EXACT:  # of these it was proven that they take the same steps
         arms = [(done.baseline_runs[seed], done.tuned_runs[seed]) for seed in done.paired]
         done.samples = [(*pair, *map(_since_the_look_before, runs, pair)) for runs, pair in zip(arms, done.samples, strict=True)]
     done.speedup, done.seconds["baseline"], done.seconds["tuned"] = time_to_target(done.pace, done.samples)
-    _check_by_stopwatch(done, [(original["seconds"], tuned["seconds"]) for original, tuned in looks])
+    return _check_by_stopwatch(done, [(original["seconds"], tuned["seconds"]) for original, tuned in looks])
 
 
-def _check_by_stopwatch(done: Confirmed, times: list[tuple[float, float]]) -> None:
-    """Holds the model (start + samples x pace) against the seconds that the paired runs really took.
+def _check_by_stopwatch(done: Confirmed, times: list[tuple[float, float]]) -> str:
+    """Holds the model (start + samples x pace) against the seconds that the paired runs really took; what there is to say about it.
 
     Where the stopwatch saw clearly less, something is paid for inside a run that no block showed (a first pass
-    that fills a cache, a late compilation): then the stopwatch is what is reported.
+    that fills a cache, a late compilation, a run that ends before it is warm): then the stopwatch is what is reported.
     """
-    done.stopwatch = _over_seeds(times)
-    if done.stopwatch.median < AGREEMENT * done.speedup.median and done.stopwatch.high < done.speedup.median:
-        done.why += f"; the blocks promised {done.speedup.median:.2f}x, the stopwatch saw less and is what counts"
-        done.speedup = done.stopwatch = _over_seeds(times, _rounding(done.samples))
-        done.seconds["tuned"] = done.seconds["baseline"] / done.speedup.median
+    done.stopwatch, modelled = _over_seeds(times), done.speedup
+    share, surely = done.stopwatch.median / modelled.median, done.stopwatch.high < modelled.median
+    if share >= (AGREEMENT if surely else FAR_APART):
+        return ""
+    done.speedup = done.stopwatch = _over_seeds(times, _rounding(done.samples))
+    done.seconds["tuned"] = done.seconds["baseline"] / done.speedup.median
+    return f"; the blocks promised {modelled.median:.2f}x, the stopwatch saw less and is what counts"
 
 
 def _since_the_look_before(run: dict, samples: int) -> int:
@@ -264,12 +311,12 @@ def _look_at(run: dict, samples: int | None) -> dict | None:
     return next((look for look in run["evaluations"] if look["samples"] == samples), None)
 
 
-def _against_competent(study: Study, done: Confirmed, competent: Recipe, pace_seconds: float) -> None:
+def against_competent(study: Study, done: Confirmed, competent: Recipe, pace_seconds: float) -> None:
     """The same against the competent baseline, which needs the original's samples; nothing where that cannot be measured."""
     if not competent:
         done.over_competent, done.seconds["competent"] = done.speedup, done.seconds["baseline"]
         return
-    pace = study.pace(competent, done.recipe, looks=PACE_LOOKS, seconds=pace_seconds, salt="confirmation", last=True)
+    pace = study.pace(competent, done.recipe, looks=PACE_LOOKS, seconds=pace_seconds, salt="confirmation")
     if "failed" not in pace:
         modelled, *_, tuned = time_to_target(pace, done.samples)
         less = min(1.0, tuned / done.seconds["tuned"]) if done.speedup is done.stopwatch else 1.0  # what the stopwatch took away

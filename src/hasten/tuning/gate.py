@@ -111,12 +111,12 @@ def _standard_error(baseline: list[float], tuned: list[float], fresh: int) -> tu
     return math.sqrt(sum(of_means)), sum(of_means) ** 2 / doubt if doubt else 1.0
 
 
-def proven(gate: Gate, proof: dict) -> Gate:
-    """The gate of a recipe whose composition was proven exact on this very task: the seeds need only not contradict.
+def proven(gate: Gate, proof: dict, fewest: int = FEWEST_SEEDS) -> Gate:
+    """The gate of a recipe whose composition was proven exact on this very task: the seeds, so many at least, need only not contradict.
 
     Rounding alone lets long runs end apart, as other seeds would; only a metric that is surely worse contradicts the proof.
     """
-    if gate.difference is None or gate.passed or len(gate.seeds) < FEWEST_SEEDS or gate.difference["high"] < 0:
+    if gate.difference is None or gate.passed or len(gate.seeds) < fewest or gate.difference["high"] < 0:
         return gate
     why = f"proven exact ({proof['why']}); over {len(gate.seeds)} paired seeds the metric changes by {gate.difference['mean']:+.4g}"
     return replace(gate, passed=True, settled=True, why=why)

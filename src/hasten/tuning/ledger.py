@@ -43,8 +43,12 @@ class Ledger:
                 continue  # the line that was being written when the search was killed
         self.from_before = set(self.known)
 
-    def trial(self, kind: str, what: dict, measure: Callable[[], dict]) -> tuple[str, dict]:
-        """(key, outcome) of a trial: remembered, or measured now and written down before anything else happens."""
+    def trial(self, kind: str, what: dict, measure: Callable[[], dict], failure_lasts: bool = True) -> tuple[str, dict]:
+        """(key, outcome) of a trial: remembered, or measured now and written down before anything else happens.
+
+        Args:
+            failure_lasts: a failure would be the same another time; unlike that of the task itself, whose data may be mended.
+        """
         key = self._key(kind, what)
         if key in self.known:
             self.found += key in self.from_before
@@ -52,7 +56,7 @@ class Ledger:
             return key, self.known[key]["outcome"]
         outcome = measure()
         self.known[key] = entry = {"key": key, "kind": kind, "what": what, "outcome": outcome}
-        if any(word in outcome.get("failed", "") for word in PASSING):
+        if "failed" in outcome and (not failure_lasts or any(word in outcome["failed"] for word in PASSING)):
             return key, outcome  # another time it may work: known to this search, not to the next
         try:
             with self.path.open("a", encoding="utf-8") as file:

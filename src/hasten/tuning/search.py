@@ -26,6 +26,7 @@ AS_MANY = 0.99  # of the samples: then only the pace can make it faster, and the
 AS_SOON = 0.95  # of the time: then a clearly better end is worth more, since the confirmation has to find the recipe as good
 SYSTEMS_LOSSES, TRAINING_LOSSES = 2, 3  # settings grow bolder; so many in a row that lost say enough
 AFFORDABLE = 0.15  # of what is left, for the further seeds of a recipe that the first seed speaks for
+ENOUGH_LOOKS = 3  # that see the same, for two runs to be the same and not alike by chance
 NOTHING_TO_DO = "has nothing to act on"
 
 
@@ -166,7 +167,7 @@ def training(study: Study, ladder: Ladder, candidates: list[Candidate], baseline
     """Methods that change the training: kept when they reach the target sooner and end as well, on the seeds of the search."""
     best = Outcome("kept", "", (study.run(ladder.best, baseline.seeds[0]),))
     for candidate in candidates:
-        base, losses, has_effect = ladder.best, 0, False
+        base, losses, has_effect, seen = ladder.best, 0, False, []
         for settings in candidate.tries:
             recipe = in_place(base, candidate.name, settings)
             text = str(Recipe({candidate.name: settings}))
@@ -179,7 +180,7 @@ def training(study: Study, ladder: Ladder, candidates: list[Candidate], baseline
                     study.note(text, "training", "refused", proof.get("why") or proof["failed"], seconds=proof["trial_seconds"])
                     break
                 has_effect = True
-            outcome = _trained(study, recipe, best, baseline)
+            outcome = _trained(study, recipe, best, baseline, seen)
             if outcome.verdict == "kept" and not outcome.needs_fewer(best) and not outcome.ends_better(best, baseline):
                 outcome = _by_pace(study, ladder.best, recipe, outcome)
             gain = outcome.gain_over(best)
@@ -255,12 +256,21 @@ class Outcome:
         return told("kept", f"reached the target in {outcome.to_target('seconds'):.2f} s and ended at {metric:.4g}, over {len(runs)} seeds")
 
 
-def _trained(study: Study, recipe: Recipe, best: Outcome, baseline: Baseline) -> Outcome:
-    """One seed after the other, as long as the recipe can still be kept and more seeds can be afforded."""
+def _trained(study: Study, recipe: Recipe, best: Outcome, baseline: Baseline, seen: list) -> Outcome:
+    """One seed after the other, as long as the recipe can still be kept and more seeds can be afforded.
+
+    ``seen``: what the looks of the other settings saw on the first seed; this one's are added. A setting may change nothing in a
+    run of this length, and the stopwatch alone shall not choose between two that are the same.
+    """
     runs, to_beat = [], best.to_target("seconds", 1)
     chance = to_beat and round(to_beat / AS_SOON, 2)
     for seed in baseline.seeds:
         runs.append(study.run(recipe, seed, give_up_after=None if runs else chance))
+        looks = [(look["samples"], look["metric"]) for look in runs[0].get("evaluations", ())]
+        if len(runs) == 1 and len(looks) >= ENOUGH_LOOKS:
+            if looks in seen:
+                return Outcome("no gain", "trains exactly as a setting that was tried before", tuple(runs))
+            seen.append(looks)
         outcome = Outcome.of(runs, baseline, best)
         more = (len(baseline.seeds) - 1) * runs[0]["trial_seconds"]
         if outcome.verdict != "kept" or more > AFFORDABLE * study.budget.left():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from hasten.contract.card import Exactness
 from hasten.contract.recipe import Recipe
 from hasten.tuning.search import Ladder, gain_of_a_run
@@ -13,24 +15,26 @@ NOTHING = 1.01  # a member whose share is below this leaves
 def leave_one_out(study: Study, ladder: Ladder) -> list[dict]:
     """[{method, speedup}] of the best recipe; members that give nothing leave it first, one at a time."""
     shares: list[dict] = []
-    try:
-        while len(ladder.best.methods) > 1:
-            shares = shares_of(study, ladder.best)
-            idle = [share for share in shares if share["speedup"]["median"] < NOTHING]
-            if not idle:
-                break
-            worst = min(idle, key=lambda share: share["speedup"]["median"])
-            why = f"without it the recipe is as fast ({worst['speedup']['median']:.3f}x)"
-            study.note(worst["method"], "composition", "left out", why, ratio=worst["speedup"])
-            ladder.climb(ladder.best.without(worst["method"]))
-    except OutOfBudget:
-        pass
+    while len(ladder.best.methods) > 1 and (measured := shares_of(study, ladder.best)):
+        shares = measured
+        idle = [share for share in shares if share["speedup"]["median"] < NOTHING]
+        if not idle:
+            break
+        worst = min(idle, key=lambda share: share["speedup"]["median"])
+        why = f"without it the recipe is as fast ({worst['speedup']['median']:.3f}x)"
+        study.note(worst["method"], "composition", "left out", why, ratio=worst["speedup"])
+        ladder.climb(ladder.best.without(worst["method"]))
     return [share for share in shares if share["method"] in ladder.best.methods]
 
 
 def shares_of(study: Study, recipe: Recipe) -> list[dict]:
-    """[{method, speedup}] of the members whose share can be told."""
-    return [share for name in recipe.methods if (share := _share(study, recipe, name))]
+    """[{method, speedup}] of the members whose share can be told before the budget ends."""
+    shares = []
+    with suppress(OutOfBudget):
+        for name in recipe.methods:
+            if share := _share(study, recipe, name):
+                shares.append(share)
+    return shares
 
 
 def _share(study: Study, recipe: Recipe, name: str) -> dict | None:

@@ -84,7 +84,11 @@ class Study:
             what = {"recipe": recipe.methods, "seed": seed, "give_up_after": give_up_after}
             limits = {"target": self.target, "give_up_after": give_up_after} if give_up_after is not None else {}
             outcome = self._paid(
-                "run", what, f"training {recipe}, seed {seed}", lambda watch: self._in_worker(recipe, seed, "run", watch, **limits)
+                "run",
+                what,
+                f"training {recipe}, seed {seed}",
+                lambda watch: self._in_worker(recipe, seed, "run", watch, **limits),
+                failure_lasts=bool(recipe),
             )
         if "failed" in outcome:
             return outcome
@@ -104,21 +108,18 @@ class Study:
             return False
         return metric >= self.target if self.higher_is_better else metric <= self.target
 
-    def pace(self, a: Recipe, b: Recipe, *, looks=SHORT_LOOKS, seconds: float = 12.0, salt: str = "", last: bool = False) -> dict:
-        """Which of two recipes trains the same samples faster: ``measure.compare`` as a dict, or ``failed``.
-
-        ``last``: the one trial that is begun even where nothing is left.
-        """
+    def pace(self, a: Recipe, b: Recipe, *, looks=SHORT_LOOKS, seconds: float = 12.0, salt: str = "") -> dict:
+        """Which of two recipes trains the same samples faster: ``measure.compare`` as a dict, or ``failed``."""
 
         def measure(watch: Watch) -> dict:
-            return take_turns(self.task, a, b, budget=seconds, device=self.device, looks=looks, watch=watch).to_json()
+            return take_turns(self.task, a, b, budget=seconds, device=self.device, seed=self.seed, looks=looks, watch=watch).to_json()
 
         what = {"a": a.methods, "b": b.methods, "looks": list(looks), "salt": salt}
-        return self._paid("pace", what, f"{b} against {a}", measure, ask=not last)
+        return self._paid("pace", what, f"{b} against {a}", measure)
 
     def once(self, kind: str, words: str, measure: Callable[[Watch], dict]) -> dict:
         """Anything else that is measured once a search: the probe, the diagnosis."""
-        outcome = self._paid(kind, {}, words, measure)
+        outcome = self._paid(kind, {}, words, measure, failure_lasts=False)
         if "failed" in outcome:
             raise Failure(outcome["failed"])
         return outcome
@@ -128,7 +129,7 @@ class Study:
         what = {"base": base.methods, "candidate": candidate.methods, "exactness": exactness.name}
 
         def measure(watch: Watch) -> dict:
-            return self._in_worker(candidate, 0, "prove", watch, base=base.methods, exactness=exactness.name, seconds=PROOF_SECONDS)
+            return self._in_worker(candidate, self.seed, "prove", watch, base=base.methods, exactness=exactness.name, seconds=PROOF_SECONDS)
 
         return self._paid("proof", what, f"proving {candidate}", measure)
 
@@ -150,10 +151,10 @@ class Study:
         with Worker("hasten.tuning.trial:Trial", task=self.task.to_json(), methods=recipe.methods, device=self.device, seed=seed) as worker:
             return worker.call(method, watch=watch, timeout=max(PATIENCE, self.budget.total), **arguments)
 
-    def _paid(self, kind: str, what: dict, words: str, measure: Callable[[Watch], dict], ask: bool = True) -> dict:
+    def _paid(self, kind: str, what: dict, words: str, measure: Callable[[Watch], dict], failure_lasts: bool = True) -> dict:
         codes = {name: code for name, code in self.codes.items() if name in json.dumps(what)}
         what = {**what, "codes": codes} if codes else what  # another code is another trial
-        if ask and not self.ledger.knows(kind, what):
+        if not self.ledger.knows(kind, what):
             self.budget.ask()
 
         def told(_: str, done: float, left: float | None = None) -> None:
@@ -169,7 +170,7 @@ class Study:
                 outcome = {"failed": str(error)}
             return {**outcome, "trial_seconds": time.monotonic() - began}
 
-        key, outcome = self.ledger.trial(kind, what, timed)
+        key, outcome = self.ledger.trial(kind, what, timed, failure_lasts)
         if key not in self.charged:  # a trial is paid for once, however often it is asked for
             self.charged.add(key)
             self.budget.spent += outcome["trial_seconds"]

@@ -11,9 +11,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import fmean
 
 from hasten.contract.errors import Failure, Notice, Refusal
 from hasten.contract.recipe import Recipe
+from hasten.contract.spans import budget_of
 from hasten.contract.watch import Watch, silent
 from hasten.diagnosis.diagnose import diagnose
 from hasten.engine.devices import pick_device
@@ -21,21 +23,22 @@ from hasten.engine.environment import cores, own_code
 from hasten.engine.metrics import higher_is_better, name_of
 from hasten.engine.tasks import TaskRef
 from hasten.measure.arm import estimate
-from hasten.measure.workers import listen_anew
+from hasten.measure.ratio import FASTER
+from hasten.measure.workers import listen_anew, told_already
 from hasten.tuning.candidates import Wanted, candidates_for, competent_recipes
-from hasten.tuning.confirm import SEED_STEP, confirm
-from hasten.tuning.gate import stated_margin
+from hasten.tuning.confirm import SEED_STEP, against_competent, confirm
+from hasten.tuning.gate import FEWEST_SEEDS, stated_margin
 from hasten.tuning.ledger import Ledger
 from hasten.tuning.result import Found, result_of, surroundings, write
-from hasten.tuning.search import Baseline, systems, training
+from hasten.tuning.search import NOTHING_TO_DO, Baseline, systems, training
 from hasten.tuning.shares import leave_one_out, shares_of
-from hasten.tuning.study import Budget, OutOfBudget, Study
+from hasten.tuning.study import ANATOMY_SECONDS, Budget, OutOfBudget, Study
 
 BASELINE_SEEDS = 3
 RUNS_IN_A_BUDGET = 18  # textbook runs that the default budget is worth
 FEWEST_RUNS = 10  # below this, little more than the baselines gets measured
 SMALLEST_BUDGET = 160.0  # seconds; below this the processes themselves are the cost
-SYSTEMS_PART, TRAINING_PART = 0.4, 0.85  # of what is left when each begins
+SYSTEMS_PART, TRAINING_PART = 0.4, 0.75  # of what is left when each begins
 FEWEST_SECONDS, SCREENING_SECONDS = 5.0, 8.0  # for a comparison of the search
 RESERVED_RUNS = 5.0  # textbook runs kept back for the confirmation: three seeds of both arms, and further ones of the recipe
 
@@ -43,7 +46,7 @@ RESERVED_RUNS = 5.0  # textbook runs kept back for the confirmation: three seeds
 def tune(
     task,
     *,
-    budget: float | None = None,
+    budget: float | str | None = None,
     margin: float | None = None,
     consider: Iterable[str] | None = None,
     extra: Iterable[str] = (),
@@ -57,7 +60,7 @@ def tune(
 
     Args:
         task: a workload's name, ``file.py:function`` or a Task with validation data.
-        budget: seconds to search; the default is a small multiple of one textbook run, told before it starts.
+        budget: seconds to search, or a text such as "10m"; the default is a small multiple of one textbook run, told before it starts.
         margin: how much worse the metric may be, in its own unit; 0.5 % of the baseline's where nobody says.
         consider: the only methods to try, as ``--with`` text.
         extra: methods to try besides the installed ones, as ``./file.py:Class[:key=value]``.
@@ -71,8 +74,9 @@ def tune(
         Refusal: a wrong request. Failure: the task's own training does not run.
     """
     listen_anew()
+    budget = None if budget is None else budget_of(budget)
     ref, device = TaskRef.of(task), pick_device(device)
-    with warnings.catch_warnings(action="ignore", category=Notice):  # the first trial tells them, too
+    with told_already():  # here and not by a trial: in a search that goes on, all of them may be remembered
         loaded = ref.load()
     if loaded.validation_data is None:
         raise Refusal("tune needs validation_data and a metric: without them nobody can say that quality did not suffer")
@@ -130,7 +134,8 @@ def _examine(study: Study, found: Found, wanted: Wanted, margin: float | None) -
     found.baseline = _baseline(study, margin)
     found.anatomy["baseline"] = study.anatomy(Recipe())
     found.pace_seconds = min(30.0, max(FEWEST_SECONDS, study.budget.total / 18))
-    study.budget.reserved = min(study.budget.total / 2, RESERVED_RUNS * found.baseline.runs[0]["trial_seconds"] + 2 * found.pace_seconds)
+    textbook = fmean(run["trial_seconds"] for run in found.baseline.runs)
+    study.budget.reserved = min(study.budget.total / 2, RESERVED_RUNS * textbook + 2 * found.pace_seconds)
 
 
 def _search(study: Study, found: Found) -> None:
@@ -141,6 +146,7 @@ def _search(study: Study, found: Found) -> None:
         found.competent = _competent(study, screening)
         with budget.part(SYSTEMS_PART):
             systems(study, ladder, candidates.systems, found.baseline.samples_to_target(), screening)
+        _reserve_for_what_was_found(study, found)
         with budget.part(TRAINING_PART):
             training(study, ladder, candidates.training, found.baseline)
         found.shares = leave_one_out(study, ladder)
@@ -149,14 +155,27 @@ def _search(study: Study, found: Found) -> None:
         study.note("search", "search", "stopped", "the search's part of the budget is spent; what was found by then is confirmed")
 
 
+def _reserve_for_what_was_found(study: Study, found: Found) -> None:
+    """Keeps back what it takes to confirm what was found by now, should nothing faster be proven; half of what is left at most."""
+    if recipe := found.ladder.best:
+        seconds = study.run(recipe, found.baseline.seeds[0])["trial_seconds"]
+        study.budget.reserved += min(max(0.0, study.budget.left()) / 2, FEWEST_SEEDS * seconds + found.pace_seconds)
+
+
 def _confirm(study: Study, found: Found) -> None:
-    study.budget.reserved = 0.0
-    found.confirmed = confirm(study, found.ladder, found.competent, found.baseline, found.pace_seconds)
-    if found.won:
-        with study.budget.part(1.0):
-            found.anatomy["tuned"] = study.anatomy(winner := found.confirmed.recipe)
-            if winner != found.top:
-                found.top, found.shares = winner, shares_of(study, winner)
+    """The proof; then, of a winner, what it is against the competent run, its anatomy, and what its members give."""
+    budget = study.budget
+    budget.reserved = 0.0
+    budget.reserved = min(max(0.0, budget.left()) / 2, ANATOMY_SECONDS + (found.pace_seconds if found.competent else 0.0))
+    confirmed = found.confirmed = confirm(study, found.ladder, found.baseline, found.pace_seconds)
+    budget.reserved = 0.0
+    if not found.won:
+        return
+    with budget.part(1.0):
+        against_competent(study, confirmed, found.competent, found.pace_seconds)
+        found.anatomy["tuned"] = study.anatomy(confirmed.recipe)
+    if confirmed.recipe != found.top or len(found.shares) < len(confirmed.recipe.methods):
+        found.top, found.shares = confirmed.recipe, shares_of(study, confirmed.recipe)
 
 
 def _baseline(study: Study, margin: float | None) -> Baseline:
@@ -188,20 +207,20 @@ def _baseline(study: Study, margin: float | None) -> Baseline:
 
 
 def _competent(study: Study, seconds: float) -> Recipe:
-    """The second baseline: what a competent user sets by hand, the faster of its usual forms."""
-    best, *others = competent_recipes(study.device, cores())
-    for other in others:
-        outcome = study.pace(best, other, seconds=seconds)
-        verdict = outcome.get("verdict", "failed")
-        study.note(
-            str(other),
-            "baseline",
-            verdict,
-            f"as the competent baseline, against {best}",
-            ratio=outcome.get("ratio"),
-            seconds=outcome["trial_seconds"],
-        )
-        if outcome.get("ratio", {}).get("median", 0) > 1:
+    """The second baseline: what a competent user sets by hand. The usual forms are tried one on the other; what is not surely faster, nobody keeps."""
+    best, idle = Recipe(), set()
+    for form in competent_recipes(study.device, cores()):
+        while other := form.without(*idle):
+            outcome = {} if other == best else study.pace(best, other, seconds=seconds)
+            if not (in_vain := {name for name in other.methods if f"{name} {NOTHING_TO_DO}" in outcome.get("failed", "")}):
+                break
+            idle |= in_vain
+        if not other or other == best:
+            continue
+        verdict, ratio = outcome.get("verdict", "failed"), outcome.get("ratio")
+        why = f"as the competent baseline, against {best}"
+        study.note(str(other), "baseline", verdict, why, ratio=ratio, seconds=outcome["trial_seconds"])
+        if verdict == FASTER:
             best = other
     return best
 

@@ -7,9 +7,11 @@ list, such as pictures that were not resized, are kept where all have one shape,
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import count
 from pathlib import Path
 from time import perf_counter
@@ -22,13 +24,13 @@ import torch
 from hasten.contract.errors import Failure, Refusal
 from hasten.contract.watch import Watch
 from hasten.data.caching.cache_disk import Folder, default_folder
-from hasten.data.caching.filling import ALIKE, bytes_of, noticing, read_first, read_whole
+from hasten.data.caching.filling import ALIKE, bytes_of, noticing, paced, read_first, read_whole
 from hasten.data.caching.fingerprints import fingerprint
 from hasten.data.checks import above_0
 from hasten.data.faults import Faults
 from hasten.data.formats.in_memory import gathered
-from hasten.data.making import Map, Unlike, handed_on, lists_of, stacked
-from hasten.data.source import BadRow, Source, leaves_of, mapped, rows_of
+from hasten.data.making import Map, Unlike, handed_on, is_ours, lists_of, stacked
+from hasten.data.source import BadRow, Source, leaves_of, mapped, refuse_bad, rows_of
 from hasten.engine.budget import free_memory
 
 SHARE_OF_FREE = 0.5  # that a cache may take where nobody says
@@ -78,6 +80,9 @@ class Mapped(Source):
     def edges(self) -> numpy.ndarray:
         return self.source.edges()
 
+    def known_bad(self) -> list[BadRow]:
+        return self.source.known_bad()
+
     def prepare(self, runner: Callable, faults: Faults) -> None:
         self.source.prepare(runner, faults)
         self.__dict__.pop("_handed_on", None)  # the data may have changed
@@ -110,10 +115,7 @@ class Cache(Source):
     def read(self, rows: numpy.ndarray):
         if self.kept is None:
             return self.source.read(rows)
-        if self.bad:
-            for row in rows.tolist():
-                if row in self.bad:
-                    raise BadRow(row, *self.bad[row])
+        refuse_bad(rows, self.bad)
         index, number = torch.from_numpy(rows), count()
 
         def given(column):
@@ -127,6 +129,9 @@ class Cache(Source):
 
     def edges(self) -> numpy.ndarray:
         return self.source.edges()
+
+    def known_bad(self) -> list[BadRow]:
+        return self.source.known_bad()
 
     def prepare(self, runner: Callable, faults: Faults) -> None:
         self.source.prepare(runner, faults)
@@ -162,7 +167,8 @@ class Cache(Source):
                 bad[fault.row] = (fault.where, fault.why)
             yield number * size, columns
             done = min(1.0, (number + 1) * size / rows)
-            watch(what, done, (perf_counter() - began) * (1 - done) / done)
+            spent = perf_counter() - began
+            watch(paced(what, done * rows, spent), done, spent * (1 - done) / done)
         self.source.prepare(runner, faults)
         if _differ(made_of(self.source), now):
             raise Failure("the data changed while the cache was being filled; start again when nobody writes to them")
@@ -217,7 +223,18 @@ class DiskCache(Cache):
 
 def made_of(source: Source) -> dict:
     """What tells a source's rows from all others, as plain JSON: whose they are, how many, and what it says of them itself."""
-    return _plain({"source": f"{type(source).__module__}.{type(source).__qualname__}", "rows": len(source), "of": source.identity()})
+    kind = type(source)
+    named, text = f"{kind.__module__}.{kind.__qualname__}", _text_of(kind)
+    return _plain({"source": named, "text": text, "rows": len(source), "of": source.identity()})
+
+
+@cache
+def _text_of(kind: type) -> str | None:
+    """A hash of what somebody's own class says; None of ours, which have a version, and of one whose text cannot be had."""
+    try:
+        return None if is_ours(kind) else hashlib.blake2b(inspect.getsource(kind).encode(), digest_size=16).hexdigest()
+    except (OSError, TypeError, SyntaxError):  # the file may be half edited by now
+        return None
 
 
 def _differ(one: dict, other: dict | None) -> bool:

@@ -7,7 +7,8 @@
     KEY.making/        the same, while it is being written: renamed when it is whole
     KEY.lock           held by whoever writes; the system lets go of it when that process ends, however it ends
 
-KEY is a hash of what the rows are made of (the kind of source, files with sizes and times, fingerprints of maps) and of the format.
+KEY is a hash of what the rows are made of (the kind of source, files with sizes and times, fingerprints of maps), of the format, and of
+the version of this package, whose reading may be another.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from typing import Any, BinaryIO
 import numpy
 import torch
 
+from hasten import __version__
 from hasten.contract.errors import Failure, Notice
 from hasten.data.formats.in_memory import from_numpy_array
 from hasten.data.source import leaves_of, length_of
 from hasten.engine.failures import disk_trouble
 
-FORMAT = 2
+FORMAT = 3  # a change of what is written, or of how our sources read, is a change of this number
 NOT_WHOLE = (OSError, ValueError, LookupError, TypeError, AttributeError)  # what reading a damaged description, or none, may raise
 SECONDS_BETWEEN_LOOKS = 0.1  # for the lock that another process holds
 
@@ -51,9 +53,9 @@ class Folder:
     """The cache of rows that are made of ``made_of``, inside ``folder``."""
 
     def __init__(self, folder: Path, made_of: dict):
-        told = json.dumps([FORMAT, sys.byteorder, made_of], sort_keys=True)
+        told = json.dumps([made_of, FORMAT, __version__, sys.byteorder], sort_keys=True)
         key = hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
-        self.folder, self.made_of = folder, json.loads(told)[2]
+        self.folder, self.made_of = folder, json.loads(told)[0]
         self.whole, self.making, self.lock = folder / key, folder / f"{key}.making", folder / f"{key}.lock"
 
     def opened(self, fill: Callable[[Callable], tuple[list[int], dict]]) -> tuple[Any, list[int], dict]:

@@ -52,6 +52,11 @@ def bytes_of(columns, rows: int) -> int:
     return sum(column[:1].nbytes for column in leaves_of(columns)) * rows
 
 
+def paced(what: str, rows: float, seconds: float) -> str:
+    """What is being done, and how many rows of it a second."""
+    return f"{what}, {rows / max(seconds, 1e-9):,.0f} rows/s"
+
+
 def noticing() -> Watch:
     """A watch that gives a Notice now and then, if there is long to wait."""
     told = perf_counter() - SECONDS_BETWEEN_NOTICES + 3.0

@@ -14,6 +14,7 @@ import io
 import threading
 from collections.abc import Iterator, Sequence
 from functools import cache
+from importlib import metadata
 
 import numpy
 import torch
@@ -48,8 +49,9 @@ def size_of(resize: int | tuple[int, int] | None, pixels: int = PIXELS) -> tuple
 
 
 def manner(size: tuple[int, int] | None, pixels: int) -> dict:
-    """How pictures are decoded, for the identity of their source: decoders differ in the last bits."""
-    return {"pixels": pixels, "resize": size and list(size), "decoder": "simplejpeg" if _simplejpeg() else "pillow"}
+    """How pictures are decoded, for the identity of their source: decoders, and their versions, differ in the last bits."""
+    decoders = ("simplejpeg", "pillow") if _simplejpeg() else ("pillow",)
+    return {"pixels": pixels, "resize": size and list(size), "decoders": {name: _version(name) for name in decoders}}
 
 
 def pictures_of(
@@ -149,6 +151,13 @@ def _simplejpeg():
     except ImportError:
         return None
     return simplejpeg
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None  # not installed by its name, or not at all
 
 
 def _memory(size: int) -> numpy.ndarray:

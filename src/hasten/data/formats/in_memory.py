@@ -14,7 +14,7 @@ import torch
 from hasten.contract.errors import Refusal, one_line
 from hasten.data.memory import taken
 from hasten.data.pipeline import Pipeline
-from hasten.data.places.files import stamp
+from hasten.data.places.files import is_remote, plain, stamp
 from hasten.data.source import Source, leaves_of, mapped, nesting
 
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -26,11 +26,11 @@ def arrays(*columns) -> Pipeline:
     Arrays are held, not copied. A cache over them sees what torch changes in them between two passes, not what NumPy does.
 
     Args:
-        columns: tensors, NumPy arrays or paths of ``.npy`` files (memory-mapped), all equally long; several become a
+        columns: tensors, NumPy arrays or paths of local ``.npy`` files (memory-mapped), all equally long; several become a
             tuple, or give one dict of them.
 
     Raises:
-        Refusal: no column, unequal lengths, an array of Python objects (it would have to be unpickled).
+        Refusal: no column, a remote file, unequal lengths, an array of Python objects (it would have to be unpickled).
     """
     if not columns:
         raise Refusal("arrays() wants at least one array")
@@ -43,7 +43,7 @@ class Arrays(Source):
     def __init__(self, columns):
         if isinstance(columns, (dict, tuple)) and not columns:
             raise Refusal("arrays() wants at least one array")
-        self.given = mapped(lambda column: os.path.abspath(column) if isinstance(column, (str, Path)) else column, columns)
+        self.given = mapped(lambda column: _here(column) if isinstance(column, (str, Path)) else column, columns)
         self.digests: dict[tuple, str] = {}
         self._open()
 
@@ -84,6 +84,12 @@ class Arrays(Source):
         if key not in self.digests:
             self.digests[key] = _digest(column)
         return [*kind, self.digests[key]]
+
+
+def _here(path: str | Path) -> str:
+    if is_remote(path):
+        raise Refusal(f"arrays are mapped into memory, from local files; copy {path} here first")
+    return os.path.abspath(plain(path))
 
 
 def gathered(column: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
 
@@ -61,21 +63,36 @@ class Images(Source):
             self.classes, self.labels = _by_folder(self.files)
         else:
             self.labels = None if labels is None else _by_name(self.files, labels)
+        self._marks = numpy.frombuffer(mmap.mmap(-1, 8 * len(self.files)), numpy.int64)  # 0: not known yet; processes share them
 
     def __len__(self) -> int:
         return len(self.files)
 
     def read(self, rows: numpy.ndarray):
         paths = [self.files.path(row) for row in rows.tolist()]
-        pictures = pictures_of(rows.tolist(), paths, map(content_of, paths), self.size, self.pixels)
+        pictures = pictures_of(rows.tolist(), paths, map(self._content, rows.tolist(), paths), self.size, self.pixels)
         return pictures if self.labels is None else (pictures, self.labels[torch.from_numpy(rows)])
 
     def identity(self) -> dict:
         digest = hashlib.blake2b(digest_size=16)
         for number in range(len(self.files)):
-            digest.update(repr(stamp(self.files.path(number))).encode())
+            mark = _mark_of(self.files.path(number))
+            digest.update(repr(mark).encode())
+            about = mark[-1] if isinstance(mark[-1], list) else None  # of a local picture that is there
+            self._marks[number] = _number_of(mark[1], about[0]) if about else 0  # what is told now is what is read from now on
         labels = None if self.labels is None else hashlib.blake2b(self.labels.numpy(), digest_size=16).hexdigest()
         return {"images": digest.hexdigest(), "labels": labels, **manner(self.size, self.pixels)}
+
+    def _content(self, row: int, path: str) -> bytes:
+        """The bytes of a picture; those of a local one are the ones that were read before, or told of by ``identity``."""
+        with _blaming(path), opened(path) as file:
+            if not is_remote(path):
+                about = os.fstat(file.fileno())
+                mark = _number_of(about.st_size, about.st_mtime_ns)
+                if self._marks[row] not in (0, mark):
+                    raise Failure(f"{path} changed since it was first read; start again when nobody writes to it")
+                self._marks[row] = mark
+            return file.read()
 
 
 # ---- files and labels
@@ -93,11 +110,31 @@ def content_of(path: str) -> bytes:
     Raises:
         Refusal: they cannot be had. Failure: of none of these files.
     """
+    with _blaming(path), opened(path) as file:
+        return file.read()
+
+
+def _mark_of(path: str) -> list:
+    """What changes when a picture does. One that cannot be had is a bad row; when it comes, that is a change."""
     try:
-        with opened(path) as file:
-            return file.read()
+        with _blaming(path):
+            return stamp(path)
+    except Refusal:
+        return [path]
+
+
+def _number_of(size: int, changed: int) -> int:
+    """What of a local file's stamp tells of its content, as one number that is not 0."""
+    return hash((size, changed)) | 1
+
+
+@contextmanager
+def _blaming(path: str) -> Iterator[None]:
+    """A Refusal inside blames this picture; a login that has run out is no fault of it."""
+    try:
+        yield
     except Refusal as refused:
-        if is_remote(path) and not isinstance(refused, Nothing):  # a login that has run out is no fault of this picture
+        if is_remote(path) and not isinstance(refused, Nothing):
             raise Failure(str(refused)) from None
         raise
 

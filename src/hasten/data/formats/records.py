@@ -22,9 +22,9 @@ from hasten.data.formats.checksums import crc32c, crc32c_of_rows, masked
 from hasten.data.formats.example_messages import Message, parsed
 from hasten.data.formats.examples import Malformed, columns_of, schema
 from hasten.data.pipeline import Pipeline
-from hasten.data.places.files import found, is_remote, mapped_bytes, stamp, unchanged
+from hasten.data.places.files import Lost, found, is_lost, is_remote, mapped_bytes, stamp, unchanged
 from hasten.data.places.ranges import read_ranges, whole
-from hasten.data.source import BadRow, Source
+from hasten.data.source import BadRow, Source, refuse_bad
 
 SUFFIXES = (".tfrecord", ".tfrecords", ".tfrec")
 HEAD, TAIL = 12, 4  # bytes of framing before and after the data
@@ -52,8 +52,11 @@ def tfrecord(
         target: the feature to predict; a batch is then the tuple (other features in their order, target).
         verify: compares every record with its checksum when it is first read.
 
+    A file that is damaged, cut off, or cannot be read is one bad row after the records before the damage; without ``verify`` these are
+    not sure either, and it is one bad row alone.
+
     Raises:
-        Refusal: no file, a file that is compressed, cut off or no TFRecord file, a feature that is not there.
+        Refusal: no file with a whole record, a feature that is not there.
 
     Source: https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/example/example.proto
     """
@@ -66,10 +69,14 @@ def tfrecord(
 
 
 class Examples(Source):
-    """Records that are ``tf.train.Example`` messages."""
+    """Records that are ``tf.train.Example`` messages.
+
+    Attributes:
+        lost: {file: why} of those that are damaged.
+    """
 
     def __init__(self, records: Records, features=None, target: str | None = None):
-        self.records, self.target = records, target
+        self.records, self.target, self.lost = records, target, dict(records.bad.values())
         self.features = schema(self._some(), features, target)
         names = [feature.name for feature in self.features]
         if target is not None and target not in names:
@@ -99,6 +106,9 @@ class Examples(Source):
     def edges(self) -> numpy.ndarray:
         return self.records.edges
 
+    def known_bad(self) -> list[BadRow]:
+        return [BadRow(row, *bad) for row, bad in self.records.bad.items()]
+
     def _some(self) -> list[Message]:
         """Some messages from everywhere; bad ones are told when they are read."""
         rows = numpy.unique(numpy.linspace(0, len(self) - 1, min(SAMPLED, len(self))).astype(numpy.int64))
@@ -122,16 +132,19 @@ class Records:
     Attributes:
         stamps: of the files, as they were when they were walked through.
         edges: the number of each file's first record, and the end.
+        bad: {record: (file, why)} of what is damaged: each stands for the rest of its file.
     """
 
     def __init__(self, paths: list[str], verify: bool = True):
-        self.stamps, self.verify = [stamp(path) for path in paths], verify
-        indexes = [_walked(whole(each), each[0], verify) for each in self.stamps]
-        self.edges = numpy.cumsum([0, *(len(begins) for begins, _ in indexes)])
-        self.begins, self.ends = (numpy.concatenate(parts) for parts in zip(*indexes, strict=True))
+        stamps, begins, ends, faults = zip(*(_opened(path, verify) for path in paths), strict=True)
+        self.stamps, self.verify = list(stamps), verify
+        self.edges = numpy.cumsum([0, *map(len, begins)])
+        self.begins, self.ends = numpy.concatenate(begins), numpy.concatenate(ends)
         self.unproven = numpy.full(len(self.begins), verify)
-        if not len(self.begins):
-            raise Refusal(f"there is no record in {', '.join(paths[:3])}")
+        last = (self.edges[1:] - 1).tolist()
+        self.bad = {row: (path, why) for path, row, why in zip(paths, last, faults, strict=True) if why is not None}
+        if len(self.begins) == len(self.bad):
+            raise Lost(next(iter(self.bad.values()))[1]) if self.bad else Refusal(f"there is no record in {', '.join(paths[:3])}")
 
     def __len__(self) -> int:
         return len(self.begins)
@@ -143,8 +156,9 @@ class Records:
         with one that was proven; who cuts it off within the moment after it was found unchanged kills the process.
 
         Raises:
-            BadRow: a checksum is wrong.
+            BadRow: a checksum is wrong, or it stands for what is damaged.
         """
+        refuse_bad(rows, self.bad)
         begins, ends, files = self.begins[rows], self.ends[rows], numpy.searchsorted(self.edges, rows, "right") - 1
         proven = not self.unproven[rows].any()
         if proven and len(rows) and (files == files[0]).all() and not is_remote(path := self.stamps[files[0]][0]):
@@ -184,28 +198,40 @@ def framed(records: Iterable[bytes]) -> bytes:
 # ---- the walk
 
 
-def _walked(content: memoryview, path: str, verify: bool) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Where the data of each record begin and end, int64.
+def _opened(path: str, verify: bool) -> tuple[list, numpy.ndarray, numpy.ndarray, str | None]:
+    """(what marks a file, where the data of each record begin, where they end, why it has no more); what is damaged is its last record."""
+    mark, begins, ends = [path, 0, None], numpy.empty(0, numpy.int64), numpy.empty(0, numpy.int64)
+    try:
+        mark = stamp(path)
+        begins, ends, why = _walked(whole(mark), path, verify)
+    except Refusal as refused:
+        if not is_lost(path, refused):
+            raise
+        why = str(refused)
+    return (mark, begins, ends, None) if why is None else (mark, numpy.append(begins, 0), numpy.append(ends, 0), why)
 
-    Raises:
-        Refusal: the file is compressed, damaged, or ends in the middle of a record.
-    """
+
+def _walked(content: memoryview, path: str, verify: bool) -> tuple[numpy.ndarray, numpy.ndarray, str | None]:
+    """Where the data of each record begin and end, int64; and why there are no more of them, where the file is damaged."""
     begins, lengths = _chain(content)
+    ends = begins + lengths
     wrong = _wrong_length(content, begins) if verify else None
     if wrong is not None and begins[wrong] <= len(content):
-        begin = begins[wrong] - HEAD
-        if kind := COMPRESSED.get(bytes(content[:2])):
-            raise Refusal(f"{path} is compressed with {kind}, so that no record can be found by number; unpack it first")
-        if wrong == 0:
-            raise Refusal(f"{path} is no TFRecord file, or its first bytes are damaged: the first length does not fit its checksum")
-        raise Refusal(f"{path} is damaged: the length of record {wrong}, at byte {begin}, does not fit its checksum; write the file again")
-    ends = begins + lengths
+        return begins[:wrong], ends[:wrong], f"{path} {_damage(content, wrong, begins[wrong] - HEAD)}"
     if len(ends) and ends[-1] + TAIL != len(content):
-        begin = begins[-1] - HEAD
-        raise Refusal(
-            f"{path} is cut off: record {len(begins) - 1}, at byte {begin}, goes on after the end of the file; write the file again"
-        )
-    return begins, ends
+        there, begin = len(begins) - 1 if verify else 0, begins[-1] - HEAD
+        why = f"is cut off: record {len(begins) - 1}, at byte {begin}, goes on after the end of the file; write the file again"
+        return begins[:there], ends[:there], f"{path} {why}"
+    return begins, ends, None
+
+
+def _damage(content: memoryview, record: int, begin: int) -> str:
+    """What it means that the length of a record does not fit its checksum."""
+    if kind := COMPRESSED.get(bytes(content[:2])):
+        return f"is compressed with {kind}, so that no record can be found by number; unpack it first"
+    if record == 0:
+        return "is no TFRecord file, or its first bytes are damaged: the first length does not fit its checksum"
+    return f"is damaged: the length of record {record}, at byte {begin}, does not fit its checksum; write the file again"
 
 
 def _chain(content: memoryview) -> tuple[numpy.ndarray, numpy.ndarray]:

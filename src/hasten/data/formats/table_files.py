@@ -1,35 +1,51 @@
 """Files that hold tables: how many rows they have in which runs, of what types, and one run of them.
 
 A *run* is what is read in one go: a row group of Parquet (https://parquet.apache.org/docs/file-format), a record batch of
-Feather (the Arrow file format, https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format), a whole file of CSV.
+Feather (the Arrow file format, https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format), the good lines of a CSV file that
+follow one another, or a bad one.
 """
 
 from __future__ import annotations
 
+import gzip
 import os
+import re
 import struct
 import threading
-from collections.abc import Callable, Iterable
+import zlib
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, BinaryIO, Protocol
 
-from hasten.contract.errors import Refusal, one_line
+import psutil
+
+from hasten.contract.errors import Failure, Refusal, one_line
 from hasten.data.formats import settings
 from hasten.data.formats.table_types import leads_elsewhere
-from hasten.data.places.files import is_remote, opened
+from hasten.data.places.files import BLAMING, Lost, is_remote, opened
 
 MOST_ROWS = 1 << 48  # of a file
+MOST_BAD = 100_000  # lines of a CSV file: with more it is rather read wrongly, and each is handed over and kept
+MISREAD = "are the delimiter and the header right?"
 NEVER = ("\n", "\r", '"', "\0")  # what cannot divide the fields of a CSV file
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one file holds: its Arrow schema, the rows of each run, and its bytes once unpacked."""
+    """What one file holds: its Arrow schema, the rows of each run, and its bytes once unpacked.
+
+    Attributes:
+        bad: runs that cannot be read, as far as it is known before they are, and why.
+    """
 
     schema: Any
     runs: list[int]
     bytes: int
+    bad: dict[int, str] = field(default_factory=dict)
 
 
 class Format(Protocol):
@@ -118,13 +134,15 @@ class Csv:
         self.settings, self._parsed = {"delimiter": delimiter, "header": header}, {}
 
     def manifest(self, path: str) -> Manifest:
-        table = self._parsed[path] = self._parse(path)
-        return Manifest(table.schema, [len(table)], table.nbytes)
+        lines = self._parsed[path] = self._parse(path)
+        runs = list(pairwise(lines.edges))
+        bad = {number: lines.bad[first] for number, (first, _) in enumerate(runs) if first in lines.bad}
+        return Manifest(lines.good.schema, [last - first for first, last in runs], lines.good.nbytes, bad)
 
     def run(self, path: str, number: int, columns: list[str]):
         if path not in self._parsed:
             self._parsed[path] = self._parse(path)
-        return self._parsed[path].select(columns)
+        return self._parsed[path].run(number, columns)
 
     def let_go(self) -> None:
         self._parsed = {}
@@ -132,25 +150,124 @@ class Csv:
     def __getstate__(self) -> dict:
         return self.__dict__ | {"_parsed": {}}
 
-    def _parse(self, path: str):
+    def _parse(self, path: str) -> _Lines:
+        import pyarrow as pa
+
+        odd = {}
+
+        def leave_out(row) -> str:
+            odd[row.number] = row
+            return "skip" if len(odd) <= MOST_BAD else "error"
+
+        # types are guessed, and rows told apart, block by block: where that misleads, all is one block, and lines may end in quotes;
+        # where lines lack fields, one thread leaves them out, as several do not know their numbers
+        at_once, whole, alone = {"block_size": 1 << 20}, {"block_size": 1 << 30}, {"block_size": 1 << 30, "use_threads": False}
+        across = {"newlines_in_values": True}
+        manners = (at_once, {}), (whole, across), (alone, across | {"invalid_row_handler": leave_out})
+        with _refusing(path, self.name, "has each line all its fields, are the delimiter and the header right, is it UTF-8?"):
+            for reading, parsing in manners:
+                if reading is alone:
+                    _check_text(path)
+                try:
+                    table = self._table(path, reading, parsing)
+                    return _Lines(table, self._bad_lines(path, [*odd.values()], len(table)))
+                except pa.ArrowInvalid as error:
+                    misled = error
+            if len(odd) > MOST_BAD:
+                raise Refusal(f"{path} has more than {MOST_BAD:,} lines with too few fields or too many; {MISREAD}")
+            raise misled
+
+    def _table(self, path: str, reading: dict, parsing: dict):
         import pyarrow as pa
         from pyarrow.csv import ParseOptions, ReadOptions, read_csv
 
         delimiter = self.settings["delimiter"] or ("\t" if path.removesuffix(".gz").endswith(".tsv") else ",")
-        reading, parsing = {"column_names": self.settings["header"]}, {"delimiter": delimiter}
-        with _refusing(path, self.name, "has each line all its fields, are the delimiter and the header right, is it UTF-8?"):
-            # types are guessed, and rows told apart, block by block: where that misleads, all is one block, and lines may end in quotes
-            for block, across_lines in ((1 << 20, False), (1 << 30, True)):
-                file = opened_arrow(path)
-                with pa.CompressedInputStream(file, "gzip") if path.endswith(".gz") else file as file:
-                    try:
-                        options = ReadOptions(block_size=block, **reading), ParseOptions(newlines_in_values=across_lines, **parsing)
-                        table = read_csv(file, *options)
-                        _ = table.schema.names  # here it is told that they are no text
-                        return table
-                    except pa.ArrowInvalid as error:
-                        misled = error
-            raise misled
+        options = ReadOptions(column_names=self.settings["header"], **reading), ParseOptions(delimiter=delimiter, **parsing)
+        file = opened_arrow(path)
+        with pa.CompressedInputStream(file, "gzip") if path.endswith(".gz") else file as file:
+            table = read_csv(file, *options)
+            _ = table.schema.names  # here it is told that they are no text
+            return table
+
+    def _bad_lines(self, path: str, odd: list, good: int) -> dict[int, str]:
+        """{place among all rows: why it is bad} of rows that Arrow left out.
+
+        Raises:
+            ValueError: one of them has swallowed others.
+            Refusal: they are no fewer than the good ones, so it is not they that are wrong.
+        """
+        if not odd:
+            return {}
+        with _unpacked(path) as file:
+            lines = _lines_of(file, odd)
+        first, bad = 1 if self.settings["header"] else 2, {}  # the number of the first row
+        for line, row in zip(lines, odd, strict=True):
+            place = row.number - first
+            where = f"line {line}" if line else f"row {place} of the file"
+            if row.text.count('"') % 2 and ("\n" in row.text or "\r" in row.text):  # within a line, it may stand for inches
+                raise ValueError(f"{where} opens a quote that is never closed")
+            bad[place] = f"{where} has {row.actual_columns} field{'s' * (row.actual_columns != 1)}, not {row.expected_columns}"
+        if len(bad) >= good:
+            raise Refusal(f"{path} has no more good lines than bad ones: {next(iter(bad.values()))}; {MISREAD}")
+        return bad
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """The rows of a CSV file: a table of the good ones, and why the others are bad, by their places among all."""
+
+    good: Any
+    bad: dict[int, str]
+
+    @cached_property
+    def places(self) -> list[int]:
+        """Of the bad ones, in order."""
+        return sorted(self.bad)
+
+    @cached_property
+    def edges(self) -> list[int]:
+        """Where runs begin, and the end: a bad row is one, and so are the good ones between two of them."""
+        rows = len(self.good) + len(self.bad)
+        return [0, *sorted({edge for place in self.places for edge in (place, place + 1)} - {0, rows}), rows]
+
+    def run(self, number: int, columns: list[str]):
+        first, last = self.edges[number : number + 2]
+        return self.good.select(columns).slice(first - bisect_left(self.places, first), last - first)
+
+
+@contextmanager
+def _unpacked(path: str) -> Iterator[BinaryIO]:
+    with opened(path) as raw, gzip.open(raw) if path.endswith(".gz") else raw as file:
+        yield file
+
+
+def _check_text(path: str) -> None:
+    """Makes sure that a file is UTF-8: of a line that is not, and that it would leave out, Arrow complains on standard error alone.
+
+    Raises:
+        ValueError: it is not.
+    """
+    with _unpacked(path) as file:
+        for line in file:
+            line.decode()
+
+
+def _lines_of(file: BinaryIO, rows: list) -> list[int | None]:
+    """The number of the line in which each of some rows begins; None where there is no such line, as where they end in other ways.
+
+    Arrow counts rows, some of which have several lines, and no empty lines.
+    """
+    begins = [row.text.encode().split(b"\n")[0].rstrip(b"\r") for row in rows]
+    there, lines, least = {begin: [] for begin in begins}, [], 0
+    for number, line in enumerate(file, 1):
+        if (same := there.get(line.rstrip(b"\r\n"))) is not None:
+            same.append(number)
+    for row, begin in zip(rows, begins, strict=True):
+        same = there[begin]
+        at = bisect_left(same, max(row.number, least))
+        lines.append(same[at] if at < len(same) else None)
+        least = lines[-1] + 1 if lines[-1] else least
+    return lines
 
 
 def check(run, rows: int) -> None:
@@ -168,7 +285,11 @@ def check(run, rows: int) -> None:
 
 
 def opened_arrow(path: str, mapped: bool = False):
-    """A file for Arrow to read; ``mapped`` into memory where it is local."""
+    """A file for Arrow to read; ``mapped`` into memory where it is local.
+
+    Raises:
+        Refusal: it is not there, or may not be read. Failure: this machine cannot open it.
+    """
     import pyarrow as pa
 
     if is_remote(path):
@@ -176,7 +297,7 @@ def opened_arrow(path: str, mapped: bool = False):
     try:
         return pa.memory_map(path) if mapped else pa.OSFile(path)
     except OSError as error:
-        raise Refusal(f"cannot read {path}: {one_line(error)}") from None
+        raise (Lost if _blames_file(error) else Failure)(f"cannot read {path}: {one_line(error)}") from None
 
 
 def _manifest(schema, runs: list[int], size: int) -> Manifest:
@@ -193,15 +314,33 @@ def _manifest(schema, runs: list[int], size: int) -> Manifest:
 
 @contextmanager
 def _refusing(path: str, name: str, hint: str = "was writing or copying it broken off?"):
-    """Arrow's complaints about a whole file as one clear line."""
+    """Arrow's complaints about a whole file as one clear line; what the machine lacks is no fault of the file."""
     import pyarrow as pa
 
     try:
         yield
     except Refusal:
         raise
-    except (pa.ArrowException, OSError, MemoryError, ValueError, struct.error) as error:
-        raise Refusal(f"{path} is no whole {name} file: {one_line(error)}; {hint}") from None
+    except MemoryError as error:
+        if not asks_too_much(error):
+            raise
+        raise Lost(f"{path} is no whole {name} file: {one_line(error)}; {hint}") from None
+    except (pa.ArrowException, OSError, EOFError, ValueError, struct.error, zlib.error) as error:
+        if not _blames_file(error):
+            raise Failure(f"cannot read {path}: {one_line(error)}") from None
+        raise Lost(f"{path} is no whole {name} file: {one_line(error)}; {hint}") from None
+
+
+def asks_too_much(error: MemoryError) -> bool:
+    """Whether more was asked for than this machine has in all: then numbers in the file are broken, and it is not the machine that is small."""
+    asked = re.search(r"size (\d+)", str(error))
+    return asked is not None and int(asked[1]) > psutil.virtual_memory().total
+
+
+def _blames_file(error: Exception) -> bool:
+    """Whether it says something of the file: what Arrow, or an unpacker, says of its own accord has no number of the system's."""
+    number = getattr(error, "errno", None)
+    return number is None or number in BLAMING
 
 
 def _rows_in(message) -> int:

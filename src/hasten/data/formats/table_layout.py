@@ -68,6 +68,12 @@ class Layout:
         return self.target is not None and all(is_number(self.types[name]) for name in self.inputs)
 
     @property
+    def in_the_way(self) -> list[str]:
+        """The inputs that are no numbers, where some are and a target is to be predicted: without them, these would be a matrix."""
+        odd = [name for name in self.inputs if not is_number(self.types[name])]
+        return odd if self.target is not None and len(odd) < len(self.inputs) else []
+
+    @property
     def has_classes(self) -> bool:
         return self.target is not None and str(self.types[self.target]) == "large_string"
 

@@ -17,17 +17,19 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
+from time import perf_counter
 
 import numpy
 import torch
 
 from hasten.contract.errors import Failure, Notice, Refusal, one_line
+from hasten.data.caching.filling import noticing, paced
 from hasten.data.faults import Faults
 from hasten.data.formats import settings
-from hasten.data.formats.table_files import Format, check
+from hasten.data.formats.table_files import Format, Manifest, check
 from hasten.data.formats.table_fills import checked_fill, typed, without_empty
 from hasten.data.formats.table_layout import Layout, Rows, merged
-from hasten.data.places.files import found, stamp, unchanged
+from hasten.data.places.files import Lost, found, is_lost, stamp, unchanged
 from hasten.data.source import BadRow, Source
 from hasten.engine.budget import free_memory
 
@@ -41,6 +43,7 @@ class Table(Source):
 
     Attributes:
         columns, target: the names of what is read.
+        lost: files that cannot be opened, and why; each is a bad row.
     """
 
     def __init__(self, form: Format, paths, columns, target, fill, classes, gigabytes):
@@ -48,9 +51,13 @@ class Table(Source):
         self._form = form
         files = found(paths, form.suffixes)
         with ThreadPoolExecutor(min(len(files), 16)) as pool:
-            self._stamps = dict(zip(files, pool.map(stamp, files), strict=True))
-            manifests = dict(zip(files, pool.map(form.manifest, files), strict=True))
-        schemas = {file: manifest.schema for file, manifest in manifests.items()}
+            marked = dict(zip(files, pool.map(self._opened, files), strict=True))
+        self._stamps = {file: mark for file, (mark, _) in marked.items()}
+        manifests = {file: manifest for file, (_, manifest) in marked.items()}
+        self.lost = {file: manifest.bad[0] for file, manifest in manifests.items() if manifest.schema is None}
+        if len(self.lost) == len(files):
+            raise Lost(self.lost[files[0]])
+        schemas = {file: manifest.schema for file, manifest in manifests.items() if manifest.schema is not None}
         self._guessed = form.name == "CSV"
         self._layout = Layout.of(schemas, columns, target, self._guessed)
         if classes is not None and not self._layout.has_classes:
@@ -61,14 +68,29 @@ class Table(Source):
         if gigabytes is not None and not (isinstance(gigabytes, (int, float)) and gigabytes >= 0):
             raise Refusal(f"gigabytes= is a number of at least 0, not {gigabytes!r}")
         self.columns, self.target = self._layout.inputs, target
+        if columns is not None and (odd := self._layout.in_the_way):
+            what = f"columns= takes in {' and '.join(map(repr, odd))} beside numbers, so batches are (dict of columns, target)"
+            warnings.warn(f"{what}; with numbers alone they are (matrix, target)", Notice, stacklevel=3)
         self._runs = [(file, number) for file, manifest in manifests.items() for number in range(len(manifest.runs))]
         self._edges = numpy.cumsum([0, *(rows for manifest in manifests.values() for rows in manifest.runs)], dtype=numpy.int64)
         self._bytes = self._layout.bytes(len(self), sum(manifest.bytes for manifest in manifests.values()))
         self._room = free_memory() / SHARE if gigabytes is None else gigabytes * 10**9
         self._processes = 1  # that share the room
         self._given, self._unpacked, self._warned = 0, 0, False  # rows, while the table does not fit
-        self._held, self._bad = None, {}  # the whole table; runs that cannot be read: (where, why)
+        known = [(file, manifest.bad.get(number)) for file, manifest in manifests.items() for number in range(len(manifest.runs))]
+        self._bad = {run: bad for run, bad in enumerate(known) if bad[1] is not None}  # runs that cannot be read: (where, why)
+        self._known = list(self._bad)  # those of which it is known now
+        self._held = None  # the whole table
         self._begin()
+
+    def _opened(self, file: str) -> tuple[list, Manifest]:
+        """What marks a file, and what it holds; of one that cannot be opened, a bad row."""
+        try:
+            return stamp(file), self._form.manifest(file)
+        except Refusal as refused:
+            if not is_lost(file, refused):
+                raise
+            return [file, 0, None], Manifest(None, [1], 0, {0: str(refused)})
 
     def _begin(self) -> None:
         self._lock, self._recent = threading.RLock(), OrderedDict()  # runs that were used last
@@ -111,6 +133,9 @@ class Table(Source):
             words.add(self._fill.get(self.target))
         return sorted(word for word in words if isinstance(word, str))
 
+    def known_bad(self) -> list[BadRow]:
+        return [BadRow(self._edges[run], *self._bad[run]) for run in self._known]  # one row each
+
     def prepare(self, runner: Callable, faults: Faults) -> None:
         self._processes = max(1, getattr(runner, "processes", 1))
         if self._fits():
@@ -141,6 +166,7 @@ class Table(Source):
     def _loaded(self) -> Rows:
         """The whole table, without the runs that cannot be read."""
         rows = self._layout.rows(len(self), self.classes)
+        watch, began, what = noticing(), perf_counter(), f"reading the table of {next(iter(self._stamps))}"
         with ThreadPoolExecutor(AHEAD) as pool:
             waiting: deque[Future] = deque()
             for run in range(len(self._runs) + AHEAD):
@@ -148,11 +174,16 @@ class Table(Source):
                     waiting.append(pool.submit(self._attempted, run, self._layout.names))
                 if run >= AHEAD and (table := waiting.popleft().result()) is not None:
                     rows.put(table, self._fill, self._where(run - AHEAD))
+                if run >= AHEAD and (read := int(self._edges[run - AHEAD + 1])):
+                    done, spent = read / len(self), perf_counter() - began
+                    watch(paced(what, read, spent), done, spent * (1 - done) / done)
         self._form.let_go()
         return rows
 
     def _attempted(self, run: int, columns: list[str]):
         """Some columns of a run; None where they cannot be read, which is noted."""
+        if run in self._bad:
+            return None
         try:
             return self._decoded(run, columns)
         except BadRow:

@@ -30,8 +30,9 @@ def parquet(
     their unit as int64, structs are dicts of columns, text and bytes are lists, and lists of unequal length are lists of
     tensors where they hold numbers. In the matrix, whole numbers above 2**24 are rounded, which a Notice tells.
 
-    A row group that does not decode is a run of bad rows. Wrong bytes that decode all the same are noticed where the writer left
-    checksums of the pages (pyarrow: ``write_page_checksum=True``), and in text and lists where they lead out of their column.
+    A row group that does not decode is a run of bad rows, and a file that cannot be opened is one bad row. Wrong bytes that decode all
+    the same are noticed where the writer left checksums of the pages (pyarrow: ``write_page_checksum=True``), and in text and lists where
+    they lead out of their column.
 
     A table that fits is held in memory, decoded. Of a bigger one, ``.shuffle(window=4)`` mixes a few row groups at a time:
     fully shuffled, nearly every row of a batch would have a row group decoded for it; or put ``.cache("disk")`` first.
@@ -49,9 +50,9 @@ def parquet(
             container allows, divided among the ranks of this machine.
 
     Raises:
-        Refusal: no file, no such column (the nearest names are told), files that differ, a broken footer, missing values, a setting
+        Refusal: no file that can be opened, no such column (the nearest names are told), files that differ, missing values, a setting
             that makes no sense.
-        Failure: a file that changed while it was read, or a remote one that does not answer.
+        Failure: a file that changed while it was read, a remote one that does not answer, or a machine that cannot open more files.
 
     Source: https://parquet.apache.org/docs/file-format
     """
@@ -91,7 +92,10 @@ def csv(
     """Rows of CSV files, plain or gzipped: parsed once, at this call, and held in memory; convert bigger ones to Parquet.
 
     Types are guessed from the values. An empty field is a missing number, and a missing class of a text target; in other columns of
-    text it is an empty text.
+    text it is an empty text. A line with too few fields, or too many, is a bad row; where those are no fewer than the others, or more than
+    100,000, everything is refused, also where there are other files: the delimiter or the header will be another. A quote that swallows
+    the lines after such a line makes its file one that cannot be opened. Bad lines divide a file into runs, and all is in memory:
+    ``.shuffle()`` without a ``window`` mixes it best.
 
     Args:
         delimiter: one character; None for a comma, or a tab where the name ends in ``.tsv``.

@@ -22,9 +22,9 @@ from hasten.data.formats.decoding import PIXELS, manner, pictures_of, size_of
 from hasten.data.formats.tar_headers import Damaged, members
 from hasten.data.memory import taken
 from hasten.data.pipeline import Pipeline
-from hasten.data.places.files import found, stamp
+from hasten.data.places.files import Lost, found, is_lost, stamp
 from hasten.data.places.ranges import read_ranges, whole
-from hasten.data.source import BadRow, Source
+from hasten.data.source import BadRow, Source, refuse_bad
 
 SAMPLED = 32  # samples that are looked at to learn what shape arrays have
 PICTURES = ("jpg", "jpeg", "png")
@@ -44,6 +44,8 @@ def shards(
     width)); ``cls`` whole numbers (int64); ``npy`` arrays, one tensor where all have the same shape; ``json`` what it says;
     ``txt`` text; anything else bytes. What is no tensor is a list.
 
+    A shard that is damaged, cut off, or cannot be read is one bad row after the samples that are whole in it.
+
     Args:
         paths: files, folders or patterns, local or remote; not compressed. A remote file is read once to find its samples.
         columns: the endings that are wanted; None for all of the first sample.
@@ -52,8 +54,7 @@ def shards(
         pixels: as in ``images``.
 
     Raises:
-        Refusal: no file, one that is compressed, cut off or no tar file; a member whose path leads out of the folder; an ending
-            that is not there.
+        Refusal: no file with a whole sample; a member whose path leads out of the folder; an ending that is not there.
     """
     return Pipeline(Shards(paths, columns, target, resize, pixels))
 
@@ -63,20 +64,26 @@ class Shards(Source):
 
     Attributes:
         keys: what the names of each sample's files begin with.
+        bad: {row: (file, why)} of what is damaged: each stands for the rest of its file.
+        lost: the same, {file: why}.
     """
 
     def __init__(self, paths, columns=None, target=None, resize=None, pixels: int = PIXELS):
         self.size, self.pixels = size_of(resize, pixels), pixels
         columns = None if columns is None else settings.names("columns=", columns)
         target = None if target is None else _ending(settings.name("target=", target))
-        self.stamps = [stamp(path) for path in found(paths, (".tar",))]
-        samples = [list(_samples(each)) for each in self.stamps]
+        files = found(paths, (".tar",))
+        stamps, samples, faults = zip(*map(_walked, files), strict=True)
+        self.stamps = list(stamps)
         self._edges = numpy.cumsum([0, *map(len, samples)])
+        ends = self._edges[1:].tolist()
+        self.bad = {end - 1: (file, why) for file, end, why in zip(files, ends, faults, strict=True) if why is not None}
+        self.lost = dict(self.bad.values())
         self.keys = [key for some in samples for key, _ in some]
         parts = [parts for some in samples for _, parts in some]
-        if not parts:
-            raise Refusal(f"there is no sample in {', '.join(each[0] for each in self.stamps[:3])}")
-        self.columns, self.target = _wanted(parts, columns, target), target
+        if not any(parts):
+            raise Lost(next(iter(self.lost.values()))) if self.lost else Refusal(f"there is no sample in {', '.join(files[:3])}")
+        self.columns, self.target = _wanted([*filter(None, parts)], columns, target), target
         nothing = (-1, -1)
         self.places = {name: numpy.array([some.get(name, nothing) for some in parts], numpy.int64) for name in self.columns}
         self.shapes = {name: self._shape(name) for name in self.columns if _kind(name) == "npy"}
@@ -87,10 +94,14 @@ class Shards(Source):
     def edges(self) -> numpy.ndarray:
         return self._edges
 
+    def known_bad(self) -> list[BadRow]:
+        return [BadRow(row, *bad) for row, bad in self.bad.items()]
+
     def identity(self) -> dict:
         return {"shards": self.stamps, "columns": self.columns, "target": self.target, **manner(self.size, self.pixels)}
 
     def read(self, rows: numpy.ndarray):
+        refuse_bad(rows, self.bad)
         columns = {name: self._column(name, rows) for name in self.columns}
         if self.target is None:
             return columns
@@ -150,6 +161,20 @@ class Shards(Source):
         return f"{self.stamps[int(numpy.searchsorted(self._edges, row, 'right')) - 1][0]}, {self.keys[row]}"
 
 
+def _walked(path: str) -> tuple[list, list[tuple[str, dict]], str | None]:
+    """(what marks a shard, its samples, why it has no more of them); what is damaged is its last sample, without any file."""
+    mark, samples = [path, 0, None], []
+    try:
+        mark = stamp(path)
+        for sample in _samples(mark):
+            samples.append(sample)
+    except Refusal as refused:
+        if not is_lost(path, refused):
+            raise
+        return mark, [*samples, ("", {})], str(refused)
+    return mark, samples, None
+
+
 def _samples(stamped: list) -> Iterator[tuple[str, dict[str, tuple[int, int]]]]:
     """(key, {ending: (begin, end)}) of each sample of a shard."""
     path = stamped[0]
@@ -169,7 +194,7 @@ def _samples(stamped: list) -> Iterator[tuple[str, dict[str, tuple[int, int]]]]:
                 raise Refusal(f"{path} has two files {name}; a sample has each ending once, and its files stand together")
             before, parts[ending.lower()] = key, (begin, end)
     except Damaged as error:
-        raise Refusal(f"{path} {error}") from None
+        raise Lost(f"{path} {error}") from None
     if parts:
         yield before, parts
 

@@ -5,12 +5,12 @@ A path with ``://`` in it is remote (``remote.py``); everything else is local an
 
 from __future__ import annotations
 
+import errno
 import io
 import mmap
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from fnmatch import translate
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from glob import has_magic
 from pathlib import Path
@@ -18,10 +18,15 @@ from typing import BinaryIO
 
 from hasten.contract.errors import Failure, Refusal, nearest
 from hasten.data.places import remote
-from hasten.data.places.walks import Mark, entries, is_folder, walked
+from hasten.data.places.walks import Mark, entries, is_folder, matcher, walked
 
 NUMBERS = re.compile(r"\{([0-9]{1,9})\.\.([0-9]{1,9})\}")
+BLAMING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EINVAL)  # a file, and not the machine
 MAPPED = 128  # files that stay mapped: each counts among those that a process may have open, usually 1,024
+
+
+class Lost(Refusal):
+    """A file is not there, may not be read, or is no whole one of its format: where there are others, it is a bad row."""
 
 
 def found(patterns: str | Path | Iterable[str | Path], suffixes: tuple[str, ...] = ()) -> list[str]:
@@ -45,7 +50,7 @@ def found(patterns: str | Path | Iterable[str | Path], suffixes: tuple[str, ...]
         if not os.fspath(pattern):
             raise Refusal("a file was named by an empty text")
         matches = remote.matches if is_remote(pattern) else _local_matches
-        for each in _expanded(_plain(pattern)):
+        for each in _expanded(plain(pattern)):
             some = set(matches(each, tuple(suffix.lower() for suffix in suffixes)))
             if not some:
                 raise Refusal(_nothing(each, suffixes))
@@ -117,11 +122,22 @@ def _content(stamp: list) -> tuple:
     return size, version[0] if isinstance(version, list) else version
 
 
+def is_lost(path: str, refused: Refusal) -> bool:
+    """Whether a file is to blame: it is not there, may not be read, or is no whole one.
+
+    A login that has run out is no fault of it, nor are a machine that lacks something and a delimiter that is another.
+    """
+    if is_remote(path):
+        return isinstance(refused, (Lost, remote.Nothing))
+    return isinstance(refused, Lost) or getattr(refused.__context__, "errno", None) in BLAMING  # the system's, in other words
+
+
 def is_remote(path: str | Path) -> bool:
     return "://" in str(path) and not str(path).startswith("file://")
 
 
-def _plain(pattern: str | Path) -> str:
+def plain(pattern: str | Path) -> str:
+    """A path as text; a local one without ``file://``, and ``~`` written out."""
     text = os.fspath(pattern)
     return text if is_remote(text) else os.path.expanduser(text.removeprefix("file://"))
 
@@ -142,22 +158,28 @@ def _local_matches(pattern: str, suffixes: tuple[str, ...]) -> Iterator[str]:
     if os.path.isfile(pattern):
         yield pattern
     elif os.path.isdir(pattern):
-        yield from _inside(pattern, suffixes, set())
+        yield from (path + name for path, names in _inside(pattern, set()) for name in names if _wanted(name, suffixes))
     elif has_magic(pattern):
         yield from _globbed(pattern, suffixes)
 
 
-def _inside(folder: str, suffixes: tuple[str, ...], met: set[Mark]) -> Iterator[str]:
-    for inner, _, names in walked(folder, met):
-        path = os.path.join(folder, inner, "")
-        yield from (path + name for name in names if not suffixes or name.lower().endswith(suffixes))
+def _inside(folder: str, met: set[Mark]) -> Iterator[tuple[str, list[str]]]:
+    """(path with a slash at its end, names of the files) of a folder and every folder in it that is not met."""
+    return ((os.path.join(folder, inner, ""), names) for inner, _, names in walked(folder, met))
+
+
+def _wanted(name: str, suffixes: tuple[str, ...]) -> bool:
+    return not suffixes or name.lower().endswith(suffixes)
 
 
 def _globbed(pattern: str, suffixes: tuple[str, ...]) -> Iterator[str]:
-    """As ``glob`` does, but no folder twice, and its entries tell what they are without being asked: a million take a second."""
+    """As ``glob`` does, but no file twice, and entries tell what they are without being asked: a million take a second.
+
+    A folder that is meant stands for what lies in it.
+    """
     folder, name = os.path.split(pattern)
-    matches, met, folders = _matcher("*" if name == "**" else name), set(), []
-    for each in _once(_folders(folder), met):
+    matches, searched, folders = matcher("*" if name == "**" else name), {}, []
+    for each in _once(_folders(folder), searched):
         for entry in entries(each):
             if matches(entry.name):
                 path = os.path.join(each, entry.name)
@@ -165,8 +187,24 @@ def _globbed(pattern: str, suffixes: tuple[str, ...]) -> Iterator[str]:
                     folders.append((entry.is_symlink(), path))
                 else:
                     yield path
+    meant = {path for _, path in folders}
+    passed = {mark for mark, each in searched.items() if not any(above in meant for above in _upwards(each))}
+    met = set(passed)
     for _, each in sorted(folders):
-        yield from _inside(each, suffixes, met)
+        if (mark := _mark(each)) in passed:  # meant by the name of a link that leads to it
+            passed.remove(mark)
+            met.remove(mark)
+        for path, names in _inside(each, met):
+            given = _mark(path) in searched
+            yield from (path + name for name in names if _wanted(name, suffixes) and not (given and matches(name)))
+
+
+def _upwards(folder: str) -> Iterator[str]:
+    """The folder and those above it, spelt as it is."""
+    while folder:
+        yield folder
+        above = os.path.dirname(folder)
+        folder = above if above != folder else ""
 
 
 def _folders(pattern: str) -> Iterator[str]:
@@ -176,7 +214,7 @@ def _folders(pattern: str) -> Iterator[str]:
             yield pattern
         return
     above, name = os.path.split(pattern)
-    matches = _matcher(name)
+    matches = matcher(name)
     for each in _folders(above):
         if name == "**":
             yield from (os.path.join(each, inner) if inner else each for inner, _, _ in walked(each))
@@ -186,18 +224,20 @@ def _folders(pattern: str) -> Iterator[str]:
             yield os.path.join(each, name)
 
 
-def _once(folders: Iterable[str], met: set[Mark]) -> Iterator[str]:
+def _once(folders: Iterable[str], met: dict[Mark, str]) -> Iterator[str]:
     """Each folder once, by its own name rather than a link's; those that are met are added."""
     for folder in sorted(folders, key=lambda each: (os.path.realpath(each) != os.path.abspath(each), each)):
-        about = os.stat(folder or ".")
-        if (about.st_dev, about.st_ino) not in met:
-            met.add((about.st_dev, about.st_ino))
+        if (mark := _mark(folder)) not in met:
+            met[mark] = folder
             yield folder
 
 
-def _matcher(name: str) -> Callable[[str], bool]:
-    matches = re.compile(translate(name)).match
-    return lambda text: matches(text) is not None and (name.startswith(".") or not text.startswith("."))
+def _mark(folder: str) -> Mark:
+    try:
+        about = os.stat(folder or ".")
+    except OSError as error:
+        raise Refusal(f"cannot read the folder {folder}: {error.strerror}") from None
+    return about.st_dev, about.st_ino
 
 
 def _nothing(pattern: str, suffixes: tuple[str, ...]) -> str:

@@ -13,6 +13,7 @@ from glob import has_magic
 from urllib.parse import urlsplit
 
 from hasten.contract.errors import Failure, Notice, Refusal, one_line
+from hasten.data.places.walks import matcher
 
 WAITS = (1.0, 2.0, 4.0)  # seconds before a file is asked for again
 SILENT = 60.0  # seconds without a byte from a web server, after which it is asked again
@@ -145,10 +146,44 @@ def _is_web(path: str) -> bool:
 
 def _elsewhere(system, name: str, suffixes: tuple[str, ...]) -> list[str]:
     if has_magic(name):
-        return [path for path, about in system.glob(name, detail=True).items() if about["type"] == "file"]
+        folder, *pattern = re.split(r"/(?=[^/]*[*?[])", name, maxsplit=1)  # at the first part that is no plain name
+        folder, pattern = (folder, *pattern) if pattern else ("", name)
+        return [*_globbed(system, folder, pattern.split("/"), suffixes)]
     if system.info(name)["type"] == "directory":
         return [path for path in system.find(name) if _wanted(path, name, suffixes)]
     return [name]
+
+
+def _globbed(system, folder: str, pattern: list[str], suffixes: tuple[str, ...]) -> Iterator[str]:
+    """The files in a folder that a pattern means, by its parts, as on the disk.
+
+    Level by level, so that only what may be meant is asked for; from ``**`` on, and in a folder that is meant, everything is.
+    """
+    if not pattern or pattern[0] == "**":
+        inside = ((path, path.removeprefix(folder).lstrip("/").split("/")) for path in system.find(folder))
+        yield from (path for path, parts in inside if _fits(parts, pattern, suffixes))
+        return
+    matches = matcher(pattern[0])
+    for entry in system.ls(folder, detail=True):
+        path = entry["name"].rstrip("/")
+        if path == folder.rstrip("/") or not matches(path.rpartition("/")[2]):
+            continue
+        if entry["type"] == "directory":
+            yield from _globbed(system, path, pattern[1:], suffixes)
+        elif len(pattern) == 1:  # a file, or whatever else is none of the folders, as a link
+            yield path
+
+
+def _fits(parts: list[str], pattern: list[str], suffixes: tuple[str, ...]) -> bool:
+    """Whether a file, by the parts of its path, is what a pattern means, or lies in a folder that is."""
+    if not pattern:
+        return not any(part.startswith(".") for part in parts) and (not suffixes or parts[-1].lower().endswith(suffixes))
+    if pattern[0] == "**" and len(pattern) > 1:
+        deeper = len(parts) > 1 and not parts[0].startswith(".") and _fits(parts[1:], pattern, suffixes)
+        return deeper or _fits(parts, pattern[1:], suffixes)
+    if not matcher(pattern[0])(parts[0]):
+        return False
+    return len(pattern) == 1 if len(parts) == 1 else _fits(parts[1:], pattern[1:], suffixes)
 
 
 def _on_the_web(system, name: str, suffixes: tuple[str, ...]) -> list[str]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from fnmatch import translate
+from functools import lru_cache
 
 from hasten.contract.errors import Refusal
 
@@ -40,6 +43,13 @@ def walked(root: str, met: set[Mark] | None = None) -> Iterator[tuple[str, int, 
         except OSError as error:
             raise Refusal(f"cannot read the folder {path}: {error.strerror}") from None
         yield folder, about.st_mtime_ns, files
+
+
+@lru_cache
+def matcher(name: str) -> Callable[[str], bool]:
+    """Whether a name is one that a part of a pattern means; hidden ones are meant only by what begins with a point itself."""
+    matches = re.compile(translate(name)).match
+    return lambda text: matches(text) is not None and (name.startswith(".") or not text.startswith("."))
 
 
 def is_folder(entry: os.DirEntry) -> bool:

@@ -69,7 +69,7 @@ class Autotuned:
     def anew(self) -> Autotuned:
         """For other batches: what was learnt of these is a hint at most."""
         now = self.climber
-        return replace(self, climber=Climber(now.crew, cores=now.cores, room=now.room, passes=now.passes), kept={})
+        return replace(self, climber=Climber(now.crew, cores=now.cores, room=now.room, passes=now.passes, told=now.told), kept={})
 
     def everybody(self) -> Runner:
         """The runner for work that no step waits for, such as filling a cache."""

@@ -27,7 +27,7 @@ from hasten.data.storing.kinds import KINDS
 from hasten.data.storing.parts import Plan, into
 from hasten.data.storing.readings import Reading
 from hasten.data.storing.sampling import some_of
-from hasten.data.storing.stages import pace
+from hasten.data.storing.stages import pace, paces
 from hasten.data.storing.storages import STORAGES
 
 WORTH = 1.2  # times faster; less is not worth the trouble of storing the data again
@@ -48,25 +48,25 @@ TRIED = {
 }
 
 
-def better_storages(reading: Reading, before: float, total: int, disk: float | None, budget: float, watch: Watch) -> list[dict]:
+def better_storages(reading: Reading, before: Sequence[float], total: int, disk: float | None, budget: float, watch: Watch) -> list[dict]:
     """What some other storages would give, the fastest first.
 
     Args:
         reading: of the data as they are, pictures of one size.
-        before: rows a second into batches.
+        before: readings of rows a second into batches.
         total: rows of all files.
         disk: bytes a second, where the disk takes part in every pass; None where it does not.
         budget: seconds.
 
     Returns:
-        [{"to", "resize", "fill" (what --fill has to say, as numbers are missing), "rows_per_second" on one core, "gain": times faster,
-        "bytes" of all rows}].
+        [{"to", "resize", "fill" (what --fill has to say, as numbers are missing), "rows_per_second" on one core, "gain": times faster, by
+        the medians of the readings, "low" and "high", by those that are farthest apart (None of one alone), "bytes" of all rows}].
     """
     resize = side_of(reading.resize)
     storages = [to for to in TRIED.get(reading.kind.name, ()) if resize or (reading.kind.name, to) != ("shards", "shards")]
     ends, found = time.perf_counter() + budget, []
     seconds = budget / (3 * max(1, len(storages)))  # a third for writing, one for reading, one to spare
-    sample = _sample(replace(reading, fill=0), before, seconds)
+    sample = _sample(replace(reading, fill=0), median(before), seconds)
     with workplace() as folder:
         for to in storages:
             left = ends - time.perf_counter()
@@ -75,9 +75,9 @@ def better_storages(reading: Reading, before: float, total: int, disk: float | N
             watch(f"trying {to}", 0.3 + 0.7 * (1 - left / budget), left)
             with suppress(Refusal, BadRow):  # what it cannot hold is no advice
                 row, paced = _tried(sample, to, folder / to, seconds)
-                after = slower_of(paced, row, disk)
+                after = [slower_of(each, row, disk) for each in paced]
                 fill = 0 if to == "rows" and _lacks_numbers(sample) else None
-                gained = {"rows_per_second": after, "gain": after / before, "bytes": round(row * total)}
+                gained = {"rows_per_second": median(after), **_gain(before, after), "bytes": round(row * total)}
                 found.append({"to": to, "resize": resize, "fill": fill, **gained})
     return sorted((each for each in found if each["gain"] >= WORTH), key=lambda each: -each["gain"])
 
@@ -95,7 +95,7 @@ def estimated_gain(reading: Reading, to: str, seconds: float) -> float | None:
             _, after = _tried(_sample(reading, before, seconds), to, folder / to, seconds)
     except (Refusal, BadRow, Failure):
         return None
-    return after / before
+    return median(after) / before
 
 
 def measured_gain(reading: Reading, to: str, files: list[str], seconds: float) -> dict:
@@ -138,6 +138,13 @@ def side_of(resize) -> int | None:
     return resize if isinstance(resize, int) else None
 
 
+def _gain(before: Sequence[float], after: Sequence[float]) -> dict:
+    """From readings that are no neighbours."""
+    several = len(before) > 1 or len(after) > 1
+    low, high = (min(after) / max(before), max(after) / min(before)) if several else (None, None)
+    return {"gain": median(after) / median(before), "low": low, "high": high}
+
+
 def _sample(reading: Reading, rate: float, seconds: float) -> Reading:
     """As many of the first rows as are read in so many seconds."""
     return replace(reading, most=max(FEWEST, min(int(rate * seconds), CHUNKS * reading.chunk)))
@@ -169,8 +176,8 @@ def _lacks_numbers(sample: Reading) -> bool:
     return any(table.column(name).null_count for table in tables for name in table.column_names)
 
 
-def _tried(sample: Reading, to: str, folder: Path, seconds: float) -> tuple[float, float]:
-    """(bytes of a row, rows a second) of some rows that are stored as ``to``."""
+def _tried(sample: Reading, to: str, folder: Path, seconds: float) -> tuple[float, list[float]]:
+    """(bytes of a row, readings of rows a second) of some rows that are stored as ``to``."""
     with into(folder, ADVICE):
         folder.mkdir()
         plan = Plan(sample, folder, 1)
@@ -180,7 +187,7 @@ def _tried(sample: Reading, to: str, folder: Path, seconds: float) -> tuple[floa
     files = sorted(str(file) for file in folder.iterdir())
     of_table = {"target": sample.target, "fill": 0} if KINDS[to].is_table else {}
     stored = Reading(KINDS[to], files, files, **of_table, resize=sample.resize if to == "shards" else None)
-    return sum(map(os.path.getsize, files)) / sample.rows, pace(stored, seconds)["batches"]
+    return sum(map(os.path.getsize, files)) / sample.rows, paces(stored, seconds)["batches"]
 
 
 @contextmanager

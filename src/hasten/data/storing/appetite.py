@@ -21,7 +21,7 @@ from hasten.contract.errors import Failure
 from hasten.contract.watch import Watch, silent
 from hasten.data.pipeline import Pipeline
 from hasten.data.running.runners import Here
-from hasten.data.source import Source
+from hasten.data.source import BadRow, Source
 from hasten.engine.devices import pick_device
 from hasten.engine.failures import explained
 from hasten.engine.plan import Program, build
@@ -261,6 +261,9 @@ class _Timed(Source):
 
     def edges(self) -> numpy.ndarray:
         return self.source.edges()
+
+    def known_bad(self) -> list[BadRow]:
+        return self.source.known_bad()
 
     def prepare(self, runner, faults) -> None:
         self.source.prepare(runner, faults)

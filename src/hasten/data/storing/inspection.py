@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 
 import numpy
@@ -26,7 +27,7 @@ from hasten.data.storing.advice import better_storages, side_of, slower_of, work
 from hasten.data.storing.kinds import classes_of, counted, kinds_at, named, openable
 from hasten.data.storing.readings import CHUNK, Reading, stamped
 from hasten.data.storing.sampling import some_of
-from hasten.data.storing.stages import pace, reading_pace
+from hasten.data.storing.stages import paces, reading_pace
 
 SIDE = 256  # pixels; bigger pictures are looked at as if they were resized to squares of it
 LOOKED_AT = 16  # pictures, to know whether all have one size
@@ -49,11 +50,11 @@ def inspect(
         "kind", "title", "files", "bytes", "others" (files of other forms, by form), "rows" ("rows_exact": False where they were counted in
         some of the files), "columns" ({name: type}), "classes" (their words in the order of their numbers, or None), "target", "resize"
         (what pictures were resized to, to be measured), "speed" ({"disk", "page_cache", "network": bytes a second; "decode", "copy",
-        "batches": rows a second on one core}; None for what is not there), "in_memory" (the files fit there, so that the disk counts in
-        the first pass alone), "limit" ("disk", "network", "decode" or "copy"), "passes" ("first" where later ones take decoded rows from
-        memory, else "every"), "storages" (what would be faster here, as ``better_storages`` gives it), "skip_bad", "left_out" ({"row",
-        "where", "why"} of what could not be read, of all that was looked at; a file has no row), "trouble" (why rows could not be
-        measured), "seconds".
+        "batches": rows a second on one core}: medians, None for what is not there), "ranges" ({name: [low, high]} of the readings, where
+        there were several), "in_memory" (the files fit there, so that the disk counts in the first pass alone), "limit"
+        ("disk", "network", "decode" or "copy"), "passes" ("first" where later ones take decoded rows from memory, else "every"),
+        "storages" (what would be faster here, as ``better_storages`` gives it), "skip_bad", "left_out" ({"row", "where", "why"} of what
+        could not be read, of all that was looked at; a file has no row), "trouble" (why rows could not be measured), "seconds".
 
     Raises:
         Refusal: nothing is there, or a file that cannot be opened.
@@ -84,31 +85,32 @@ def inspect(
             "skip_bad": skip_bad,
         }  # fmt: skip
         watch("reading", 0.05, budget)
-        speed = reading_pace(files, SHARES["disk"] * budget)
+        readings = reading_pace(files, SHARES["disk"] * budget)
         watch("decoding", 0.2, 0.8 * budget)
         try:
             result["columns"] = {name: _type(column) for name, column in reading.like.items()}
-            paced = pace(reading, SHARES["pace"] * budget)
+            readings |= paces(reading, SHARES["pace"] * budget)
             result["classes"] = classes_of(reading.source, files)
         except (BadRow, Refusal) as error:
-            paced = dict.fromkeys(("decode", "copy", "batches"))
+            readings |= dict.fromkeys(("decode", "copy", "batches"))
             result["trouble"] = str(error).replace(some[0], files[0])
-        result["speed"] = speed | paced
-        if paced["batches"]:
+        speed = result["speed"] = {name: each and median(each) for name, each in readings.items()}
+        result["ranges"] = {name: [min(each), max(each)] for name, each in readings.items() if each and len(each) > 1}
+        if speed["batches"]:
             disk = None if result["in_memory"] else speed["disk"] or speed["network"]
             if kind.is_table and rows * CHUNK / reading.chunk < memory / SHARE:
                 result["passes"] = "first"
-            result["limit"] = _limit(paced, size / rows, {"network" if remote else "disk": disk})
-            before = slower_of(paced["batches"], size / rows, disk)
+            result["limit"] = _limit(speed, size / rows, {"network" if remote else "disk": disk})
+            before = [slower_of(each, size / rows, disk) for each in readings["batches"]]
             left = began + budget - perf_counter()
             here = None if remote else disk  # what is stored lies on this machine
             result["storages"] = better_storages(reading, before, rows, here, min(left, SHARES["storages"] * budget), watch)
     return result | {"left_out": lost + faults.listed(), "seconds": perf_counter() - began}
 
 
-def _limit(paced: dict, row: float, places: dict) -> str:
+def _limit(speed: dict, row: float, places: dict) -> str:
     """The stage that takes the most time for a row of so many bytes; ``places`` give bytes a second, those that count."""
-    seconds = {name: 1 / paced[name] for name in ("decode", "copy") if paced[name]}
+    seconds = {name: 1 / speed[name] for name in ("decode", "copy") if speed[name]}
     seconds |= {name: row / rate for name, rate in places.items() if rate}
     return max(seconds, key=seconds.get)
 

@@ -20,7 +20,7 @@ from hasten.data.formats.tables import csv, feather, parquet
 from hasten.data.formats.tars import shards
 from hasten.data.formats.token_files import tokens
 from hasten.data.pipeline import Pipeline
-from hasten.data.places.files import found
+from hasten.data.places.files import Lost, found
 from hasten.data.source import Source
 
 MANIFEST, SKIPPED = "conversion.json", "skipped.jsonl"  # beside what `hasten data convert` has written
@@ -169,12 +169,13 @@ def _pictures(where, resize) -> Pipeline:
 
 
 def _trouble(kind: Kind, files: list[str]) -> str | None:
-    """Why these files cannot be opened together."""
+    """Why these files cannot be opened together, or one of them not at all."""
     try:
-        opened(kind, files)
+        lost = getattr(opened(kind, files).source, "lost", {})
     except Refusal as refused:
-        return str(refused)
-    return None
+        wrong_request = kind.is_table and not isinstance(refused, Lost) and os.path.exists(files[0])  # which is told when it is read
+        return None if wrong_request and len(files) == 1 else str(refused)
+    return next(iter(lost.values()), None)
 
 
 def _rows(where) -> Pipeline:

@@ -15,9 +15,9 @@ import torch
 
 from hasten.contract.errors import Failure, Refusal, one_line
 from hasten.data.faults import Faults
-from hasten.data.formats.decoding import PIXELS, pictures_of, size_of
+from hasten.data.formats.decoding import PIXELS, decoded, pictures_of, size_of
 from hasten.data.formats.pictures import content_of
-from hasten.data.formats.table_files import Csv, Feather, Parquet, check
+from hasten.data.formats.table_files import Csv, Feather, Parquet, asks_too_much, check
 from hasten.data.formats.table_layout import Layout
 from hasten.data.formats.tars import PICTURES
 from hasten.data.places.files import stamp
@@ -28,6 +28,7 @@ from hasten.data.storing.written_as import arrow_table, jpeg
 
 CHUNK = 16_000_000  # bytes of rows that are in hand at a time
 PROBED = 4  # rows that are read to know the size of all
+LEAST = (1, 1)  # pixels, of a picture that is decoded only to know that it can be: all of it is read, and little is made of it
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,15 @@ class Reading:
         return [stamped(file, self.faults) for file in self.files]
 
     def opened(self) -> Source:
-        """A new source, which has read nothing yet."""
-        return opened(self.kind, self.where, target=self.target, fill=self.fill, resize=self.resize).source
+        """A new source, which has read nothing yet.
+
+        Raises:
+            Refusal: a file cannot be opened, or not all of it be found: ``openable`` has left out those that may be.
+        """
+        source = opened(self.kind, self.where, target=self.target, fill=self.fill, resize=self.resize).source
+        for why in getattr(source, "lost", {}).values():
+            raise Refusal(why)
+        return source
 
     @cached_property
     def source(self) -> Source:
@@ -167,12 +175,20 @@ class Reading:
         """An Arrow table of a run, whose first row has this number."""
         import pyarrow as pa
 
+        if number in (bad := self._manifests[file].bad):
+            raise BadRow(first, file, bad[number])
         try:
             run = self._form.run(file, number, self._layout.names)
             check(run, self._manifests[file].runs[number])
         except Refusal:
             raise
+        except MemoryError as error:
+            if not asks_too_much(error):
+                raise
+            raise BadRow(first, f"{file}, {self._form.run_name} {number}", one_line(error)) from None
         except (OSError, ValueError, LookupError, pa.ArrowException) as error:
+            if getattr(error, "errno", None) is not None:  # the system's: no row is to blame
+                raise Failure(f"cannot read {file}: {one_line(error)}") from None
             raise BadRow(first, f"{file}, {self._form.run_name} {number}", one_line(error)) from None
         run = pa.Table.from_batches([run]) if isinstance(run, pa.RecordBatch) else run
         return run.select(self._layout.names)
@@ -197,12 +213,12 @@ class Reading:
         parts = self._parts_of_pictures if self.kind.name == "images" else self._parts_of_shards
         for begin in range(first, last, step := self._samples_at_a_time):
             rows = numpy.arange(begin, min(begin + step, last))
-            made = (part and self._resized(row, *part) for row, part in zip(rows.tolist(), parts(rows), strict=True))
+            made = (part and self._stored(row, *part) for row, part in zip(rows.tolist(), parts(rows), strict=True))
             yield [sample for sample in made if sample is not None]
 
     @cached_property
     def _samples_at_a_time(self) -> int:
-        """Pictures that stay as they are are not decoded, so that one that could not be is no matter."""
+        """Of pictures that stay as they are, only the files are in hand."""
         if self.resize is not None:
             return self.chunk
         return max(1, CHUNK * len(self.source) // max(1, sum(size for _, size, _ in self.stamps())))
@@ -230,23 +246,36 @@ class Reading:
             key = self.source.keys[row]
             yield key, f"{self.source.stamps[number][0]}, {key}", dict(zip(there, map(bytes, contents), strict=True))
 
-    def _resized(self, row: int, key: str, place: str, files: dict[str, bytes]) -> tuple[str, dict[str, bytes]] | None:
-        """A sample with its pictures resized; None where one cannot be read, and the sample may be left out."""
-        if self.resize is None:
-            return key, files
+    def _stored(self, row: int, key: str, place: str, files: dict[str, bytes]) -> tuple[str, dict[str, bytes]] | None:
+        """A sample with its pictures resized, or as they are; None where one cannot be read, and the sample may be left out."""
         made = {}
         for ending, content in files.items():
             stem, _, last = ending.rpartition(".")
             if last in PICTURES:
                 where = place if self.kind.name == "images" else f"{place}.{ending}"
                 try:
-                    (picture,) = pictures_of([row], [where], iter([content]), size_of(self.resize), PIXELS)
+                    if self.resize is None:
+                        _prove(row, where, content)
+                    else:
+                        (picture,) = pictures_of([row], [where], iter([content]), size_of(self.resize), PIXELS)
+                        ending, content = f"{stem}.jpg".lstrip("."), jpeg(picture)
                 except BadRow as fault:
                     self._left_out(fault)
                     return None
-                ending, content = f"{stem}.jpg".lstrip("."), jpeg(picture)
             made[ending] = content
         return key, made
+
+
+def _prove(row: int, where: str, content: bytes) -> None:
+    """Makes sure that a picture that is stored as it is can be read.
+
+    Raises:
+        BadRow: it cannot.
+    """
+    try:
+        decoded(content, PIXELS, LEAST)
+    except ValueError as error:
+        raise BadRow(row, where, str(error)) from None
 
 
 def stamped(file: str, faults: Faults) -> list:

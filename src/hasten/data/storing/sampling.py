@@ -12,6 +12,7 @@ from hasten.data.storing.kinds import Kind
 
 SAMPLED = 256_000_000  # bytes of files that have to be walked through
 SAMPLED_TEXT = 16_000_000  # bytes of CSV
+LONGEST = 1_000_000  # bytes of a quoted text of several lines
 
 
 def some_of(kind: Kind, files: list[str], folder: Path) -> tuple[list[str], int | None]:
@@ -47,5 +48,16 @@ def _head(file: str, folder: Path) -> tuple[str, int]:
             raise Refusal(f"{file} is no whole CSV file: {one_line(error)}") from None
         taken = raw.tell()
     path = folder / Path(file).name.removesuffix(".gz")
-    path.write_bytes(lines[: lines.rfind(b"\n") + 1])
+    path.write_bytes(_whole(lines))
     return str(path), taken
+
+
+def _whole(lines: bytes) -> bytes:
+    """The lines up to the last end of one that is not within quotes; where that would be far back, they are no such quotes."""
+    last = end = lines.rfind(b"\n") + 1
+    inside = lines.count(b'"', 0, end) % 2
+    while inside and last - end < LONGEST:
+        begin = lines.rfind(b"\n", 0, end - 1) + 1
+        inside ^= lines.count(b'"', begin, end) % 2
+        end = begin
+    return lines[: last if inside else end]

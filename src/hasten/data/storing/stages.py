@@ -1,7 +1,7 @@
 """How fast each stage of reading goes, by itself: from the disk, from the page cache, decoding, copying into batches.
 
 Decoding and copying are counted in the processor's time, of all threads together, so that they are what *one core* can do, whatever
-else the machine is busy with.
+else the machine is busy with. Each is read several times, for a shorter time, so that it is seen how far the readings lie apart.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ MOST_ROWS = 1 << 20  # that are read in random order
 COPY_SECONDS = 0.2
 SHORT = 0.02  # seconds; a piece that takes less is too short to be timed well
 PASSES, ENOUGH = 3, 0.2  # passes over all rows and seconds that make a measurement, where there is time for so much
+READINGS = 3  # that share the time of a measurement
+PATIENCE = 1.5  # times that time; where it is not enough for all of them, one has to do
 
 
 def reading_pace(files: list[str], seconds: float = 2.0) -> dict:
-    """Bytes a second: {"disk": None where the system cannot forget what it has read, "page_cache", "network": of remote files alone}."""
+    """Readings of bytes a second: {"disk": None where the system cannot forget what it has read, "page_cache", "network": what is far}."""
     if is_remote(files[0]):
         return {"disk": None, "page_cache": None, "network": _bytes_a_second(files, seconds)}
     could = _forget(files)
@@ -43,33 +45,45 @@ def reading_pace(files: list[str], seconds: float = 2.0) -> dict:
     return {"disk": disk if could else None, "page_cache": _bytes_a_second(files, seconds), "network": None}
 
 
-def pace(reading: Reading, seconds: float) -> dict:
+def paces(reading: Reading, seconds: float) -> dict:
+    """Readings of what ``pace`` tells, that share the seconds; one alone where so many would take much longer."""
+    began = time.perf_counter()
+    readings = [pace(reading, seconds / READINGS, 1 / READINGS)]
+    if READINGS * (time.perf_counter() - began) <= PATIENCE * (seconds + COPY_SECONDS):
+        readings += [pace(reading, seconds / READINGS, 1 / READINGS) for _ in range(READINGS - 1)]
+    return {name: [each[name] for each in readings if each[name]] or None for name in readings[0]}
+
+
+def pace(reading: Reading, seconds: float, part: float = 1.0) -> dict:
     """Rows a second on one core: {"decode": from the page cache to rows in memory, "copy": from there to shuffled batches, "batches":
     both}; None for what is not there to be done.
+
+    Args:
+        part: of what makes a measurement that is enough for this one.
 
     Raises:
         BadRow, Refusal, Failure: some rows cannot be read, and may not be left out.
     """
     with warnings.catch_warnings(action="ignore", category=Notice):  # that run after run is decoded for a few rows: it is meant
-        return _pace(reading, seconds)
+        return _pace(reading, seconds, part)
 
 
-def _pace(reading: Reading, seconds: float) -> dict:
+def _pace(reading: Reading, seconds: float, part: float) -> dict:
     began = time.process_time()
     source = reading.opened()
     opening, read = time.process_time() - began, partial(reading.read, source)
     size = min(max(reading.chunk // PIECES, SMALLEST_BATCH), LARGEST_BATCH)
     if reading.kind.is_table:  # a batch is made of decoded runs
         decode, run = _run_by_run(read, source.edges(), reading.rows, seconds, opening if reading.kind.walked else 0.0)
-        copy, _ = _at_random(read, run, size, COPY_SECONDS)
+        copy, _ = _at_random(read, run, size, part * COPY_SECONDS, part)
         return {"decode": decode, "copy": copy, "batches": 1 / (1 / decode + 1 / copy)}
-    rate, columns = _at_random(read, numpy.arange(min(reading.rows, MOST_ROWS)), size, seconds)
+    rate, columns = _at_random(read, numpy.arange(min(reading.rows, MOST_ROWS)), size, seconds, part)
     if not reading.kind.decodes:
         return {"decode": None, "copy": rate, "batches": rate}
     tensors = [leaf for leaf in leaves_of(columns) if isinstance(leaf, torch.Tensor)]
     copy = None
     if tensors:
-        copy, _ = _at_random(arrays(*tensors).source.read, numpy.arange(len(tensors[0])), size, COPY_SECONDS)
+        copy, _ = _at_random(arrays(*tensors).source.read, numpy.arange(len(tensors[0])), size, part * COPY_SECONDS, part)
     return {"decode": rate, "copy": copy, "batches": rate}
 
 
@@ -88,11 +102,11 @@ def _run_by_run(read: Callable, edges: numpy.ndarray, rows: int, seconds: float,
     return done / max(spent, 1e-9), held
 
 
-def _at_random(read: Callable, rows: numpy.ndarray, most: int, seconds: float) -> tuple[float, Any]:
+def _at_random(read: Callable, rows: numpy.ndarray, most: int, seconds: float, part: float) -> tuple[float, Any]:
     """(rows a second, the columns of the largest piece): in pieces that grow until one takes long enough to be timed."""
     order = numpy.random.default_rng(0).permutation(rows)
     began, size, at, done, spent, largest = time.perf_counter(), SMALLEST_BATCH, 0, 0, 0.0, None
-    while not done or (time.perf_counter() - began < seconds and (done < PASSES * len(order) or spent < ENOUGH)):
+    while not done or (time.perf_counter() - began < seconds and (done < part * PASSES * len(order) or spent < part * ENOUGH)):
         piece = order[at : at + size]
         before = time.process_time()
         columns = read(piece)
@@ -108,13 +122,18 @@ def _at_random(read: Callable, rows: numpy.ndarray, most: int, seconds: float) -
 # ---- from the disk
 
 
-def _bytes_a_second(files: list[str], seconds: float) -> float:
-    buffer, done, began = bytearray(BLOCK), 0, time.perf_counter()
-    for block in _blocks(files, buffer):
-        done += block
-        if done >= MOST_BYTES or time.perf_counter() - began > seconds:
+def _bytes_a_second(files: list[str], seconds: float) -> list[float]:
+    """What was read is faster the next time, so the readings are of neighbouring parts; one where there is little."""
+    done, times = [0], [time.perf_counter()]
+    for block in _blocks(files, bytearray(BLOCK)):
+        done.append(done[-1] + block)
+        times.append(time.perf_counter())
+        if done[-1] >= MOST_BYTES or times[-1] - times[0] > seconds:
             break
-    return done / max(time.perf_counter() - began, 1e-9)
+    ends = numpy.searchsorted(done, numpy.linspace(0, done[-1], READINGS + 1)).tolist()  # of parts of about as many bytes
+    if len({*ends}) <= READINGS:
+        ends = [0, len(done) - 1]
+    return [(done[last] - done[first]) / max(times[last] - times[first], 1e-9) for first, last in pairwise(ends)]
 
 
 def _blocks(files: list[str], buffer: bytearray) -> Iterator[int]:
