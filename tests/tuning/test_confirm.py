@@ -199,6 +199,13 @@ def test_what_is_proven_exact_needs_no_third_seed_unless_the_seeds_contradict():
     assert not confirmed(broken, (rounds,)).held
 
 
+def test_the_speed_of_what_is_exact_is_not_looked_for_on_more_seeds():
+    study = Planted({"baseline": 0.9, str(ONE): 0.9}, cost={"baseline": 10.0, str(ONE): 9.95})
+    done = confirmed(study, (ONE,))
+    assert "not surely faster" in done.why and "the blocks" not in done.why
+    assert len(study.seeds_of(ONE)) == PAIRS_OF_THE_EXACT
+
+
 def test_where_the_stopwatch_doubts_the_blocks_two_runs_of_what_is_exact_are_not_enough():
     same = Recipe({"batched_fetch": {}})
     study = Planted(

@@ -175,7 +175,8 @@ def _judge(study: Study, done: Confirmed, number: int, baseline: Baseline, proof
             agrees = not objection and done.stopwatch.median >= AGREEMENT * done.speedup.median
             done.gate = proven(done.gate, proof, _fewest(proof) if agrees else FEWEST_SEEDS)  # two runs can doubt the blocks
         slow = done.speedup.high < SURELY_FASTER
-        done.over = done.held or slow or (done.gate.settled and not done.gate.passed)
+        of_pace_alone = proof.get("passed") and done.speedup is not done.stopwatch  # then no seed makes the speed surer
+        done.over = done.held or slow or (done.gate.settled and (of_pace_alone or not done.gate.passed))
         done.why = f"{done.gate.why}{objection}"
         if done.gate.passed and not done.held:
             done.why = f"as good, but {'not' if slow else 'not surely'} faster: {done.speedup}; {done.why}"
