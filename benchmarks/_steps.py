@@ -1,11 +1,14 @@
-"""A small training whose data keep the clock, so that every engine is timed by the same watch.
+"""A small training whose data keep the clock and pass a baton, so that every engine is timed by the same watch, at the same time.
 
-The samples are read in order. The one that opens the first timed step notes the time, and so does the one
-that opens the step after the last; start-up and the end of a run are left out for everybody.
+Each engine runs in a thread of its own, and one of them at a time: whoever asks for the sample that opens its next leg hands the baton
+on and waits until it is back. A leg takes some tenths of a second, so what the machine does meanwhile (neighbours, clock rates) hits
+all alike, and a difference is known far better than from runs one after the other. The first leg, which holds the start-up, is left
+out, and so are the first steps of each: there the caches are still the neighbour's.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from time import perf_counter, process_time
 
@@ -15,41 +18,85 @@ from torch.utils.data import DataLoader, Dataset
 
 KEPT = 1024  # different samples; more would only fill the memory
 CLASSES = 8
-WARM_UP = 50  # steps
+WARM_UP = 0.1  # of a leg
+
+Train = Callable[[DataLoader], object]
+
+
+class Baton:
+    """Goes round among the runners that are still there."""
+
+    def __init__(self, names: list[str]):
+        self.names, self.turn, self.changed = names, names[0] if names else None, threading.Condition()
+
+    def wait(self, name: str) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: self.turn == name)
+
+    def pass_on(self, name: str, leaving: bool = False) -> None:
+        with self.changed:
+            after = self.names[self.names.index(name) + 1 :] + self.names[: self.names.index(name)]
+            if leaving:
+                self.names.remove(name)
+            self.turn = after[0] if after else name
+            self.changed.notify_all()
 
 
 class Clocked(Dataset):
-    """Samples of ``width`` numbers with a class; after a pass over them, ``seconds_a_step`` on the wall and of the processor."""
+    """Samples of ``width`` numbers with a class; notes what the steps of each leg took, on the wall and of the processor."""
 
-    def __init__(self, width: int, batch_size: int, steps: int):
+    def __init__(self, name: str, baton: Baton, width: int, batch_size: int, steps: int, legs: int):
         drawn = torch.Generator().manual_seed(0)
         self.inputs = torch.randn(KEPT, width, generator=drawn)
         self.targets = torch.randint(CLASSES, (KEPT,), generator=drawn)
-        self.steps = steps
-        self.first, self.last = WARM_UP * batch_size, (WARM_UP + steps) * batch_size
-        self.length = self.last + batch_size
-        self.began = self.ended = (0.0, 0.0)
+        self.name, self.baton = name, baton
+        self.leg, self.warm = steps * batch_size, int(WARM_UP * steps) * batch_size
+        self.timed = steps - int(WARM_UP * steps)
+        self.length = (legs + 1) * self.leg + 1  # one more to start with, and the sample that ends the last
+        self.began, self.legs = (0.0, 0.0), []
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int):
-        if index == self.first:
+        if index % self.leg == 0 and index:
+            now = perf_counter(), process_time()
+            if index > self.leg:
+                self.legs.append(tuple((after - before) / self.timed for before, after in zip(self.began, now, strict=True)))
+            self.baton.pass_on(self.name)
+            self.baton.wait(self.name)
+        if index % self.leg == self.warm:
             self.began = perf_counter(), process_time()
-        elif index == self.last:
-            self.ended = perf_counter(), process_time()
         return self.inputs[index % KEPT], self.targets[index % KEPT]
 
-    def seconds_a_step(self) -> tuple[float, float]:
-        return tuple((after - before) / self.steps for before, after in zip(self.began, self.ended, strict=True))
 
+def relay(arms: dict[str, Train], width: int, batch_size: int, steps: int, legs: int) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of a step, on the wall and of the processor, leg by leg, of trainings that make one pass over a DataLoader in turns.
 
-def timed(train: Callable[[DataLoader], None], width: int, batch_size: int, steps: int) -> tuple[float, float]:
-    """Seconds of a step, on the wall and of the processor, when ``train`` makes one pass over a DataLoader of ``Clocked``."""
-    data = Clocked(width, batch_size, steps)
-    torch.manual_seed(0)
-    train(DataLoader(data, batch_size=batch_size))
-    return data.seconds_a_step()
+    Raises:
+        Exception: what an arm raised, when all are done.
+    """
+    baton = Baton(list(arms))
+    data = {name: Clocked(name, baton, width, batch_size, steps, legs) for name in arms}
+    errors: list[Exception] = []
+
+    def run(name: str) -> None:
+        baton.wait(name)
+        try:
+            arms[name](DataLoader(data[name], batch_size=batch_size))
+        except Exception as error:
+            errors.append(error)
+        finally:
+            baton.pass_on(name, leaving=True)
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in arms]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return {name: each.legs for name, each in data.items()}
 
 
 def by_hand(model: nn.Module, loader: DataLoader) -> None:

@@ -1,8 +1,8 @@
 """What an engine costs when it has nothing to do: microseconds a step over the loop written by hand.
 
 A toy step (Linear 8x8, batch 4, SGD, CPU, one thread), so that only the engine is left. All read the same
-DataLoader and are timed by their data (``_steps.py``); they take turns, block by block. Peers are set up as
-lean as their documents allow. "by hand, again" tells how far a difference can be believed.
+DataLoader and are timed by their data, and hand on to each other every few tenths of a second (``_steps.py``). Peers
+are set up as lean as their documents allow. "by hand, again" tells how far a difference can be believed.
 
 Figure: hasten's engine without a method costs at most 5 microseconds a step.
 """
@@ -13,13 +13,12 @@ import logging
 import os
 import sys
 import warnings
-from functools import partial
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
 import torch
-from _common import finish, in_turns, installed, interval, parser, show
-from _steps import CLASSES, as_task, by_hand, sgd, timed
+from _common import finish, installed, interval, parser, show
+from _steps import CLASSES, as_task, by_hand, relay, sgd
 from torch import nn
 
 WIDTH, BATCH = 8, 4
@@ -128,35 +127,35 @@ PEERS = {"ignite": ignite, "accelerate": accelerate, "lightning": lightning, "co
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("--rounds", type=int, default=12, help="blocks of each arm")
-    options.add_argument("--steps", type=int, default=2000, help="steps of a block")
+    options.add_argument("--legs", type=int, default=100, help="of each arm")
+    options.add_argument("--steps", type=int, default=1000, help="of a leg")
     options = options.parse_args()
     _quieten()
     missing = {name: why for name in PEERS if (why := installed(name))}
     arms = OURS | {name: arm for name, arm in PEERS.items() if name not in missing}
     for name, arm in list(arms.items()):  # a peer that does not run here is told, not dropped
         try:
-            timed(arm, WIDTH, BATCH, 50)
+            relay({name: arm}, WIDTH, BATCH, steps=10, legs=1)
         except Exception as error:
             if name in OURS:
                 raise
             missing[name] = f"does not run: {type(error).__name__}: {str(error).splitlines()[0][:80]}"
             del arms[name]
 
-    taken = in_turns({name: partial(timed, arm, WIDTH, BATCH, options.steps) for name, arm in arms.items()}, options.rounds)
-    wall, cpu = ({name: [1e6 * block[clock] for block in blocks] for name, blocks in taken.items()} for clock in (0, 1))
+    taken = relay(arms, WIDTH, BATCH, options.steps, options.legs)
+    wall, cpu = ({name: [1e6 * leg[clock] for leg in legs] for name, legs in taken.items()} for clock in (0, 1))
     extra, of_processor = _over_by_hand(wall), _over_by_hand(cpu)
     rows = [
         (
             name,
-            f"{interval(blocks).median:.1f}",
-            f"{min(blocks):.1f}",
+            f"{interval(legs).median:.1f}",
+            f"{min(legs):.1f}",
             *(_words(extra[name], of_processor[name]) if name != "by hand" else ("", "")),
         )
-        for name, blocks in wall.items()
+        for name, legs in wall.items()
     ]
     rows += [(name, why, "", "", "") for name, why in missing.items()]
-    show(("engine", "us a step", "fastest block", "more than by hand, us", "of the processor, us"), rows)
+    show(("engine", "us a step", "fastest leg", "more than by hand, us", "of the processor, us"), rows)
     ours = extra["hasten, engine"]
     figure = f"hasten's engine at most {FIGURE:g} us a step over the loop by hand; it is {ours:.1f} (bound: 0)"
     return finish(
@@ -168,8 +167,8 @@ def main() -> int:
 
 
 def _over_by_hand(micro: dict[str, list[float]]) -> dict:
-    """Round by round, what each arm took more than the loop by hand."""
-    return {name: interval(a - b for a, b in zip(blocks, micro["by hand"], strict=True)) for name, blocks in micro.items()}
+    """Leg by leg, what each arm took more than the loop by hand."""
+    return {name: interval(a - b for a, b in zip(legs, micro["by hand"], strict=True)) for name, legs in micro.items()}
 
 
 def _words(*intervals) -> tuple[str, ...]:

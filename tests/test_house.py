@@ -44,16 +44,22 @@ def test_importing_hasten_touches_neither_torch_nor_a_device():
     assert not {"torch", "numpy", "rich", "sklearn"} & set(modules)
 
 
+def seconds_of(*words: str) -> tuple[float, str]:
+    """The processor's time that a program of Python takes, and what it says."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    said = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True).stdout
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, said
+
+
 def test_help_is_there_at_once():
-    """At most 0.3 s of the processor's time, the best of several: what others do on the machine must not decide."""
+    """At most 0.3 s of the processor's time, or on a slow machine ten times what Python alone takes to start; the best of several."""
     times = []
     for _ in range(5):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run([sys.executable, "-m", "hasten", "--help"], capture_output=True, text=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        assert done.returncode == 0 and "eject" in done.stdout
-        if times[-1] < 0.3:
+        seconds, said = seconds_of("-m", "hasten", "--help")
+        assert "eject" in said
+        times.append(seconds)
+        if seconds < 0.3 or seconds < 10 * seconds_of("-c", "pass")[0]:
             return
     pytest.fail(f"hasten --help takes {min(times):.2f} s")
 

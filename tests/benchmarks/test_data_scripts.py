@@ -30,7 +30,7 @@ def run_quickly(name: str, folder: Path) -> dict:
     """The raw numbers of ``--quick``. Whether a busy machine reaches a figure is not for tests to say."""
     file = folder / f"{name}.json"
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--quick", "--json", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode in (0, 1) and "Figure: " in done.stdout, done.stdout + done.stderr
     return json.loads(file.read_text())
 

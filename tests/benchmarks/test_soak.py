@@ -55,12 +55,19 @@ def test_a_name_is_left_when_nobody_uses_it(soak):
         path.unlink()
 
 
+def soaked(folder, *length):
+    """(exit code, what it says, its raw numbers)."""
+    command = [sys.executable, str(BENCHMARKS / "data_soak.py"), *length, "--json", str(folder / "soak.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    return done.returncode, done.stdout + done.stderr, json.loads((folder / "soak.json").read_text())
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 def test_the_short_form_passes(tmp_path):
-    file = tmp_path / "soak.json"
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "data_soak.py"), "--quick", "--json", str(file)], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads(file.read_text())
-    assert told["wrong"] == 0 < told["noticed"] <= told["deaths"] and not any(told["left"].values())
+    """Where its epochs are too few to tell growth from noise, as on a busy machine, there are more of them: a leak only grows."""
+    for length in (["--quick"], ["--minutes", "1"]):
+        code, said, told = soaked(tmp_path, *length)
+        assert told["wrong"] == 0 < told["noticed"] <= told["deaths"] and not any(told["left"].values()), said
+        if code == 0:
+            return
+    pytest.fail(said)

@@ -1,11 +1,13 @@
 """``hasten train --resume``: the run that is meant, under its own recipe; a mistyped folder is no reason to begin."""
 
+import dataclasses
 import json
 
 import pytest
 
 import hasten
 from hasten.cli.main import main
+from hasten.engine.tasks import load_task
 
 FILE = """
 import torch
@@ -86,6 +88,16 @@ def test_code_from_outside_has_to_be_named_again(here, capfd):
     assert train("--out", "run", "--resume") == 2
     assert "--with './mine.py:Own + ema'" in capfd.readouterr().err
     assert train("--out", "run", "--resume", "--with", "./mine.py:Own + ema") == 0
+
+
+def test_a_metric_that_is_mended_costs_no_step(here):
+    """That it gives no number shows at the first evaluation; what was trained by then is kept."""
+    unfit = dataclasses.replace(load_task("mine.py:task"), metric=lambda output, target: "high", higher_is_better=True)
+    with pytest.raises(hasten.Refusal, match="must give one number; it gave 'high'"):
+        hasten.train(unfit, out="run", checkpoint_seconds=0, device="cpu")
+    trained = []
+    result = hasten.train("mine.py:task", out="run", resume=True, device="cpu", observers=[trained.extend])
+    assert [record["step"] for record in trained if "loss" in record] == [5, 6, 7, 8] and result["steps"] == 8
 
 
 def told(here, name: str = "environment.json"):

@@ -2,7 +2,6 @@
 
 import math
 import pickle
-import time
 from itertools import cycle
 
 import pytest
@@ -122,6 +121,14 @@ def at_once(monkeypatch):
         monkeypatch.setattr(looking, name, value)
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only the test moves on: a list of the one number that it shows."""
+    shown = [0.0]
+    monkeypatch.setattr(climbing, "perf_counter", lambda: shown[0])
+    return shown
+
+
 class Restless(Climber):
     """Never settles: looks at one crew after the other."""
 
@@ -145,12 +152,12 @@ def test_every_batch_once_and_in_order_whoever_computes_it(at_once):
     assert len(set(crews)) == 5
 
 
-def test_it_goes_on_after_a_crew_that_raises_and_tells_what_the_first_one_raises(at_once):
+def test_it_goes_on_after_a_crew_that_raises_and_tells_what_the_first_one_raises(at_once, clock):
     def enter(crew, done):
         if crew.workers:
             raise OSError("no more processes")
         for number in numbers(crew, done, to=200):
-            time.sleep(0.001)
+            clock[0] += 0.001
             yield number
 
     climber = made()
@@ -158,7 +165,9 @@ def test_it_goes_on_after_a_crew_that_raises_and_tells_what_the_first_one_raises
     assert climber.settled and climber.crew == Crew()
 
     def broken(crew, done):
-        yield from numbers(crew, done, to=7)
+        for number in numbers(crew, done, to=7):
+            clock[0] += 0.001
+            yield number
         raise KeyError("row 7")
 
     seen = []
@@ -191,53 +200,44 @@ def test_two_passes_at_a_time_do_not_disturb_each_other(at_once):
     assert list(both) == [(number, number) for number in range(40)]
 
 
-def slow(seconds: float, to: int = 30):
+def slow(clock, seconds: float, to: int = 30):
     """Batches that take their time, unless somebody computes them ahead."""
 
     def enter(crew, done):
         for number in numbers(crew, done, to):
-            if seconds and not crew.workers:
-                time.sleep(seconds)
+            clock[0] += 0.0 if crew.workers else seconds
             yield number
 
     return enter
 
 
-def one_pass(climber, enter, step=0.002):
+def one_pass(climber, enter, clock, step=0.002):
     for _ in climber.over(enter, Choices(("processes",), climber.cores, climber.room)):
-        time.sleep(step)
+        clock[0] += step
 
 
-def test_it_tells_when_it_has_settled_and_looks_again_when_the_waiting_is_back(at_once):
+def test_it_tells_when_it_has_settled_and_looks_again_when_the_waiting_is_back(at_once, clock):
     told = []
     climber = made(told=lambda climber: told.append(dict(climber.chosen)))
-    one_pass(climber, slow(0.0), step=0.005)
+    one_pass(climber, slow(clock, 0.00004), clock, step=0.005)
     assert climber.settled and told == [{"processes": 0}] and climber.waited_first < 0.5
-    one_pass(climber, slow(0.0), step=0.005)
+    one_pass(climber, slow(clock, 0.00004), clock, step=0.005)
     for _ in range(5):
-        one_pass(climber, slow(0.02, to=60))
+        one_pass(climber, slow(clock, 0.02, to=60), clock)
         if climber.crew.processes:
             break
     assert climber.crew.processes and told[-1]["processes"], "the source has become slow"
 
 
-def test_once_it_has_settled_the_bare_iterator_is_handed_over(at_once):
+def test_once_it_has_settled_the_bare_iterator_is_handed_over(at_once, clock):
     climber = made()
     climber.waits = 0.05
     passing = climber.over(numbers, Choices(BOTH, 4, climber.room))
     for number in range(4):
         assert next(passing) == number
-        time.sleep(0.005)
+        clock[0] += 0.005
     assert passing.gi_yieldfrom.gi_code is numbers.__code__, "nothing of the climber is left between the loop and its batches"
     assert list(passing) == list(range(4, 40))
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that only the test moves on: a list of the one number that it shows."""
-    shown = [0.0]
-    monkeypatch.setattr(climbing, "perf_counter", lambda: shown[0])
-    return shown
 
 
 def test_who_climbed_in_vain_climbs_once_more(clock):
@@ -304,14 +304,14 @@ def test_it_can_be_sent_to_another_process_in_the_middle_of_a_search():
     passing.close()
 
 
-def test_a_cache_that_is_no_faster_is_given_up(at_once):
+def test_a_cache_that_is_no_faster_is_given_up(at_once, clock):
     climber = made(crew=Crew(processes=2, ahead=2))
     climber.waits, climber.pace = 0.5, 0.0001
     climber.try_cache("memory")
     assert (climber.crew, climber.cache, climber.settled) == (Crew(), "memory", False)
-    one_pass(climber, slow(0.0))
+    one_pass(climber, slow(clock, 0.0), clock)
     assert (climber.crew, climber.cache, climber.waits) == (Crew(processes=2, ahead=2), "no", 0.5)
     climber.waits, climber.pace, climber.cache = 0.5, 10.0, None
     climber.try_cache("memory")
-    one_pass(climber, slow(0.0))
+    one_pass(climber, slow(clock, 0.0), clock)
     assert climber.cache == "memory" and climber.settled

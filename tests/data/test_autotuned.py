@@ -6,6 +6,7 @@ import random
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import numpy
 import psutil
@@ -20,6 +21,8 @@ from hasten.contract.data import Crew
 from hasten.contract.errors import Notice
 from hasten.data import Pipeline, Source, arrays
 from hasten.data.caching.cache import Cache
+from hasten.data.caching.cache_disk import _Written, free_disk
+from hasten.data.running import autotuned
 from hasten.data.running.autotuned import Autotuned, repeatable, worth_keeping
 
 PATIENCE = 60.0  # seconds, on a busy machine; most of it is never used
@@ -50,8 +53,8 @@ def restless(pipeline):
     return pipeline._with(runner=Autotuned(climber, timeout=60.0))
 
 
-def nothing_left(threads: int) -> bool:
-    return not psutil.Process().children() and threading.active_count() == threads
+def nothing_left(before: list[threading.Thread]) -> bool:
+    return not psutil.Process().children() and set(threading.enumerate()) <= set(before)
 
 
 def plain(rows=ROWS):
@@ -64,7 +67,7 @@ def plain(rows=ROWS):
 
 @pytest.mark.parametrize("made", [augmented, plain], ids=["own functions", "ours"])
 def test_any_changes_of_crew_leave_every_bit(made, at_once):
-    threads = threading.active_count()
+    threads = threading.enumerate()
     whole, changing = made(), restless(made())
     for number in range(4):
         assert equal(list(changing), list(whole)), f"pass {number}"
@@ -72,12 +75,12 @@ def test_any_changes_of_crew_leave_every_bit(made, at_once):
 
 
 def test_a_place_is_found_again_while_the_crew_changes(at_once):
-    whole, changing = list(augmented()), restless(augmented())
+    threads, whole, changing = threading.enumerate(), list(augmented()), restless(augmented())
     list(itertools.islice(changing, 3))
     resumed = restless(augmented())
     resumed.load_state_dict(changing.state_dict())
     assert equal(list(resumed), whole[3:])
-    assert nothing_left(threading.active_count())
+    assert nothing_left(threads)
 
 
 def noise(sample):
@@ -117,7 +120,7 @@ def until_settled(pipeline, step):
 
 
 def test_a_fast_source_gets_no_workers(monkeypatch):
-    threads, napped = threading.active_count(), 0.0
+    threads, napped = threading.enumerate(), 0.0
     monkeypatch.setattr(climbing, "perf_counter", lambda: time.thread_time() + napped)  # a busy machine is not a slow source
     pipeline = arrays(torch.arange(400)).batch(10).prefetch("auto")
     for _ in pipeline:
@@ -128,7 +131,7 @@ def test_a_fast_source_gets_no_workers(monkeypatch):
 
 
 def test_a_slow_source_gets_workers_within_the_cores():
-    threads = threading.active_count()
+    threads = threading.enumerate()
     pipeline = arrays(torch.arange(1200)).batch(10).map(napping).prefetch("auto", cores=2)
     climber = until_settled(pipeline, step=0.04)
     assert 1 <= climber.crew.processes <= 2 and not climber.crew.threads
@@ -212,18 +215,71 @@ class Own:
         return sample + self.generator.random()
 
 
-def test_samples_that_are_slow_to_make_come_to_be_kept():
+@pytest.fixture
+def caches(tmp_path, monkeypatch):
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "caches"))
+    return tmp_path / "caches"
+
+
+@pytest.mark.parametrize(("where", "gigabytes"), [("memory", None), ("disk", 600e-9)])
+def test_samples_that_are_slow_to_make_come_to_be_kept(where, gigabytes, caches):
+    """In memory, or on the disk where their 640 bytes are too many for that."""
     numbers = torch.arange(160.0)
-    auto, whole = arrays(numbers).shuffle(seed=1).map(slowly).batch(8).prefetch("auto", cores=1), arrays(numbers).shuffle(seed=1).batch(8)
+    auto = arrays(numbers).shuffle(seed=1).map(slowly).batch(8).prefetch("auto", cores=1, gigabytes=gigabytes)
+    whole = arrays(numbers).shuffle(seed=1).batch(8)
     climber, end, passes = auto.runner.climber, time.perf_counter() + PATIENCE, 0
-    while not (climber.settled and climber.cache == "memory"):
+    while not (climber.settled and climber.cache == where):
         for batch, expected in zip(auto, whole, strict=True):
             assert torch.equal(batch, 2 * expected)
             time.sleep(0.004)
         passes += 1
         assert time.perf_counter() < end and climber.cache != "no", f"after {passes} passes: {auto.runner.chosen}, {climber.waits}"
     assert passes > 1 and isinstance(auto.runner.kept["source"], Cache)
-    assert climber.waits < climber.waited_first and auto.runner.chosen["cache"] == "memory"
+    assert climber.waits < climber.waited_first and auto.runner.chosen["cache"] == where
+    assert len([*caches.glob("*/cache.json")]) == (where == "disk")
+
+
+def waiting(pipeline):
+    """The pipeline, whose crew has settled and still waits, so that it is tried next whether keeping the samples helps."""
+    pipeline.runner.climber.waits, pipeline.runner.climber.pace = 0.5, 1e-9
+    return pipeline
+
+
+def test_where_samples_lie_on_the_disk_is_told_and_they_are_given_up_where_that_is_not_faster(caches, at_once):
+    pipeline = waiting(arrays(torch.arange(64.0)).map(slowly).batch(8).prefetch("auto", cores=1, gigabytes=1e-9))
+    with pytest.warns(Notice, match="tried from the disk: 2.56e-07 GB in .*until somebody deletes them") as told:
+        first = list(pipeline)
+    (there,) = caches.glob("*/cache.json")
+    assert any(str(there.parent) in str(each.message) for each in told)
+    assert pipeline.runner.climber.settled and pipeline.runner.climber.cache == "no", "it was a nanosecond before"
+    assert equal(list(pipeline), first) and not pipeline.runner.kept and there.is_file()
+
+
+def left_as_they_are(told):
+    """That a Notice tells why samples that are too many for the memory are not kept, and nothing else is changed."""
+    pipeline = waiting(arrays(torch.arange(64.0)).map(slowly).batch(8).prefetch("auto", cores=1, gigabytes=1e-9))
+    with pytest.warns(Notice, match=f"not kept .disk.*{told}"):
+        assert torch.equal(torch.cat(list(pipeline)), 2 * torch.arange(64.0))
+    assert pipeline.runner.climber.cache == "no" and not pipeline.runner.kept
+
+
+def test_samples_that_are_too_many_for_the_disk_are_not_kept(caches, monkeypatch):
+    monkeypatch.setattr(autotuned, "SHARE_OF_DISK", 128 / free_disk(caches))
+    left_as_they_are("needs 2.56e-07 GB, and 1.* were allowed")
+    assert not [*caches.iterdir()]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
+def test_a_disk_that_is_full_keeps_nothing(caches, monkeypatch):
+    new = _Written._new
+    monkeypatch.setattr(_Written, "_new", lambda written, name: new(written, "/dev/full"))
+    left_as_they_are("the disk is full")
+    assert not [*caches.iterdir()]
+
+
+def test_a_folder_that_cannot_be_written_to_keeps_nothing(caches):
+    caches.touch()
+    left_as_they_are("cannot write")
 
 
 def test_samples_that_are_not_the_same_every_time_are_never_kept():

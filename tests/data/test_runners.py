@@ -20,6 +20,7 @@ from hasten.data import Pipeline, arrays
 from hasten.engine.failures import explained
 
 BOTH = [{"threads": 2}, {"processes": 2}]
+PATIENCE = 60.0  # seconds, on a busy machine; most of it is never used
 
 
 def numbers():
@@ -41,7 +42,7 @@ def test_a_killed_worker_is_named_and_another_one_goes_on(tmp_path):
     with pytest.warns(Notice, match=r"worker process \d+ was killed by SIGKILL.*memory.* batch 3 of the pass; another one") as told:
         batches = list(numbers().map(Killing(tmp_path, 1)).prefetch(processes=2))
     assert torch.cat(batches).tolist() == list(range(ROWS))
-    assert len(told) == 1 and not children()
+    assert len([each for each in told if each.category is Notice]) == 1 and not children()
 
 
 def test_a_worker_that_is_killed_from_outside_at_any_time_costs_nothing():
@@ -60,12 +61,20 @@ def test_the_same_batch_killing_twice_is_a_failure(tmp_path):
     assert not children()
 
 
+def impatient(pipeline, seconds):
+    """Its batches, for which it waits no longer than that once three are there: on a busy machine the start takes its time."""
+    for number, batch in enumerate(pipeline, 1):
+        if number == 3:
+            object.__setattr__(pipeline.runner, "timeout", seconds)
+        yield batch
+
+
 @pytest.mark.parametrize("way", BOTH, ids=str)
 def test_a_hang_is_told(way):
     began = time.perf_counter()
     with pytest.raises(Failure, match=r"batch 3 of the pass did not come within 0.5 s: (a thread|worker process \d+) hangs"):
-        list(numbers().map(hanging).prefetch(**way, timeout=0.5))
-    assert time.perf_counter() - began < 5
+        list(impatient(numbers().map(hanging).prefetch(**way, timeout=PATIENCE), 0.5))
+    assert time.perf_counter() - began < PATIENCE, "it has not waited until the hang was over"
     assert not children()
 
 
@@ -98,8 +107,8 @@ def test_what_a_map_raises_is_told_while_another_one_hangs(way):
 
     began = time.perf_counter()
     with pytest.raises(KeyError, match="no such label"):
-        list(numbers().map(one_of_each).prefetch(**way, timeout=1.0))
-    assert time.perf_counter() - began < 10
+        list(impatient(numbers().map(one_of_each).prefetch(**way, timeout=PATIENCE), 1.0))
+    assert time.perf_counter() - began < PATIENCE
 
 
 @pytest.mark.parametrize("way", [{"batches": 0}, *BOTH], ids=str)
@@ -144,10 +153,10 @@ def test_nobody_runs_ahead_further_than_told(way, tmp_path):
 
 @pytest.mark.parametrize("way", BOTH, ids=str)
 def test_a_pass_that_is_left_ends_its_workers(way):
-    before = threading.active_count()
+    before = set(threading.enumerate())
     for _ in numbers().prefetch(**way):
         break
-    assert not children() and threading.active_count() == before
+    assert not children() and not set(threading.enumerate()) - before
 
 
 def test_any_nesting_travels_between_processes():
@@ -175,6 +184,12 @@ for batch in arrays(torch.zeros(100_000, 100)).batch(1000).map(lambda batch: tim
 """
 
 
+def names_left(before: set[str], ours: set[int]) -> set[str]:
+    """New names in shared memory, but for those that torch has given to processes of others."""
+    names = set(os.listdir("/dev/shm")) - before
+    return {name for name in names if not name.startswith("torch_") or int(name.split("_")[1]) in ours}
+
+
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system shows no shared memory as files")
 def test_a_killed_parent_leaves_no_process_and_no_shared_memory():
     before = set(os.listdir("/dev/shm"))
@@ -185,8 +200,10 @@ def test_a_killed_parent_leaves_no_process_and_no_shared_memory():
     parent.wait()
     parent.stdout.close()
     assert len(workers) == 3
-    _, alive = psutil.wait_procs(workers, timeout=10)
+    _, alive = psutil.wait_procs(workers, timeout=PATIENCE)
     assert not alive, "workers outlive their parent"
     ours = {parent.pid, *(worker.pid for worker in workers)}
-    left = set(os.listdir("/dev/shm")) - before  # others at work on this machine have theirs
-    assert not {name for name in left if not name.startswith("torch_") or int(name.split("_")[1]) in ours}
+    end = time.perf_counter() + PATIENCE
+    while left := names_left(before, ours):
+        assert time.perf_counter() < end, left  # those of others at work on this machine go away
+        time.sleep(0.05)

@@ -5,13 +5,16 @@ import time
 import faulty_tasks
 import pytest
 import torch
-from storages import ROWS, damage, written
+from storages import ROWS, damage, pictures, written
+from tar_files import pack, png
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from hasten import Failure, Refusal, Task
-from hasten.data import arrays, bench
+from hasten.data import arrays, bench, images, shards, tfrecord
 from hasten.data.faults import Faults
+from hasten.data.formats.example_messages import encoded
+from hasten.data.formats.records import framed
 from hasten.data.source import BadRow
 from hasten.data.storing import stages
 from hasten.data.storing.kinds import kind_of
@@ -83,7 +86,7 @@ def test_the_slow_stage_is_named(data, limit):
     assert result["stages"][limit] == min(rate for rate in result["stages"].values() if rate)
     assert result["stages"][limit] == pytest.approx(1 / NAP, rel=0.5)
     assert result["waits"] > 0.5 and result["together"] < result["appetite"]
-    assert result["stages"]["copy"] is None
+    assert result["stages"]["copy"] is result["stages"]["decode"] is None
 
 
 @pytest.mark.parametrize("data", [Samples(), pipeline().batch(8), pipeline().batch(8).prefetch(2, threads=1)])
@@ -91,6 +94,42 @@ def test_a_slow_step_waits_for_nothing(data):
     result = bench(task(data, Napping), budget=BUDGET, device="cpu")
     assert result["limit"] == "step" and result["waits"] < 0.3
     assert result["appetite"] == pytest.approx(1 / NAP, rel=0.5)
+
+
+def as_features(batch):
+    pictures, labels = batch
+    return pictures.flatten(1)[:, :2] / 255.0, labels.flatten()
+
+
+def from_pictures(folder):
+    return images(str(pictures(folder, sizes=((600, 800),)) / "*" / "*.jpg"), resize=8)
+
+
+def from_shards(folder):
+    folder.mkdir()
+    pack(folder / "a.tar", [file for number in range(12) for file in ((f"{number}.png", png(number)[0]), (f"{number}.cls", b"1"))])
+    return shards(folder, target="cls", resize=8)
+
+
+def from_examples(folder):
+    folder.mkdir()
+    (folder / "a.tfrecord").write_bytes(framed(encoded({"x": [number / 7] * 2, "y": number % 2}) for number in range(12)))
+    return tfrecord(folder, target="y")
+
+
+@pytest.mark.parametrize(("made", "fetch"), [(from_pictures, "_content"), (from_shards, "raw"), (from_examples, "raw")])
+def test_reading_is_told_from_decoding(made, fetch, tmp_path, monkeypatch):
+    data = made(tmp_path / "in").batch(4).map(as_features)
+    fetched = getattr(type(data.source), fetch)
+    monkeypatch.setattr(type(data.source), fetch, lambda *arguments: (time.sleep(4 * NAP), fetched(*arguments))[1])
+    result = bench(task(data), budget=BUDGET, device="cpu")
+    assert result["limit"] == "read" and 2 * result["stages"]["read"] < result["stages"]["decode"]
+    assert result["stages"]["read"] < 1.5 / NAP
+
+
+def test_big_pictures_are_limited_by_decoding(tmp_path):
+    result = bench(task(from_pictures(tmp_path / "in").batch(4).map(as_features)), budget=BUDGET, device="cpu")
+    assert result["limit"] == "decode" and result["stages"]["read"] > 2 * result["stages"]["decode"]
 
 
 def test_a_stream_is_timed_as_a_whole():

@@ -48,7 +48,7 @@ def with_size(path, size, kind=b"0"):
 @pytest.mark.parametrize("kind", [b"0", b"5", b"x", b"L"])
 @pytest.mark.parametrize("size", [b"-0000001000\0", b"-0000002000\0", b"+0000000001\0", b"0_000000001\0", b"\xff" * 12])
 def test_a_size_that_is_no_octal_number_is_refused(tmp_path, kind, size):
-    with at_most(10), pytest.raises(Refusal, match=r"a\.tar is (no tar file|cut off|damaged)"):
+    with at_most(60), pytest.raises(Refusal, match=r"a\.tar is (no tar file|cut off|damaged)"):
         shards(with_size(tmp_path / "a.tar", size, kind))
 
 
@@ -67,7 +67,7 @@ def test_an_extended_header_of_countless_records_is_read_once(tmp_path):
         info = tarfile.TarInfo("a.txt")
         info.pax_headers = {f"{number:x}": "" for number in range(100_000)}
         tar.addfile(info)
-    with at_most(10):
+    with at_most(60):
         assert shards(tmp_path / "a.tar").source.read(numpy.array([0])) == {"txt": [""]}
     (tmp_path / "b.tar").write_bytes((tmp_path / "a.tar").read_bytes()[: 1 << 19])
     with pytest.raises(Refusal, match="extended header at byte 0 cannot be read"):
@@ -101,7 +101,7 @@ def test_whatever_is_damaged_is_told_in_our_words(tmp_path, form):
     random, read = numpy.random.default_rng(0), 0
     for _ in range(250):
         (tmp_path / "a.tar").write_bytes(damaged(whole, random))
-        with at_most(10), suppress(Refusal):
+        with at_most(60), suppress(Refusal):
             source = shards(tmp_path / "a.tar").source
             for row in range(len(source)):
                 with suppress(BadRow):

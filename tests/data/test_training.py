@@ -17,10 +17,18 @@ from hasten.engine import sources
 from hasten.engine.plan import build
 
 RUN = """
-import sys, torch
+import sys, time, torch
 torch.set_num_threads(1)
 import hasten
-hasten.train(sys.argv[1], out=sys.argv[2], resume=True, device="cpu", checkpoint_seconds=0)
+
+def wait(records):  # near the end, for whoever kills it
+    if records[-1]["step"] >= 140:
+        time.sleep(60)
+
+hasten.train(
+    sys.argv[1], out=sys.argv[2], resume=True, device="cpu", checkpoint_seconds=0,
+    observers=[wait] if sys.argv[3] == "to be killed" else [],
+)
 """
 
 
@@ -35,14 +43,14 @@ def test_every_runner_trains_to_the_same_bits(tmp_path):
     assert weights(tmp_path / "here") == weights(tmp_path / "threads") == weights(tmp_path / "processes")
 
 
-def start(out):
-    return subprocess.Popen([sys.executable, "-c", RUN, f"{Path(pipeline_tasks.__file__)}:longer", str(out)])
+def start(out, end):
+    return subprocess.Popen([sys.executable, "-c", RUN, f"{Path(pipeline_tasks.__file__)}:longer", str(out), end])
 
 
 def test_a_killed_run_goes_on_to_the_same_bits(tmp_path):
     hasten.train(pipeline_tasks.longer(), out=tmp_path / "undisturbed", device="cpu")
     for pause in (0.3, 0.25):
-        process = start(tmp_path / "killed")
+        process = start(tmp_path / "killed", "to be killed")
         times = tmp_path / "killed" / "times.jsonl"
         while process.poll() is None and not times.exists():
             time.sleep(0.01)
@@ -53,7 +61,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(tmp_path):
         assert process.poll() is None, "the run was over before it could be killed"
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert start(tmp_path / "killed").wait() == 0
+    assert start(tmp_path / "killed", "left alone").wait() == 0
     assert weights(tmp_path / "killed") == weights(tmp_path / "undisturbed")
 
 

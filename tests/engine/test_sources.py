@@ -1,5 +1,8 @@
 """Batches are a function of the position: any pass can be entered anywhere, with any number of workers."""
 
+import os
+import signal
+
 import engine_tasks
 import pytest
 import torch
@@ -163,6 +166,23 @@ def test_the_words_of_a_worker_are_told_once(error, told):
     with pytest.raises(Failure) as failed:
         list(batches(DataLoader(RaisingAt(error), batch_size=4, num_workers=1)).epoch(0, 0))
     assert str(failed.value) == f"the data raised at batch 2 of the pass{told}"
+
+
+class Deadly(Raising):
+    """A sample that ends whoever reads it."""
+
+    def __init__(self):
+        pass
+
+    def __getitem__(self, index):
+        if index == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x[index], y[index]
+
+
+def test_what_ended_a_worker_is_not_read_again_by_the_training():
+    with pytest.raises(Failure, match=r"killed by signal|exited unexpectedly"):
+        list(batches(DataLoader(Deadly(), batch_size=4, num_workers=1)).epoch(0, 0))
 
 
 def test_a_sample_that_only_a_worker_fails_at_is_not_guessed():

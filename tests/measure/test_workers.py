@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from hasten.contract.errors import Failure, Notice, Refusal
+from hasten.data.places.files import Lost
 from hasten.measure.workers import Worker, listen_anew, told_already
 
 
@@ -43,6 +44,9 @@ class Service:
 
     def refuse(self):
         raise Refusal("not this way")
+
+    def lose(self):
+        raise Lost("a.parquet is no whole file")
 
     def break_down(self):
         raise KeyError("something of the user's")
@@ -90,7 +94,7 @@ def test_what_one_leaves_behind_the_next_does_not_find():
 def test_a_frozen_worker_does_nothing_until_it_is_called():
     with worker() as one:
         one.freeze()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while psutil.Process(one.pid).status() != psutil.STATUS_STOPPED and time.monotonic() < deadline:
             time.sleep(0.001)
         assert psutil.Process(one.pid).status() == psutil.STATUS_STOPPED
@@ -100,7 +104,7 @@ def test_a_frozen_worker_does_nothing_until_it_is_called():
 def test_leaving_ends_the_process():
     with worker() as one:
         pid = one.pid
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
@@ -109,6 +113,8 @@ def test_leaving_ends_the_process():
 def test_refusals_come_through_as_they_are():
     with worker() as one, pytest.raises(Refusal, match="not this way"):
         one.call("refuse")
+    with worker() as one, pytest.raises(Refusal, match="no whole file"):
+        one.call("lose")  # a kind of its own that lives in a room above
 
 
 def test_other_errors_become_failures_with_their_own_words():
@@ -135,7 +141,7 @@ def test_what_user_code_prints_does_not_disturb_the_answers():
 
 def test_what_is_noticed_over_there_is_told_here_once():
     with worker() as one, worker() as other, warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)  # whatever Python says of what others left open
         one.call("notice", text="3 rows were left out")
         other.call("notice", text="5 rows were left out")
         assert one.call("add", number=1) == 1
@@ -146,7 +152,7 @@ def test_what_is_noticed_over_there_is_told_here_once():
 def test_what_was_told_here_no_worker_tells_again():
     listen_anew()
     with worker() as one, warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)  # whatever Python says of what others left open
         with told_already():
             warnings.warn("2 columns are rounded", Notice, stacklevel=1)
             warnings.warn("a library's own", UserWarning, stacklevel=1)
@@ -158,7 +164,7 @@ def test_what_was_told_here_no_worker_tells_again():
 
 def test_children_of_a_worker_do_not_speak_in_between():
     with worker() as one, warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)  # whatever Python says of what others left open
         assert one.call("notice_in_a_child", text="a loader worker has something to say") == 0
         assert one.call("add", number=1) == 1
     assert not told

@@ -34,6 +34,7 @@ class Planted:
     unseen: dict[str, float] = field(default_factory=dict)  # seconds of a run that no block shows
     uneven: float = 0.0  # by so many seconds more or less
     cost: dict[str, float] = field(default_factory=lambda: {"baseline": 10.0, str(FAST): 5.0, str(FASTER): 2.0})
+    looks: dict[str, list[int]] = field(default_factory=dict)  # further on at which each seed of a recipe is there, in turns
     budget_runs: int = 1000
     seed: int = 0
     device: str = "cpu"
@@ -49,12 +50,14 @@ class Planted:
         metric = self.metric[name] + self.spread * random.Random(f"{name} {seed}").gauss(0, 1)
         cost, there = self.cost[name], metric >= TARGET
         late = self.unseen[name] + self.uneven * (-1) ** (seed // 1000) if name in self.unseen else 0.0
+        further = self.looks.get(name, [0])
+        samples = SAMPLES + LOOK * further[seed // 1000 % len(further)]
         return {
             "metric": metric,
             "trial_seconds": 2 * cost,
-            "seconds_to_target": cost + late if there else None,
-            "samples_to_target": SAMPLES if there else None,
-            "first_samples": SAMPLES if there else None,
+            "seconds_to_target": samples / SAMPLES * cost + late if there else None,
+            "samples_to_target": samples if there else None,
+            "first_samples": samples if there else None,
             "evaluations": [{"samples": n * LOOK, "seconds": n * LOOK / SAMPLES * cost + late, "metric": metric} for n in range(1, 41)],
         }
 
@@ -204,6 +207,29 @@ def test_the_speed_of_what_is_exact_is_not_looked_for_on_more_seeds():
     done = confirmed(study, (ONE,))
     assert "not surely faster" in done.why and "the blocks" not in done.why
     assert len(study.seeds_of(ONE)) == PAIRS_OF_THE_EXACT
+
+
+def test_rounding_that_moves_a_seed_to_another_look_says_nothing_of_the_speed():
+    study = Planted({"baseline": 0.9, str(ONE): 0.9}, cost={"baseline": 10.0, str(ONE): 5.0}, looks={str(ONE): [0, 8]})
+    done = confirmed(study, (ONE,))
+    assert done.held and done.speedup.median == pytest.approx(2.0)
+    assert len(study.seeds_of(ONE)) == PAIRS_OF_THE_EXACT
+
+
+def test_two_seeds_that_end_worse_are_not_enough_though_the_proof_has_passed():
+    study = Planted({"baseline": 0.9, str(ONE): 0.885}, spread=0.008, cost={"baseline": 10.0, str(ONE): 5.0})
+    confirmed(study, (ONE,))
+    assert len(study.seeds_of(ONE)) > PAIRS_OF_THE_EXACT
+
+
+def test_of_several_that_hold_the_fastest_wins():
+    in_doubt, slowed = 0.8905, 3.4
+    cost = {"baseline": 10.0, str(ONE): 5.0, str(FAST): 3.0, str(FASTER): 2.0}
+    metric = {"baseline": 0.9, str(ONE): 0.9, str(FAST): 0.9, str(FASTER): in_doubt}
+    study = Planted(metric, cost=cost, unseen={str(FAST): slowed})
+    won = confirmed(study, (ONE, FAST, FASTER))
+    assert won.recipe == ONE and won.speedup.median == pytest.approx(2.0)
+    assert study.notes[str(FAST)][0] == "slower"
 
 
 def test_where_the_stopwatch_doubts_the_blocks_two_runs_of_what_is_exact_are_not_enough():

@@ -53,6 +53,21 @@ def test_a_failure_that_may_pass_is_tried_again_by_the_next_search(tmp_path):
         assert len(calls) == measured
 
 
+@pytest.mark.parametrize("moment", ["OSError: [Errno 5] Input/output error: 'a.npy'", "ConnectionError: reset", "memory ran out in step 3"])
+def test_what_the_machine_lacked_for_a_moment_says_nothing_of_a_recipe(tmp_path, moment):
+    assert "failed" in Ledger(tmp_path, {}).trial("run", {}, lambda: {"failed": moment})[1]
+    assert Ledger(tmp_path, {}).trial("run", {}, counted([]))[1] == {"seconds": 1.5}
+
+
+def test_a_file_of_other_bytes_loses_nothing_but_them(tmp_path):
+    Ledger(tmp_path, {}).trial("run", {}, counted([]))
+    with (tmp_path / FILE).open("ab") as file:
+        file.write(b"\xff\xfe not text\n")
+    calls = []
+    Ledger(tmp_path, {}).trial("run", {}, counted(calls))
+    assert not calls
+
+
 def test_a_line_cut_by_a_kill_costs_that_trial_alone(tmp_path):
     calls = []
     ledger = Ledger(tmp_path, {})

@@ -92,8 +92,8 @@ def test_a_killed_search_goes_on_and_loses_no_finished_trial(task, tmp_path):
     code = f"import hasten; hasten.tune({task!r}, budget=60, consider=['batched_fetch'], out={str(out)!r})"
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # as here: another number of threads is another machine
     search = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL, env=one_thread)
-    trials, deadline = out / "trials.jsonl", time.monotonic() + 60
-    while (not trials.exists() or trials.read_text().count("\n") < 4) and time.monotonic() < deadline:
+    trials, deadline = out / "trials.jsonl", time.monotonic() + 300
+    while (not trials.exists() or trials.read_text().count("\n") < 4) and search.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
     search.send_signal(signal.SIGKILL)
     search.wait()

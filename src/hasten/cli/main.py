@@ -54,6 +54,8 @@ def main(words: list[str] | None = None) -> int:
         _say(line)
         if as_json:
             print(strict_json({"error": line}))
+    if own_process:  # all is said: what still hangs (a thread of the user's) may be cut off
+        signal.signal(signal.SIGINT, lambda *_: os._exit(code))
     return code
 
 

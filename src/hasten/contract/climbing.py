@@ -71,8 +71,8 @@ class Climber:
         crew: to begin with.
         cores: workers that there may be at most.
         room: ``() -> bytes`` that batches on their way, and samples that are kept, may take.
-        cache: where the samples are kept: "memory" or "disk"; "no": nowhere; None: in memory, once that turns out to be faster. It is
-            up to whoever makes the batches whether they can be.
+        cache: where the samples are kept: "memory" or "disk"; "no": nowhere; None: in either, once that turns out to be faster. It is up
+            to whoever makes the batches whether they can be, and where they fit.
         passes: how many there will be, where that is known.
         told: called with itself when it has settled, and again when it settles at something else.
         of: the kind of data that it was made for, kept for whoever made it.

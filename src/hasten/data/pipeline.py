@@ -155,12 +155,15 @@ class Pipeline:
 
         Args:
             batches: that may wait; or "auto": how many of all of these is found out while the batches are used, and whether the samples
-                are better kept in memory. It stops as soon as nobody waits for a batch. ``pipeline.runner.chosen`` tells what was found, and a Notice.
+                are better kept: in memory or, where they are too many for that, on the disk, in a quarter of what is free where caches
+                lie (HASTEN_CACHE); there they stay, and a Notice says where. It stops as soon as nobody waits for a batch.
+                ``pipeline.runner.chosen`` tells what was found, and a Notice.
             threads, processes: of one kind only; with "auto" those to begin with. Functions that may draw from the generators of the
                 process get no threads by themselves; those that do so in the first batch are refused in threads.
             timeout: seconds that may be waited for a batch before it is told that somebody hangs; None: for ever.
             cores: with "auto": workers that there may be at most; None: as many as the processors that may be used.
-            gigabytes: (10**9 bytes) with "auto": what batches on their way and samples that are kept may take; None: a quarter of what is free.
+            gigabytes: (10**9 bytes) with "auto": of memory, what batches on their way and samples that are kept may take; None: a quarter
+                of what is free.
         """
         auto = batches == "auto"
         if not auto:

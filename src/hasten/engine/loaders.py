@@ -73,7 +73,7 @@ def from_loader(loader: DataLoader, task_size: int | None, batch_size: int, seed
             with undisturbed(*_generators_of(loader)):
                 iter(loader)
         in_workers = samples is not None and loader.num_workers > 0
-        find = _finder(samples, epoch) if in_workers else _unknown  # before iter(loader) draws
+        find = _finder(samples, epoch) if in_workers else _finds_none  # before iter(loader) draws
         return islice(_with_clear_errors(iter(loader), find), start, None)
 
     return Batches(
@@ -216,11 +216,11 @@ def _finder(samples: Samples, epoch: int) -> Callable[[int, str], int | None]:
     return find
 
 
-def _unknown(number: int, words: str) -> None:
+def _finds_none(number: int, words: str) -> None:
     """No sample is found."""
 
 
-def _with_clear_errors(iterator: Iterator, find: Callable[[int, str], int | None] = _unknown) -> Iterator:
+def _with_clear_errors(iterator: Iterator, find: Callable[[int, str], int | None] = _finds_none) -> Iterator:
     """The same batches; what the dataset raised is told in one line, wherever it was raised.
 
     Args:
@@ -237,7 +237,7 @@ def _with_clear_errors(iterator: Iterator, find: Callable[[int, str], int | None
     except Exception as error:
         words = _own_words(error)
         sample = _sample_at_fault(error)
-        sample = find(whole, words) if sample is None else sample
+        sample = find(whole, words) if sample is None and FROM_A_WORKER in str(error) else sample  # not of a worker that died: so might we
         named = "" if sample is None else f", sample {sample}"
         raise Failure(f"the data raised at batch {whole + 1} of the pass{named}: {words}") from error
 

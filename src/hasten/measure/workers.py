@@ -275,7 +275,7 @@ def _live(connection: Connection, request: dict) -> None:
                     answer = getattr(served, method)(**arguments)
                 say("result", answer)
             except (Refusal, Failure) as error:
-                say(type(error).__name__, str(error))
+                say("Refusal" if isinstance(error, Refusal) else "Failure", str(error))
             except MemoryError:
                 say("Failure", "ran out of memory")
             except SystemExit:

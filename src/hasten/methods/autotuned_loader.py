@@ -23,10 +23,11 @@ class AutotunedLoader(Method):
     ``ahead`` and ``cache``: a run with that recipe starts there, and climbs only if its steps wait. The batches are the same whoever computes
     them; a model that draws from NumPy's or Python's generators is another matter, for samples that are read in its own process.
 
-    ``threads`` and ``cache`` are for pipelines of hasten.data. Their samples are kept in memory by themselves where that is tried, fits
-    and is clearly faster; on disk only where ``cache=disk`` says so. ``cores`` and ``gigabytes`` are the budgets: unless said, the processors
-    that may be used, and a quarter of the memory that is free; a cache on disk has no budget but the disk. Validation data
-    of the same kind are read by as many of their own as were found, unless the task names workers for them; these come on top of both
+    ``threads`` and ``cache`` are for pipelines of hasten.data. Their samples are kept by themselves where that is tried and clearly
+    faster: in memory where they fit there, else on the disk, in a quarter of what is free where caches lie; a Notice says where, and
+    there they stay. ``cores`` and ``gigabytes``, of memory, are the budgets: unless said, the processors that may be used, and a quarter
+    of the memory that is free. A cache that ``cache=disk`` asks for may take half of the free disk. Validation data of the same kind are
+    read by as many of their own as were found, unless the task names workers for them; these come on top of both
     budgets, while those of training stand still once they are ahead.
     """
 
@@ -35,7 +36,7 @@ class AutotunedLoader(Method):
     ahead: int | None = setting(None, at_least=0, at_most=1024)  # batches
     cache: str | None = setting(None, one_of=("no", "memory", "disk"))
     cores: int | None = setting(None, at_least=1, at_most=256)  # workers at most
-    gigabytes: float | None = setting(None, above=0)  # of batches on their way and of samples that are kept
+    gigabytes: float | None = setting(None, above=0)  # of batches on their way and of samples that are kept in memory
 
     card = Card(
         summary="find the number of loader workers while training, until no step waits",

@@ -2,9 +2,9 @@
 
 The search picked its winner partly by luck; whatever it saw is not repeated here. The fastest recipes are looked at in
 turns, with more seeds at each look: what the original does on a seed is measured once for all of them, so a slower
-recipe that is easier to prove costs little more. The fastest goes first; where one look does not settle it, nor another
-promises to, an exact recipe goes next, which few seeds prove, so that there is an answer whatever the rest shows. The
-fastest that holds has won.
+recipe that is easier to prove costs little more. The fastest goes first. If one look neither settles it nor suggests that
+another would, an exact recipe follows: a few seeds prove it, so there is an answer in any case. The fastest that holds
+has won.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class Confirmed:
     recipe: Recipe
     gate: Gate
     speedup: Ratio | None = None
-    stopwatch: Ratio | None = None  # the same by the paired runs' own seconds
+    blocks: Ratio | None = None  # the same as the interleaved comparison promises it
+    stopwatch: Ratio | None = None  # and by the paired runs' own seconds
+    by_stopwatch: bool = False  # that one counts, as it saw clearly less
     over_competent: Ratio | None = None
     baseline_runs: dict[int, dict] = field(default_factory=dict)
     tuned_runs: dict[int, dict] = field(default_factory=dict)  # on the same seeds, and on further ones
@@ -78,7 +80,7 @@ def confirm(study: Study, ladder: Ladder, baseline: Baseline, pace_seconds: floa
         if attempt.pace and not attempt.over:
             why = ended if _worth_proving(number, attempts) else "another that holds is as fast, or nearly"
             attempt.why = f"{why}: {attempt.why or attempt.gate.why}"
-    winner = next((attempt for attempt in attempts if attempt.held), None)
+    winner = max((attempt for attempt in attempts if attempt.held), key=lambda attempt: attempt.speedup.median, default=None)
     for attempt in attempts:
         verdict = "won" if attempt is winner else "slower" if attempt.held else "refused" if attempt.why else "not tried"
         why = attempt.why or ("a faster one holds" if winner else "the budget ended before it was tried")
@@ -106,7 +108,7 @@ def _suspects(recipe: Recipe) -> Recipe:
 
 
 def _next(attempts: list[Confirmed]) -> int | None:
-    """Who is looked at next: the fastest; then who nearly holds, before what is exact, then others; who was looked at least, in the end."""
+    """Who is looked at next: the fastest first; then whoever is close to holding; then what is exact; then the rest, least-looked-at first."""
 
     def turn(number: int) -> tuple:
         attempt = attempts[number]
@@ -168,20 +170,27 @@ def _judge(study: Study, done: Confirmed, number: int, baseline: Baseline, proof
     """Over, once the quality is settled and, where it is as good, the speed as well."""
     if not done.paired:
         return
-    done.gate = _gate(done, baseline, number)
+    exact = bool(proof.get("passed"))
+    done.gate = _gate(done, baseline, 0 if exact else number)  # a proof is contradicted as easily whoever's turn it is
     if len(done.paired) > 1:
-        objection = _clock(done)
-        if proof.get("passed"):
-            agrees = not objection and done.stopwatch.median >= AGREEMENT * done.speedup.median
-            done.gate = proven(done.gate, proof, _fewest(proof) if agrees else FEWEST_SEEDS)  # two runs can doubt the blocks
+        _clock(done, same_steps=exact)
+        if exact:
+            done.gate = proven(done.gate, proof, PAIRS_OF_THE_EXACT if _agrees(done) else FEWEST_SEEDS)
         slow = done.speedup.high < SURELY_FASTER
-        of_pace_alone = proof.get("passed") and done.speedup is not done.stopwatch  # then no seed makes the speed surer
+        of_pace_alone = exact and not done.by_stopwatch  # then no seed makes the speed surer
         done.over = done.held or slow or (done.gate.settled and (of_pace_alone or not done.gate.passed))
-        done.why = f"{done.gate.why}{objection}"
+        told = f"; the blocks promised {done.blocks.median:.2f}x, the stopwatch saw less and is what counts" if done.by_stopwatch else ""
+        done.why = f"{done.gate.why}{told}"
         if done.gate.passed and not done.held:
             done.why = f"as good, but {'not' if slow else 'not surely'} faster: {done.speedup}; {done.why}"
     else:
         done.why = done.gate.why
+
+
+def _agrees(done: Confirmed) -> bool:
+    """Whether nothing in the runs of what was proven exact speaks against the proof or the blocks: then two pairs are enough."""
+    as_good = done.gate.difference is not None and done.gate.difference["mean"] > -done.gate.margin
+    return as_good and done.stopwatch.median >= AGREEMENT * done.blocks.median
 
 
 def _run(study: Study, done: Confirmed, pairs: int, baseline: Baseline) -> str | None:
@@ -266,30 +275,37 @@ def _exactness_of(recipe: Recipe) -> Exactness:
     return max((exactness_of(name) for name in recipe.methods), key=list(Exactness).index)
 
 
-def _clock(done: Confirmed) -> str:
-    """Times to the target: samples from the paired runs, seconds a sample from the interleaved comparison; what is to be said against them."""
+def _clock(done: Confirmed, same_steps: bool) -> None:
+    """Times to the target: samples from the paired runs, seconds a sample from the interleaved comparison.
+
+    ``same_steps``: it was proven that both arms take the same. Rounding may still carry a seed across the target a look earlier
+    or later, one way as often as the other; then both are read at the original's look.
+    """
     looks = [_looks_at_target(done.baseline_runs[seed], done.tuned_runs[seed]) for seed in done.paired]
+    if same_steps:
+        tuned_at = [_look_at(done.tuned_runs[seed], original["samples"]) for seed, (original, _) in zip(done.paired, looks, strict=True)]
+        looks = [(original, at or tuned) for (original, tuned), at in zip(looks, tuned_at, strict=True)]
     done.samples = [(original["samples"], tuned["samples"]) for original, tuned in looks]
     if _exactness_of(done.recipe) not in EXACT:  # of these it was proven that they take the same steps
         arms = [(done.baseline_runs[seed], done.tuned_runs[seed]) for seed in done.paired]
         done.samples = [(*pair, *map(_since_the_look_before, runs, pair)) for runs, pair in zip(arms, done.samples, strict=True)]
-    done.speedup, done.seconds["baseline"], done.seconds["tuned"] = time_to_target(done.pace, done.samples)
-    return _check_by_stopwatch(done, [(original["seconds"], tuned["seconds"]) for original, tuned in looks])
+    done.blocks, done.seconds["baseline"], done.seconds["tuned"] = time_to_target(done.pace, done.samples)
+    _check_by_stopwatch(done, [(original["seconds"], tuned["seconds"]) for original, tuned in looks])
 
 
-def _check_by_stopwatch(done: Confirmed, times: list[tuple[float, float]]) -> str:
-    """Holds the model (start + samples x pace) against the seconds that the paired runs really took; what there is to say about it.
+def _check_by_stopwatch(done: Confirmed, times: list[tuple[float, float]]) -> None:
+    """Holds the model (start + samples x pace) against the seconds that the paired runs really took.
 
     Where the stopwatch saw clearly less, something is paid for inside a run that no block showed (a first pass
     that fills a cache, a late compilation, a run that ends before it is warm): then the stopwatch is what is reported.
     """
-    done.stopwatch, modelled = _over_seeds(times), done.speedup
-    share, surely = done.stopwatch.median / modelled.median, done.stopwatch.high < modelled.median
-    if share >= (AGREEMENT if surely else FAR_APART):
-        return ""
-    done.speedup = done.stopwatch = _over_seeds(times, _rounding(done.samples))
-    done.seconds["tuned"] = done.seconds["baseline"] / done.speedup.median
-    return f"; the blocks promised {modelled.median:.2f}x, the stopwatch saw less and is what counts"
+    done.stopwatch = _over_seeds(times)
+    share, surely = done.stopwatch.median / done.blocks.median, done.stopwatch.high < done.blocks.median
+    done.by_stopwatch = share < (AGREEMENT if surely else FAR_APART)
+    if done.by_stopwatch:
+        done.stopwatch = _over_seeds(times, _rounding(done.samples))
+        done.seconds["tuned"] = done.seconds["baseline"] / done.stopwatch.median
+    done.speedup = done.stopwatch if done.by_stopwatch else done.blocks
 
 
 def _since_the_look_before(run: dict, samples: int) -> int:
@@ -320,8 +336,9 @@ def against_competent(study: Study, done: Confirmed, competent: Recipe, pace_sec
     pace = study.pace(competent, done.recipe, looks=PACE_LOOKS, seconds=pace_seconds, salt="confirmation")
     if "failed" not in pace:
         modelled, *_, tuned = time_to_target(pace, done.samples)
-        less = min(1.0, tuned / done.seconds["tuned"]) if done.speedup is done.stopwatch else 1.0  # what the stopwatch took away
-        done.over_competent = Ratio(*(less * getattr(modelled, key) for key in ("median", "low", "high")))
+        less = min(1.0, tuned / done.seconds["tuned"]) if done.by_stopwatch else 1.0  # what the stopwatch took away
+        over = Ratio(*(less * getattr(modelled, key) for key in ("median", "low", "high")))
+        done.over_competent = min(over, done.speedup, key=lambda each: each.median)  # nobody competent is slower than the textbook
         done.seconds["competent"] = done.over_competent.median * done.seconds["tuned"]
 
 

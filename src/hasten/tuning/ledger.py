@@ -16,7 +16,10 @@ from pathlib import Path
 from hasten.contract.errors import Failure, Refusal
 
 FILE, LOCK = "trials.jsonl", "lock"
-PASSING = ("memory ran out", "out of memory", "the process was", "took longer")  # failures of the moment, not of the recipe
+PASSING = (
+    "memory ran out", "out of memory", "the process was", "took longer",
+    "no such file", "input/output error", "stale file handle", "no space left", "connection",
+)  # fmt: skip  # failures of the moment, not of the recipe
 
 
 class Ledger:
@@ -30,7 +33,7 @@ class Ledger:
             folder.mkdir(parents=True, exist_ok=True)
             self.lock = (folder / LOCK).open("a")  # held as long as the search lives, however it ends
             fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+            lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines() if self.path.exists() else []
         except BlockingIOError:
             raise Refusal(f"another search is running in {folder}; wait for it or choose another --out") from None
         except OSError as error:
@@ -56,7 +59,7 @@ class Ledger:
             return key, self.known[key]["outcome"]
         outcome = measure()
         self.known[key] = entry = {"key": key, "kind": kind, "what": what, "outcome": outcome}
-        if "failed" in outcome and (not failure_lasts or any(word in outcome["failed"] for word in PASSING)):
+        if "failed" in outcome and (not failure_lasts or any(words in outcome["failed"].lower() for words in PASSING)):
             return key, outcome  # another time it may work: known to this search, not to the next
         try:
             with self.path.open("a", encoding="utf-8") as file:

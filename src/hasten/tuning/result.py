@@ -101,7 +101,7 @@ def _why(confirmed: Confirmed | None, won: bool, stopped: bool) -> str:
         return "no method that was tried is surely faster; see the trials"
     if won:
         return f"{confirmed.speedup.median:.1f} times faster to the target; {confirmed.why}"
-    return f"the gain did not hold on fresh seeds: {confirmed.speedup}" if confirmed.gate.passed else confirmed.why
+    return confirmed.why
 
 
 def _runs(found: Found) -> dict:

@@ -17,7 +17,7 @@ def leave_one_out(study: Study, ladder: Ladder) -> list[dict]:
     shares: list[dict] = []
     while len(ladder.best.methods) > 1 and (measured := shares_of(study, ladder.best)):
         shares = measured
-        idle = [share for share in shares if share["speedup"]["median"] < NOTHING]
+        idle = [share for share in shares if _gives_nothing(study, ladder.best, share)]
         if not idle:
             break
         worst = min(idle, key=lambda share: share["speedup"]["median"])
@@ -25,6 +25,15 @@ def leave_one_out(study: Study, ladder: Ladder) -> list[dict]:
         study.note(worst["method"], "composition", "left out", why, ratio=worst["speedup"])
         ladder.climb(ladder.best.without(worst["method"]))
     return [share for share in shares if share["method"] in ladder.best.methods]
+
+
+def _gives_nothing(study: Study, recipe: Recipe, share: dict) -> bool:
+    """Whether a member may leave. One run by the stopwatch tells nothing: of two, the samples and the end have to agree."""
+    if share["speedup"]["low"] is not None:
+        return share["speedup"]["median"] < NOTHING
+    whole, part = (study.run(each, study.seed) for each in (recipe, recipe.without(share["method"])))
+    worse = part["metric"] < whole["metric"] if study.higher_is_better else part["metric"] > whole["metric"]
+    return part["samples_to_target"] <= whole["samples_to_target"] and not worse
 
 
 def shares_of(study: Study, recipe: Recipe) -> list[dict]:

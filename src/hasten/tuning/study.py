@@ -39,6 +39,7 @@ class Budget:
     total: float
     spent: float = 0.0
     reserved: float = 0.0  # kept back for the confirmation
+    cut: bool = False  # a part ended before all was done that it was for
 
     def left(self) -> float:
         return self.total - self.spent - self.reserved
@@ -51,7 +52,7 @@ class Budget:
         try:
             yield
         except OutOfBudget:
-            pass
+            self.cut = True
         finally:
             self.reserved -= kept
 
@@ -152,7 +153,7 @@ class Study:
             return worker.call(method, watch=watch, timeout=max(PATIENCE, self.budget.total), **arguments)
 
     def _paid(self, kind: str, what: dict, words: str, measure: Callable[[Watch], dict], failure_lasts: bool = True) -> dict:
-        codes = {name: code for name, code in self.codes.items() if name in json.dumps(what)}
+        codes = {name: code for name, code in self.codes.items() if json.dumps(name)[1:-1] in json.dumps(what)}
         what = {**what, "codes": codes} if codes else what  # another code is another trial
         if not self.ledger.knows(kind, what):
             self.budget.ask()

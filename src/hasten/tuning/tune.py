@@ -23,7 +23,7 @@ from hasten.engine.environment import cores, own_code
 from hasten.engine.metrics import higher_is_better, name_of
 from hasten.engine.tasks import TaskRef
 from hasten.measure.arm import estimate
-from hasten.measure.ratio import FASTER
+from hasten.measure.ratio import SLOWER
 from hasten.measure.workers import listen_anew, told_already
 from hasten.tuning.candidates import Wanted, candidates_for, competent_recipes
 from hasten.tuning.confirm import SEED_STEP, against_competent, confirm
@@ -151,12 +151,12 @@ def _search(study: Study, found: Found) -> None:
             training(study, ladder, candidates.training, found.baseline)
         found.shares = leave_one_out(study, ladder)
     found.top = ladder.best
-    if budget.left() <= 0:
+    if budget.cut:
         study.note("search", "search", "stopped", "the search's part of the budget is spent; what was found by then is confirmed")
 
 
 def _reserve_for_what_was_found(study: Study, found: Found) -> None:
-    """Keeps back what it takes to confirm what was found by now, should nothing faster be proven; half of what is left at most."""
+    """Keeps back what it takes to confirm what was found by now, in case nothing faster can be proven; half of what is left at most."""
     if recipe := found.ladder.best:
         seconds = study.run(recipe, found.baseline.seeds[0])["trial_seconds"]
         study.budget.reserved += min(max(0.0, study.budget.left()) / 2, FEWEST_SEEDS * seconds + found.pace_seconds)
@@ -207,7 +207,7 @@ def _baseline(study: Study, margin: float | None) -> Baseline:
 
 
 def _competent(study: Study, seconds: float) -> Recipe:
-    """The second baseline: what a competent user sets by hand. The usual forms are tried one on the other; what is not surely faster, nobody keeps."""
+    """The second baseline: what a competent user sets by hand. Each of the usual forms is compared with the best before it."""
     best, idle = Recipe(), set()
     for form in competent_recipes(study.device, cores()):
         while other := form.without(*idle):
@@ -220,7 +220,7 @@ def _competent(study: Study, seconds: float) -> Recipe:
         verdict, ratio = outcome.get("verdict", "failed"), outcome.get("ratio")
         why = f"as the competent baseline, against {best}"
         study.note(str(other), "baseline", verdict, why, ratio=ratio, seconds=outcome["trial_seconds"])
-        if verdict == FASTER:
+        if verdict not in (SLOWER, "failed") and ratio["median"] > 1:
             best = other
     return best
 

@@ -7,11 +7,9 @@ list, such as pictures that were not resized, are kept where all have one shape,
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from time import perf_counter
@@ -224,17 +222,8 @@ class DiskCache(Cache):
 def made_of(source: Source) -> dict:
     """What tells a source's rows from all others, as plain JSON: whose they are, how many, and what it says of them itself."""
     kind = type(source)
-    named, text = f"{kind.__module__}.{kind.__qualname__}", _text_of(kind)
-    return _plain({"source": named, "text": text, "rows": len(source), "of": source.identity()})
-
-
-@cache
-def _text_of(kind: type) -> str | None:
-    """A hash of what somebody's own class says; None of ours, which have a version, and of one whose text cannot be had."""
-    try:
-        return None if is_ours(kind) else hashlib.blake2b(inspect.getsource(kind).encode(), digest_size=16).hexdigest()
-    except (OSError, TypeError, SyntaxError):  # the file may be half edited by now
-        return None
+    named, code = f"{kind.__module__}.{kind.__qualname__}", None if is_ours(kind) else fingerprint(kind)
+    return _plain({"source": named, "code": code, "rows": len(source), "of": source.identity()})
 
 
 def _differ(one: dict, other: dict | None) -> bool:

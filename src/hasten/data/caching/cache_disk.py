@@ -49,6 +49,16 @@ def default_folder() -> Path:
     return Path(usual).expanduser() / "hasten"
 
 
+def free_disk(folder: Path) -> int:
+    """Bytes that may still be written to a folder, which need not be there yet.
+
+    Raises:
+        Failure: the file system does not tell.
+    """
+    with _trouble(folder):
+        return shutil.disk_usage(next(filter(os.path.exists, (folder, *folder.parents)), "/")).free
+
+
 class Folder:
     """The cache of rows that are made of ``made_of``, inside ``folder``."""
 

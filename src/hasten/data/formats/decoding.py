@@ -127,7 +127,7 @@ def _by_pillow(content: bytes, pixels: int, size: tuple[int, int] | None) -> num
             if size is not None:
                 image.draft(image.mode, (SPARE * size[1], SPARE * size[0]))  # JPEG alone heeds it
             return numpy.array(image.convert("RGB"))
-    except ValueError:
+    except (ValueError, MemoryError):
         raise
     except Exception as error:  # its readers of damaged files raise nearly anything
         raise ValueError(f"it cannot be decoded ({one_line(error)})") from None

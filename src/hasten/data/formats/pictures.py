@@ -16,9 +16,9 @@ import torch
 from hasten.contract.errors import Failure, Refusal, one_line
 from hasten.data.formats.decoding import PIXELS, manner, pictures_of, size_of
 from hasten.data.pipeline import Pipeline
-from hasten.data.places.files import found, is_remote, opened, stamp
+from hasten.data.places.files import found, is_lost, is_remote, opened, stamp
 from hasten.data.places.manifests import Manifest, manifest_of, manifest_of_paths
-from hasten.data.places.remote import Nothing
+from hasten.data.places.remote import at_once
 from hasten.data.source import Source
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
@@ -70,7 +70,7 @@ class Images(Source):
 
     def read(self, rows: numpy.ndarray):
         paths = [self.files.path(row) for row in rows.tolist()]
-        pictures = pictures_of(rows.tolist(), paths, map(self._content, rows.tolist(), paths), self.size, self.pixels)
+        pictures = pictures_of(rows.tolist(), paths, self.raw(rows.tolist(), paths), self.size, self.pixels)
         return pictures if self.labels is None else (pictures, self.labels[torch.from_numpy(rows)])
 
     def identity(self) -> dict:
@@ -82,6 +82,12 @@ class Images(Source):
             self._marks[number] = _number_of(mark[1], about[0]) if about else 0  # what is told now is what is read from now on
         labels = None if self.labels is None else hashlib.blake2b(self.labels.numpy(), digest_size=16).hexdigest()
         return {"images": digest.hexdigest(), "labels": labels, **manner(self.size, self.pixels)}
+
+    def raw(self, rows: list[int], paths: list[str]) -> Iterator[bytes]:
+        """The bytes of some pictures; remote ones are asked for at once."""
+        came = at_once([(path, None, None) for path in paths]) if is_remote(paths[0]) else [None] * len(paths)
+        for row, path, content in zip(rows, paths, came, strict=True):
+            yield self._content(row, path) if content is None else content
 
     def _content(self, row: int, path: str) -> bytes:
         """The bytes of a picture; those of a local one are the ones that were read before, or told of by ``identity``."""
@@ -130,11 +136,11 @@ def _number_of(size: int, changed: int) -> int:
 
 @contextmanager
 def _blaming(path: str) -> Iterator[None]:
-    """A Refusal inside blames this picture; a login that has run out is no fault of it."""
+    """A Refusal inside blames this picture, if it is to blame; a login that has run out is no fault of it, nor is what the machine lacks."""
     try:
         yield
     except Refusal as refused:
-        if is_remote(path) and not isinstance(refused, Nothing):
+        if not is_lost(path, refused):
             raise Failure(str(refused)) from None
         raise
 

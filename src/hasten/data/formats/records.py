@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -22,7 +23,9 @@ from hasten.data.formats.checksums import crc32c, crc32c_of_rows, masked
 from hasten.data.formats.example_messages import Message, parsed
 from hasten.data.formats.examples import Malformed, columns_of, schema
 from hasten.data.pipeline import Pipeline
-from hasten.data.places.files import Lost, found, is_lost, is_remote, mapped_bytes, stamp, unchanged
+from hasten.data.places.files import Lost, found, is_lost, is_remote, mapped_bytes, unchanged
+from hasten.data.places.kept import Found
+from hasten.data.places.passes import Tell, once, walked_through
 from hasten.data.places.ranges import read_ranges, whole
 from hasten.data.source import BadRow, Source, refuse_bad
 
@@ -31,6 +34,7 @@ HEAD, TAIL = 12, 4  # bytes of framing before and after the data
 SAMPLED = 64  # records that are looked at to learn what features there are
 AT_ONCE = 1 << 14  # records of equal length that the walk jumps over at a time
 WORTH = 8  # as many of them in a row, and it is tried
+TOLD = 1 << 10  # records of unequal length, after which the walk tells how far it is
 COMPRESSED = {b"\x1f\x8b": "gzip", b"\x78\x9c": "zlib", b"\x78\x01": "zlib", b"\x78\xda": "zlib"}
 
 
@@ -45,7 +49,7 @@ def tfrecord(
     A batch is a dict of columns. Floats are float32, whole numbers int64, shape (rows, *shape); byte strings are a list.
 
     Args:
-        paths: files, folders or patterns, local or remote. A remote file is read once to find its records.
+        paths: files, folders or patterns, local or remote. A remote file is read once to find its records; where they are is kept.
         features: the names that are wanted, or a dict from name to the shape of a sample: ``()`` for one number, ``(28, 28)``,
             None for lists of unequal length (a list of tensors), or ``(torch.uint8, (28, 28))`` for a byte string that holds
             little-endian numbers. Without it: all, as the first and some later records have them.
@@ -88,7 +92,7 @@ class Examples(Source):
         return len(self.records)
 
     def read(self, rows: numpy.ndarray):
-        data, begins, ends = self.records.data_of(rows)
+        data, begins, ends = self.raw(rows)
         try:
             columns = columns_of(data, begins, ends, self.features)
         except Malformed as error:
@@ -98,6 +102,10 @@ class Examples(Source):
             return columns
         target = columns.pop(self.target)
         return *columns.values(), target
+
+    def raw(self, rows: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
+        """The messages of these rows, as ``data_of`` gives them."""
+        return self.records.data_of(rows)
 
     def identity(self) -> dict:
         features = [[f.name, f.kind, f.shape and list(f.shape), f.raw and str(f.raw)] for f in self.features]
@@ -110,7 +118,12 @@ class Examples(Source):
         return [BadRow(row, *bad) for row, bad in self.records.bad.items()]
 
     def _some(self) -> list[Message]:
-        """Some messages from everywhere; bad ones are told when they are read."""
+        """What some messages from everywhere hold; of values it is enough how many there are."""
+        (held, _) = once(["kinds of values of records", self.records.verify], self.records.stamps, self._seen)
+        return [{name: (kind, range(count)) for name, (kind, count) in message.items()} for message in held]
+
+    def _seen(self) -> Found:
+        """{name: (kind, how many values)} of some messages; bad ones are told when they are read."""
         rows = numpy.unique(numpy.linspace(0, len(self) - 1, min(SAMPLED, len(self))).astype(numpy.int64))
         messages, faults = [], []
         for row in rows.tolist():
@@ -123,7 +136,7 @@ class Examples(Source):
                 faults.append(f"{self.records.where(row)} is no tf.train.Example: {error}")
         if not messages:
             raise Refusal(faults[0])
-        return messages
+        return [{name: (kind, len(values)) for name, (kind, values) in message.items()} for message in messages], []
 
 
 class Records:
@@ -136,8 +149,10 @@ class Records:
     """
 
     def __init__(self, paths: list[str], verify: bool = True):
-        stamps, begins, ends, faults = zip(*(_opened(path, verify) for path in paths), strict=True)
-        self.stamps, self.verify = list(stamps), verify
+        walks = walked_through(paths, ["records", verify], partial(_walked, verify=verify))
+        self.stamps, self.verify = [mark for mark, _, _ in walks], verify
+        faults = [why for _, _, why in walks]
+        begins, ends = ([_with_bad(arrays[which], why) for _, (_, arrays), why in walks] for which in (0, 1))
         self.edges = numpy.cumsum([0, *map(len, begins)])
         self.begins, self.ends = numpy.concatenate(begins), numpy.concatenate(ends)
         self.unproven = numpy.full(len(self.begins), verify)
@@ -198,22 +213,26 @@ def framed(records: Iterable[bytes]) -> bytes:
 # ---- the walk
 
 
-def _opened(path: str, verify: bool) -> tuple[list, numpy.ndarray, numpy.ndarray, str | None]:
-    """(what marks a file, where the data of each record begin, where they end, why it has no more); what is damaged is its last record."""
-    mark, begins, ends = [path, 0, None], numpy.empty(0, numpy.int64), numpy.empty(0, numpy.int64)
+def _walked(mark: list, tell: Tell, verify: bool) -> tuple[Found, str | None]:
+    """Where the data of each record begin and where they end; and why there are no more of them."""
+    begins = ends = numpy.empty(0, numpy.int64)
     try:
-        mark = stamp(path)
-        begins, ends, why = _walked(whole(mark), path, verify)
+        begins, ends, why = _undamaged(whole(mark, tell), mark[0], verify, tell)
     except Refusal as refused:
-        if not is_lost(path, refused):
+        if not is_lost(mark[0], refused):
             raise
         why = str(refused)
-    return (mark, begins, ends, None) if why is None else (mark, numpy.append(begins, 0), numpy.append(ends, 0), why)
+    return (None, [begins, ends]), why
 
 
-def _walked(content: memoryview, path: str, verify: bool) -> tuple[numpy.ndarray, numpy.ndarray, str | None]:
+def _with_bad(places: numpy.ndarray, why: str | None) -> numpy.ndarray:
+    """One more record for what is damaged."""
+    return places if why is None else numpy.append(places, 0)
+
+
+def _undamaged(content: memoryview, path: str, verify: bool, tell: Tell) -> tuple[numpy.ndarray, numpy.ndarray, str | None]:
     """Where the data of each record begin and end, int64; and why there are no more of them, where the file is damaged."""
-    begins, lengths = _chain(content)
+    begins, lengths = _chain(content, tell)
     ends = begins + lengths
     wrong = _wrong_length(content, begins) if verify else None
     if wrong is not None and begins[wrong] <= len(content):
@@ -234,7 +253,7 @@ def _damage(content: memoryview, record: int, begin: int) -> str:
     return f"is damaged: the length of record {record}, at byte {begin}, does not fit its checksum; write the file again"
 
 
-def _chain(content: memoryview) -> tuple[numpy.ndarray, numpy.ndarray]:
+def _chain(content: memoryview, tell: Tell) -> tuple[numpy.ndarray, numpy.ndarray]:
     """(begins, lengths) of the records; the last may go on after the end of the file."""
     length_at = struct.Struct("<Q").unpack_from
     data = numpy.frombuffer(content, numpy.uint8)
@@ -246,8 +265,10 @@ def _chain(content: memoryview) -> tuple[numpy.ndarray, numpy.ndarray]:
         length = length_at(content, at)[0] if at + HEAD <= size else size
         equal = equal + 1 if length == before else 0
         count = _alike(data, at, length + HEAD + TAIL) if equal >= WORTH else 1
-        if count > 1:
+        if count > 1 or len(single) >= 2 * TOLD:
             _add(begins, lengths, single)
+            tell(at)
+        if count > 1:
             begins.append(at + HEAD + numpy.arange(count) * (length + HEAD + TAIL))
             lengths.append(numpy.full(count, length))
         else:

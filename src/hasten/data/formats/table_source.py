@@ -26,7 +26,7 @@ from hasten.contract.errors import Failure, Notice, Refusal, one_line
 from hasten.data.caching.filling import noticing, paced
 from hasten.data.faults import Faults
 from hasten.data.formats import settings
-from hasten.data.formats.table_files import Format, Manifest, check
+from hasten.data.formats.table_files import Format, Manifest, asks_too_much, check
 from hasten.data.formats.table_fills import checked_fill, typed, without_empty
 from hasten.data.formats.table_layout import Layout, Rows, merged
 from hasten.data.places.files import Lost, found, is_lost, stamp, unchanged
@@ -277,21 +277,28 @@ class Table(Source):
         try:
             table = self._form.run(file, number, columns)
             check(table, int(self._edges[run + 1] - self._edges[run]))
-        except MemoryError:
-            raise
+        except MemoryError as error:
+            if not asks_too_much(error):
+                raise
+            raise self._damaged(run, error) from None
         except Refusal:
             unchanged(file, self._stamps[file])  # what went away, or may no longer be read, was no wrong request
             raise
         except (OSError, ValueError, LookupError, _arrow_error()) as error:
-            unchanged(file, self._stamps[file])
-            if getattr(error, "errno", None) is not None:  # the system's: Arrow's own about a file have none
-                raise Failure(f"cannot read {self._where(run)}: {one_line(error)}") from None
-            self._bad[run] = (self._where(run), one_line(error))
-            raise BadRow(self._edges[run], *self._bad[run]) from None
+            raise self._damaged(run, error) from None
         unchanged(file, self._stamps[file])
         if self._guessed:
             table = typed(table, self._layout.types)
         return without_empty(table, self.target) if self._empty_is_missing else table
+
+    def _damaged(self, run: int, error: Exception) -> Exception:
+        """What to raise of a run that cannot be decoded: noted, unless the file is another by now or the system is to blame."""
+        file, _ = self._runs[run]
+        unchanged(file, self._stamps[file])
+        if getattr(error, "errno", None) is not None:  # the system's: Arrow's own about a file have none
+            return Failure(f"cannot read {self._where(run)}: {one_line(error)}")
+        self._bad[run] = (self._where(run), one_line(error))
+        return BadRow(self._edges[run], *self._bad[run])
 
 
 def _arrow_error() -> type[Exception]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,14 @@ from hasten.data.formats.decoding import PIXELS, manner, pictures_of, size_of
 from hasten.data.formats.tar_headers import Damaged, members
 from hasten.data.memory import taken
 from hasten.data.pipeline import Pipeline
-from hasten.data.places.files import Lost, found, is_lost, stamp
+from hasten.data.places.files import Lost, found, is_lost
+from hasten.data.places.kept import Found
+from hasten.data.places.passes import Tell, once, walked_through
 from hasten.data.places.ranges import read_ranges, whole
 from hasten.data.source import BadRow, Source, refuse_bad
 
 SAMPLED = 32  # samples that are looked at to learn what shape arrays have
+TOLD = 1 << 10  # members, after which the walk tells how far it is
 PICTURES = ("jpg", "jpeg", "png")
 BROKEN = (ValueError, OverflowError, RecursionError, MemoryError)  # what decoders raise
 
@@ -47,7 +51,8 @@ def shards(
     A shard that is damaged, cut off, or cannot be read is one bad row after the samples that are whole in it.
 
     Args:
-        paths: files, folders or patterns, local or remote; not compressed. A remote file is read once to find its samples.
+        paths: files, folders or patterns, local or remote; not compressed. A remote file is read once to find its samples; where they are
+            is kept.
         columns: the endings that are wanted; None for all of the first sample.
         target: the ending to predict; a batch is then the tuple (other columns in their order, target).
         resize: as in ``images``.
@@ -73,19 +78,19 @@ class Shards(Source):
         columns = None if columns is None else settings.names("columns=", columns)
         target = None if target is None else _ending(settings.name("target=", target))
         files = found(paths, (".tar",))
-        stamps, samples, faults = zip(*map(_walked, files), strict=True)
-        self.stamps = list(stamps)
-        self._edges = numpy.cumsum([0, *map(len, samples)])
+        walks = walked_through(files, ["samples"], _walked)
+        self.stamps = [mark for mark, _, _ in walks]
+        keys = [words["keys"] if why is None else [*words["keys"], ""] for _, (words, _), why in walks]
+        self.keys = [*chain.from_iterable(keys)]
+        self._edges = numpy.cumsum([0, *map(len, keys)])
         ends = self._edges[1:].tolist()
-        self.bad = {end - 1: (file, why) for file, end, why in zip(files, ends, faults, strict=True) if why is not None}
+        self.bad = {end - 1: (file, why) for file, end, (_, _, why) in zip(files, ends, walks, strict=True) if why is not None}
         self.lost = dict(self.bad.values())
-        self.keys = [key for some in samples for key, _ in some]
-        parts = [parts for some in samples for _, parts in some]
-        if not any(parts):
+        samples = [some for _, some, _ in walks]
+        if not any(words["keys"] for words, _ in samples):
             raise Lost(next(iter(self.lost.values()))) if self.lost else Refusal(f"there is no sample in {', '.join(files[:3])}")
-        self.columns, self.target = _wanted([*filter(None, parts)], columns, target), target
-        nothing = (-1, -1)
-        self.places = {name: numpy.array([some.get(name, nothing) for some in parts], numpy.int64) for name in self.columns}
+        self.columns, self.target = _wanted(samples, columns, target), target
+        self.places = self._placed(samples)
         self.shapes = {name: self._shape(name) for name in self.columns if _kind(name) == "npy"}
 
     def __len__(self) -> int:
@@ -108,8 +113,18 @@ class Shards(Source):
         target = columns.pop(self.target)
         return *columns.values(), target
 
+    def _placed(self, samples: list[Found]) -> dict[str, numpy.ndarray]:
+        """{column: (begin, end) of each row's file}, -1 where there is none."""
+        places = {name: numpy.full((len(self), 2), -1, numpy.int64) for name in self.columns}
+        for first, (words, (files,)) in zip(self._edges[:-1].tolist(), samples, strict=True):
+            for number, name in enumerate(words["endings"]):
+                if name in places:
+                    own = files[files[:, 1] == number]
+                    places[name][first + own[:, 0]] = own[:, 2:]
+        return places
+
     def _column(self, name: str, rows: numpy.ndarray):
-        contents = self._contents(name, rows)
+        contents = self.raw(name, rows)
         kind = _kind(name)
         if kind in PICTURES:
             where = [f"{self._where(row)}.{name}" for row in rows.tolist()]
@@ -139,18 +154,24 @@ class Shards(Source):
 
     def _shape(self, name: str) -> tuple[torch.Size, torch.dtype] | None:
         """The one (shape, type) that some arrays from everywhere have."""
+        alike, _ = once(["shape of arrays", name], self.stamps, lambda: self._seen(name))
+        return (torch.Size(alike[0]), getattr(torch, alike[1])) if alike else None
+
+    def _seen(self, name: str) -> Found:
+        """[shape, type] of these arrays; None where they differ."""
         there = numpy.flatnonzero(self.places[name][:, 0] >= 0)
         rows = there[numpy.unique(numpy.linspace(0, len(there) - 1, SAMPLED).astype(numpy.int64))]
         seen = set()
-        for content in self._contents(name, rows):
+        for content in self.raw(name, rows):
             try:
                 array = _array(content)
-                seen.add((array.shape, array.dtype))
+                seen.add((tuple(array.shape), str(array.dtype).removeprefix("torch.")))
             except BROKEN:
                 continue  # told when it is read
-        return seen.pop() if len(seen) == 1 else None
+        return seen.pop() if len(seen) == 1 else None, []
 
-    def _contents(self, name: str, rows: numpy.ndarray) -> list[bytes]:
+    def raw(self, name: str, rows: numpy.ndarray) -> list[bytes]:
+        """The bytes of one file of each sample."""
         begins, ends = self.places[name][rows].T
         if (begins < 0).any():
             row = int(rows[(begins < 0).argmax()])
@@ -161,26 +182,29 @@ class Shards(Source):
         return f"{self.stamps[int(numpy.searchsorted(self._edges, row, 'right')) - 1][0]}, {self.keys[row]}"
 
 
-def _walked(path: str) -> tuple[list, list[tuple[str, dict]], str | None]:
-    """(what marks a shard, its samples, why it has no more of them); what is damaged is its last sample, without any file."""
-    mark, samples = [path, 0, None], []
+def _walked(mark: list, tell: Tell) -> tuple[Found, str | None]:
+    """Where the files of each whole sample lie: {"keys" of the samples, "endings"}, and [sample, ending, begin, end] of each file."""
+    keys, endings, files, why = [], {}, [], None
     try:
-        mark = stamp(path)
-        for sample in _samples(mark):
-            samples.append(sample)
+        for key, parts in _samples(mark, tell):
+            for ending, place in parts.items():
+                files += len(keys), endings.setdefault(ending, len(endings)), *place
+            keys.append(key)
     except Refusal as refused:
-        if not is_lost(path, refused):
+        if not is_lost(mark[0], refused):
             raise
-        return mark, [*samples, ("", {})], str(refused)
-    return mark, samples, None
+        why = str(refused)
+    return ({"keys": keys, "endings": [*endings]}, [numpy.array(files, numpy.int64).reshape(-1, 4)]), why
 
 
-def _samples(stamped: list) -> Iterator[tuple[str, dict[str, tuple[int, int]]]]:
+def _samples(mark: list, tell: Tell) -> Iterator[tuple[str, dict[str, tuple[int, int]]]]:
     """(key, {ending: (begin, end)}) of each sample of a shard."""
-    path = stamped[0]
+    path = mark[0]
     before, parts = None, {}
     try:
-        for name, begin, end in members(whole(stamped)):
+        for number, (name, begin, end) in enumerate(members(whole(mark, tell))):
+            if number % TOLD == 0:
+                tell(begin)
             _inside(path, name)
             folder, slash, file = name.removeprefix("./").rpartition("/")
             stem, dot, ending = file.partition(".")
@@ -204,9 +228,11 @@ def _inside(path: str, name: str) -> None:
         raise Refusal(f"{path} has a member {name!r}, whose path leads out of the folder; do not trust this file")
 
 
-def _wanted(parts: list[dict], columns: Sequence[str] | None, target: str | None) -> list[str]:
-    known = {name for some in parts for name in some}
-    names = [_ending(name) for name in (parts[0] if columns is None else columns)]
+def _wanted(samples: list[Found], columns: Sequence[str] | None, target: str | None) -> list[str]:
+    known = {name for words, _ in samples for name in words["endings"]}
+    words, (files,) = next(some for some in samples if some[0]["keys"])
+    of_first = [words["endings"][ending] for _, ending, *_ in files[files[:, 0] == 0].tolist()]
+    names = [_ending(name) for name in (of_first if columns is None else columns)]
     for name in [*names, *([] if target is None else [target])]:
         if name not in known:
             raise Refusal(f"no sample has a file that ends in .{name}{nearest(name, known)}")

@@ -1,1 +1,1 @@
-"""Where files are: globs, folders, remote addresses, manifests; what is read of them, and whether they changed."""
+"""Where files are: globs, folders, remote addresses; what is read of them, whether they changed, and what was found out in them."""

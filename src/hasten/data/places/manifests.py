@@ -1,29 +1,26 @@
 """What files a folder holds, remembered: opening a million pictures is instant the second time.
 
-A folder is walked through once; the names are kept, as plain arrays, in the user's cache folder. A kept list holds as long
-as the time of every folder in it: adding, removing or renaming a file changes its folder's. Overwriting one does not, nor
-does it change the list.
+A folder is walked through once, and the names are kept. A kept list holds as long as the time of every folder in it: adding, removing
+or renaming a file changes its folder's. Overwriting one does not, nor does it change the list. The list of a remote folder is asked for
+every time: nothing tells that such a folder has changed.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
 
 from hasten.contract.errors import Refusal
-from hasten.data.caching.cache_disk import default_folder
+from hasten.data.places.kept import SETTLED, keep, recalled
 from hasten.data.places.walks import walked
 
-FORM = 1  # of the kept file; a change of the code below is a change of this number
 WORTH = 1000  # files; a smaller folder is walked through in no time
-SETTLED = 2_000_000_000  # nanoseconds; a folder that changed just now may change again without a new time
 
 
 @dataclass(frozen=True)
@@ -67,15 +64,14 @@ def manifest_of(folder: str | Path, suffixes: tuple[str, ...]) -> Manifest:
         Refusal: there is none.
     """
     root = os.path.abspath(folder)
-    key = json.dumps([FORM, root, suffixes])
-    kept = default_folder() / "manifests" / f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}.manifest"
-    manifest = _loaded(kept, root)
+    about = ["files in a folder", root, suffixes]
+    manifest = _recalled(about, root)
     if manifest is None:
         begun = time.time_ns()
         files, times = _listed(root, suffixes)
         manifest = _made(root, files)
         if len(manifest) >= WORTH and max(times.values()) < begun - SETTLED:
-            _keep(kept, manifest, times)
+            keep(about, {"folders": manifest.folders, "times": times}, [manifest.parents, manifest.letters, manifest.ends])
     if not len(manifest):
         raise Refusal(f"the folder {folder} holds no file that ends in {' or '.join(suffixes)}")
     return manifest
@@ -110,31 +106,10 @@ def _made(root: str, files: dict[str, list[str]]) -> Manifest:
     )
 
 
-# ---- keeping
-
-
-def _keep(kept: Path, manifest: Manifest, times: dict[str, int]) -> None:
-    """Writes beside and renames, so that nobody reads half a list. Where that is not possible, the next start walks again."""
-    about = json.dumps({"folders": manifest.folders, "times": times}).encode()
-    beside = kept.with_suffix(f".{os.getpid()}")
-    try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with open(beside, "wb") as file:
-            for array in (numpy.frombuffer(about, numpy.uint8), manifest.parents, manifest.letters, manifest.ends):
-                numpy.save(file, array, allow_pickle=False)
-        os.replace(beside, kept)
-    except OSError:
-        beside.unlink(missing_ok=True)
-
-
-def _loaded(kept: Path, root: str) -> Manifest | None:
+def _recalled(about: list, root: str) -> Manifest | None:
     """The list that was kept, if it still holds."""
-    try:
-        with open(kept, "rb") as file:
-            about, parents, letters, ends = (numpy.load(file, allow_pickle=False) for _ in range(4))
-        about = json.loads(about.tobytes())
-        if any(os.stat(os.path.join(root, folder)).st_mtime_ns != time for folder, time in about["times"].items()):
-            return None
-        return Manifest(root, about["folders"], parents, letters, ends)
-    except (OSError, ValueError, EOFError, KeyError):
-        return None
+    kept = recalled(about)
+    with suppress(OSError):
+        if kept is not None and all(os.stat(os.path.join(root, folder)).st_mtime_ns == time for folder, time in kept[0]["times"].items()):
+            return Manifest(root, kept[0]["folders"], *kept[1])
+    return None

@@ -16,6 +16,7 @@ from hasten.contract.errors import Failure, Notice, Refusal, one_line
 from hasten.data.places.walks import matcher
 
 WAITS = (1.0, 2.0, 4.0)  # seconds before a file is asked for again
+AT_ONCE = 32  # requests on their way
 SILENT = 60.0  # seconds without a byte from a web server, after which it is asked again
 MARKS = (
     "ETag", "etag", "md5Hash", "Content-MD5", "Digest",
@@ -34,6 +35,8 @@ NO_RANGES = (
     "the server gives whole files only (no range requests), and this kind is read in parts; download it, or take a server that has them"
 )
 GONE = (404, 410)  # and those that say that there is nothing
+
+_in_parts: dict[tuple[str, str], bool] = {}  # which web servers give parts of files
 
 
 class Nothing(Refusal):
@@ -62,6 +65,28 @@ def mark_of(path: str) -> list:
     if version is None:
         _tell_of_no_version(*urlsplit(path)[:2])
     return [path, about.get("size"), version]
+
+
+def at_once(wanted: list[tuple[str, int | None, int | None]]) -> list[bytes | None]:
+    """Parts (path, begin, end) of remote files, or whole ones (path, None, None): most of what each takes is the way there and back.
+
+    None stands for what did not come as it should. Whoever then asks for that by itself gets it with patience, or hears why not.
+    """
+    contents: list[bytes | None] = [None] * len(wanted)
+    of_system: dict[int, tuple] = {}
+    for number, (path, begin, _) in enumerate(wanted):
+        system, name = _system(path)
+        if begin is None or _gives_parts(system, name):
+            of_system.setdefault(id(system), (system, []))[1].append((number, name))
+    for system, those in of_system.values():
+        limit = {"batch_size": AT_ONCE} if system.async_impl else {}
+        begins, ends = ([wanted[number][which] for number, _ in those] for which in (1, 2))
+        came = system.cat_ranges([name for _, name in those], begins, ends, on_error="return", **limit)
+        for (number, _), content in zip(those, came, strict=True):
+            _, begin, end = wanted[number]
+            if isinstance(content, bytes) and (begin is None or len(content) == end - begin):
+                contents[number] = content
+    return contents
 
 
 class RemoteFile(io.RawIOBase):
@@ -123,6 +148,19 @@ def _system(path: str):
     except ImportError:
         raise Refusal(f"reading {path} needs fsspec: pip install 'hasten[data]'") from None
     return _patiently(path, lambda: url_to_fs(path, **_settings(path)))
+
+
+def _gives_parts(system, name: str) -> bool:
+    """Whether a server heeds the range that is asked for: of one that does not, each would be the whole file."""
+    if not _is_web(name):
+        return True
+    server = urlsplit(name)[:2]
+    if server not in _in_parts:
+        try:
+            _in_parts[server] = len(system.cat_file(name, 0, 1)) == 1
+        except Exception:
+            return False  # who asks for it alone hears why
+    return _in_parts[server]
 
 
 def _settings(path: str) -> dict:

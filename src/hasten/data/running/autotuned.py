@@ -15,7 +15,9 @@ import torch
 from hasten.contract.climbing import NO_WAIT, Choices, Climber
 from hasten.contract.data import Crew, same
 from hasten.contract.errors import Failure, Notice, Refusal
-from hasten.data.caching.cache import Cache, cached
+from hasten.data.caching.cache import Cache, DiskCache, cached
+from hasten.data.caching.cache_disk import Folder, default_folder, free_disk
+from hasten.data.caching.filling import bytes_of, read_first
 from hasten.data.chance import drawing_apart
 from hasten.data.faults import Faults
 from hasten.data.formats.in_memory import Arrays
@@ -25,6 +27,7 @@ from hasten.data.source import BadRow, Source, rows_of
 
 PROBED = 32  # rows that are read to know whether samples are the same every time
 PASSES_TO_COME = 5  # of a loop that tells nobody how many it will make
+SHARE_OF_DISK = 0.25  # of what is free where caches lie, for samples that nobody said should be kept there
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,8 +85,10 @@ class Autotuned:
         """
         climber, where = self.climber, self.climber.cache
         if where is None and start == 0 and self._would_pay(epoch) and worth_keeping(source, maps, faults) and repeatable(source, maps):
-            if self._filled(source, maps, "memory", faults):
-                climber.try_cache("memory")
+            where = self._where_they_fit(source, maps, faults)
+            if self._filled(source, maps, where, faults):
+                climber.try_cache(where)
+                _tell_where(self.kept["source"])
             else:
                 climber.cache = "no"
         elif where in ("memory", "disk") and not self._filled(source, maps, where, faults):
@@ -97,12 +102,20 @@ class Autotuned:
         to_come = PASSES_TO_COME if self.climber.passes is None else self.climber.passes - epoch
         return self.climber.settled and self.climber.waits > NO_WAIT and self.climber.waits * to_come > 1
 
+    def _where_they_fit(self, source: Source, maps: tuple[Map, ...], faults: Faults) -> str:
+        """In memory, or on the disk where they are too many for that."""
+        try:
+            first, _ = read_first(cached(source, maps, "memory", None, None, None), faults)
+        except (Refusal, Failure):
+            return "memory"  # nowhere: why is told when it is filled
+        return "memory" if bytes_of(first, len(source)) <= self.climber.room() else "disk"
+
     def _filled(self, source: Source, maps: tuple[Map, ...], where: str, faults: Faults) -> bool:
         """Whether all samples are kept now, as the data are now; a Notice says why they are not."""
         try:
             kept = self.kept.get("source")
             if kept is None:
-                kept = cached(source, maps, where, self.climber.room() / 1e9 if where == "memory" else None, None, None)
+                kept = cached(source, maps, where, self._gigabytes(where), None, None)
                 if not repeatable(source, maps):
                     raise Refusal("they are random: they differ each time they are made")
             kept.prepare(self.everybody(), faults)
@@ -111,6 +124,12 @@ class Autotuned:
             return False
         self.kept["source"] = kept
         return True
+
+    def _gigabytes(self, where: str) -> float | None:
+        """That the samples may take there; None: as in any cache, where somebody said so or a run before found it."""
+        if where == "memory":
+            return self.climber.room() / 1e9
+        return max(1, SHARE_OF_DISK * free_disk(default_folder())) / 1e9 if self.climber.cache is None else None
 
 
 def worth_keeping(source: Source, maps: tuple[Map, ...], faults: Faults) -> bool:
@@ -139,6 +158,14 @@ def repeatable(source: Source, maps: tuple[Map, ...]) -> bool:
                 return False
             looks.append(samples)
     return same(*looks)
+
+
+def _tell_where(kept: Cache) -> None:
+    """Of samples that are tried from the disk, where nobody said that they should lie."""
+    if isinstance(kept, DiskCache):
+        size, there = bytes_of(kept.kept, len(kept)) / 1e9, Folder(kept.folder, kept.made_of).whole
+        told = f"the samples are too many for the memory that may be taken, so they are tried from the disk: {size:.3g} GB in {there}"
+        warnings.warn(f"{told}, which stay there until somebody deletes them", Notice, stacklevel=2)
 
 
 def _generators() -> list:

@@ -6,9 +6,12 @@ The step's appetite is what it takes when one batch is given to it again and aga
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
+from functools import partial
+from inspect import ismethod
 from itertools import count
 
 import numpy
@@ -32,6 +35,7 @@ from hasten.engine.tasks import TaskRef
 SHARES = {"appetite": 0.25, "stages": 0.3, "copy": 0.1, "together": 0.35}  # of the budget
 WARM_UP = 3  # steps
 ENOUGH = 0.97  # of the appetite is as good as all of it
+_END = object()
 
 
 def bench(
@@ -45,11 +49,12 @@ def bench(
         budget: seconds, about.
 
     Returns:
-        "task", "device", "batch_size", "stages" ({"read", "transform", "batch", "copy": samples a second of one thread, None
-        where there is nothing to do or where it cannot be told apart; a dataset's "read" holds its transforms}), "together" (as the
-        training would get them, workers included), "first_batch_seconds", "appetite" (samples a second that the training step would eat
-        if the next batch were always there), "ahead" (whether batches are computed during the step), "waits" (the share of a step spent waiting),
-        "limit" (the slowest stage, or "step"), "left_out" ({"row", "where", "why"} of what could not be read, and was met), "seconds".
+        "task", "device", "batch_size", "stages" ({"read", "decode", "transform", "batch", "copy": samples a second of one thread, None
+        where there is nothing to do or where it cannot be told apart; without "decode", "read" holds it, and a dataset's its transforms,
+        too}), "together" (as the training would get them, workers included), "first_batch_seconds", "appetite" (samples a second that
+        the training step would eat if the next batch were always there), "ahead" (whether batches are computed during the step), "waits"
+        (the share of a step spent waiting), "limit" (the slowest stage, or "step"), "left_out" ({"row", "where", "why"} of what could
+        not be read, and was met), "seconds".
 
     Raises:
         Refusal, Failure: the task cannot be built, its data not read, or its model not be trained.
@@ -183,25 +188,25 @@ def _synchronise(program: Program) -> None:
 
 
 def _alone(program: Program, data, batches: Batches, budget: float) -> dict:
-    stages = dict.fromkeys(("read", "transform", "batch"))
+    stages = dict.fromkeys(("read", "decode", "transform", "batch"))
     if isinstance(data, Pipeline):
         return stages | _of_pipeline(data, program.loop.batch_size, SHARES["stages"] * budget)
     return stages | ({} if batches.samples is None else _of_samples(batches.samples, SHARES["stages"] * budget))
 
 
 def _of_pipeline(pipeline: Pipeline, batch_size: int, seconds: float) -> dict:
-    watches = {"read": _Stopwatch(), "transform": _Stopwatch()}
+    source, transform = _Timed(pipeline.source), _Stopwatch()
     maps = {
-        name: tuple(replace(each, function=watches["transform"].around(each.function)) for each in getattr(pipeline, name))
+        name: tuple(replace(each, function=transform.around(each.function)) for each in getattr(pipeline, name))
         for name in ("sample_maps", "batch_maps")
     }
-    source = _Timed(pipeline.source, watches["read"])
     timed = replace(pipeline, source=source, batch_size=batch_size, runner=Here(), device=None, **maps)
     epochs = (timed.epoch(epoch) for epoch in count())
     samples, whole = _drawn(epochs, seconds)
-    stages = {name: samples / stopwatch.seconds if stopwatch.seconds else None for name, stopwatch in watches.items()}
-    rest = whole - sum(stopwatch.seconds for stopwatch in watches.values())
-    return stages | {"batch": samples / rest if pipeline.sample_maps or pipeline.collate_fn else None}
+    spent = source.spent() | {"transform": transform.seconds}
+    if pipeline.sample_maps or pipeline.collate_fn:
+        spent["batch"] = whole - sum(spent.values())
+    return {name: samples / each if each else None for name, each in spent.items()}
 
 
 def _of_samples(samples: Samples, seconds: float) -> dict:
@@ -237,18 +242,36 @@ class _Stopwatch:
         def timed(*arguments, **named):
             began = time.perf_counter()
             try:
-                return function(*arguments, **named)
+                result = function(*arguments, **named)
             finally:
                 self.seconds += time.perf_counter() - began
+            return self._over(result) if isinstance(result, Generator) else result
 
         return timed
 
+    def _over(self, made: Generator) -> Iterator:
+        """What comes one by one, each timed when it is asked for."""
+        ask = self.around(partial(next, made, _END))
+        while (each := ask()) is not _END:
+            yield each
+
 
 class _Timed(Source):
-    """A source that is timed while it reads."""
+    """A source that is timed while it reads; one that gets its bytes through ``raw`` is timed there, too: what is left is decoding."""
 
-    def __init__(self, source: Source, stopwatch: _Stopwatch):
-        self.source, self._timed = source, stopwatch.around(source.read)
+    def __init__(self, source: Source):
+        self.source, self._whole, self._bytes = source, _Stopwatch(), _Stopwatch()
+        self._decodes = ismethod(getattr(source, "raw", None))
+        if self._decodes:
+            source = copy(source)
+            source.raw = self._bytes.around(source.raw)
+        self._timed = self._whole.around(source.read)
+
+    def spent(self) -> dict[str, float]:
+        """The seconds of each stage."""
+        if not self._decodes:
+            return {"read": self._whole.seconds}
+        return {"read": self._bytes.seconds, "decode": self._whole.seconds - self._bytes.seconds}
 
     def __len__(self) -> int:
         return len(self.source)

@@ -1,0 +1,103 @@
+"""Remote rows that lie apart are asked for at once, and no more of them than is wanted; each that fails is asked for again by itself."""
+
+import threading
+import time
+
+import numpy
+import pytest
+
+from hasten.data.formats.records import Records, framed
+from hasten.data.places import remote
+
+pytest.importorskip("fsspec", reason="fsspec is not installed: no remote files")
+pytest.importorskip("aiohttp", reason="aiohttp is not installed: fsspec cannot ask web servers")
+from web import Answer, serving
+
+ROWS, BYTES = 200, 100_000
+SCATTERED = numpy.arange(7, ROWS, 9)
+
+
+@pytest.fixture
+def web(tmp_path, monkeypatch):
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(remote, "WAITS", (0.01, 0.02, 0.04))
+    with serving({"/long.tfrecord": framed([bytes([row]) * BYTES for row in range(ROWS)])}) as web:
+        yield web
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """What the server does at a time, and gives in all."""
+    given, lock, seen = Answer.given, threading.Lock(), {"now": 0, "most": 0, "bytes": 0}
+
+    def watched(answer, content, kind):
+        with lock:
+            seen["now"] += 1
+            seen["most"] = max(seen["most"], seen["now"])
+        time.sleep(0.05)
+        begin, _, end = answer.headers.get("Range", "").removeprefix("bytes=").partition("-")
+        if answer.command == "GET":
+            seen["bytes"] += int(end) + 1 - int(begin) if end and answer.server.ranges else len(content)
+        given(answer, content, kind)
+        with lock:
+            seen["now"] -= 1
+
+    monkeypatch.setattr(Answer, "given", watched)
+    return seen
+
+
+@pytest.fixture
+def records(web):
+    return Records([f"{web.address}/long.tfrecord"])
+
+
+def read(records, rows):
+    data, begins, ends = records.data_of(rows)
+    return [data[begin:end].tobytes() for begin, end in zip(begins, ends, strict=True)]
+
+
+def wanted(rows):
+    return [bytes([row]) * BYTES for row in rows.tolist()]
+
+
+def test_scattered_rows_come_at_once_and_nothing_else_does(records, loads):
+    loads["bytes"] = 0
+    assert read(records, SCATTERED) == wanted(SCATTERED)
+    assert loads["most"] >= len(SCATTERED) / 2
+    assert loads["bytes"] < 1.01 * len(SCATTERED) * BYTES + 1000, "no more than was wanted"
+
+
+def test_rows_in_order_are_read_as_a_stream_that_reads_ahead(records, loads):
+    read(records, numpy.arange(4))
+    loads["most"], before = 0, loads["bytes"]
+    assert read(records, numpy.arange(4, 8)) == wanted(numpy.arange(4, 8))
+    assert loads["most"] <= 1 and loads["bytes"] - before < BYTES
+
+
+def test_one_that_fails_is_asked_for_again_by_itself(records, web):
+    remote._in_parts.clear()
+    read(records, SCATTERED)
+    web.failing, before = 3, len(web.asked)
+    assert read(records, SCATTERED) == wanted(SCATTERED)
+    assert len(web.asked) - before <= len(SCATTERED) + 3 + 3
+
+
+def test_answers_that_break_off_are_no_content(records, web):
+    read(records, SCATTERED)
+    web.breaking = 4
+    assert read(records, SCATTERED) == wanted(SCATTERED)
+
+
+def test_a_server_that_gives_whole_files_is_not_asked_for_each_part(records, web, loads):
+    remote._in_parts.clear()
+    web.ranges, loads["bytes"] = False, 0
+    whole = len(web.content["/long.tfrecord"])
+    with pytest.raises(Exception, match="range requests") as told:
+        read(records, SCATTERED)
+    assert "\n" not in str(told.value)
+    assert loads["bytes"] <= 3 * whole
+
+
+def test_the_same_rows_twice_and_backwards(records):
+    rows = numpy.array([150, 3, 3, 90, 4, 2, 150])
+    assert read(records, rows) == wanted(rows)

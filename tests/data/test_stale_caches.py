@@ -1,0 +1,157 @@
+"""Caches are never stale: what changes anything in their rows, files, functions, sources or this package, makes another one."""
+
+import importlib
+import os
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from caches import KINDS, NUMBERS, counting, files
+from pipelines import BATCH, ROWS, Bad, equal
+
+from hasten import Failure
+from hasten.data import Pipeline, arrays, augmented, tokens
+from hasten.data.caching.cache import made_of
+from hasten.data.formats.in_memory import Arrays
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_changed_file_is_noticed_between_two_passes(kind, tmp_path):
+    file = tmp_path / "x.npy"
+    numpy.save(file, NUMBERS.numpy())
+    pipeline = arrays(file).cache(kind).batch(ROWS)
+    assert torch.equal(*pipeline, NUMBERS)
+    with open(file, "r+b") as opened:
+        opened.seek(-4, os.SEEK_END)
+        opened.write(numpy.float32(-1).tobytes())
+    os.utime(file, (1, 1))
+    (changed,) = pipeline
+    assert changed[-1, -1] == -1
+
+
+class Doubled(Arrays):
+    """Says of itself what Arrays does."""
+
+    def read(self, rows):
+        return super().read(rows) * 2
+
+
+def test_what_must_not_share_a_cache_does_not(tmp_path):
+    x, y = torch.arange(8), torch.arange(8)
+    for name in ("x", "y"):
+        numpy.save(tmp_path / f"{name}.npy", x.numpy())
+    pictures = torch.zeros(8, 3, 4, 4, dtype=torch.uint8)
+    built = [
+        arrays(x), Pipeline(Doubled(x)), arrays(x, y), arrays({"x": x, "y": y}), arrays({"y": x, "x": y}), arrays({"x": (x, y)}),
+        arrays(tmp_path / "x.npy"), arrays({"x": tmp_path / "x.npy"}), arrays({"y": tmp_path / "x.npy"}), arrays(tmp_path / "y.npy"),
+        tokens(tmp_path / "x.npy", 2), tokens(tmp_path / "x.npy", 3), tokens(tmp_path / "x.npy", 2, stride=1),
+        arrays(pictures), augmented(pictures), arrays(pictures, x), augmented(pictures, x),
+        arrays(x).map(lambda x: x + 1).cache(), Pipeline(Doubled(x)).map(lambda x: x + 1).cache(),
+    ]  # fmt: skip
+    told = [str(made_of(pipeline.source)) for pipeline in built]
+    assert len(set(told)) == len(told)
+    list(arrays(x).cache("disk").batch(8))
+    assert torch.equal(*Pipeline(Doubled(x)).cache("disk").batch(8), x * 2)
+
+
+class Odd(Bad):
+    """Says of itself what JSON does not know."""
+
+    def identity(self):
+        kinds = {"n": numpy.int64(3), 3: numpy.float32(0.5), "missing": float("nan"), "shape": torch.ones(2), "path": Path("x"), None: {1}}
+        return super().identity() | kinds
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_identity_may_hold_any_numbers(kind):
+    pipeline = counting(Pipeline(Odd([])))
+    cached = pipeline.cache(kind).batch(BATCH)
+    assert equal(list(cached), list(cached)) and pipeline.source.rows_read <= ROWS + 4
+    again = counting(Pipeline(Odd([])))
+    list(again.cache(kind).batch(BATCH))
+    assert (again.source.rows_read == 0) == (kind == "disk")
+
+
+def test_a_changed_function_or_file_makes_another_cache(tmp_path):
+    def cached(data, by):
+        return torch.cat(list(arrays(data).map(lambda x: x * by).cache("disk").batch(BATCH)))
+
+    assert torch.equal(cached(NUMBERS, 2), NUMBERS * 2)
+    assert torch.equal(cached(NUMBERS, 3), NUMBERS * 3)
+    assert torch.equal(cached(NUMBERS + 1, 3), (NUMBERS + 1) * 3)
+    assert torch.equal(cached(NUMBERS, 2), NUMBERS * 2)
+    assert len([name for name in files(tmp_path) if name.endswith("cache.json")]) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_data_that_change_while_they_are_kept_are_a_failure_that_leaves_nothing(kind, tmp_path):
+    file, new = tmp_path / "x.npy", tmp_path / "new.npy"
+    numpy.save(file, NUMBERS.numpy())
+    numpy.save(new, NUMBERS.numpy() + 1)
+    pipeline = arrays(file).cache(kind, watch=lambda *what: new.exists() and os.replace(new, file)).batch(ROWS)
+    with pytest.raises(Failure, match="changed while the cache was being filled"):
+        list(pipeline)
+    assert not (tmp_path / "cache").exists() or not files(tmp_path)
+    for each in (pipeline, arrays(file).cache(kind).batch(ROWS)):
+        assert torch.equal(*each, NUMBERS + 1)
+
+
+def test_a_change_in_memory_is_noticed_between_two_passes():
+    data = NUMBERS.clone()
+    pipeline = arrays(data).cache().batch(ROWS)
+    assert torch.equal(*pipeline, NUMBERS)
+    data += 1
+    assert torch.equal(*pipeline, NUMBERS + 1)
+
+
+def test_rows_that_were_mended_are_read_again():
+    source = Bad([3, 50])
+    pipeline = Pipeline(source).cache().skip_bad(2).batch(ROWS)
+    assert len(*pipeline) == ROWS - 2
+    source.bad = {7}
+    assert sorted(set(range(ROWS)) - set(*map(torch.Tensor.tolist, pipeline))) == [7] == list(pipeline.faults.found)
+
+
+def test_a_cache_of_another_version_of_this_package_is_not_taken(monkeypatch):
+    for version, read in (("1.0", True), ("1.0", False), ("1.1", True)):
+        monkeypatch.setattr("hasten.data.caching.cache_disk.__version__", version)
+        pipeline = counting(arrays(NUMBERS))
+        list(pipeline.cache("disk").batch(BATCH))
+        assert (pipeline.source.rows_read > 0) == read
+
+
+def test_somebodys_own_source_is_another_when_its_text_is(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    text = """
+        import torch
+        from hasten.data import Source
+
+        class Own(Source):
+            def __len__(self):
+                return 8
+
+            def read(self, rows):
+                return torch.from_numpy(rows) * FACTOR
+
+            def identity(self):
+                return {}
+        """
+    sums = []
+    for number, factor in enumerate((2, 2, 30)):
+        (tmp_path / "own_source.py").write_text(textwrap.dedent(text).replace("FACTOR", str(factor)))
+        sys.modules.pop("own_source", None)
+        importlib.invalidate_caches()
+        shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
+        pipeline = counting(Pipeline(importlib.import_module("own_source").Own()))
+        sums += [int(batch.sum()) for batch in pipeline.cache("disk").batch(8)]
+        assert (pipeline.source.rows_read > 0) == (number != 1)
+    assert sums == [56, 56, 840]

@@ -1,0 +1,129 @@
+"""A study whose instruments tell what was planted, and what the tests of the search make of it."""
+
+import random
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from hasten.contract.recipe import Recipe
+from hasten.measure.ratio import Ratio, verdict_of
+from hasten.tuning.search import NOTHING_TO_DO, Baseline, Ladder, Outcome, candidate, systems, training
+from hasten.tuning.study import Budget
+
+TARGET, SAMPLES, METRIC, MARGIN = 0.9, 10_000, 0.95, 0.01
+TRIAL = 2.0  # seconds that every trial takes
+THREADS = replace(candidate("threads"), tries=tuple({"count": count} for count in range(1, 9)))
+CLIPPING = replace(candidate("gradient_clipping"), tries=tuple({"max_norm": float(norm)} for norm in range(1, 9)))
+
+
+def threads(count: int) -> str:
+    return f"threads:count={count}"
+
+
+def clipping(norm: int) -> str:
+    return f"gradient_clipping:max_norm={norm}.0"
+
+
+@dataclass
+class Planted:
+    """Stands for a Study. Each member of a recipe has its effects; every trial is paid for once, from a real Budget."""
+
+    faster: dict[str, float] = field(default_factory=dict)  # times, a step
+    samples: dict[str, float] = field(default_factory=dict)  # to the target: times those of the baseline
+    luck: dict[str, float] = field(default_factory=dict)  # times faster by the stopwatch of a run, for no reason
+    better: dict[str, float] = field(default_factory=dict)  # at its end, in the metric
+    start: dict[str, float] = field(default_factory=dict)  # seconds
+    refuted: tuple[str, ...] = ()
+    idle: tuple[str, ...] = ()
+    spread: float = 0.0005  # of the metric, over recipes and seeds
+    budget: Budget = field(default_factory=lambda: Budget(1e6))
+    task: str = "planted"
+    device: str = "cpu"
+    seed: int = 0
+    higher_is_better: bool = True
+    target: float | None = TARGET
+    asked: list[tuple[str, str]] = field(default_factory=list)
+    trials: list[dict] = field(default_factory=list)
+
+    def run(self, recipe: Recipe, seed: int, give_up_after: float | None = None) -> dict:
+        self._pay("run", f"{recipe}, seed {seed}, give up after {give_up_after}")
+        metric = (
+            METRIC + random.Random(f"{recipe} {seed}").gauss(0, self.spread) + sum(self.better.get(each, 0.0) for each in _members(recipe))
+        )
+        samples = round(SAMPLES * self._of(self.samples, recipe))
+        seconds = samples / 1000 / self._of(self.faster, recipe) / self._of(self.luck, recipe)
+        late = give_up_after is not None and seconds > give_up_after
+        looks = [{"samples": n * samples // 20, "seconds": n * seconds / 20, "metric": metric} for n in range(1, 41)]
+        there = {"seconds_to_target": seconds, "samples_to_target": samples, "first_samples": samples}
+        told = {"metric": metric, "best_metric": metric, "samples": 2 * samples, "gave_up": late, "trial_seconds": TRIAL}
+        return told | {"evaluations": looks} | (dict.fromkeys(there) if late else there)
+
+    def pace(self, a: Recipe, b: Recipe, **_) -> dict:
+        self._pay("pace", f"{b} against {a}")
+        if idle := set(self.idle) & set(_members(b)):
+            return {"failed": f"{idle.pop().partition(':')[0]} {NOTHING_TO_DO}: planted", "trial_seconds": TRIAL}
+        median = self._of(self.faster, b) / self._of(self.faster, a)
+        ratio = Ratio(median, 0.995 * median, 1.005 * median)
+        return {
+            "verdict": verdict_of(ratio),
+            "ratio": ratio.to_json(),
+            "why": f"{ratio}",
+            "seconds_per_1000_samples": {"a": 1 / self._of(self.faster, a), "b": 1 / self._of(self.faster, b)},
+            "start_seconds": {name: sum(self.start.get(each, 0.0) for each in _members(recipe)) for name, recipe in (("a", a), ("b", b))},
+            "trial_seconds": TRIAL,
+        }
+
+    def proof(self, base: Recipe, recipe: Recipe, exactness) -> dict:
+        self._pay("proof", f"{recipe} against {base}")
+        return {"passed": not set(self.refuted) & set(_members(recipe)), "why": "planted", "trial_seconds": TRIAL}
+
+    def once(self, kind: str, words: str, measure) -> dict:
+        self._pay(kind, words)
+        return {"advice": []}
+
+    def anatomy(self, recipe: Recipe) -> dict:
+        self._pay("anatomy", str(recipe))
+        return {}
+
+    def note(self, what: str, stage: str, verdict: str, why: str, *, ratio=None, seconds: float = 0.0) -> None:
+        self.trials.append({"what": what, "stage": stage, "verdict": verdict, "why": why, "seconds": seconds})
+
+    def kinds(self, kind: str) -> list[str]:
+        return [what for each, what in self.asked if each == kind]
+
+    def noted(self, stage: str) -> list[str]:
+        return [trial["what"] for trial in self.trials if trial["stage"] == stage]
+
+    def _of(self, effects: dict[str, float], recipe: Recipe) -> float:
+        return prod(effects.get(each, 1.0) for each in _members(recipe))
+
+    def _pay(self, kind: str, what: str) -> None:
+        if (kind, what) not in self.asked:
+            self.budget.ask()
+            self.asked.append((kind, what))
+            self.budget.spent += TRIAL
+
+
+def _members(recipe: Recipe) -> list[str]:
+    return [str(Recipe({name: settings})) for name, settings in recipe.methods.items()]
+
+
+def baseline_of(study: Planted) -> Baseline:
+    seeds = [0, 1000, 2000]
+    return Baseline(seeds, [study.run(Recipe(), seed) for seed in seeds], TARGET, MARGIN, True)
+
+
+def searched_systems(study: Planted, each=THREADS) -> Ladder:
+    systems(study, ladder := Ladder(), [each], SAMPLES, 5.0)
+    return ladder
+
+
+def searched_training(study: Planted, each=CLIPPING) -> Ladder:
+    training(study, ladder := Ladder(), [each], baseline_of(study))
+    return ladder
+
+
+def outcome(*seconds: float | None, samples: tuple[int | None, ...] = (), metric: float = METRIC) -> Outcome:
+    """Of a run a seed."""
+    samples = samples or (SAMPLES,) * len(seconds)
+    runs = [{"seconds_to_target": s, "samples_to_target": n, "metric": metric} for s, n in zip(seconds, samples, strict=True)]
+    return Outcome("kept", "", tuple(runs))

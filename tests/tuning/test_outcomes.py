@@ -1,0 +1,68 @@
+"""What is held against what: runs of the same seeds, by seconds and by samples, and what becomes of each. Outcomes are planted."""
+
+import pytest
+from planted_study import MARGIN, METRIC, SAMPLES, TARGET, TRIAL, Planted, baseline_of, outcome
+
+from hasten.tuning.search import Baseline, Outcome
+
+
+def test_only_seeds_that_both_were_run_on_are_compared():
+    once, thrice = outcome(10.0), outcome(8.0, 20.0, 20.0)
+    assert thrice.gain_over(once) == pytest.approx(1.25)
+    assert once.gain_over(thrice) == pytest.approx(0.8)
+    assert outcome(8.0, None).gain_over(once) == pytest.approx(1.25)
+    assert outcome(8.0, None).gain_over(outcome(10.0, 10.0)) is None
+
+
+def test_samples_are_compared_on_the_same_seeds():
+    one, three = outcome(10.0, samples=(1000,)), outcome(10.0, 10.0, 10.0, samples=(1000, 1000, 1000))
+    fewer_later = outcome(10.0, 10.0, 10.0, samples=(1000, 500, 500))
+    assert not fewer_later.needs_fewer(one)
+    assert fewer_later.needs_fewer(three)
+    assert not outcome(10.0, samples=(995,)).needs_fewer(one)
+    assert outcome(10.0, samples=(500,)).needs_fewer(outcome(None, samples=(None,)))
+
+
+def test_a_loser_is_told_in_the_seconds_of_the_seeds_that_were_compared():
+    runs = [{**run, "gave_up": False} for run in outcome(9.9, 30.0, 30.0).runs]
+    told = Outcome.of(runs, baseline_of(Planted()), outcome(10.0))
+    assert told.verdict == "no gain"
+    assert told.why == "reached the target in 9.90 s; the best so far takes 10.00 s"
+
+
+@pytest.mark.parametrize(
+    ("run", "verdict", "words"),
+    [
+        ({"failed": "ema has nothing to act on: no weights"}, "nothing to do", "no weights"),
+        ({"failed": "ran out of memory"}, "failed", "memory"),
+        ({"gave_up": True}, "no gain", "after 10.5 s"),
+        ({"seconds_to_target": None}, "refused", "never reached the target 0.9"),
+        ({"metric": METRIC - 3 * MARGIN}, "refused", "the margin is 0.01"),
+        ({"seconds_to_target": 9.9}, "no gain", "9.90 s"),
+        ({"seconds_to_target": 5.0}, "kept", "5.00 s"),
+    ],
+)
+def test_what_becomes_of_a_run(run, verdict, words):
+    usual = {"gave_up": False, "seconds_to_target": 5.0, "samples_to_target": SAMPLES, "metric": METRIC, "trial_seconds": TRIAL}
+    told = Outcome.of([usual | run], baseline_of(Planted()), outcome(10.0))
+    assert told.verdict == verdict
+    assert words in told.why
+
+
+@pytest.mark.parametrize(
+    ("seconds", "better", "verdict"),
+    [(10.2, 2 * MARGIN, "kept"), (10.2, MARGIN, "no gain"), (10.2, MARGIN / 2, "no gain"), (12.0, 2 * MARGIN, "no gain")],
+)
+def test_a_clearly_better_end_makes_up_for_no_gain_but_not_for_a_loss(seconds, better, verdict):
+    baseline, best = baseline_of(Planted()), outcome(10.0)
+    (run,) = outcome(seconds, metric=METRIC + better).runs
+    assert Outcome.of([{**run, "gave_up": False}], baseline, best).verdict == verdict
+
+
+@pytest.mark.parametrize("higher", [True, False])
+def test_as_good_is_meant_in_the_direction_of_the_metric(higher):
+    baseline = Baseline([0, 1], [{"metric": 1.0}, {"metric": 1.0}], TARGET, MARGIN, higher)
+    better = 1 if higher else -1
+    assert baseline.as_good([1.0 + better * 5 * MARGIN])
+    assert baseline.as_good([1.0 - better * MARGIN / 2])
+    assert not baseline.as_good([1.0 - better * 2 * MARGIN])

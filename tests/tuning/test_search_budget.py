@@ -1,0 +1,136 @@
+"""What a search may cost: its budget, its reserve, the runs that are compared with, and trials that are paid for once."""
+
+import time
+
+import pytest
+from planted_study import CLIPPING, TARGET, THREADS, TRIAL, Planted, baseline_of, clipping, threads
+
+from hasten.contract.recipe import Recipe
+from hasten.contract.watch import silent
+from hasten.engine.environment import cores
+from hasten.engine.tasks import TaskRef
+from hasten.tuning.candidates import Candidates, Wanted, competent_recipes
+from hasten.tuning.gate import FEWEST_SEEDS
+from hasten.tuning.ledger import Ledger
+from hasten.tuning.result import Found
+from hasten.tuning.search import Ladder
+from hasten.tuning.shares import leave_one_out
+from hasten.tuning.study import Budget, OutOfBudget, Study
+from hasten.tuning.tune import RESERVED_RUNS, _competent, _confirm, _examine, _search
+
+
+@pytest.mark.parametrize(
+    ("total", "reserved"), [(1800.0, RESERVED_RUNS * TRIAL + 60.0), (54.0, RESERVED_RUNS * TRIAL + 10.0), (30.0, 15.0)]
+)
+def test_runs_and_comparisons_are_kept_back_for_the_confirmation(total, reserved):
+    study, found = Planted(budget=Budget(total)), Found()
+    _examine(study, found, Wanted(None, Recipe()), None)
+    assert study.budget.reserved == pytest.approx(reserved)
+
+
+@pytest.mark.parametrize("total", [26.0, 29.0, 31.0, 43.0, 64.0, 101.0, 200.0])
+def test_a_search_leaves_its_reserve_and_nothing_exceeds_the_budget_by_more_than_a_trial(total):
+    effects = {threads(count): 1 + count / 10 for count in range(1, 9)} | {"fused_optimizer": 1.1}
+    study = Planted(faster=effects, samples={clipping(norm): 0.9**norm for norm in range(1, 9)}, budget=Budget(total))
+    found = Found(baseline=baseline_of(study), candidates=Candidates([THREADS], [CLIPPING]), pace_seconds=TRIAL)
+    reserve = study.budget.reserved = min(total / 2, 9 * TRIAL)
+    _search(study, found)
+    for_exact, reserve = study.budget.reserved - reserve, study.budget.reserved
+    assert (0.0 if total < 40.0 else 1e-9) <= for_exact <= (FEWEST_SEEDS + 1) * TRIAL
+    assert total < 200.0 or for_exact == (FEWEST_SEEDS + 1) * TRIAL
+    assert study.budget.spent <= total - reserve + TRIAL
+    assert bool(study.noted("search")) is (total - study.budget.spent <= reserve), "that it was stopped is told"
+    _confirm(study, found)
+    assert study.budget.spent <= total + TRIAL
+    assert found.won or total < 40.0
+    assert total < 100.0 or found.confirmed.over_competent is not None
+
+
+def test_what_is_measured_of_the_shares_is_kept_where_the_budget_ends():
+    recipe = Recipe.read(f"{threads(2)} + {clipping(1)} + fused_optimizer")
+    study = Planted(faster={threads(2): 1.5, "fused_optimizer": 1.2}, samples={clipping(1): 0.5}, budget=Budget(3 * TRIAL))
+    told = [share["method"] for share in leave_one_out(study, Ladder([Recipe(), recipe]))]
+    assert 0 < len(told) < 3
+    ample = Planted(faster=study.faster, samples=study.samples)
+    assert {share["method"]: round(share["speedup"]["median"], 1) for share in leave_one_out(ample, Ladder([Recipe(), recipe]))} == {
+        "threads": 1.5,
+        "fused_optimizer": 1.2,
+        "gradient_clipping": 2.0,
+    }
+
+
+def test_a_member_that_gives_nothing_leaves_the_recipe():
+    recipe = Recipe.read(f"{threads(2)} + fused_optimizer")
+    study, ladder = Planted(faster={threads(2): 1.5}), Ladder([Recipe(), recipe])
+    assert [share["method"] for share in leave_one_out(study, ladder)] == ["threads"]
+    assert str(ladder.best) == threads(2)
+    assert study.trials[-1]["verdict"] == "left out"
+
+
+# ── the competent run ────────────────────────────────────────────────────────────────────────────
+
+WORKERS = str(competent_recipes("cpu", cores())[-1].without("fused_optimizer"))
+
+
+@pytest.mark.parametrize(
+    ("faster", "idle", "best"),
+    [
+        ({"fused_optimizer": 1.2}, (), "fused_optimizer"),
+        ({"fused_optimizer": 1.2, WORKERS: 1.3}, (), f"fused_optimizer + {WORKERS}"),
+        ({WORKERS: 1.3}, ("fused_optimizer",), WORKERS),
+        ({"fused_optimizer": 1.2}, (WORKERS,), "fused_optimizer"),
+        ({}, (), "baseline"),
+        ({WORKERS: 0.8}, ("fused_optimizer",), "baseline"),
+    ],
+)
+def test_a_competent_user_keeps_what_is_surely_faster_and_leaves_what_has_nothing_to_act_on(faster, idle, best):
+    assert str(_competent(Planted(faster=faster, idle=idle), 5.0)) == best
+
+
+# ── the instruments: what they cost, and what they remember ───────────────────────────────────────
+
+
+def test_a_trial_is_begun_while_something_is_left_and_a_known_one_always(tmp_path):
+    study = Study(TaskRef("planted"), "cpu", Ledger(tmp_path, {}), Budget(10.0, reserved=9.98), silent)
+
+    def measure(_) -> dict:
+        time.sleep(0.01)
+        return {}
+
+    with pytest.raises(OutOfBudget):
+        for number in range(100):
+            study.once(f"number {number}", "", measure)
+    seconds = [entry["outcome"]["trial_seconds"] for entry in study.ledger.known.values()]
+    assert study.budget.spent == pytest.approx(sum(seconds))
+    assert sum(seconds[:-1]) < 0.02 <= study.budget.spent
+    study.once("number 0", "", measure)
+    assert study.budget.spent == pytest.approx(sum(seconds)), "a trial is paid for once"
+    study.budget.reserved = 0.0
+    study.once("of the confirmation", "", measure)
+
+    later = Study(TaskRef("planted"), "cpu", Ledger(tmp_path, {}), Budget(0.0), silent)
+    later.once("number 0", "", measure)
+    assert later.budget.spent == pytest.approx(seconds[0]), "and counts again in the search that remembers it"
+
+
+class Recorded(Study):
+    """A Study whose runs were recorded: 0.8, 0.92 and 0.95 after a second each."""
+
+    def _in_worker(self, recipe, seed, method, watch, **limits) -> dict:
+        looks = [{"samples": 100 * n, "seconds": float(n), "metric": metric} for n, metric in enumerate((0.8, 0.92, 0.95), 1)]
+        return {"metric": 0.95, "evaluations": looks, "gave_up": limits.get("give_up_after", 9.0) < 2.0}
+
+
+def test_a_target_that_is_fixed_after_the_first_runs_counts_for_them(tmp_path):
+    study = Recorded(TaskRef("planted"), "cpu", Ledger(tmp_path, {}), Budget(10.0), silent)
+    assert study.run(Recipe(), 0)["seconds_to_target"] is None
+    study.target = TARGET
+    assert study.run(Recipe(), 0)["seconds_to_target"] == 2.0
+
+
+def test_a_run_that_came_to_its_end_is_known_whoever_asks_and_one_given_up_is_not(tmp_path):
+    study = Recorded(TaskRef("planted"), "cpu", Ledger(tmp_path, {}), Budget(10.0), silent, target=TARGET)
+    assert study.run(Recipe(), 0, give_up_after=1.0)["gave_up"]
+    assert not study.run(Recipe(), 0, give_up_after=5.0)["gave_up"]
+    assert study.run(Recipe(), 0)["samples_to_target"] == 200
+    assert len(study.ledger.known) == 2
