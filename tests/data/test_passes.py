@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 
 import numpy
@@ -15,8 +16,10 @@ import pytest
 from alike import same
 from tar_files import npy, pack
 
+from hasten.cli.main import main
 from hasten.contract.errors import Notice
 from hasten.data import shards, tfrecord
+from hasten.data.caching import filling
 from hasten.data.formats import records, tars
 from hasten.data.formats.example_messages import encoded
 from hasten.data.formats.records import framed
@@ -215,6 +218,7 @@ def test_what_was_kept_of_another_file_is_passed_over(tmp_path, settled):
 CHILD = """
 import hashlib, sys, numpy
 from hasten.data import shards, tfrecord
+from hasten.data.caching import filling
 from hasten.data.places import passes
 passes.SETTLED = 0
 print("ready", flush=True)
@@ -234,7 +238,7 @@ def test_two_processes_that_open_a_file_at_once(tmp_path, settled):
     for child in children:
         child.stdin.write("go\n")
         child.stdin.flush()
-    said = [child.communicate(timeout=60)[0] for child in children]
+    said = [child.communicate(timeout=300)[0] for child in children]
     assert len(said[0].split()) == 2 and said[0] == said[1] and all(child.returncode == 0 for child in children)
     assert {path.suffix for path in kept()} == {".manifest"}
     assert [opened(path)[1] for path in paths] == [0, 0]
@@ -263,7 +267,7 @@ def test_a_long_pass_tells_its_pace_and_what_is_left(web, monkeypatch):
     message = framed([encoded({"x": 1.5})])
     web.content |= {f"/many/{number}.tfrecord": message for number in range(5)}
     paths = [f"{web.address}/many/{number}.tfrecord" for number in range(5)]
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings(action="error", category=Notice):
         records.Records(paths)
     given = Answer.given
 
@@ -273,7 +277,10 @@ def test_a_long_pass_tells_its_pace_and_what_is_left(web, monkeypatch):
         given(answer, *arguments)
 
     monkeypatch.setattr(Answer, "given", slowly)
-    with ThreadPoolExecutor(1) as another, pytest.warns(Notice, match=r"finding the records of 5 files, \d+ MB/s: [468]0% done, \d s left"):
+    with (
+        ThreadPoolExecutor(1) as another,
+        pytest.warns(Notice, match=r"finding the records of 5 files, \d+ MB/s: [2468]0% done, \d s left"),
+    ):
         another.submit(records.Records, paths).result()
 
 
@@ -289,3 +296,11 @@ def test_a_download_tells_how_much_is_here(web):
     told = []
     assert len(ranges.whole(stamp(f"{web.address}/long"), told.append)) == 9 << 20
     assert told == [4 << 20, 8 << 20, 9 << 20]
+
+
+@pytest.mark.parametrize("options", [[], ["--quiet"]])
+def test_who_asks_for_quiet_hears_nothing_of_how_far_it_is(options, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(filling, "perf_counter", count(0.0, 100.0).__next__)  # a long time passes
+    monkeypatch.setattr(records, "TOLD", 1)
+    assert main(["data", "inspect", str(written(tmp_path / "a.tfrecord")), "--budget", "0.5", *options]) == 0
+    assert ("finding the records of" in capfd.readouterr().err) is (not options)

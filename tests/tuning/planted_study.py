@@ -32,6 +32,7 @@ class Planted:
     luck: dict[str, float] = field(default_factory=dict)  # times faster by the stopwatch of a run, for no reason
     better: dict[str, float] = field(default_factory=dict)  # at its end, in the metric
     start: dict[str, float] = field(default_factory=dict)  # seconds
+    restless: bool = False  # short comparisons settle nothing
     refuted: tuple[str, ...] = ()
     idle: tuple[str, ...] = ()
     spread: float = 0.0005  # of the metric, over recipes and seeds
@@ -57,12 +58,12 @@ class Planted:
         told = {"metric": metric, "best_metric": metric, "samples": 2 * samples, "gave_up": late, "trial_seconds": TRIAL}
         return told | {"evaluations": looks} | (dict.fromkeys(there) if late else there)
 
-    def pace(self, a: Recipe, b: Recipe, **_) -> dict:
-        self._pay("pace", f"{b} against {a}")
+    def pace(self, a: Recipe, b: Recipe, *, salt: str = "", **_) -> dict:
+        self._pay("pace", f"{b} against {a}{salt and f', {salt}'}")
         if idle := set(self.idle) & set(_members(b)):
             return {"failed": f"{idle.pop().partition(':')[0]} {NOTHING_TO_DO}: planted", "trial_seconds": TRIAL}
         median = self._of(self.faster, b) / self._of(self.faster, a)
-        ratio = Ratio(median, 0.995 * median, 1.005 * median)
+        ratio = Ratio(median, 0.8 * median, 1.25 * median) if self.restless and not salt else Ratio(median, 0.995 * median, 1.005 * median)
         return {
             "verdict": verdict_of(ratio),
             "ratio": ratio.to_json(),

@@ -116,3 +116,14 @@ def test_further_seeds_are_run_where_they_can_be_afforded(budget, seeds):
     study = Planted(samples={clipping(1): 0.5}, budget=Budget(budget))
     searched_training(study, replace(CLIPPING, tries=CLIPPING.tries[:1]))
     assert sum(what.startswith(clipping(1)) for what in study.kinds("run")) == seeds
+
+
+def test_what_may_be_faster_is_compared_for_longer_on_a_restless_machine():
+    study, ladder = Planted(faster={threads(2): 1.2, threads(3): 1.03}, restless=True), Ladder()
+    systems(study, ladder, [replace(THREADS, tries=({"count": 2}, {"count": 3}))], SAMPLES, 5.0)
+    assert str(ladder.best) == threads(2)
+    assert study.kinds("pace") == [
+        f"{threads(2)} against baseline",
+        f"{threads(2)} against baseline, longer",
+        f"{threads(3)} against baseline",
+    ]

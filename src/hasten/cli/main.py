@@ -17,7 +17,7 @@ from hasten import __version__
 from hasten.cli import compare, data, diagnose, eject, methods, report, train, tune, values
 from hasten.cli.answer import Answer, show, stdout_kept_for_the_answer, strict_json
 from hasten.cli.progress import watching
-from hasten.contract.errors import Failure, Notice, Refusal, nearest, one_line
+from hasten.contract.errors import Failure, Notice, Progress, Refusal, nearest, one_line
 
 VERBS = {
     "methods": methods,
@@ -87,6 +87,8 @@ def _answer(words: list[str]) -> Answer | None:
         return None
     if options is None:
         return None
+    if options.quiet:
+        warnings.simplefilter("ignore", Progress)
     with stdout_kept_for_the_answer(), watching(options.quiet) as watch:
         return VERBS[options.verb].run(options, watch)
 

@@ -19,6 +19,10 @@ class Notice(UserWarning):
     """Something that the user ought to know although the run goes on; the command line shows it as one line."""
 
 
+class Progress(Notice):
+    """How far something is that takes long. Of no use to who asked for quiet."""
+
+
 def one_line(error: BaseException, limit: int = 300) -> str:
     """``Type: message`` of somebody else's error, on one line, shortened."""
     text = " ".join(str(error).split())

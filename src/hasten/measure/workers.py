@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from multiprocessing.connection import Connection
 
-from hasten.contract.errors import Failure, Notice, Refusal, one_line
+from hasten.contract.errors import Failure, Notice, Progress, Refusal, one_line
 from hasten.contract.watch import Watch, silent
 
 SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
@@ -184,9 +184,11 @@ def told_already() -> Iterator[None]:
         yield
 
 
-def _pass_on(text: str, filename: str, lineno: int) -> None:
+def _pass_on(text: str, is_progress: bool, filename: str, lineno: int) -> None:
     """A worker's Notice, as if it had been given here; once, also where another worker tells it with other numbers."""
-    if (words := _without_numbers(text)) not in _passed_on:
+    if is_progress:
+        warnings.warn_explicit(text, Progress, filename, lineno)
+    elif (words := _without_numbers(text)) not in _passed_on:
         _passed_on.add(words)
         warnings.warn_explicit(text, Notice, filename, lineno)
 
@@ -300,7 +302,7 @@ def _voice(connection: Connection) -> Callable[[str, object], None]:
         if not issubclass(category, Notice):
             shown(message, category, filename, lineno, *rest)
         elif os.getpid() == ours:  # loader workers have this connection too, and would speak in between
-            say("notice", (str(message), filename, lineno))
+            say("notice", (str(message), issubclass(category, Progress), filename, lineno))
 
     warnings.simplefilter("default", Notice)  # whatever the environment says of other warnings
     warnings.showwarning = notice

@@ -17,11 +17,12 @@ from hasten.contract.errors import Refusal
 from hasten.contract.recipe import Recipe
 from hasten.engine.find import make_methods, method_class
 from hasten.engine.plan import in_order, refuse_conflicts
-from hasten.measure.ratio import FASTER, SAME
+from hasten.measure.ratio import FASTER, SAME, UNSURE
 from hasten.tuning.study import Study
 
 EXACT = (Exactness.BIT_EXACT, Exactness.SAME_MATHS)
 WORTH_IT = 1.02  # a time to the target that is not 2 % better is no better
+PROMISING, LONGER = 1.05, 3  # times faster in the middle, but not for sure: then it is compared once more, for so many times as long
 AS_MANY = 0.99  # of the samples: then only the pace can make it faster, and the stopwatch of single runs is too noisy for that
 AS_SOON = 0.95  # of the time: then a clearly better end is worth more, since the confirmation has to find the recipe as good
 SYSTEMS_LOSSES, TRAINING_LOSSES = 2, 3  # settings grow bolder; so many in a row that lost say enough
@@ -131,6 +132,9 @@ def _tried(study: Study, base: Recipe, candidate: Candidate, settings: dict, sam
             return note("refused", proof.get("why") or proof["failed"])
     outcome = study.pace(base, recipe, seconds=seconds)
     spent += outcome["trial_seconds"]
+    if outcome.get("verdict") == UNSURE and outcome["ratio"]["median"] > PROMISING:
+        outcome = study.pace(base, recipe, seconds=LONGER * seconds, salt="longer")
+        spent += outcome["trial_seconds"]
     if "failed" in outcome:
         return note("nothing to do" if NOTHING_TO_DO in outcome["failed"] else "failed", outcome["failed"])
     ratio = outcome["ratio"]

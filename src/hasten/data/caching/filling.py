@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import torch
 
-from hasten.contract.errors import Notice, Refusal
+from hasten.contract.errors import Progress, Refusal
 from hasten.contract.watch import Watch
 from hasten.data.faults import Faults
 from hasten.data.formats.in_memory import signed
@@ -65,7 +65,7 @@ def noticing() -> Watch:
         nonlocal told
         if perf_counter() - told >= SECONDS_BETWEEN_NOTICES and seconds_left:
             told = perf_counter()
-            warnings.warn(f"{what}: {done:.0%} done, {seconds_left:.0f} s left", Notice, stacklevel=2)
+            warnings.warn(f"{what}: {done:.0%} done, {seconds_left:.0f} s left", Progress, stacklevel=2)
 
     return watch
 
