@@ -10,6 +10,7 @@ import sys
 import time
 from argparse import Namespace
 
+import psutil
 import pytest
 
 from hasten.cli import methods, progress
@@ -294,6 +295,15 @@ def test_a_closed_output_is_none(here):
         ["sh", "-c", f"{sys.executable} -m hasten methods --json >&-"], cwd=here, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_left():
+    """Of what a test started and did not see the end of; others look at whether there are children."""
+    yield
+    for child in psutil.Process().children(recursive=True):
+        child.kill()
+        child.wait(10)
 
 
 def wait_for(ready, patience: float = 60.0) -> None:

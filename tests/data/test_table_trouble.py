@@ -115,6 +115,17 @@ def test_a_file_that_changes_while_it_is_read(tmp_path, gigabytes):
         source.read(ANY_ORDER)
 
 
+@pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
+def test_a_file_that_changes_between_two_passes_is_told(tmp_path, gigabytes):
+    """Also where the whole table is in memory by then."""
+    path = write(numbers(), tmp_path / "t.parquet", "parquet")
+    pipeline = parquet(path, target="label", gigabytes=gigabytes).batch(ROWS)
+    assert len(list(pipeline)) == 1
+    write(numbers(ROWS, 5), path, "parquet")
+    with pytest.raises(Failure, match=r"t\.parquet changed while it was being read"):
+        list(pipeline)
+
+
 def test_a_damaged_remote_table_is_a_bad_row():
     system = pytest.importorskip("fsspec", reason="fsspec is not installed: no remote files").filesystem("memory")
     whole = pa.BufferOutputStream()

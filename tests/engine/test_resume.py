@@ -1,11 +1,13 @@
 """A run that is taken up again, from every one of its steps, ends with the same bits."""
 
+import dataclasses
 import shutil
 import warnings
 from pathlib import Path
 
 import engine_tasks
 import pytest
+from torch.utils.data import Subset
 
 import hasten
 from hasten import Refusal
@@ -57,6 +59,16 @@ def test_every_step_can_be_taken_up(make, recipe, tmp_path):
         result = hasten.train(make(), recipe, out=copy, resume=True, device="cpu")
         assert result["steps"] == 12
         assert same_ends(copy, tmp_path / "whole"), copy.name
+
+
+def test_other_data_are_refused_by_their_number(tmp_path):
+    """A place in them would mean other samples."""
+    copy = copied_at_every_step(engine_tasks.map_style(), None, tmp_path)[5]
+    fewer = engine_tasks.map_style()
+    fewer = dataclasses.replace(fewer, train_data=Subset(fewer.train_data, range(len(fewer.train_data) - 1)))
+    with pytest.raises(Refusal, match=r"the training data have \d+ samples, and the run in .* was training on \d+: .* another --out$"):
+        hasten.train(fewer, out=copy, resume=True, device="cpu")
+    assert hasten.train(engine_tasks.map_style(), out=copy, resume=True, device="cpu")["steps"] == 12
 
 
 def test_an_edited_task_is_noticed(tmp_path):

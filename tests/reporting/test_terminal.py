@@ -52,7 +52,7 @@ def test_answers_fit_and_are_plain(kind, width):
                 "23 runs",
                 "batched_fetch 2.6×",
                 "znorm",
-                "Folder: runs/tune-digits hasten train digits --recipe recipe.toml",
+                "Folder: runs/tune-digits; as a page: hasten report runs/tune-digits hasten train digits --recipe recipe.toml",
             ],
         ),
         (
@@ -63,7 +63,7 @@ def test_answers_fit_and_are_plain(kind, width):
                 "2 min 31 s",
                 "refused",
                 "the best batch_size:factor=4",
-                "Folder: runs/tune-digits",
+                "Folder: runs/tune-digits; as a page: hasten report runs/tune-digits",
             ],
         ),
         ("compare", ["b is 2.7× faster", "2.6 to 2.8×", "24 blocks", "730 ms", "270 ms"]),

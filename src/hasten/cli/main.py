@@ -48,14 +48,12 @@ def main(words: list[str] | None = None) -> int:
         code, line = answer.code, None
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         code, line = _verdict(error)
-    if own_process:  # Ctrl-C once more would end us by the signal, while torch clears up
+    if own_process:  # Ctrl-C once more would end us by the signal while torch clears up, under any handler but this one
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     if line is not None:
         _say(line)
         if as_json:
             print(strict_json({"error": line}))
-    if own_process:  # all is said: what still hangs (a thread of the user's) may be cut off
-        signal.signal(signal.SIGINT, lambda *_: os._exit(code))
     return code
 
 
@@ -119,6 +117,8 @@ def _read(words: list[str]) -> argparse.Namespace | None:
     if strangers:
         _refuse_strangers(strangers, getattr(options, "verb", None))
     if options.verb is None:
+        if getattr(options, "json", False):
+            raise Refusal("no command is given; see hasten --help")
         parser.print_help()
         return None
     usual = {"json": False, "device": None, "seed": 0, "quiet": False}

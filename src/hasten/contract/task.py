@@ -68,7 +68,13 @@ class Task:
 
 
 def optimizer_and_schedule(made) -> tuple[Any, Any]:
-    """What a task's optimizer function returned, as (optimizer, schedule or None)."""
+    """What a task's optimizer function returned, as (optimizer, schedule or None).
+
+    Raises:
+        Refusal: a tuple of something else.
+    """
+    if isinstance(made, tuple) and len(made) != 2:
+        raise Refusal(f"Task(optimizer=) must return a torch optimizer, or (optimizer, schedule); it returned {len(made)} things")
     return made if isinstance(made, tuple) else (made, None)
 
 

@@ -28,7 +28,9 @@ def explained(error: Exception, where: str, batch_size: int) -> Failure | Refusa
         )
     hint = ""
     if "out of bounds" in text or "device-side assert" in text:
-        hint = "; most often a label outside 0 to (number of classes - 1)"
+        hint = "; most often a label outside 0 to (number of outputs - 1), or a model with too few outputs"
+    if "does not require grad" in text:
+        hint = "; Task(loss=) must return a tensor that remembers how it was computed: no detach(), .item() or torch.tensor() on the way"
     if "created only for scalar outputs" in text:
         hint = "; Task(loss=) must return one number, such as the mean over the batch"
     return Failure(f"{where} failed: {one_line(error)}{_in_users_code(error)}{hint}")

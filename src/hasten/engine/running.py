@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 from time import perf_counter
 
-from hasten.contract.errors import Failure, Notice
+from hasten.contract.errors import Failure, Notice, Refusal
 from hasten.contract.method import Evaluation
 from hasten.contract.recipe import Recipe
 from hasten.contract.watch import Watch
@@ -170,6 +170,7 @@ class Training:
         state = checkpoint.state_of(self.program) | {
             "identity": self.folder.identity,
             "start of pass": self.start_of_pass,
+            "samples of a pass": self.run.loop.samples,
             "history": [[e.step, e.samples, e.metric, s] for e, s in zip(self.history, self.seconds_at, strict=True)],
             "skipped": self.skipped,
             "chosen": self.run.chosen,
@@ -196,6 +197,7 @@ class Training:
             if self.folder.begun:
                 warnings.warn("no checkpoint was written yet; the run starts over at step 0", Notice, stacklevel=2)
             return
+        self._refuse_other_data(state.get("samples of a pass"))  # an earlier hasten did not note them
         checkpoint.restore(self.program, state)
         self.history = [Evaluation(step, samples, metric) for step, samples, metric, _ in state["history"]]
         self.seconds_at = [seconds for *_, seconds in state["history"]]
@@ -205,6 +207,15 @@ class Training:
         self.run.chosen.update(state["chosen"])
         self.start_of_pass = state["start of pass"]
         self.interrupted = checkpoint.taken_up(self.source, self.start_of_pass, state["random"])
+
+    def _refuse_other_data(self, before: int | None) -> None:
+        """A place in other data means other samples; told by how many there are, which alone is known of any data."""
+        now = self.run.loop.samples
+        if before is not None and now is not None and before != now:
+            raise Refusal(
+                f"the training data have {now} samples, and the run in {self.folder.path} was training on {before}: "
+                "give it those data again, or start anew in another --out"
+            )
 
     def _epoch(self, number: int, start: int) -> Iterator:
         """The task's batches; notes the random state at the start of a pass, for sources that cannot be sought."""

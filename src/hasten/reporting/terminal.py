@@ -4,6 +4,8 @@ Results go through the same shapes as the page's. Texts are Text objects, never 
 name is a bracket. Where the output is no terminal, rich leaves the colours out and the words carry everything.
 """
 
+import shlex
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -232,7 +234,7 @@ def _where(result: dict, won: bool) -> list[RenderableType]:
     """The recipe, the folder that everything lies in, and what trains with it."""
     told = [Text(f"Recipe: {Recipe(result['recipe'])}", style=QUIET)] if won and result["recipe"] else []
     if result["out"]:
-        told.append(Text(f"Folder: {result['out']}", style=QUIET))
+        told.append(Text(f"Folder: {result['out']}; as a page: hasten report {shlex.quote(result['out'])}", style=QUIET))
     if won and result["recipe"] and result["recipe_file"]:
         told.append(Text(words.train_command(result["task"], result["recipe"], result["recipe_file"])))
     return [Text(), *told] if told else []

@@ -152,7 +152,17 @@ def _search(study: Study, found: Found) -> None:
         found.shares = leave_one_out(study, ladder)
     found.top = ladder.best
     if budget.cut:
+        _note_what_was_not_reached(study, found)
         study.note("search", "search", "stopped", "the search's part of the budget is spent; what was found by then is confirmed")
+
+
+def _note_what_was_not_reached(study: Study, found: Found) -> None:
+    """Puts the candidates that the budget left no time for into the story."""
+    told = [trial["what"] for trial in study.trials]
+    for stage, candidates in (("systems", found.candidates.systems), ("training", found.candidates.training)):
+        for name in (each.name for each in candidates):
+            if not any(name in what for what in told):
+                study.note(name, stage, "not tried", "the search's part of the budget ended before it")
 
 
 def _reserve_for_what_was_found(study: Study, found: Found) -> None:

@@ -137,6 +137,9 @@ class Table(Source):
         return [BadRow(self._edges[run], *self._bad[run]) for run in self._known]  # one row each
 
     def prepare(self, runner: Callable, faults: Faults) -> None:
+        for file, mark in self._stamps.items():
+            if isinstance(mark[-1], list):  # a local one that is there; of others it is noticed when they are read
+                unchanged(file, mark)
         self._processes = max(1, getattr(runner, "processes", 1))
         if self._fits():
             self._whole()  # before there are processes that would each read it again

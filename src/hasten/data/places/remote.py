@@ -12,12 +12,12 @@ from functools import cache
 from glob import has_magic
 from urllib.parse import urlsplit
 
-from hasten.contract.errors import Failure, Notice, Refusal, one_line
+from hasten.contract.errors import Failure, Notice, Progress, Refusal, one_line
 from hasten.data.places.walks import matcher
 
 WAITS = (1.0, 2.0, 4.0)  # seconds before a file is asked for again
 AT_ONCE = 32  # requests on their way
-SILENT = 60.0  # seconds without a byte from a web server, after which it is asked again
+SILENT = 30.0  # seconds without a byte from a web server, after which it is asked again
 MARKS = (
     "ETag", "etag", "md5Hash", "Content-MD5", "Digest",
     "mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created",
@@ -287,6 +287,8 @@ def _patiently(path: str, ask: Callable):
                 raise kind(f"cannot read {path}: {one_line(_cause(error))}") from None
             if wait is None:
                 raise Failure(f"{path} cannot be reached, asked {len(WAITS) + 1} times: {one_line(_cause(error))}") from None
+            told = f"{path} did not answer ({one_line(_cause(error))}); it is asked again in {wait:g} s"
+            warnings.warn(told, Progress, stacklevel=2)
             time.sleep(wait)
 
 
