@@ -172,6 +172,7 @@ WRONG = [
     ("train mine.py:endless", "Endless cannot tell how long it is"),
     ("train mine.py:text_metric --quiet", "number"),
     ("compare mine.py:text_metric --a baseline --b ema --quiet", "number"),
+    ("tune mine.py:text_metric --quiet", "number"),
     ("train mine.py:no_parameters", "no parameters"),
     ("train mine.py:no_module", "nn.Module"),
     ("train mine.py:good --with bfloat61", "bfloat16"),

@@ -171,6 +171,18 @@ def test_a_reader_that_has_seen_enough_is_no_mistake(here):
     assert done.returncode == 0 and done.stderr == ""
 
 
+def test_a_reader_of_the_progress_that_left_stops_no_work(here):
+    """Our own broken pipe is no death of the process that measures, for whose answer one would wait for ever."""
+    quiet = [line for line in NOISY.format(nap=0.01, epochs=1).splitlines() if "print" not in line and "os.write" not in line]
+    (here / "quiet.py").write_text("\n".join(quiet))
+    reader, theirs = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "hasten", "compare", "quiet.py:task", "--a", "baseline", "--b", "ema", "--budget", "6s", "--json"]
+    done = subprocess.run(words, cwd=here, stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=120, check=False)
+    os.close(theirs)
+    assert "ratio" in json.loads(done.stdout) and done.returncode in (0, 1)
+
+
 def test_eject_writes_a_script(here, monkeypatch, capfd):
     monkeypatch.chdir(here)
     assert main(["eject", "noisy.py:task", "--with", "ema", "--out", "script.py"]) == 0

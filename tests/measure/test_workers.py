@@ -51,6 +51,10 @@ class Service:
     def break_down(self):
         raise KeyError("something of the user's")
 
+    def report_progress(self) -> str:
+        self.watch("working", 0.5)
+        return "done"
+
     def run_out_of_memory(self):
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -127,6 +131,14 @@ def test_other_errors_become_failures_with_their_own_words():
 def test_a_killed_worker_is_told_as_out_of_memory():
     with worker() as one, pytest.raises(Failure, match="memory"):
         one.call("run_out_of_memory")
+
+
+def test_a_watch_that_breaks_is_not_taken_for_the_death_of_the_process():
+    def watch(*progress):
+        raise BrokenPipeError("nobody reads our standard error")
+
+    with worker() as one, pytest.raises(BrokenPipeError, match="nobody reads"):
+        one.call("report_progress", watch=watch)
 
 
 def test_a_call_that_takes_too_long_is_ended():

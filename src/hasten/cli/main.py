@@ -16,7 +16,7 @@ import warnings
 from hasten import __version__
 from hasten.cli import compare, data, diagnose, eject, methods, report, train, tune, values
 from hasten.cli.answer import Answer, show, stdout_kept_for_the_answer, strict_json
-from hasten.cli.progress import watching
+from hasten.cli.progress import tell, watching
 from hasten.contract.errors import Failure, Notice, Progress, Refusal, nearest, one_line
 
 VERBS = {
@@ -192,4 +192,4 @@ def _show_notices() -> None:
 
 def _say(text: str) -> None:
     """The program's own words: one line on standard error."""
-    print(f"hasten: {' '.join(text.split())}", file=sys.stderr, flush=True)
+    tell(f"hasten: {' '.join(text.split())}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,14 @@ def watching(quiet: bool) -> Iterator[Watch]:
         yield from _bar()
     else:
         yield _lines()
+
+
+def tell(line: str) -> None:
+    """One line on standard error; that nobody reads it any more (``2> >(head)``) stops no work."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _bar() -> Iterator[Watch]:
@@ -58,7 +67,7 @@ def _lines() -> Watch:
 
     def watch(what: str, done: float, seconds_left: float | None = None) -> None:
         if is_due():
-            print(f"{what}: {done:.0%} {_left(seconds_left)}".rstrip(), file=sys.stderr, flush=True)
+            tell(f"{what}: {done:.0%} {_left(seconds_left)}".rstrip())
 
     return watch
 

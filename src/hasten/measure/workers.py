@@ -53,22 +53,32 @@ class Worker:
             Refusal, Failure: as raised over there; a Failure too if the process died, broke or said nothing for ``timeout`` seconds.
         """
         self.thaw()
-        try:
+        with self._alive():
             self.connection.send((method, arguments))
-            while True:
-                if not self.connection.poll(timeout):
-                    self.kill()
-                    raise Failure(f"took longer than {timeout:.0f} s and was ended")
-                kind, content = self.connection.recv()
-                if kind == "watch":
-                    watch(*content)
-                elif kind == "notice":
-                    _pass_on(*content)
-                elif kind == "result":
-                    return content
-                else:
-                    raise {"Refusal": Refusal, "Failure": Failure}.get(kind, Failure)(content)
-        except (EOFError, ConnectionError, BrokenPipeError):
+        while True:
+            kind, content = self._next_message(timeout)
+            if kind == "watch":
+                watch(*content)
+            elif kind == "notice":
+                _pass_on(*content)
+            elif kind == "result":
+                return content
+            else:
+                raise {"Refusal": Refusal, "Failure": Failure}.get(kind, Failure)(content)
+
+    def _next_message(self, timeout: float | None) -> tuple[str, object]:
+        with self._alive():
+            if self.connection.poll(timeout):
+                return self.connection.recv()
+        self.kill()
+        raise Failure(f"took longer than {timeout:.0f} s and was ended")
+
+    @contextlib.contextmanager
+    def _alive(self) -> Iterator[None]:
+        """Around the connection and nothing else: a ``watch`` whose own pipe is broken says nothing of the process."""
+        try:
+            yield
+        except (EOFError, ConnectionError):
             raise Failure(_cause_of_death(_nursery().status(self.pid))) from None
 
     def freeze(self) -> None:

@@ -122,7 +122,7 @@ class Study:
         """Anything else that is measured once a search: the probe, the diagnosis."""
         outcome = self._paid(kind, {}, words, measure, failure_lasts=False)
         if "failed" in outcome:
-            raise Failure(outcome["failed"])
+            raise (Refusal if outcome["refused"] else Failure)(outcome["failed"])
         return outcome
 
     def proof(self, base: Recipe, candidate: Recipe, exactness: Exactness) -> dict:
@@ -168,7 +168,7 @@ class Study:
             try:
                 outcome = measure(told)
             except (Failure, Refusal) as error:  # out of memory, a NaN, nothing to act on: a result, not a crash
-                outcome = {"failed": str(error)}
+                outcome = {"failed": str(error), "refused": isinstance(error, Refusal)}
             return {**outcome, "trial_seconds": time.monotonic() - began}
 
         key, outcome = self.ledger.trial(kind, what, timed, failure_lasts)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from inspect import ismethod
 from itertools import count
+from statistics import median
 
 import numpy
 import torch
@@ -34,6 +35,7 @@ from hasten.engine.tasks import TaskRef
 
 SHARES = {"appetite": 0.25, "stages": 0.3, "copy": 0.1, "together": 0.35}  # of the budget
 WARM_UP = 3  # steps
+READINGS = 5
 ENOUGH = 0.97  # of the appetite is as good as all of it
 _END = object()
 
@@ -148,7 +150,11 @@ def _copying(program: Program, batch, seconds: float) -> float | None:
 
 
 def _rate(program: Program, work: Callable[[], object], seconds: float) -> float:
-    """How often a second something can be done."""
+    """How often a second something can be done: the median of some readings, so that a moment of a busy machine does not count."""
+    return median(_once(program, work, seconds / READINGS) for _ in range(READINGS))
+
+
+def _once(program: Program, work: Callable[[], object], seconds: float) -> float:
     _synchronise(program)
     began, done = time.perf_counter(), 0
     while not done or time.perf_counter() - began < seconds:
