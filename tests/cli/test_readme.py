@@ -11,14 +11,27 @@ from hasten.cli.main import VERBS, _parser
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_example_trains_to_its_target(tmp_path, monkeypatch):
-    (example,) = [text for text in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "def task" in text]
-    (name,) = re.findall(r"save it as `(\S+)`", README)
-    (tmp_path / name).write_text(example)
+@pytest.fixture
+def examples(tmp_path, monkeypatch):
+    """The files that the README tells to save, saved: {name: text}."""
+    named = dict(re.findall(r"[Ss]ave (?:it|this) as `(\S+)`.*?```python\n(.*?)```", README, re.DOTALL))
+    for name, text in named.items():
+        (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
-    assert len(example.splitlines()) <= 35
-    result = hasten.train(f"{name}:task", device="cpu")
+    return named
+
+
+def test_the_example_trains_to_its_target(examples):
+    assert len(examples["spiral.py"].splitlines()) <= 35
+    result = hasten.train("spiral.py:task", device="cpu")
     assert result["best_metric"] >= result["target"], f"the example reaches {result['best_metric']:.3f} only"
+
+
+def test_the_method_of_the_example_acts(examples):
+    for recipe, out in (None, "plain"), ("./signs.py:Signs", "signs"):
+        hasten.train("spiral.py:task", recipe, device="cpu", out=out)
+    plain, signs = ((Path(out) / "model.safetensors").read_bytes() for out in ("plain", "signs"))
+    assert plain != signs
 
 
 def test_every_command_is_named():

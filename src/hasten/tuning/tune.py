@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
 
-from hasten.contract.errors import Failure, Notice, Refusal
+from hasten.contract.errors import Failure, Notice, Progress, Refusal
 from hasten.contract.recipe import Recipe
 from hasten.contract.spans import budget_of
 from hasten.contract.watch import Watch, silent
@@ -113,7 +113,7 @@ def _set_budget(study: Study, budget: float | None) -> float:
     probe = study.once("probe", f"timing a few steps of {study.task}", lambda _: estimate(study.task, study.device, study.seed))
     study.budget.total = budget if budget is not None else max(SMALLEST_BUDGET, RUNS_IN_A_BUDGET * probe["seconds"])
     words = f"one textbook run takes about {_words(probe['seconds'])}; the search may take {_words(study.budget.total)}"
-    study.watch(words, 0.0, study.budget.total)
+    warnings.warn(words, Progress, stacklevel=3)
     if (worth := study.budget.total / probe["seconds"]) < FEWEST_RUNS:
         told = f"the budget is worth {worth:.1f} textbook runs, and below {FEWEST_RUNS} little more than the baselines gets measured"
         warnings.warn(f"{told}; --budget {RUNS_IN_A_BUDGET * probe['seconds']:.0f}s would do", Notice, stacklevel=3)
