@@ -7,7 +7,7 @@ Memory is flat if the medians of the second and the last quarter of the epochs d
 buffers.
 
 At the end: names in ``/dev/shm`` that are new and that no process uses, nameless shared memory that the parent still holds, files
-that it still has open, processes.
+that it still has open, threads, processes, and what lies in the folder for temporary files, which is the soak's own.
 
 Figure: every epoch exact, memory flat within 5 %, nothing left. ``--quick`` is the short form, 20 s.
 """
@@ -20,6 +20,7 @@ import os
 import random
 import statistics
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -31,7 +32,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import psutil
 import torch
-from _common import finish, parser, show, tell
+from _common import finish, interval, parser, show, tell
 
 FIGURE = 0.05
 QUICK = 20 / 60  # minutes
@@ -67,16 +68,20 @@ def digest(batches: Iterable) -> str:
 
 
 class Deaths(threading.Thread):
-    """Kills one of our worker processes now and then."""
+    """Kills one of our worker processes now and then; never the one that has just taken a dead one's place, for a batch at which two
+    die is given up, as it should be."""
 
     def __init__(self, seed: int):
         super().__init__(daemon=True)
-        self.random, self.over, self.count = random.Random(seed), threading.Event(), 0
+        self.random, self.over, self.count, self.spared = random.Random(seed), threading.Event(), 0, set()
 
     def run(self) -> None:
         while not self.over.wait(self.random.uniform(*PAUSES)):
             with suppress(IndexError, psutil.NoSuchProcess):  # between two epochs there is none
-                self.random.choice(psutil.Process().children()).kill()
+                workers = psutil.Process().children()
+                victim = self.random.choice([worker for worker in workers if worker.pid in self.spared] or workers)
+                victim.kill()
+                self.spared = {worker.pid for worker in workers} - {victim.pid}
                 self.count += 1
 
 
@@ -126,14 +131,22 @@ def unused(names: set[str]) -> list[str]:
     return sorted(name for name in names if f"{SHARED}/{name}" not in used)
 
 
-def left(names: set[str], files: int) -> dict[str, int]:
-    """What is left, compared with what was there before the first epoch: ``names`` in ``/dev/shm``, and so many open ``files``."""
+def opened() -> tuple[int, int]:
+    """(files that this process has open, its threads)."""
+    return psutil.Process().num_fds(), psutil.Process().num_threads()
+
+
+def left(names: set[str], before: tuple[int, int]) -> dict[str, int]:
+    """What is left, compared with what was there before the first epoch: ``names`` in ``/dev/shm``, and what was ``opened``."""
     gc.collect()
+    files, threads = (max(0, now - then) for now, then in zip(opened(), before, strict=True))
     return {
         "names in /dev/shm": len(unused(names_in_shared_memory() - names)),
         "shared memory without a name": Path("/proc/self/maps").read_text().count(NAMELESS),
-        "open files": max(0, psutil.Process().num_fds() - files),
+        "open files": files,
+        "threads": threads,
         "processes": len(psutil.Process().children(recursive=True)),
+        "temporary files": len(os.listdir(tempfile.gettempdir())),
     }
 
 
@@ -143,12 +156,18 @@ def main() -> int:
     options.add_argument("--seed", type=int, default=0, help="of the deaths")
     options.add_argument("--quick", action="store_true", help="a look at it: 20 s")
     options = options.parse_args()
+    with tempfile.TemporaryDirectory(prefix="hasten-soak-") as folder:
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        return soak(options)
+
+
+def soak(options) -> int:
     seconds = 60 * (QUICK if options.quick else options.minutes)
     torch.set_num_threads(1)
     alone = pipeline()
     workers = alone.prefetch(4, processes=WORKERS, timeout=60)
     digest(workers.epoch(0))  # whatever is opened once is open now
-    names, files = names_in_shared_memory(), psutil.Process().num_fds()
+    names, before = names_in_shared_memory(), opened()
     deaths = Deaths(options.seed)
     deaths.start()
     began, epochs, wrong, told = time.monotonic(), [], 0, time.monotonic()
@@ -166,7 +185,8 @@ def main() -> int:
             deaths.over.set()
             deaths.join()
     noticed = sum("was killed" in str(notice.message) for notice in notices)
-    growth, leftovers = growth_of([memory for _, memory in epochs]), left(names, files)
+    memory = [each for _, each in epochs]
+    growth, leftovers = growth_of(memory), left(names, before)
     show(
         ("of the soak", ""),
         [
@@ -174,6 +194,7 @@ def main() -> int:
             ("of them wrong", wrong),
             ("workers killed", deaths.count),
             ("deaths that interrupted a batch, and were told", noticed),
+            ("memory, all epochs", f"{interval(each / 1e6 for each in memory):.1f} MB, at most {max(memory) / 1e6:.1f} MB"),
             *zip(("memory, second quarter", "memory, last quarter", "more"), _words(growth), strict=True),
             *((f"left: {what}", count) for what, count in leftovers.items()),
         ],

@@ -10,7 +10,10 @@ Figure: at least 10 times the random windows, as any window and once a pass.
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from _loaders import Loader, Passes, on_one_core, over, quiet, rates, scratch, set_up, table, versions, words
 
@@ -84,7 +87,8 @@ def litdata(path):
     from litdata import StreamingDataLoader, StreamingDataset, TokensLoader, optimize
 
     place = str(path.parent / "litdata")
-    optimize(pieces, [str(path)], place, chunk_bytes="64MB", num_workers=1, item_loader=TokensLoader())
+    with silence():
+        optimize(pieces, [str(path)], place, chunk_bytes="64MB", num_workers=1, item_loader=TokensLoader())
     dataset = StreamingDataset(place, item_loader=TokensLoader(block_size=LENGTH + 1), shuffle=True, drop_last=True)
 
     def passes():
@@ -93,6 +97,22 @@ def litdata(path):
             yield windows[:, :-1], windows[:, 1:]
 
     return Passes(passes)
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """What this process and those that it starts print meanwhile goes nowhere."""
+    kept = [os.dup(place) for place in (1, 2)]
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            for place in (1, 2):
+                os.dup2(nowhere.fileno(), place)
+        yield
+    finally:
+        sys.stdout.flush()
+        for place, before in enumerate(kept, 1):
+            os.dup2(before, place)
+            os.close(before)
 
 
 def pieces(path):

@@ -59,6 +59,7 @@ def soaked(folder, *length):
     """(exit code, what it says, its raw numbers)."""
     command = [sys.executable, str(BENCHMARKS / "data_soak.py"), *length, "--json", str(folder / "soak.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode in (0, 1) and "Figure: " in done.stdout, done.stdout + done.stderr
     return done.returncode, done.stdout + done.stderr, json.loads((folder / "soak.json").read_text())
 
 

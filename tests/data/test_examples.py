@@ -116,6 +116,24 @@ def test_a_message_that_does_not_fit_is_told_by_its_place(wrong, says):
     assert caught.value.place == 3
 
 
+def test_numbers_of_every_length_come_back_beside_each_other():
+    edges = [1 << bits for bits in range(63)]
+    numbers = [0, *edges, *(edge - 1 for edge in edges), *(-edge for edge in edges), -(1 << 63), (1 << 63) - 1]
+    for seed in range(20):
+        shuffled = numpy.random.default_rng(seed).permutation(numpy.array(numbers, numpy.int64))
+        assert torch.equal(read([encoded({"x": shuffled})] * 2)["x"], torch.from_numpy(shuffled).repeat(2, 1))
+
+
+@pytest.mark.parametrize("length", [1, 255, 256, (1 << 16) - 1, 1 << 16, (1 << 16) + 1])
+@pytest.mark.parametrize("more", [0, 1])
+def test_byte_strings_of_every_length_come_back(length, more):
+    """Of equal length, and one of them longer."""
+    texts = [numpy.random.default_rng(seed).bytes(length + more * (seed == 3)) for seed in range(5)]
+    features = {"x": (torch.uint8, None if more else (length,))}
+    columns = read([encoded({"x": text}) for text in texts], features)
+    assert [bytes(row.numpy()) for row in columns["x"]] == texts
+
+
 def test_damaged_messages_never_escape():
     """Whatever the bytes are: columns, or Malformed."""
     rng = numpy.random.default_rng(2)

@@ -80,6 +80,17 @@ def test_rows_in_any_order_from_several_files(tmp_path):
     assert source.read(rows[:0])[2].shape == (0,)
 
 
+@pytest.mark.parametrize("verify", [True, False])
+def test_any_rows_in_any_company(tmp_path, verify):
+    """In a row, apart, twice, across the edge of two files, none: what lies together is read at once, and each keeps its own bytes."""
+    messages = written(tmp_path / "a.tfrecord", 70) + written(tmp_path / "b.tfrecord", 30, first=70)
+    paths = [str(tmp_path / "a.tfrecord"), str(tmp_path / "b.tfrecord")]
+    for rows in ([*range(5, 20)], [68, 69, 70, 71], [3, 4, 9, 10, 11, 99], [7, 6, 5], [8, 8, 9], [99, 0], []):
+        rows = numpy.array(rows, numpy.int64)
+        data, begins, ends = Records(paths, verify).data_of(rows)
+        assert [data[first:last].tobytes() for first, last in zip(begins, ends, strict=True)] == [messages[row] for row in rows]
+
+
 @pytest.mark.parametrize("lengths", [[5] * 3000, [5] * 100 + [6] * 2 + [5] * 50 + [0] * 40, list(range(200)), [0], [100_000, 1]])
 def test_the_walk_finds_every_record(tmp_path, lengths):
     rng = numpy.random.default_rng(0)

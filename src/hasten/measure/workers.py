@@ -220,7 +220,9 @@ def _cause_of_death(status: int | None) -> str:
 
 def _raise_children(control: socket.socket) -> None:
     """The nursery's life: fork a worker for every request until our parent is gone."""
-    told = json.loads(sys.stdin.read())
+    if not (words := sys.stdin.read()):
+        return  # whoever started us was interrupted in the middle of it
+    told = json.loads(words)
     sys.path[:] = told["path"]
     for module in (*IMPORTED_ONCE, *told["modules"]):
         with contextlib.suppress(Exception, SystemExit):

@@ -73,7 +73,7 @@ def _short_entry(data: numpy.ndarray, at: numpy.ndarray, stop: numpy.ndarray) ->
     length = 6 + int(first[-1])  # tag, length, tag, length, key, tag, length
     if length > 0x7F or int(at.max()) + length > len(data):
         return None
-    heads = numpy.ndarray((len(data) - length + 1, length), numpy.uint8, data, strides=(1, 1))[at]
+    heads = windows(data, length)[at]
     like = heads[0].copy()
     like[[0, 2, -2]] = FIRST, FIRST, SECOND
     same = heads == like
@@ -93,6 +93,11 @@ def _named(data: numpy.ndarray, begins: numpy.ndarray, ends: numpy.ndarray, left
         same &= (letters == name).all(axis=1)
         yield name.tobytes(), left[same]
         left = left[~same]
+
+
+def windows(data: numpy.ndarray, width: int) -> numpy.ndarray:
+    """The bytes from every place on, shape (places, width): a view, from which NumPy copies many pieces at once."""
+    return numpy.ndarray((len(data) - width + 1, width), numpy.uint8, data, strides=(1, 1))
 
 
 def field_at(data: numpy.ndarray, at: numpy.ndarray, tag: int):

@@ -20,10 +20,20 @@ import torch
 from hasten.contract.errors import Refusal, nearest
 from hasten.data.formats import settings
 from hasten.data.formats.example_messages import Message, parsed, written
-from hasten.data.formats.example_walk import FIRST, field_at, lists_of
+from hasten.data.formats.example_walk import FIRST, field_at, lists_of, windows
 from hasten.data.memory import taken
 
-LONG = 64  # bytes; from here on a piece is copied by itself rather than byte by byte in one operation
+LONG = 256  # bytes; from here on a piece is copied by itself rather than byte by byte in one operation
+LARGE = 1 << 16  # bytes; from here on pieces of equal length are, too
+STOPS = numpy.uint64(0x8080808080808080)  # the bits that are unset in the last byte of a number
+PAIRS = numpy.array(
+    [
+        (1, 0x007F007F007F007F, 0x7F007F007F007F00),
+        (2, 0x00003FFF00003FFF, 0x3FFF00003FFF0000),
+        (4, 0x000000000FFFFFFF, 0x0FFFFFFF00000000),
+    ],
+    numpy.uint64,
+)  # how far the upper half of a pair is from the lower one, and which bits are in each: of 7, 14, 28
 
 
 class Malformed(ValueError):
@@ -148,20 +158,32 @@ def _floats(data: numpy.ndarray, begins: numpy.ndarray, ends: numpy.ndarray) -> 
 
 def _integers(data: numpy.ndarray, begins: numpy.ndarray, ends: numpy.ndarray) -> tuple[torch.Tensor, numpy.ndarray]:
     payload = _flat(data, begins, ends)
-    last = payload < 0x80
+    finals = numpy.flatnonzero(payload < 0x80)  # the last byte of each number
     edges = numpy.concatenate([[0], numpy.cumsum(ends - begins)])
-    counts = numpy.diff(numpy.concatenate([[0], numpy.cumsum(last)])[edges])
+    counts = numpy.diff(numpy.searchsorted(finals, edges))
     filled = numpy.flatnonzero(ends > begins)
-    if not (finished := last[edges[filled + 1] - 1]).all():
-        raise Malformed(filled[finished.argmin()], "a number has no end")
-    if last.all():
+    if (endless := payload[edges[filled + 1] - 1] > 0x7F).any():
+        raise Malformed(filled[endless.argmax()], "a number has no end")
+    if len(finals) == len(payload):
         return torch.from_numpy(payload.astype(numpy.int64)), counts
-    starts = numpy.flatnonzero(numpy.concatenate([[True], last[:-1]]))
-    place = numpy.arange(len(payload)) - numpy.repeat(starts, numpy.diff(numpy.append(starts, len(payload))))
-    if place.max() > 9:
-        raise Malformed(numpy.searchsorted(edges, place.argmax(), "right") - 1, "a number is longer than 64 bits")
-    bits = (payload & 0x7F).astype(numpy.uint64) << (7 * place).astype(numpy.uint64)
-    return torch.from_numpy(numpy.bitwise_or.reduceat(bits, starts).view(numpy.int64)), counts
+    starts = numpy.concatenate([[0], finals[:-1] + 1])
+    if (long := finals - starts > 9).any():
+        raise Malformed(numpy.searchsorted(edges, starts[long.argmax()], "right") - 1, "a number is longer than 64 bits")
+    return torch.from_numpy(_varints(payload, starts)), counts
+
+
+def _varints(payload: numpy.ndarray, starts: numpy.ndarray) -> numpy.ndarray:
+    """The numbers that begin at these places, int64: eight bytes of each are taken as one word, and their bits pushed together in it."""
+    padded = numpy.concatenate([payload, numpy.zeros(9, numpy.uint8)])
+    words = numpy.ndarray(len(payload), "<u8", padded, strides=(1,))[starts]
+    stops = ~words & STOPS
+    words &= stops ^ (stops - numpy.uint64(1))  # nothing after the first byte that is a last one
+    for apart, low, high in PAIRS:
+        words = words & low | (words & high) >> apart
+    if len(longer := numpy.flatnonzero(stops == 0)):  # as negative numbers are
+        ninth, tenth = (padded[starts[longer] + place].astype(numpy.uint64) for place in (8, 9))
+        words[longer] |= (ninth & numpy.uint64(0x7F)) << numpy.uint64(56) | (ninth >> numpy.uint64(7) & tenth) << numpy.uint64(63)
+    return words.view(numpy.int64)
 
 
 def _strings(data: numpy.ndarray, begins: numpy.ndarray, ends: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray]:
@@ -226,10 +248,21 @@ def _flat(data: numpy.ndarray, begins: numpy.ndarray, ends: numpy.ndarray) -> nu
     """The pieces one after the other, uint8."""
     lengths = ends - begins
     edges = numpy.concatenate([[0], numpy.cumsum(lengths)])
+    if 0 < edges[-1] < LARGE * len(begins) and (lengths == lengths[0]).all():
+        return _alike(data, begins, int(lengths[0]))
     if edges[-1] < LONG * len(begins):
-        return data.take(numpy.arange(edges[-1]) + numpy.repeat(begins - edges[:-1], lengths))
+        return data.take(numpy.arange(edges[-1]) + numpy.repeat(begins - edges[:-1], lengths), mode="clip")  # leaves out a check
     flat = taken((int(edges[-1]),), torch.uint8).numpy()
     target, source, places = memoryview(flat), memoryview(data), edges.tolist()
     for begin, end, first, last in zip(begins.tolist(), ends.tolist(), places, places[1:], strict=False):
         target[first:last] = source[begin:end]
+    return flat
+
+
+def _alike(data: numpy.ndarray, begins: numpy.ndarray, length: int) -> numpy.ndarray:
+    """As ``_flat``, of pieces of one length: some at a time, few enough that the memory in between is not fresh."""
+    flat, step = taken((len(begins) * length,), torch.uint8).numpy(), LARGE // length
+    rows, pieces = flat.reshape(-1, length), windows(data, length)
+    for first in range(0, len(begins), step):
+        rows[first : first + step] = pieces[begins[first : first + step]]
     return flat

@@ -165,7 +165,7 @@ class Records:
         return len(self.begins)
 
     def data_of(self, rows: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-        """(uint8 array, where each record begins in it, where each ends): the records in a row, or a local file as it is.
+        """(uint8 array, where each record begins in it, where each ends): what was read of the files, or a local file as it is.
 
         To read small records one by one takes twice as long as to look at the file where it is mapped into memory. So that is done
         with one that was proven; who cuts it off within the moment after it was found unchanged kills the process.
@@ -179,23 +179,24 @@ class Records:
         if proven and len(rows) and (files == files[0]).all() and not is_remote(path := self.stamps[files[0]][0]):
             unchanged(path, self.stamps[files[0]])
             return numpy.frombuffer(mapped_bytes(path), numpy.uint8), begins, ends
-        data = numpy.frombuffer(b"".join(read_ranges(self.stamps, files, begins, ends + TAIL)), numpy.uint8)
-        ends = numpy.cumsum(ends - begins + TAIL) - TAIL
-        begins = numpy.concatenate([[0], ends + TAIL])[:-1]
+        first, last = _runs(files, begins, ends)
+        content = b"".join(read_ranges(self.stamps, files[first], begins[first], ends[last] + TAIL))
+        lengths = ends[last] + TAIL - begins[first]
+        moved = numpy.repeat(numpy.cumsum(lengths) - lengths - begins[first], last - first + 1)
+        begins, ends = begins + moved, ends + moved
         if not proven:
-            self._prove(rows, data, begins, ends)
-        return data, begins, ends
+            self._prove(rows, content, begins, ends)
+        return numpy.frombuffer(content, numpy.uint8), begins, ends
 
     def where(self, row: int) -> str:
         """The place of a record, for people."""
         file = int(numpy.searchsorted(self.edges, row, "right")) - 1
         return f"{self.stamps[file][0]}, record {row - self.edges[file]}, byte {self.begins[row] - HEAD}"
 
-    def _prove(self, rows: numpy.ndarray, data: numpy.ndarray, begins: numpy.ndarray, ends: numpy.ndarray) -> None:
+    def _prove(self, rows: numpy.ndarray, content: bytes, begins: numpy.ndarray, ends: numpy.ndarray) -> None:
         """Compares records with the checksums behind them, once."""
-        view = memoryview(data)
-        told = data[ends[:, None] + numpy.arange(TAIL)].view("<u4")[:, 0]
-        wrong = masked(crc32c([view[first:last] for first, last in zip(begins.tolist(), ends.tolist(), strict=True)])) != told
+        told = numpy.frombuffer(content, numpy.uint8)[ends[:, None] + numpy.arange(TAIL)].view("<u4")[:, 0]
+        wrong = masked(crc32c([content[first:last] for first, last in zip(begins.tolist(), ends.tolist(), strict=True)])) != told
         self.unproven[rows[~wrong]] = False
         if wrong.any():
             row = int(rows[wrong.argmax()])
@@ -208,6 +209,13 @@ def framed(records: Iterable[bytes]) -> bytes:
     heads = [struct.pack("<Q", len(record)) for record in records]
     marks = [[mark.tobytes() for mark in masked(crc32c(pieces)).astype("<u4")] for pieces in (heads, records)]
     return b"".join(part for framing in zip(heads, marks[0], records, marks[1], strict=True) for part in framing)
+
+
+def _runs(files: numpy.ndarray, begins: numpy.ndarray, ends: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """The first and the last of each run of records that stand one right after the other in a file, and so are read at once."""
+    new = numpy.ones(len(files), bool)
+    new[1:] = (files[1:] != files[:-1]) | (begins[1:] != ends[:-1] + TAIL + HEAD)
+    return numpy.flatnonzero(new), numpy.flatnonzero(numpy.roll(new, -1))
 
 
 # ---- the walk
@@ -256,34 +264,29 @@ def _damage(content: memoryview, record: int, begin: int) -> str:
 def _chain(content: memoryview, tell: Tell) -> tuple[numpy.ndarray, numpy.ndarray]:
     """(begins, lengths) of the records; the last may go on after the end of the file."""
     length_at = struct.Struct("<Q").unpack_from
-    data = numpy.frombuffer(content, numpy.uint8)
-    begins: list[numpy.ndarray] = []
-    lengths: list[numpy.ndarray] = []
-    single: list[int] = []
-    at, equal, before, size = 0, 0, -1, len(content)
+    data, size = numpy.frombuffer(content, numpy.uint8), len(content)
+    places: list[numpy.ndarray] = []  # where the framing of each record begins
+    at = 0
     while at < size:
-        length = length_at(content, at)[0] if at + HEAD <= size else size
-        equal = equal + 1 if length == before else 0
-        count = _alike(data, at, length + HEAD + TAIL) if equal >= WORTH else 1
-        if count > 1 or len(single) >= 2 * TOLD:
-            _add(begins, lengths, single)
-            tell(at)
-        if count > 1:
-            begins.append(at + HEAD + numpy.arange(count) * (length + HEAD + TAIL))
-            lengths.append(numpy.full(count, length))
+        single, equal, before = [], 0, -1
+        while at + HEAD <= size and equal < WORTH and len(single) < TOLD:
+            (length,) = length_at(content, at)
+            equal = equal + 1 if length == before else 0
+            before = length
+            single.append(at)
+            at += length + HEAD + TAIL
+        if equal == WORTH:
+            first, stride = single.pop(), length + HEAD + TAIL
+            places += numpy.array(single), first + stride * numpy.arange(_alike(data, first, stride))
+            at = int(places[-1][-1]) + stride
         else:
-            single += at + HEAD, min(length, size)
-        at += count * (length + HEAD + TAIL)
-        before = length
-    _add(begins, lengths, single)
-    return numpy.concatenate(begins or [numpy.empty(0, numpy.int64)]), numpy.concatenate(lengths or [numpy.empty(0, numpy.int64)])
-
-
-def _add(begins: list[numpy.ndarray], lengths: list[numpy.ndarray], single: list[int]) -> None:
-    pairs = numpy.array(single, numpy.int64).reshape(-1, 2)
-    begins.append(pairs[:, 0])
-    lengths.append(pairs[:, 1])
-    single.clear()
+            places.append(numpy.array(single, numpy.int64))
+        if size - HEAD < at < size:  # not even its length is whole
+            places.append(numpy.array([at]))
+            at = 2 * size
+        tell(min(at, size))
+    edges = numpy.concatenate([*places, [min(at, 2 * size)]])
+    return edges[:-1] + HEAD, numpy.diff(edges) - HEAD - TAIL
 
 
 def _alike(data: numpy.ndarray, at: int, stride: int) -> int:
