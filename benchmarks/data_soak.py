@@ -68,20 +68,24 @@ def digest(batches: Iterable) -> str:
 
 
 class Deaths(threading.Thread):
-    """Kills one of our worker processes now and then; never the one that has just taken a dead one's place, for a batch at which two
-    die is given up, as it should be."""
+    """Kills one of our worker processes now and then; never one that came after a death and may have taken the dead one's place, for
+    a batch at which two die is given up, as it should be."""
 
     def __init__(self, seed: int):
         super().__init__(daemon=True)
-        self.random, self.over, self.count, self.spared = random.Random(seed), threading.Event(), 0, set()
+        self.random, self.over, self.count = random.Random(seed), threading.Event(), 0
 
     def run(self) -> None:
+        seen, spared, killed = set(), set(), False
         while not self.over.wait(self.random.uniform(*PAUSES)):
+            workers = psutil.Process().children()
+            pids = {worker.pid for worker in workers}
+            if killed:
+                spared |= pids - seen
+            seen, killed = pids, False
             with suppress(IndexError, psutil.NoSuchProcess):  # between two epochs there is none
-                workers = psutil.Process().children()
-                victim = self.random.choice([worker for worker in workers if worker.pid in self.spared] or workers)
-                victim.kill()
-                self.spared = {worker.pid for worker in workers} - {victim.pid}
+                self.random.choice([worker for worker in workers if worker.pid not in spared]).kill()
+                killed = True
                 self.count += 1
 
 

@@ -13,3 +13,4 @@ if "HASTEN_DATA" not in os.environ and BESIDE.is_dir():
     os.environ["HASTEN_DATA"] = str(BESIDE)
 
 torch.set_num_threads(1)
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # a loader found in a circle cannot tell its workers to end, and waits 5 s for each

@@ -1,4 +1,4 @@
-"""The program itself, in a process of its own: answers, JSON, exit codes, interruption."""
+"""The program itself, mostly in a process of its own: answers, JSON, exit codes, interruption."""
 
 import json
 import math
@@ -9,9 +9,12 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
+from contextlib import suppress
+from functools import partial
 
 import psutil
 import pytest
+from forked import PATIENCE, begun, ended, program
 
 from hasten.cli import methods, progress
 from hasten.cli.answer import strict_json
@@ -19,6 +22,7 @@ from hasten.cli.main import _read, main
 from hasten.cli.values import seconds
 from hasten.contract.watch import silent
 from hasten.engine.find import method_names
+from hasten.measure import workers
 
 NOISY = """
 import os, subprocess
@@ -49,13 +53,6 @@ def task():
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1), metric="accuracy", batch_size=8, epochs={epochs}, target=2.0,
     )
 """
-
-
-def program(*words: str, cwd, **options) -> subprocess.CompletedProcess:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "hasten", *words], cwd=cwd, capture_output=True, text=True, env=environment, timeout=120, **options
-    )
 
 
 @pytest.fixture
@@ -173,14 +170,16 @@ def test_a_reader_that_has_seen_enough_is_no_mistake(here):
 
 def test_a_reader_of_the_progress_that_left_stops_no_work(here):
     """Our own broken pipe is no death of the process that measures, for whose answer one would wait for ever."""
-    quiet = [line for line in NOISY.format(nap=0.01, epochs=1).splitlines() if "print" not in line and "os.write" not in line]
+    quiet = [line for line in NOISY.format(nap=0, epochs=1).splitlines() if "print" not in line and "os.write" not in line]
     (here / "quiet.py").write_text("\n".join(quiet))
     reader, theirs = os.pipe()
     os.close(reader)
-    words = [sys.executable, "-m", "hasten", "compare", "quiet.py:task", "--a", "baseline", "--b", "ema", "--budget", "6s", "--json"]
-    done = subprocess.run(words, cwd=here, stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=120, check=False)
+    words = ["compare", "quiet.py:task", "--a", "baseline", "--b", "ema", "--budget", "1s", "--json"]
+    with open(here / "answer", "w+") as answer:
+        code = ended(begun(*words, cwd=here, out=answer.fileno(), err=theirs, prepare=lambda: setattr(progress, "PATIENCE", 0.0)))
+        answer.seek(0)
+        assert "ratio" in json.loads(answer.read()) and code in (0, 1)
     os.close(theirs)
-    assert "ratio" in json.loads(done.stdout) and done.returncode in (0, 1)
 
 
 def test_eject_writes_a_script(here, monkeypatch, capfd):
@@ -192,16 +191,21 @@ def test_eject_writes_a_script(here, monkeypatch, capfd):
     assert capfd.readouterr().out == script and "class Ema" in script
 
 
+def interrupted(ready, *words, here) -> tuple[int, str, str]:
+    """(exit code, output, error) of the program, to which Ctrl-C comes as soon as something is ready."""
+    with open(here / "out", "w+") as out, open(here / "err", "w+") as err:
+        process = begun(*words, cwd=here, out=out.fileno(), err=err.fileno(), prepare=lambda: setattr(workers, "_the_nursery", None))
+        wait_for(ready)
+        os.kill(process.pid, signal.SIGINT)
+        return ended(process), *(file.seek(0) or file.read() for file in (out, err))
+
+
 @pytest.mark.parametrize(("options", "folder"), [(["--out", "run"], "run"), ([], "runs/train-slow-py-task")])
 def test_interruption_stops_cleanly_and_says_how_to_go_on(here, options, folder):
-    words = [sys.executable, "-m", "hasten", "train", "slow.py:task", *options]
-    process = subprocess.Popen(words, cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     log = here / folder / "log.jsonl"
-    wait_for(lambda: log.exists() and log.stat().st_size > 0)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    code, _, err = interrupted(lambda: log.exists() and log.stat().st_size > 0, "train", "slow.py:task", *options, here=here)
     last = err.strip().splitlines()[-1]
-    assert process.returncode == 1 and last.startswith("hasten: stopped") and f"--out {folder} --resume" in last
+    assert code == 1 and last.startswith("hasten: stopped") and f"--out {folder} --resume" in last
     assert "Traceback" not in err
 
 
@@ -223,19 +227,18 @@ def test_an_impatient_hand_still_gets_the_answer(here):
 
 def test_a_terminal_gets_a_bar_with_the_time_left(here):
     ours, theirs = pty.openpty()
-    words = [sys.executable, "-m", "hasten", "train", "slow.py:task"]
-    process = subprocess.Popen(
-        words, cwd=here, stdout=subprocess.DEVNULL, stderr=theirs, env=os.environ | {"TERM": "xterm", "COLUMNS": "100"}
-    )
+    with open(os.devnull, "w") as nowhere:
+        prepare = partial(os.environ.update, {"TERM": "xterm", "COLUMNS": "100"})
+        process = begun("train", "slow.py:task", cwd=here, out=nowhere.fileno(), err=theirs, prepare=prepare)
     os.close(theirs)
     seen = b""
     try:
-        until = time.monotonic() + 60
+        until = time.monotonic() + PATIENCE
         while b"left" not in seen and time.monotonic() < until:
             seen += os.read(ours, 4096)
     finally:
         process.kill()
-        process.wait()
+        process.join()
         os.close(ours)
     assert b"%" in seen and b" left" in seen
 
@@ -249,13 +252,9 @@ def test_quiet_shows_no_progress(here, monkeypatch, capfd):
 
 
 def test_an_interrupted_search_says_how_to_go_on(here):
-    words = [sys.executable, "-m", "hasten", "tune", "slow.py:task", "--out", "search"]
-    process = subprocess.Popen(words, cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_for((here / "search").exists)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    code, out, err = interrupted((here / "search").exists, "tune", "slow.py:task", "--out", "search", here=here)
     (line,) = [line for line in err.splitlines() if line.startswith("hasten:")]
-    assert process.returncode == 1 and out == "" and "Traceback" not in err
+    assert code == 1 and out == "" and "Traceback" not in err
     assert "stopped; the same command goes on where it was" in line
 
 
@@ -270,7 +269,8 @@ def test_json_has_no_number_that_json_cannot_hold():
 
 
 def test_version_and_help(here):
-    assert program("--version", cwd=here).stdout == "hasten 0.1.0\n"
+    done = subprocess.run([sys.executable, "-m", "hasten", "--version"], cwd=here, capture_output=True, text=True, check=True)
+    assert done.stdout == "hasten 0.1.0\n" and done.stderr == ""
     assert "--resume" in program("train", "--help", cwd=here).stdout
     assert "tune" in program(cwd=here).stdout
 
@@ -288,10 +288,12 @@ def ending():
 
 
 @pytest.mark.parametrize("verb", ["train ending.py:ending --out r", "compare ending.py:ending --a baseline --b ema"])
-def test_a_task_that_ends_the_program_is_no_success(verb, here):
+def test_a_task_that_ends_the_program_is_no_success(verb, here, monkeypatch, capfd):
     (here / "ending.py").write_text((here / "noisy.py").read_text() + ENDING)
-    done = program(*verb.split(), "--quiet", cwd=here)
-    assert done.returncode == 1 and "own code ended the pro" in done.stderr and "Traceback" not in done.stderr
+    monkeypatch.chdir(here)
+    assert main([*verb.split(), "--quiet"]) == 1
+    err = capfd.readouterr().err
+    assert "own code ended the pro" in err and "Traceback" not in err
 
 
 def test_an_output_that_takes_nothing_is_one_line(here):
@@ -309,16 +311,17 @@ def test_a_closed_output_is_none(here):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def nobody_is_left():
-    """Of what a test started and did not see the end of; others look at whether there are children."""
+    """Of what was started and not seen to its end; others look at whether there are children."""
     yield
     for child in psutil.Process().children(recursive=True):
-        child.kill()
-        child.wait(10)
+        with suppress(psutil.NoSuchProcess):  # it went with another
+            child.kill()
+            child.wait(10)
 
 
-def wait_for(ready, patience: float = 60.0) -> None:
+def wait_for(ready, patience: float = PATIENCE) -> None:
     until = time.monotonic() + patience
     while not ready():
         assert time.monotonic() < until, "it did not come in time"

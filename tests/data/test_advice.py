@@ -1,13 +1,11 @@
 """Advice is measured on the data, and leaves nothing behind, however the process ends."""
 
 import os
-import signal
-import subprocess
-import sys
 import time
 
 import numpy
 import pytest
+from forked import FORK, forked
 from storages import pictures, table, written
 
 from hasten.contract.watch import silent
@@ -50,14 +48,22 @@ def test_what_cannot_be_stored_that_way_is_left_out(tmp_path):
     assert [each["to"] for each in found] == ["feather"]
 
 
+def at_work(told):
+    with workplace() as folder:
+        told.put(str(folder))
+        time.sleep(60)
+
+
 def test_what_a_killed_process_left_is_swept_away(cache):
-    held = "from hasten.data.storing.advice import workplace\nimport time\nwith workplace() as folder:\n    print(folder, flush=True)\n    time.sleep(60)"
-    process = subprocess.Popen([sys.executable, "-c", held], stdout=subprocess.PIPE, text=True)
-    left = process.stdout.readline().strip()
+    process = forked(at_work, told := FORK.SimpleQueue())
+    while told.empty():
+        assert process.is_alive()
+        time.sleep(0.01)
+    left = told.get()
     with workplace() as mine:
         assert os.path.isdir(left) and str(mine) != left  # in use
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
     with workplace():
         deadline = time.monotonic() + 60
         while os.path.isdir(left) and time.monotonic() < deadline:

@@ -137,11 +137,8 @@ def test_a_slow_source_gets_workers_within_the_cores():
     assert 1 <= climber.crew.processes <= 2 and not climber.crew.threads
     assert climber.waits < climber.waited_first / 2, "steps wait much less than they did"
     assert pipeline.runner.chosen == {"processes": climber.crew.processes, "ahead": climber.crew.ahead}
-    began, count = time.perf_counter(), 0
-    for _ in itertools.islice(pipeline, 40):
-        time.sleep(0.04)
-        count += 1
-    assert (time.perf_counter() - began) / count < 0.09, "it uses what it chose: by itself a batch and its step take 0.1 s"
+    for _ in itertools.islice(pipeline, 3):
+        assert len(psutil.Process().children()) == climber.crew.processes, "it uses what it chose"
     assert nothing_left(threads)
 
 

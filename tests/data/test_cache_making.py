@@ -1,20 +1,19 @@
 """Caches on disk are never half, and one for all processes: damage, locks, deaths while they are made, disks that fail."""
 
+import resource
 import shutil
-import signal
-import subprocess
-import sys
-import textwrap
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from caches import NUMBERS, counting, files
+from forked import FORK, ended, forked
 from pipelines import BATCH, ROWS
 
 from hasten import Failure
-from hasten.data import arrays
+from hasten.data import Pipeline, Source, arrays
 from hasten.data.caching.cache_disk import _locked, _Written, held, swept
 
 
@@ -72,66 +71,79 @@ def test_a_lock_is_held_by_one_alone_also_when_it_was_removed_meanwhile(tmp_path
 
 PATIENCE = 120  # seconds, on a busy machine; none of it is used
 
-MAKE = """
-import sys, time, warnings, torch
-from pathlib import Path
-from hasten.contract.errors import Failure
-from hasten.data import Pipeline, Source
 
 class Slow(Source):
-    def __len__(self): return 40
+    """Forty rows of 1.6 MB, whose reading pauses before each chunk but the first."""
+
+    def __init__(self, folder, pause):
+        self.folder, self.pause = folder, pause
+
+    def __len__(self):
+        return 40
+
     def read(self, rows):
-        with open(sys.argv[1] + "/reads", "a") as file: file.write(f"{len(rows)}\\n")
-        time.sleep(float(sys.argv[2]) if any(Path(sys.argv[1]).glob("cache/*.making/0.rows")) else 0.0)
+        with open(self.folder / "reads", "a") as file:
+            file.write(f"{len(rows)}\n")
+        time.sleep(self.pause if any(self.folder.glob("cache/*.making/0.rows")) else 0.0)
         return torch.from_numpy(rows.copy())[:, None].repeat(1, 200_000)
-    def identity(self): return {"slow": 1}
 
-print("ready", flush=True)
-try:
-    total = sum(int(batch[:, 0].sum()) for batch in Pipeline(Slow()).cache("disk", folder=sys.argv[1] + "/cache").batch(8))
-    print(total)
-except Failure as failure:
-    print(failure)
-"""
+    def identity(self):
+        return {"slow": 1}
 
 
-def maker(tmp_path, before="", pause=0.25):
-    """A process that makes a cache in four chunks, and pauses before each but the first."""
-    command = [sys.executable, "-c", textwrap.dedent(before) + MAKE, str(tmp_path), str(pause)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def making(folder, pause, room, told):
+    if room:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+    with warnings.catch_warnings(record=True) as notices:
+        warnings.simplefilter("always")
+        try:
+            batches = Pipeline(Slow(folder, pause)).cache("disk", folder=folder / "cache").batch(8)
+            said = sum(int(batch[:, 0].sum()) for batch in batches)
+        except Failure as failure:
+            said = str(failure)
+    told.put((said, [str(notice.message) for notice in notices]))
+
+
+def maker(folder, pause=0.25, room=None):
+    """A process that makes a cache in four chunks, and where it tells what came of it."""
+    told = FORK.SimpleQueue()
+    return forked(making, folder, pause, room, told), told
+
+
+def told_by(process, told):
+    assert ended(process) == 0
+    return told.get()
 
 
 def until(condition, process):
     while not condition():
-        assert process.poll() is None, process.communicate()
+        assert process.is_alive()
         time.sleep(0.005)
 
 
 def test_two_processes_share_one_making(tmp_path):
-    makers = [maker(tmp_path) for _ in range(2)]
-    told = [process.communicate(timeout=PATIENCE) for process in makers]
-    assert [out for out, _ in told] == [f"ready\n{sum(range(40))}\n"] * 2
+    said = [told_by(*each) for each in [maker(tmp_path) for _ in range(2)]]
+    assert [total for total, _ in said] == [sum(range(40))] * 2
     assert sum(map(int, (tmp_path / "reads").read_text().split())) == 40 + 4, "read by one of them only"
-    assert sum("another process makes the cache" in err for _, err in told) <= 1  # none, if the first was done before
+    assert sum("another process makes the cache" in notice for _, notices in said for notice in notices) <= 1  # none, if the first was done
     assert [name.split("/")[-1] for name in files(tmp_path)] == ["0.rows", "cache.json"]
 
 
 def test_a_killed_maker_leaves_nothing_that_counts(tmp_path):
-    process = maker(tmp_path, pause=PATIENCE)  # in the middle, however late the signal is
+    process, _ = maker(tmp_path, pause=PATIENCE)  # in the middle, however late the signal is
     until(lambda: list((tmp_path / "cache").glob("*.making/0.rows")), process)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.kill()
+    process.join()
     assert list((tmp_path / "cache").glob("*.making"))
     list(arrays(NUMBERS).cache("disk").batch(BATCH))  # of something else: it sweeps up
     assert not list((tmp_path / "cache").glob("*.making"))
-    assert maker(tmp_path).communicate(timeout=PATIENCE)[0].split() == ["ready", str(sum(range(40)))]
+    assert told_by(*maker(tmp_path))[0] == sum(range(40))
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
     """A limit on the size of files stands for the disk: writing fails in the middle all the same."""
-    process = maker(tmp_path, "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000_000, 20_000_000))")
-    out, _ = process.communicate(timeout=PATIENCE)
-    assert "cannot write" in out and "nothing is left of the cache" in out and len(out.splitlines()) == 2
+    said, _ = told_by(*maker(tmp_path, room=20_000_000))
+    assert "cannot write" in said and "nothing is left of the cache" in said and "\n" not in said
     assert not list((tmp_path / "cache").glob("*.making")) and not list((tmp_path / "cache").rglob("*.rows"))
 
 

@@ -2,17 +2,21 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from functools import partial
+from itertools import count
 
 import numpy
 import pytest
+from forked import FORK, ended, forked
 from storages import ROWS, everything, numbers, table, written
 
 from hasten import Failure, Refusal
+from hasten.cli.main import main
 from hasten.data import convert, feather, inspect, parquet
 
 
@@ -27,25 +31,16 @@ def own_cache(tmp_path, monkeypatch):
 
 PATIENCE = 120  # seconds, on a busy machine; most of it is never used
 
-KILLED = """
-import os, sys
-from hasten.data import convert
 
-calls = 0
-def watch(what, done, left):
-    global calls
-    calls += 1
-    if calls == 5:
-        os._exit(9)
-
-convert(sys.argv[1], sys.argv[2], to=sys.argv[3], shards=int(sys.argv[4]) or None, watch=watch)
-"""
+def killed(data, out, **how):
+    """A conversion in whose middle its process ends."""
+    calls = count(1)
+    convert(data, out, **how, watch=lambda *progress: next(calls) == 5 and os._exit(9))
 
 
 def test_a_killed_conversion_goes_on(tmp_path):
     data, to, parts = written(tmp_path / "in"), "feather", 6
-    words = [sys.executable, "-c", KILLED, str(data), str(tmp_path / "out"), to, str(parts)]
-    assert subprocess.run(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=PATIENCE).returncode == 9
+    assert ended(forked(killed, data, tmp_path / "out", to=to, shards=parts)) == 9
     assert any(name.endswith(".part") for name in os.listdir(tmp_path / "out"))
     result = convert(data, tmp_path / "out", to=to, shards=parts)
     assert result["written"] == 2 * ROWS // parts
@@ -104,25 +99,21 @@ def test_damage_while_writing_is_noticed(tmp_path, monkeypatch):
     assert [name for name in os.listdir(tmp_path / "out") if not name.endswith(".part")] == ["conversion.json"]
 
 
-LIMITED = """
-import resource, signal, sys
-from hasten.data import convert
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-for to in ("parquet", "feather", "tfrecord", "rows"):
-    try:
-        convert(sys.argv[1], sys.argv[2] + to, to=to)
-    except Exception as error:
-        print(type(error).__name__, error)
-"""
+def limited(data, out, told):
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    for to in ("parquet", "feather", "tfrecord", "rows"):
+        with pytest.raises(Failure) as failure:
+            convert(data, out / to, to=to)
+        told.put(str(failure.value))
 
 
 def test_no_room(tmp_path):
     """A limit of the system on the size of files stands for a full disk."""
-    words = [sys.executable, "-c", LIMITED, str(written(tmp_path / "in")), str(tmp_path / "out")]
-    done = subprocess.run(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=PATIENCE)
-    lines = done.stdout.splitlines()
-    assert len(lines) == 4 and all(line.startswith("Failure cannot write") and "too large" in line for line in lines), done
+    told = FORK.SimpleQueue()
+    assert ended(forked(limited, written(tmp_path / "in"), tmp_path, told)) == 0
+    for _ in range(4):
+        assert "cannot write" in (line := told.get()) and "too large" in line and "\n" not in line
 
 
 @pytest.mark.parametrize(
@@ -199,14 +190,14 @@ import sys, time
 from hasten.cli.main import main
 from hasten.data.storing import storages
 synced = storages.synced
-storages.synced = lambda file: (time.sleep(0.05), synced(file))  # or it may be done before it is interrupted
+storages.synced = lambda file: (time.sleep(0.5), synced(file))  # or it may be done before it is interrupted
 sys.exit(main())
 """
 
 
-def test_ctrl_c_says_how_it_goes_on_and_leaves_no_half(tmp_path):
+def test_ctrl_c_says_how_it_goes_on_and_leaves_no_half(tmp_path, capfd):
     data, out = written(tmp_path / "in"), tmp_path / "out"
-    words = ["data", "convert", str(data), "--to", "feather", "--shards", "300", "--out", str(out), "--json", "--quiet"]
+    words = ["data", "convert", str(data), "--to", "feather", "--shards", "30", "--out", str(out), "--json", "--quiet"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a job in the background inherits that it is ignored
@@ -217,10 +208,9 @@ def test_ctrl_c_says_how_it_goes_on_and_leaves_no_half(tmp_path):
     process.send_signal(signal.SIGINT)
     said, told = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1, told
-    assert f"go on with: hasten data convert {data} --to feather --shards 300 --out {out}" in json.loads(said)["error"]
+    assert f"go on with: hasten data convert {data} --to feather --shards 30 --out {out}" in json.loads(said)["error"]
     assert told.count("\n") == 1 and not [*out.glob("*.feather")]
-    done = subprocess.run([sys.executable, "-m", "hasten", *words], capture_output=True, text=True, env=environment, timeout=PATIENCE)
-    assert done.returncode == 0 and 0 < json.loads(done.stdout)["written"] < ROWS
+    assert main(words) == 0 and 0 < json.loads(capfd.readouterr().out)["written"] < ROWS
     assert not [*out.glob("*.part")] and len(feather(out).source) == ROWS
 
 

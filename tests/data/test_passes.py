@@ -1,9 +1,9 @@
 """First passes: what a walk through a file found is kept until the file changes, believed only if it is whole, and a long one is told."""
 
+import hashlib
 import io
 import os
 import pickle
-import subprocess
 import sys
 import warnings
 from collections import Counter
@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy
 import pytest
 from alike import same
+from forked import FORK, ended, forked
 from tar_files import npy, pack
 
 from hasten.cli.main import main
@@ -215,31 +216,19 @@ def test_what_was_kept_of_another_file_is_passed_over(tmp_path, settled):
     assert times > 0 and same(everything(source), whole)
 
 
-CHILD = """
-import hashlib, sys, numpy
-from hasten.data import shards, tfrecord
-from hasten.data.caching import filling
-from hasten.data.places import passes
-passes.SETTLED = 0
-print("ready", flush=True)
-sys.stdin.readline()
-for make, path, column in ((tfrecord, sys.argv[1], "data"), (shards, sys.argv[2], "bin")):
-    rows = make(path).source.read(numpy.arange(12))[column]
-    print(hashlib.blake2b(b"".join(rows)).hexdigest())
-"""
+def reader(paths, begin, told):
+    begin.wait(60)
+    rows = [MAKERS[path.suffix[1:]](path).source.read(numpy.arange(12))[DATA[path.suffix[1:]]] for path in paths]
+    told.put([hashlib.blake2b(b"".join(column)).hexdigest() for column in rows])
 
 
 def test_two_processes_that_open_a_file_at_once(tmp_path, settled):
     paths = [written(tmp_path / f"a.{kind}") for kind in MAKERS]
-    command = [sys.executable, "-c", CHILD, *map(str, paths)]
-    children = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    for child in children:
-        assert child.stdout.readline() == "ready\n"
-    for child in children:
-        child.stdin.write("go\n")
-        child.stdin.flush()
-    said = [child.communicate(timeout=300)[0] for child in children]
-    assert len(said[0].split()) == 2 and said[0] == said[1] and all(child.returncode == 0 for child in children)
+    begin, told = FORK.Barrier(2), FORK.SimpleQueue()
+    children = [forked(reader, paths, begin, told) for _ in range(2)]
+    assert [ended(child) for child in children] == [0, 0]
+    said = [told.get() for _ in children]
+    assert len(said[0]) == 2 and said[0] == said[1]
     assert {path.suffix for path in kept()} == {".manifest"}
     assert [opened(path)[1] for path in paths] == [0, 0]
 

@@ -1,11 +1,10 @@
 """Parts of files that are cut off, or too many to be open at once, while they are read."""
 
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy
 import pytest
+from forked import said_by
 from tar_files import pack
 
 from hasten.contract.errors import Failure
@@ -49,12 +48,6 @@ for make in (shards, tfrecord):
         source.read(numpy.array([row]))
     print(len(source.read(numpy.arange(len(source)))["txt"]))
 """
-
-
-def said_by(script, *arguments):
-    done = subprocess.run([sys.executable, "-c", script, *map(str, arguments)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr or f"killed by signal {-done.returncode}"
-    return done.stdout.strip()
 
 
 def tfrecord_file(path, rows=200):

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -12,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from forked import FORK, forked
 from pipelines import BATCH, ROWS, Bad, Killing, hanging
 
 from hasten import Failure
@@ -176,12 +175,9 @@ def test_batches_from_processes_may_all_be_kept_and_may_grow():
     assert [batch[0, -1].item() for batch in kept] == list(range(0, ROWS, BATCH))
 
 
-PARENT = """
-import sys, time, torch
-from hasten.data import arrays
-for batch in arrays(torch.zeros(100_000, 100)).batch(1000).map(lambda batch: time.sleep(0.02) or batch).prefetch(4, processes=3):
-    print("batch", flush=True)
-"""
+def parent(begun):
+    for _ in arrays(torch.zeros(100_000, 100)).batch(1000).map(lambda batch: time.sleep(0.02) or batch).prefetch(4, processes=3):
+        begun.set()
 
 
 def names_left(before: set[str], ours: set[int]) -> set[str]:
@@ -193,16 +189,15 @@ def names_left(before: set[str], ours: set[int]) -> set[str]:
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system shows no shared memory as files")
 def test_a_killed_parent_leaves_no_process_and_no_shared_memory():
     before = set(os.listdir("/dev/shm"))
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, start_new_session=True)
-    parent.stdout.readline()
-    workers = psutil.Process(parent.pid).children()
-    parent.send_signal(signal.SIGKILL)
-    parent.wait()
-    parent.stdout.close()
+    process = forked(parent, begun := FORK.Event())
+    assert begun.wait(PATIENCE)
+    workers = psutil.Process(process.pid).children()
+    process.kill()
+    process.join()
     assert len(workers) == 3
     _, alive = psutil.wait_procs(workers, timeout=PATIENCE)
     assert not alive, "workers outlive their parent"
-    ours = {parent.pid, *(worker.pid for worker in workers)}
+    ours = {process.pid, *(worker.pid for worker in workers)}
     end = time.perf_counter() + PATIENCE
     while left := names_left(before, ours):
         assert time.perf_counter() < end, left  # those of others at work on this machine go away

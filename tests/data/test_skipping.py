@@ -1,12 +1,10 @@
 """Rows that a run leaves out: up to a number that was said, counted, listed in its folder, the same after any kill."""
 
 import json
-import os
-import subprocess
-import sys
 
 import faulty_tasks
 import pytest
+from forked import ended, forked
 
 import hasten
 from hasten import Failure, Refusal
@@ -16,12 +14,6 @@ LISTED = [
     *[{"data": "train", "row": row, "where": f"patchy.txt line {row + 1}", "why": "no number"} for row in faulty_tasks.BAD],
     {"data": "validation", "row": 5, "where": "patchy.txt line 6", "why": "no number"},
 ]
-RUN = """
-import sys, torch
-torch.set_num_threads(1)
-import hasten
-hasten.train(sys.argv[1], out=sys.argv[2], resume=True, device="cpu", checkpoint_seconds=0, skip_bad=4)
-"""
 
 
 def named(name):
@@ -46,16 +38,18 @@ def test_rows_are_left_out_counted_and_listed(name, tmp_path):
     assert left(tmp_path / "here") == left(tmp_path / name)
 
 
-def test_a_killed_run_lists_the_same(tmp_path):
+def run(out):
+    hasten.train(named("killed"), out=out, resume=True, device="cpu", checkpoint_seconds=0, skip_bad=4)
+
+
+def test_a_killed_run_lists_the_same(tmp_path, monkeypatch):
     """It is killed at the last step but one: rows that it met before are known from its checkpoint alone."""
-    flag = tmp_path / "kill"
-    words = [sys.executable, "-c", RUN, named("killed")]
-    environment = os.environ | {faulty_tasks.FLAG: str(flag), "OMP_NUM_THREADS": "1"}
-    assert subprocess.run([*words, str(tmp_path / "undisturbed")], env=environment).returncode == 0
+    monkeypatch.setenv(faulty_tasks.FLAG, str(flag := tmp_path / "kill"))
+    assert ended(forked(run, tmp_path / "undisturbed")) == 0
     flag.touch()
-    assert subprocess.run([*words, str(tmp_path / "killed")], env=environment).returncode == -9
+    assert ended(forked(run, tmp_path / "killed")) == -9
     assert not (tmp_path / "killed" / "result.json").exists()
-    assert subprocess.run([*words, str(tmp_path / "killed")], env=environment).returncode == 0
+    assert ended(forked(run, tmp_path / "killed")) == 0
     assert left(tmp_path / "killed") == left(tmp_path / "undisturbed")
     assert listed(tmp_path / "killed") == LISTED
 

@@ -1,35 +1,17 @@
 """Training from pipelines: any runner, any kill, the same bits; and the trainers of others."""
 
-import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pipeline_tasks
 import pytest
 import torch
+from forked import ended, forked, wait_until_it_trains
 
 import hasten
 from hasten import Refusal
 from hasten.data import arrays
 from hasten.engine import sources
 from hasten.engine.plan import build
-
-RUN = """
-import sys, time, torch
-torch.set_num_threads(1)
-import hasten
-
-def wait(records):  # near the end, for whoever kills it
-    if records[-1]["step"] >= 140:
-        time.sleep(60)
-
-hasten.train(
-    sys.argv[1], out=sys.argv[2], resume=True, device="cpu", checkpoint_seconds=0,
-    observers=[wait] if sys.argv[3] == "to be killed" else [],
-)
-"""
 
 
 def weights(folder):
@@ -43,25 +25,24 @@ def test_every_runner_trains_to_the_same_bits(tmp_path):
     assert weights(tmp_path / "here") == weights(tmp_path / "threads") == weights(tmp_path / "processes")
 
 
-def start(out, end):
-    return subprocess.Popen([sys.executable, "-c", RUN, f"{Path(pipeline_tasks.__file__)}:longer", str(out), end])
+def run(out, end):
+    def wait(records):  # near the end, for whoever kills it
+        if records[-1]["step"] >= 140 and end == "to be killed":
+            time.sleep(60)
+
+    hasten.train(pipeline_tasks.longer(), out=out, resume=True, device="cpu", checkpoint_seconds=0, observers=[wait])
 
 
 def test_a_killed_run_goes_on_to_the_same_bits(tmp_path):
-    hasten.train(pipeline_tasks.longer(), out=tmp_path / "undisturbed", device="cpu")
     for pause in (0.3, 0.25):
-        process = start(tmp_path / "killed", "to be killed")
-        times = tmp_path / "killed" / "times.jsonl"
-        while process.poll() is None and not times.exists():
-            time.sleep(0.01)
-        began = times.stat().st_size
-        while process.poll() is None and times.stat().st_size == began:
-            time.sleep(0.001)  # until it trains
+        process = forked(run, tmp_path / "killed", "to be killed")
+        wait_until_it_trains(process, tmp_path / "killed")
         time.sleep(pause)
-        assert process.poll() is None, "the run was over before it could be killed"
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert start(tmp_path / "killed", "left alone").wait() == 0
+        assert process.is_alive(), "the run was over before it could be killed"
+        process.kill()
+        process.join()
+    for folder in ("killed", "undisturbed"):
+        assert ended(forked(run, tmp_path / folder, "left alone")) == 0
     assert weights(tmp_path / "killed") == weights(tmp_path / "undisturbed")
 
 

@@ -2,9 +2,6 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -14,6 +11,7 @@ import loader_tasks
 import psutil
 import pytest
 import torch
+from forked import ended, forked, wait_until_it_trains
 
 import hasten
 from hasten import Recipe, Refusal
@@ -122,48 +120,31 @@ def test_a_fast_source_is_left_alone(perceptron, monkeypatch):
     assert climber.settled and climber.crew.workers == 0 and program.run.chosen == {"autotuned_loader": {"processes": 0}}
 
 
-RUN = """
-import sys, time, torch
-torch.set_num_threads(1)
-import hasten
-from hasten.contract import looking
-looking.LEAST_BATCHES, looking.LEAST_SECONDS, looking.ROUNDS = 4, 0.02, 1
+def run(name, out, end):
+    def wait(records):  # near the end, for whoever kills it
+        if records[-1]["step"] >= 150 and end == "to be killed":
+            time.sleep(60)
 
-def wait(records):  # near the end, for whoever kills it
-    if records[-1]["step"] >= 150:
-        time.sleep(60)
-
-hasten.train(
-    sys.argv[1], "autotuned_loader:cores=2", out=sys.argv[2], resume=True, device="cpu", checkpoint_seconds=0,
-    observers=[wait] if sys.argv[3] == "to be killed" else [],
-)
-"""
+    warnings.simplefilter("ignore")
+    looking.LEAST_BATCHES, looking.LEAST_SECONDS, looking.ROUNDS = 4, 0.02, 1
+    words = "baseline" if end == "undisturbed" else TUNED
+    hasten.train(getattr(loader_tasks, name)(), words, out=out, resume=True, device="cpu", checkpoint_seconds=0, observers=[wait])
 
 
 @pytest.mark.parametrize("name", ["dataset", *(pytest.param(name, marks=pytest.mark.slow) for name in ("loader", "pipeline"))])
 def test_killed_at_any_moment_it_goes_on_to_the_same_bits(name, tmp_path):
-    hasten.train(getattr(loader_tasks, name)(), out=tmp_path / "plain", device="cpu")
-
-    def start(end):
-        words = [f"{Path(loader_tasks.__file__)}:{name}", str(tmp_path / "killed"), end]
-        return subprocess.Popen([sys.executable, "-W", "ignore", "-c", RUN, *words])
-
-    times = tmp_path / "killed" / "times.jsonl"
-    for pause in (0.15, 0.3)[: 1 if name == "dataset" else 2]:  # the others are slow tests
-        process = start("to be killed")
-        while process.poll() is None and not times.exists():
-            time.sleep(0.01)
-        began = times.stat().st_size
-        while process.poll() is None and times.stat().st_size == began:
-            time.sleep(0.001)  # until it trains
+    for pause in (0.15, 0.3):
+        process = forked(run, name, tmp_path / "killed", "to be killed")
+        wait_until_it_trains(process, tmp_path / "killed")
         time.sleep(pause)
         workers = psutil.Process(process.pid).children()
-        assert process.poll() is None, "the run was over before it could be killed"
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        assert process.is_alive(), "the run was over before it could be killed"
+        process.kill()
+        process.join()
         _, alive = psutil.wait_procs(workers, timeout=PATIENCE)
         assert not alive, "workers outlive their run"
-    assert start("left alone").wait() == 0
+    for folder, end in (("killed", "left alone"), ("plain", "undisturbed")):
+        assert ended(forked(run, name, tmp_path / folder, end)) == 0
     assert files(tmp_path / "killed") == files(tmp_path / "plain")
 
 

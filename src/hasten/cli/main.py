@@ -16,7 +16,6 @@ import warnings
 from hasten import __version__
 from hasten.cli import compare, data, diagnose, eject, methods, report, train, tune, values
 from hasten.cli.answer import Answer, show, stdout_kept_for_the_answer, strict_json
-from hasten.cli.interruption import interruptible
 from hasten.cli.progress import tell, watching
 from hasten.contract.errors import Failure, Notice, Progress, Refusal, nearest, one_line
 
@@ -88,7 +87,7 @@ def _answer(words: list[str]) -> Answer | None:
         return None
     if options.quiet:
         warnings.simplefilter("ignore", Progress)
-    with stdout_kept_for_the_answer(), watching(options.quiet) as drawn, interruptible(drawn) as watch:
+    with stdout_kept_for_the_answer(), watching(options.quiet) as watch:
         return VERBS[options.verb].run(options, watch)
 
 

@@ -1,0 +1,80 @@
+"""Processes for tests, forked from this one: it has imported torch, for which a fresh one takes seconds."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
+
+from hasten.cli.main import main
+
+FORK = multiprocessing.get_context("fork")
+PATIENCE = 300.0  # seconds, on a busy machine; most of it is never used
+
+
+def forked(function, *arguments, **named):
+    """A process that has begun to run the function."""
+    process = FORK.Process(target=function, args=arguments, kwargs=named)
+    process.start()
+    return process
+
+
+def ended(process) -> int:
+    """The exit code of a process that is waited for."""
+    process.join(PATIENCE)
+    process.kill()
+    process.join()
+    return process.exitcode
+
+
+def said_by(script: str, *arguments) -> str:
+    """What a text of Python prints; its process has to end well."""
+    told = FORK.SimpleQueue()
+
+    def run():
+        sys.argv[1:] = map(str, arguments)
+        with redirect_stdout(StringIO()) as said:
+            exec(script, {"__name__": "__main__"})
+        told.put(said.getvalue().strip())
+
+    code = ended(forked(run))
+    assert code == 0, f"exit code {code}"
+    return told.get()
+
+
+def begun(*words: str, cwd, out: int, err: int, prepare: Callable[[], object] = bool):
+    """The program, as ``hasten`` with these words, which says what it says to these file numbers."""
+
+    def run():
+        os.chdir(cwd)
+        os.dup2(out, 1), os.dup2(err, 2)
+        sys.stdout, sys.stderr = (open(number, "w", buffering=1) for number in (1, 2))  # noqa: SIM115  open as long as the process
+        sys.argv = ["hasten", *words]
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
+        prepare()
+        code = main()
+        sys.stdout.flush()
+        os._exit(code)
+
+    return forked(run)
+
+
+def program(*words: str, cwd, prepare: Callable[[], object] = bool) -> subprocess.CompletedProcess:
+    """The program at its end, and what it has said."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        code = ended(begun(*words, cwd=cwd, out=out.fileno(), err=err.fileno(), prepare=prepare))
+        said = [file.seek(0) or file.read() for file in (out, err)]
+    return subprocess.CompletedProcess(words, code, *said)
+
+
+def wait_until_it_trains(process, out) -> None:
+    """Until a run into this folder, which may have been taken up, has noted the time of a step."""
+    times = out / "times.jsonl"
+    before = times.stat().st_size if times.exists() else 0
+    while process.is_alive() and (not times.exists() or times.stat().st_size == before):
+        time.sleep(0.001)
