@@ -6,7 +6,8 @@ are switched on (workers, threads, compile, autocast), so the engines are the sa
 recipes are timed in turns (``hasten.compare``), and trained to the end on the same seeds: the ratio is that of the times
 to the target, and what becomes of the metric is told for both.
 
-hasten's recipe comes from the search of ``time_to_target.py`` (``--runs``); where there is none, it is made now.
+hasten's recipe comes from the search of ``time_to_target.py`` (``--runs``); where there is none, it is made now. ``--proven`` takes the
+one that the newest record of the workload has proven instead, which spares the search but not the comparison.
 pytorch-autotune 2 needs CUDA and is not measured here.
 
 Figure: hasten's recipe is never slower, and faster on most.
@@ -25,6 +26,7 @@ from statistics import fmean
 
 import torch
 from _common import finish, installed, parser, search_folder, show, tell, watch
+from time_to_target import newest_records
 
 import hasten
 from hasten import Failure, Recipe, Refusal
@@ -121,23 +123,40 @@ def _samples(run: dict) -> int:
 
 
 def against(workload: str, options) -> dict:
+    known = proven(workload) if options.proven else None
     tell(f"{workload}: loadtune searches")
     theirs = loadtunes_choice(workload, options.steps)
-    tell(f"{workload}: loadtune recommends {theirs['recipe']}; hasten searches, or remembers")
-    found = hasten.tune(
-        workload, budget=options.search_budget, out=search_folder(options.runs, workload), device=options.device, watch=watch
-    )
+    tell(f"{workload}: loadtune recommends {theirs['recipe']}; hasten {'is told' if options.proven else 'searches, or remembers'}")
+    found = known or searched(workload, options)
     ours = Recipe(found["recipe"])
     told = measured(workload, theirs["recipe"], ours, options) if ours.methods != theirs["recipe"].methods else None
     return {
         "loadtune": {**theirs, "recipe": str(theirs["recipe"])},
-        "hasten": {"recipe": str(ours), "seconds": found["search_seconds"], "verdict": found["verdict"]},
+        "hasten": {
+            "recipe": str(ours),
+            "seconds": found["search_seconds"],
+            "verdict": found["verdict"],
+            "earlier": " earlier" if known else "",
+        },
         "measured": told,
     }
 
 
+def proven(workload: str) -> dict:
+    """What an earlier search on a CPU said."""
+    found = newest_records().get(workload)
+    if not found or found["device"] != "cpu":
+        raise Refusal(f"no record of {workload} on a CPU")
+    return found
+
+
+def searched(workload: str, options) -> dict:
+    folder = search_folder(options.runs, workload)
+    return hasten.tune(workload, budget=options.search_budget, out=folder, device=options.device, watch=watch)
+
+
 def row_of(workload: str, one: dict) -> tuple[str, ...]:
-    told, searches = one["measured"], f"{one['loadtune']['seconds']:.0f} / {one['hasten']['seconds']:.0f}"
+    told, searches = one["measured"], f"{one['loadtune']['seconds']:.0f} / {one['hasten']['seconds']:.0f}{one['hasten']['earlier']}"
     recipes = one["loadtune"]["recipe"], one["hasten"]["recipe"]
     if told is None:
         return (workload, *recipes, "the same recipe", "", "", searches)
@@ -159,6 +178,7 @@ def main() -> int:
     options.add_argument("--budget", type=float, default=60.0, help="seconds of the comparison in turns")
     options.add_argument("--seeds", type=int, default=3)
     options.add_argument("--search-budget", type=float, help="seconds of hasten's search; the tuner's own default unless said")
+    options.add_argument("--proven", action="store_true", help="hasten's recipes are those of the newest records: no search")
     options.add_argument("--device", help="as for hasten")
     options.add_argument("--runs", type=Path, default=Path("runs"), help="folder of hasten's searches")
     options = options.parse_args()

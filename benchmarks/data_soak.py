@@ -39,6 +39,7 @@ QUICK = 20 / 60  # minutes
 ROWS, WIDTH, BATCH, WORKERS = 20_000, 1024, 256, 2
 SHARED, NAMELESS = Path("/dev/shm"), "memfd:hasten-data"
 PAUSES = 0.3, 2.0  # seconds between two deaths
+SPARED = 2  # looks at which one that is new after a death is not killed
 FEWEST = 8  # epochs that can tell whether memory is flat
 OWN = ("Pss_Anon:", "Pss_Shmem:")  # of a process, in kB
 
@@ -68,7 +69,7 @@ def digest(batches: Iterable) -> str:
 
 
 class Deaths(threading.Thread):
-    """Kills one of our worker processes now and then; never one that came after a death and may have taken the dead one's place, for
+    """Kills one of our worker processes now and then; not soon one that came after a death and may have taken the dead one's place, for
     a batch at which two die is given up, as it should be."""
 
     def __init__(self, seed: int):
@@ -76,17 +77,23 @@ class Deaths(threading.Thread):
         self.random, self.over, self.count = random.Random(seed), threading.Event(), 0
 
     def run(self) -> None:
-        seen, spared, killed = set(), set(), False
+        seen, spared, killed = set(), {}, False
         while not self.over.wait(self.random.uniform(*PAUSES)):
-            workers = psutil.Process().children()
-            pids = {worker.pid for worker in workers}
+            alive = {each.pid: each for each in psutil.Process().children() if is_alive(each)}
+            spared = {pid: looks - 1 for pid, looks in spared.items() if looks > 1}
             if killed:
-                spared |= pids - seen
-            seen, killed = pids, False
+                spared |= dict.fromkeys(alive.keys() - seen, SPARED)
+            seen, killed = set(alive), False
             with suppress(IndexError, psutil.NoSuchProcess):  # between two epochs there is none
-                self.random.choice([worker for worker in workers if worker.pid not in spared]).kill()
+                alive[self.random.choice(sorted(alive.keys() - spared.keys()))].kill()
                 killed = True
                 self.count += 1
+
+
+def is_alive(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def held() -> int:

@@ -102,6 +102,7 @@ def litdata(path):
 @contextmanager
 def silence() -> Iterator[None]:
     """What this process and those that it starts print meanwhile goes nowhere."""
+    sys.stdout.flush()
     kept = [os.dup(place) for place in (1, 2)]
     try:
         with open(os.devnull, "wb") as nowhere:

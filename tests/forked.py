@@ -27,8 +27,10 @@ def forked(function, *arguments, **named):
 def ended(process) -> int:
     """The exit code of a process that is waited for."""
     process.join(PATIENCE)
+    hangs = process.is_alive()
     process.kill()
     process.join()
+    assert not hangs, f"it hangs after {PATIENCE:.0f} s"
     return process.exitcode
 
 
@@ -57,9 +59,7 @@ def begun(*words: str, cwd, out: int, err: int, prepare: Callable[[], object] = 
         sys.argv = ["hasten", *words]
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
         prepare()
-        code = main()
-        sys.stdout.flush()
-        os._exit(code)
+        sys.exit(main())
 
     return forked(run)
 
@@ -76,5 +76,7 @@ def wait_until_it_trains(process, out) -> None:
     """Until a run into this folder, which may have been taken up, has noted the time of a step."""
     times = out / "times.jsonl"
     before = times.stat().st_size if times.exists() else 0
+    until = time.monotonic() + PATIENCE
     while process.is_alive() and (not times.exists() or times.stat().st_size == before):
+        assert time.monotonic() < until, "it does not begin to train"
         time.sleep(0.001)

@@ -169,7 +169,7 @@ def test_a_reader_that_has_seen_enough_is_no_mistake(here):
 
 
 def test_a_reader_of_the_progress_that_left_stops_no_work(here):
-    """Our own broken pipe is no death of the process that measures, for whose answer one would wait for ever."""
+    """Our own broken pipe is no death of the process that measures, for whose answer one would wait for ever. A task's own is its own."""
     quiet = [line for line in NOISY.format(nap=0, epochs=1).splitlines() if "print" not in line and "os.write" not in line]
     (here / "quiet.py").write_text("\n".join(quiet))
     reader, theirs = os.pipe()

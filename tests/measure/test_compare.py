@@ -8,6 +8,7 @@ import torch
 
 import hasten
 from hasten import Failure, Refusal, Task
+from hasten.measure.compare import _block
 
 
 class Sleepy(torch.utils.data.Dataset):
@@ -115,6 +116,50 @@ def test_a_budget_may_be_a_text(monkeypatch):
         for wrong in ("soon", 0, -1, None, True, float("nan")):
             with pytest.raises(Refusal, match=r"^budget must be a time such as 90s, 10m or 1h, not "):
                 verb(sleepy(), budget=wrong)
+
+
+LIAR = """
+import time
+from contextlib import contextmanager
+from unittest.mock import patch
+from hasten import Card, Exactness, Method
+
+class Liar(Method):
+    card = Card(summary="a clock at half its speed", exactness=Exactness.BIT_EXACT, source="none", gain_when="one looks at that clock")
+
+    def process(self, context, run):
+        @contextmanager
+        def at_half_speed():
+            clock = time.perf_counter
+            with context(), patch("time.perf_counter", lambda: clock() / 2):
+                yield
+
+        return at_half_speed
+"""
+
+
+def test_an_arm_that_tampers_with_its_clock_is_found_out(tmp_path):
+    (tmp_path / "liar.py").write_text(LIAR)
+    with pytest.raises(Failure, match=r"the clock beside it .* not to be believed"):
+        hasten.compare(sleepy(0.01), "baseline", f"{tmp_path}/liar.py:Liar", budget=3)
+
+
+class Late:
+    """Stands in for an arm whose first answers come late, as on a busy machine."""
+
+    def __init__(self, times: int):
+        self.times = times
+
+    def call(self, method: str, count: int, timeout: float) -> dict:
+        self.times -= 1
+        time.sleep(0.5 if self.times >= 0 else 0.1)
+        return {"samples": 8, "seconds": 0.1}
+
+
+def test_a_late_answer_is_taken_anew():
+    assert _block(Late(2), 1, 3.0)["samples"] == 8
+    with pytest.raises(Failure, match="not to be believed"):
+        _block(Late(3), 1, 3.0)
 
 
 def test_a_method_with_nothing_to_act_on_is_no_arm():

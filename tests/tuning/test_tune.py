@@ -106,6 +106,7 @@ def test_a_killed_search_goes_on_and_loses_no_finished_trial(task, tmp_path, sho
     trials, process, deadline = tmp_path / "out" / "trials.jsonl", forked(search, task, tmp_path / "out"), time.monotonic() + BUDGET
     while (not trials.exists() or trials.read_text().count("\n") < 4) and process.is_alive() and time.monotonic() < deadline:
         time.sleep(0.1)
+    assert process.is_alive(), "the search was over before it could be killed"
     process.kill()
     process.join()
     kept = trials.read_text().splitlines()

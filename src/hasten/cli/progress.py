@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from hasten.contract.watch import Watch, silent
 
@@ -27,11 +27,15 @@ def watching(quiet: bool) -> Iterator[Watch]:
 
 
 def tell(line: str) -> None:
-    """One line on standard error; that nobody reads it any more (``2> >(head)``) stops no work."""
+    """One line on standard error. That nobody reads it any more (``2> >(head)``) stops no work, nor that the disk is full for a moment."""
     try:
         print(line, file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        pass
 
 
 def _bar() -> Iterator[Watch]:
@@ -41,14 +45,16 @@ def _bar() -> Iterator[Watch]:
         nonlocal bar
         if not is_due():
             return
-        bar = bar or _started_bar()
-        bar.update(bar.task_ids[0], description=what, completed=done, left=_left(seconds_left), refresh=True)
+        with suppress(OSError):  # the terminal is gone; the work goes on
+            bar = bar or _started_bar()
+            bar.update(bar.task_ids[0], description=what, completed=done, left=_left(seconds_left), refresh=True)
 
     try:
         yield watch
     finally:
         if bar:
-            bar.stop()
+            with suppress(OSError):
+                bar.stop()
 
 
 def _started_bar():

@@ -70,8 +70,10 @@ class BatchedFetch(Method):
                 return
             for several in together(islice(samples.order(number), start, None), fields(), ahead):
                 slot = next(ring) if batches.training else Slot()  # an evaluation may keep its batches
-                yield from slot.fetch(fields(), several)
-                slot.release()
+                try:
+                    yield from slot.fetch(fields(), several)
+                finally:  # of a pass that is left in the middle, too
+                    slot.release()
 
         return replace(batches, epoch=epoch, samples=None)
 

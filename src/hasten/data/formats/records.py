@@ -26,7 +26,7 @@ from hasten.data.pipeline import Pipeline
 from hasten.data.places.files import Lost, found, is_lost, is_remote, mapped_bytes, unchanged
 from hasten.data.places.kept import Found
 from hasten.data.places.passes import Tell, once, walked_through
-from hasten.data.places.ranges import read_ranges, whole
+from hasten.data.places.ranges import LONGEST, read_ranges, whole
 from hasten.data.source import BadRow, Source, refuse_bad
 
 SUFFIXES = (".tfrecord", ".tfrecords", ".tfrec")
@@ -212,9 +212,10 @@ def framed(records: Iterable[bytes]) -> bytes:
 
 
 def _runs(files: numpy.ndarray, begins: numpy.ndarray, ends: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """The first and the last of each run of records that stand one right after the other in a file, and so are read at once."""
-    new = numpy.ones(len(files), bool)
-    new[1:] = (files[1:] != files[:-1]) | (begins[1:] != ends[:-1] + TAIL + HEAD)
+    """The first and the last of each run of records that stand one right after the other in a file, and so are read at once; but no
+    longer ones than go well through one connection."""
+    new, parts = numpy.ones(len(files), bool), begins // LONGEST
+    new[1:] = (files[1:] != files[:-1]) | (begins[1:] != ends[:-1] + TAIL + HEAD) | (parts[1:] != parts[:-1])
     return numpy.flatnonzero(new), numpy.flatnonzero(numpy.roll(new, -1))
 
 

@@ -151,7 +151,10 @@ def _copying(program: Program, batch, seconds: float) -> float | None:
 
 def _rate(program: Program, work: Callable[[], object], seconds: float) -> float:
     """How often a second something can be done: the median of some readings, so that a moment of a busy machine does not count."""
-    return median(_once(program, work, seconds / READINGS) for _ in range(READINGS))
+    until, rates = time.perf_counter() + seconds, []
+    while not rates or (len(rates) < READINGS and time.perf_counter() < until):
+        rates.append(_once(program, work, seconds / READINGS))
+    return median(rates)
 
 
 def _once(program: Program, work: Callable[[], object], seconds: float) -> float:
