@@ -54,10 +54,10 @@ def interval(values: Iterable[float]) -> Interval:
     Below six values no interval reaches 95 %; then it is the whole range.
     """
     ordered = sorted(values)
-    count, left_out, tail = len(ordered), 0, 0.5 ** len(ordered)
-    while 2 * tail <= MISS:
+    count, left_out, tail = len(ordered), 0, 1  # the tail in parts of 2**count, whole numbers: floats end at a thousand values
+    while 2 * tail / 2**count <= MISS:
         left_out += 1
-        tail += math.comb(count, left_out) * 0.5**count
+        tail += math.comb(count, left_out)
     low = max(left_out - 1, 0)
     return Interval(statistics.median(ordered), ordered[low], ordered[count - 1 - low])
 

@@ -33,6 +33,7 @@ def test_interval_leaves_out_no_more_than_it_may(common):
     assert common.interval(range(1, 11)) == common.Interval(5.5, 2, 9)  # the sign test's interval of ten values
     assert common.interval([3.0]) == common.Interval(3.0, 3.0, 3.0)
     assert common.interval([1, 2, 3, 4, 5]) == common.Interval(3, 1, 5)
+    assert abs(common.interval(range(3000)).low - (1500 - 1.96 * 3000**0.5 / 2)) < 2  # beyond what floats can count
 
 
 def test_turns_go_forth_and_back(common):
