@@ -2,8 +2,8 @@
 
 Two kinds of records: small pictures (784 bytes and a label) and a click log (13 floats, 26 whole numbers, a label). tf.data
 parses whole batches with autotuning, in three ways: it reads file after file, several at once record by record (its documented
-``num_parallel_reads``), or several at once batch by batch. The fastest counts. hasten gets one thread:
-a second one mostly waits for Python's lock.
+``num_parallel_reads``), or several at once batch by batch. The fastest counts. hasten computes in the caller's
+own thread: others mostly wait for Python's lock.
 All have to give the same numbers, which is looked at first.
 *First pass*: from nothing to the end; what hasten keeps of earlier passes is deleted, the files are in the system's cache for both.
 *Later*: batches a second once both run. tf.data compares checksums on every pass, hasten when a record is first read.
@@ -66,7 +66,7 @@ def hasten(kind, paths):
         "pictures": {"image": (torch.uint8, (28, 28)), "label": ()},
         "clicks": {"dense": (13,), "ids": (26,), "label": ()},
     }[kind]
-    return tfrecord(paths, features).batch(BATCH).prefetch(2, threads=1)
+    return tfrecord(paths, features).batch(BATCH)
 
 
 def shuffled(kind, paths):

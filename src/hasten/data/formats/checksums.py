@@ -26,10 +26,10 @@ except ImportError:
     _installed = None
 
 
-def crc32c(pieces: Sequence[bytes | memoryview]) -> numpy.ndarray:
+def crc32c(pieces: Sequence[bytes]) -> numpy.ndarray:
     """The checksums of some pieces, uint32, shape (pieces,)."""
     if _installed is not None:
-        return numpy.fromiter((_installed(bytes(piece)) for piece in pieces), numpy.uint32, len(pieces))
+        return numpy.fromiter(map(_installed, pieces), numpy.uint32, len(pieces))
     return computed(pieces)
 
 

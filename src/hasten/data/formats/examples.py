@@ -25,7 +25,7 @@ from hasten.data.memory import taken
 
 LONG = 256  # bytes; from here on a piece is copied by itself rather than byte by byte in one operation
 LARGE = 1 << 16  # bytes; from here on pieces of equal length are, too
-STOPS = numpy.uint64(0x8080808080808080)  # the bits that are unset in the last byte of a number
+STOPS = numpy.uint64(0x8080808080808080)  # the bits that are unset in the last byte of a number; cut to four bytes, those of four
 PAIRS = numpy.array(
     [
         (1, 0x007F007F007F007F, 0x7F007F007F007F00),
@@ -167,19 +167,24 @@ def _integers(data: numpy.ndarray, begins: numpy.ndarray, ends: numpy.ndarray) -
     if len(finals) == len(payload):
         return torch.from_numpy(payload.astype(numpy.int64)), counts
     starts = numpy.concatenate([[0], finals[:-1] + 1])
-    if (long := finals - starts > 9).any():
-        raise Malformed(numpy.searchsorted(edges, starts[long.argmax()], "right") - 1, "a number is longer than 64 bits")
-    return torch.from_numpy(_varints(payload, starts)), counts
+    lengths = finals - starts + 1
+    if (longest := int(lengths.max())) > 10:
+        raise Malformed(numpy.searchsorted(edges, starts[lengths.argmax()], "right") - 1, "a number is longer than 64 bits")
+    return torch.from_numpy(_varints(payload, starts, longest)), counts
 
 
-def _varints(payload: numpy.ndarray, starts: numpy.ndarray) -> numpy.ndarray:
-    """The numbers that begin at these places, int64: eight bytes of each are taken as one word, and their bits pushed together in it."""
+def _varints(payload: numpy.ndarray, starts: numpy.ndarray, longest: int) -> numpy.ndarray:
+    """The numbers of up to ``longest`` bytes that begin at these places, int64: eight bytes of each, or four where that is enough, are
+    taken as one word, and their bits pushed together in it."""
     padded = numpy.concatenate([payload, numpy.zeros(9, numpy.uint8)])
-    words = numpy.ndarray(len(payload), "<u8", padded, strides=(1,))[starts]
-    stops = ~words & STOPS
-    words &= stops ^ (stops - numpy.uint64(1))  # nothing after the first byte that is a last one
-    for apart, low, high in PAIRS:
+    pairs = PAIRS if longest > 4 else PAIRS[:2].astype(numpy.uint32)
+    words = numpy.ndarray(len(payload), pairs.dtype, padded, strides=(1,))[starts]
+    stops = ~words & STOPS.astype(pairs.dtype)
+    words &= stops ^ (stops - pairs.dtype.type(1))  # nothing after the first byte that is a last one
+    for apart, low, high in pairs:
         words = words & low | (words & high) >> apart
+    if longest <= 4:
+        return words.astype(numpy.int64)
     if len(longer := numpy.flatnonzero(stops == 0)):  # as negative numbers are
         ninth, tenth = (padded[starts[longer] + place].astype(numpy.uint64) for place in (8, 9))
         words[longer] |= (ninth & numpy.uint64(0x7F)) << numpy.uint64(56) | (ninth >> numpy.uint64(7) & tenth) << numpy.uint64(63)

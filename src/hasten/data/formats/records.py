@@ -167,24 +167,24 @@ class Records:
     def data_of(self, rows: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
         """(uint8 array, where each record begins in it, where each ends): what was read of the files, or a local file as it is.
 
-        To read small records one by one takes twice as long as to look at the file where it is mapped into memory. So that is done
-        with one that was proven; who cuts it off within the moment after it was found unchanged kills the process.
+        To read small records one by one takes twice as long as to look at the file where it is mapped into memory. Who cuts it off
+        within the moment after it was found unchanged kills the process.
 
         Raises:
             BadRow: a checksum is wrong, or it stands for what is damaged.
         """
         refuse_bad(rows, self.bad)
         begins, ends, files = self.begins[rows], self.ends[rows], numpy.searchsorted(self.edges, rows, "right") - 1
-        proven = not self.unproven[rows].any()
-        if proven and len(rows) and (files == files[0]).all() and not is_remote(path := self.stamps[files[0]][0]):
+        if len(rows) and (files == files[0]).all() and not is_remote(path := self.stamps[files[0]][0]):
             unchanged(path, self.stamps[files[0]])
-            return numpy.frombuffer(mapped_bytes(path), numpy.uint8), begins, ends
-        first, last = _runs(files, begins, ends)
-        content = b"".join(read_ranges(self.stamps, files[first], begins[first], ends[last] + TAIL))
-        lengths = ends[last] + TAIL - begins[first]
-        moved = numpy.repeat(numpy.cumsum(lengths) - lengths - begins[first], last - first + 1)
-        begins, ends = begins + moved, ends + moved
-        if not proven:
+            content = mapped_bytes(path)
+        else:
+            first, last = _runs(files, begins, ends)
+            content = b"".join(read_ranges(self.stamps, files[first], begins[first], ends[last] + TAIL))
+            lengths = ends[last] + TAIL - begins[first]
+            moved = numpy.repeat(numpy.cumsum(lengths) - lengths - begins[first], last - first + 1)
+            begins, ends = begins + moved, ends + moved
+        if self.unproven[rows].any():
             self._prove(rows, content, begins, ends)
         return numpy.frombuffer(content, numpy.uint8), begins, ends
 
@@ -193,10 +193,11 @@ class Records:
         file = int(numpy.searchsorted(self.edges, row, "right")) - 1
         return f"{self.stamps[file][0]}, record {row - self.edges[file]}, byte {self.begins[row] - HEAD}"
 
-    def _prove(self, rows: numpy.ndarray, content: bytes, begins: numpy.ndarray, ends: numpy.ndarray) -> None:
+    def _prove(self, rows: numpy.ndarray, content: bytes | memoryview, begins: numpy.ndarray, ends: numpy.ndarray) -> None:
         """Compares records with the checksums behind them, once."""
         told = numpy.frombuffer(content, numpy.uint8)[ends[:, None] + numpy.arange(TAIL)].view("<u4")[:, 0]
-        wrong = masked(crc32c([content[first:last] for first, last in zip(begins.tolist(), ends.tolist(), strict=True)])) != told
+        cut = getattr(content, "obj", content).__getitem__  # what is mapped gives bytes, where a view of it would give views
+        wrong = masked(crc32c([*map(cut, map(slice, begins.tolist(), ends.tolist()))])) != told
         self.unproven[rows[~wrong]] = False
         if wrong.any():
             row = int(rows[wrong.argmax()])
@@ -267,21 +268,20 @@ def _chain(content: memoryview, tell: Tell) -> tuple[numpy.ndarray, numpy.ndarra
     length_at = struct.Struct("<Q").unpack_from
     data, size = numpy.frombuffer(content, numpy.uint8), len(content)
     places: list[numpy.ndarray] = []  # where the framing of each record begins
-    at = 0
+    at, some = 0, WORTH
     while at < size:
-        single, equal, before = [], 0, -1
-        while at + HEAD <= size and equal < WORTH and len(single) < TOLD:
-            (length,) = length_at(content, at)
-            equal = equal + 1 if length == before else 0
-            before = length
+        single = []
+        for _ in range(some):
+            if at + HEAD > size:
+                break
             single.append(at)
+            (length,) = length_at(content, at)
             at += length + HEAD + TAIL
-        if equal == WORTH:
-            first, stride = single.pop(), length + HEAD + TAIL
-            places += numpy.array(single), first + stride * numpy.arange(_alike(data, first, stride))
-            at = int(places[-1][-1]) + stride
-        else:
-            places.append(numpy.array(single, numpy.int64))
+        places.append(numpy.array(single, numpy.int64))
+        last, some = places[-1][-WORTH:], TOLD
+        if len(last) == WORTH and at <= size and (numpy.diff(last) == (stride := at - single[-1])).all():
+            places.append(at + stride * numpy.arange(_alike(data, single[-1], stride) - 1))
+            at, some = at + stride * len(places[-1]), WORTH
         if size - HEAD < at < size:  # not even its length is whole
             places.append(numpy.array([at]))
             at = 2 * size
