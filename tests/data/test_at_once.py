@@ -22,14 +22,15 @@ SCATTERED = numpy.arange(7, ROWS, 9)
 def web(tmp_path, monkeypatch):
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(remote, "WAITS", (0.01, 0.02, 0.04))
-    with serving({"/long.tfrecord": framed([bytes([row]) * BYTES for row in range(ROWS)])}) as web:
+    shards = {f"/shards/{number:02}.tfrecord": framed([bytes([number])]) for number in range(24)}
+    with serving({"/long.tfrecord": framed([bytes([row]) * BYTES for row in range(ROWS)])} | shards) as web:
         yield web
 
 
 @pytest.fixture
 def loads(monkeypatch):
     """What the server does at a time, and gives in all. It answers once so many as "together" have been asked for at a time."""
-    given, changed, seen = Answer.given, threading.Condition(), {"now": 0, "most": 0, "bytes": 0, "together": 0}
+    given, changed, seen = Answer.given, threading.Condition(), {"now": 0, "most": 0, "bytes": 0, "together": 0, "read": True}
 
     def watched(answer, content, kind):
         begin, _, end = answer.headers.get("Range", "").removeprefix("bytes=").partition("-")
@@ -38,7 +39,11 @@ def loads(monkeypatch):
             seen["now"] += 1
             seen["most"] = max(seen["most"], seen["now"])
             changed.notify_all()
-            if answer.command == "GET" and size > 1 and not changed.wait_for(lambda: seen["most"] >= seen["together"], PATIENCE):
+            if (
+                (answer.command == "GET") == seen["read"]
+                and size > 1
+                and not changed.wait_for(lambda: seen["most"] >= seen["together"], PATIENCE)
+            ):
                 seen["together"] = 0  # in vain: the others need not wait for it as well
         time.sleep(0.05)
         if answer.command == "GET":
@@ -77,6 +82,12 @@ def test_rows_in_order_are_read_as_a_stream_that_reads_ahead(records, loads):
     loads["most"], before = 0, loads["bytes"]
     assert read(records, numpy.arange(4, 8)) == wanted(numpy.arange(4, 8))
     assert loads["most"] <= 1 and loads["bytes"] - before < BYTES
+
+
+def test_the_versions_of_many_files_are_asked_for_at_once(web, loads):
+    loads |= {"together": 8, "read": False}
+    assert len(Records([f"{web.address}/shards/{number:02}.tfrecord" for number in range(24)])) == 24
+    assert loads["most"] >= 8 and loads["together"] == 8
 
 
 def test_one_that_fails_is_asked_for_again_by_itself(records, web):

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 
 from hasten.contract.errors import Refusal
 from hasten.data.caching.filling import noticing
-from hasten.data.places.files import is_lost, stamp
+from hasten.data.places.files import is_lost, is_remote, stamp
 from hasten.data.places.kept import SETTLED, Found, keep, recalled
+from hasten.data.places.remote import AT_ONCE
 
 WORTH = 1_000_000  # bytes of the files
 
@@ -29,7 +31,8 @@ def walked_through(paths: list[str], of: list, walk: Walk) -> list[tuple[list, F
         of: what is looked for, in words that are told while it takes long, and all that it depends on besides the file.
         walk: ``(what marks the file, tell) -> (what it finds, why there is no more)``.
     """
-    marks = [_marked(path) for path in paths]
+    with ThreadPoolExecutor(min(len(paths), AT_ONCE)) as pool:  # to ask a server takes as long as the way there and back
+        marks = list(pool.map(_marked, paths) if any(map(is_remote, paths)) else map(_marked, paths))
     known = [_recalled(of, [mark]) for mark in marks]
     ahead = [mark for mark, found in zip(marks, known, strict=True) if found is None]
     where = ahead[0][0] if len(ahead) == 1 else f"{len(ahead)} files"
