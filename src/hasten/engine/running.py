@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -24,7 +25,7 @@ from hasten.engine.observers import PROGRESS_EVERY, number_or_none, numbers_of, 
 from hasten.engine.outcome import outcome
 from hasten.engine.plan import Program
 
-STEPS_BETWEEN_LOGS = 100
+STEPS_BETWEEN_LOGS = 1000
 SECONDS_BETWEEN_LOGS = 1.0
 SHARE_FOR_CHECKPOINTS = 0.01  # of the run's time
 
@@ -121,7 +122,7 @@ class Training:
         except Exception as error:  # CUDA tells of a failed kernel only when somebody waits for it
             raise explained(error, f"{self._place(epoch, batch)} or just before", self.run.loop.batch_size) from error
         first = self.run.clock.step - len(pending) + 1
-        good = next((i for i, loss in enumerate(losses) if number_or_none(loss) is None), len(losses))
+        good = len(losses) if all(map(math.isfinite, losses)) else next(i for i, loss in enumerate(losses) if not math.isfinite(loss))
         self._observe([{"step": first + i, "loss": loss} for i, loss in enumerate(losses[:good])])
         if good < len(losses):
             _, epoch, batch = pending[good]
