@@ -1,6 +1,7 @@
 """Every wrong request: exit code 2 (1 for a run that cannot go on), exactly one line on standard error, no traceback."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -54,6 +55,10 @@ def raises_in_a_worker(): return good(train_data=torch.utils.data.DataLoader(Rai
 def no_length(): return good(train_data=Stream())
 def plain_number(): return good(loss=lambda output, target: nn.functional.cross_entropy(output, target).item())
 def no_number(): return good(loss=lambda output, target: None)
+def no_schedule(): return good(optimizer=lambda model, steps: (torch.optim.SGD(model.parameters(), lr=0.1), 3))
+def no_own_loss(): return good(loss=None)
+def gives_up(): raise GeneratorExit
+def commands_the_terminal(): raise ValueError("red \x1b[31m letters")
 def no_loss_of_its_own(): return good(loss=None, model=Silent, train_data=[{"x": torch.zeros(2)}] * 4)
 
 class Silent(nn.Linear):
@@ -174,6 +179,13 @@ WRONG = [
     ("compare mine.py:text_metric --a baseline --b ema --quiet", "number"),
     ("tune mine.py:text_metric --quiet", "number"),
     ("train mine.py:no_parameters", "no parameters"),
+    ("train mine.py:no_schedule", "it returned a int as the schedule"),
+    ("train mine.py:commands_the_terminal", r"red \x1b[31m letters"),
+    ("train pipe.py:task", "pipe.py is no regular file"),
+    ("train mine.py:good --recipe pipe.toml", "pipe.toml is no regular file"),
+    ("train mine.py:good --recipe mine.py", "mine.py is no recipe"),
+    ("train mine.py:good --skip-bad 9999999999", "from 1 to 999999999"),
+    ("data inspect pipe.csv", "pipe.csv is no regular file"),
     ("train mine.py:no_module", "nn.Module"),
     ("train mine.py:good --with bfloat61", "bfloat16"),
     ("train mine.py:good --with ema:dekay=0.9", "decay"),
@@ -258,6 +270,10 @@ CANNOT_GO_ON = [
     ("train mine.py:no_number", "not None"),
     ("train mine.py:no_loss_of_its_own", "returns its own loss; this one returned None"),
     ("train mine.py:label_out_of_range", "label"),
+    ("compare mine.py:label_out_of_range --a baseline --b ema", "label outside"),
+    ("diagnose mine.py:label_out_of_range", "label outside"),
+    ("train mine.py:no_own_loss", "a model that returns its own loss"),
+    ("train mine.py:gives_up", "the task's own code raised GeneratorExit"),
     ("train mine.py:not_a_number", "nan"),
     ("train mine.py:infinite", "infinity"),
     ("train mine.py:nan_validation", "validation data holds NaN"),
@@ -282,6 +298,8 @@ def here(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bad_input")
     for name, text in FILES.items():
         (folder / name).write_bytes(text.encode("utf-8", "surrogateescape"))
+    for name in ("pipe.py", "pipe.toml", "pipe.csv"):
+        os.mkfifo(folder / name)
     return folder
 
 
@@ -290,6 +308,22 @@ def test_wrong_request(words, says, here, monkeypatch, capfd):
     monkeypatch.chdir(here)
     monkeypatch.syspath_prepend(here)
     assert_one_line(words, says, main(words.split()), 2, capfd)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "mine.py:good", "--recipe", ""],
+        ["compare", "mine.py:good", "--a", "", "--b", "ema"],
+        ["methods", ""],
+        ["report", ""],
+    ],
+    ids=" ".join,
+)
+def test_an_empty_name_is_none(words, here, monkeypatch, capfd):
+    """As an unset variable of a shell script gives it."""
+    monkeypatch.chdir(here)
+    assert_one_line(" ".join(words), "", main(words), 2, capfd)
 
 
 @pytest.mark.parametrize(("words", "says"), CANNOT_GO_ON, ids=lambda value: value[:60])

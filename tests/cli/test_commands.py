@@ -182,6 +182,18 @@ def test_a_reader_of_the_progress_that_left_stops_no_work(here):
     os.close(theirs)
 
 
+@pytest.mark.parametrize("odd", [{"PYTHONIOENCODING": "ascii:strict"}, {"COLUMNS": "0"}], ids=str)
+def test_an_odd_terminal_gets_its_answer_too(here, odd):
+    done = subprocess.run([sys.executable, "-m", "hasten", "methods"], cwd=here, env=os.environ | odd, capture_output=True)
+    assert done.returncode == 0 and done.stderr == b"" and b"batched_fetch" in done.stdout
+
+
+def test_a_folder_that_is_gone_is_told(here):
+    (gone := here / "gone").mkdir()
+    done = program("methods", cwd=gone, prepare=gone.rmdir)
+    assert (done.returncode, done.stderr) == (2, "hasten: the current folder is gone; cd into another one\n")
+
+
 def test_eject_writes_a_script(here, monkeypatch, capfd):
     monkeypatch.chdir(here)
     assert main(["eject", "noisy.py:task", "--with", "ema", "--out", "script.py"]) == 0
@@ -191,12 +203,12 @@ def test_eject_writes_a_script(here, monkeypatch, capfd):
     assert capfd.readouterr().out == script and "class Ema" in script
 
 
-def interrupted(ready, *words, here) -> tuple[int, str, str]:
+def interrupted(ready, *words, here, by=signal.SIGINT) -> tuple[int, str, str]:
     """(exit code, output, error) of the program, to which Ctrl-C comes as soon as something is ready."""
     with open(here / "out", "w+") as out, open(here / "err", "w+") as err:
         process = begun(*words, cwd=here, out=out.fileno(), err=err.fileno(), prepare=lambda: setattr(workers, "_the_nursery", None))
         wait_for(ready)
-        os.kill(process.pid, signal.SIGINT)
+        os.kill(process.pid, by)
         return ended(process), *(file.seek(0) or file.read() for file in (out, err))
 
 
@@ -251,8 +263,9 @@ def test_quiet_shows_no_progress(here, monkeypatch, capfd):
         assert ("training: " in capfd.readouterr().err) is shown
 
 
-def test_an_interrupted_search_says_how_to_go_on(here):
-    code, out, err = interrupted((here / "search").exists, "tune", "slow.py:task", "--out", "search", here=here)
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_search_says_how_to_go_on(here, by):
+    code, out, err = interrupted((here / "search").exists, "tune", "slow.py:task", "--out", "search", here=here, by=by)
     (line,) = [line for line in err.splitlines() if line.startswith("hasten:")]
     assert code == 1 and out == "" and "Traceback" not in err
     assert "stopped; the same command goes on where it was" in line

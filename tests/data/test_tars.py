@@ -8,6 +8,7 @@ import tarfile
 import numpy
 import pytest
 import torch
+from PIL import Image
 from tar_files import FORMS, npy, pack, png, sample
 
 from hasten.contract.errors import Failure, Refusal
@@ -170,6 +171,27 @@ def test_what_is_damaged_is_one_bad_row_after_the_whole_samples_before_it(tmp_pa
         pipeline = shards(tmp_path, target="cls").skip_bad(1).shuffle(seed=1).batch(4).prefetch(**way)
         assert sorted(label for *_, labels in pipeline for label in labels.tolist()) == [*range(there), *range(5, 10)]
         assert list(pipeline.faults.found) == [there]
+
+
+def test_a_picture_is_one_whatever_it_ends_in(tmp_path):
+    """As a folder of JPEG and PNG files becomes shards. Where a sample has both, each is in its own column."""
+    jpeg = io.BytesIO()
+    Image.fromarray(numpy.full((20, 30, 3), 7, numpy.uint8)).save(jpeg, "JPEG")
+    files = [
+        ("a.jpg", jpeg.getvalue()),
+        ("a.cls", b"0"),
+        ("b.png", png(1)[0]),
+        ("b.cls", b"1"),
+        ("c.jpg", jpeg.getvalue()),
+        ("c.png", png(2)[0]),
+        ("c.cls", b"2"),
+    ]
+    pack(tmp_path / "a.tar", files)
+    read = shards(tmp_path).source.read(numpy.arange(3))
+    assert numpy.array_equal(read["jpg"][1], png(1)[1]) and (read["jpg"][2] == 7).all()
+    assert numpy.array_equal(shards(tmp_path, columns=["png"]).source.read(numpy.array([2]))["png"][0], png(2)[1])
+    with pytest.raises(BadRow, match=r"it has no file that ends in \.png"):
+        shards(tmp_path, columns=["jpg", "png"]).source.read(numpy.array([0]))
 
 
 def test_an_ending_that_is_not_there_is_told(tmp_path):

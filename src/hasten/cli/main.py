@@ -38,15 +38,19 @@ def main(words: list[str] | None = None) -> int:
     words = sys.argv[1:] if own_process else words
     as_json = "--json" in words
     _open_what_is_closed()
+    _write_in_any_encoding()
     _quieten_libraries()
     _show_notices()
+    if own_process:
+        _end_as_by_ctrl_c()
     try:
+        _refuse_a_folder_that_is_gone()
         answer = _answer(words)
         if answer is None:
             return 0
         _show_to_whoever_reads(answer, as_json)
         code, line = answer.code, None
-    except (Exception, KeyboardInterrupt, SystemExit) as error:
+    except BaseException as error:  # a task's own code may raise anything
         code, line = _verdict(error)
     if own_process:  # Ctrl-C once more would end us by the signal while torch clears up, under any handler but this one
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -77,6 +81,36 @@ def _open_what_is_closed() -> None:
             setattr(sys, name, open(number, "w"))  # noqa: SIM115  open as long as the process
 
 
+def _write_in_any_encoding() -> None:
+    """An output that has no en dash or multiplication sign shows something else there."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    if os.environ.get("COLUMNS") == "0":  # some shells say so where there is no terminal
+        del os.environ["COLUMNS"]
+
+
+def _end_as_by_ctrl_c() -> None:
+    """Who ends us by a signal gets an answer, too; ``nohup`` stays what it is."""
+    owner = os.getpid()
+
+    def end(number: int, frame) -> None:
+        if os.getpid() != owner:  # whoever was forked has nothing to say
+            os._exit(128 + number)
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, end)
+
+
+def _refuse_a_folder_that_is_gone() -> None:
+    try:
+        os.getcwd()
+    except OSError:
+        raise Refusal("the current folder is gone; cd into another one") from None
+
+
 def _answer(words: list[str]) -> Answer | None:
     """What the verb answers; None where argparse has said all there is to say (``--help``, ``--version``)."""
     try:
@@ -105,6 +139,8 @@ def _verdict(error: BaseException) -> tuple[int, str]:
         return 1, "stopped"
     if isinstance(error, SystemExit):
         return 1, "the task's own code ended the program (sys.exit), so there is no result"
+    if not isinstance(error, Exception):
+        return 1, f"the task's own code raised {type(error).__name__}, so there is no result"
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("hasten"):
         return 1, f"the package {error.name} is not installed; pip install {error.name}"
     return 1, f"internal error: {one_line(error)} (set HASTEN_TRACEBACK=1 for the traceback; please report it)"
@@ -191,5 +227,6 @@ def _show_notices() -> None:
 
 
 def _say(text: str) -> None:
-    """The program's own words: one line on standard error."""
-    tell(f"hasten: {' '.join(text.split())}")
+    """The program's own words: one line on standard error, in which nothing commands the terminal."""
+    line = " ".join(text.split())
+    tell(f"hasten: {line if line.isprintable() else ''.join(each if each.isprintable() else repr(each)[1:-1] for each in line)}")

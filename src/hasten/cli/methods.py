@@ -20,7 +20,7 @@ def arguments(parser) -> None:
 
 
 def run(options, watch) -> Answer:
-    if options.name:
+    if options.name is not None:
         method = _described(options.name, options.device)
         return Answer(method, lambda: _terminal().method_page(method))
     catalogue = {"methods": _catalogue(options.device)}

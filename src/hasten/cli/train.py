@@ -39,7 +39,7 @@ def run(options, watch) -> Answer:
         raise Refusal("--resume goes on with the run in --out DIR; say which folder that is")
     if options.resume and not Path(options.out).exists():
         raise Refusal(_no_such_folder(Path(options.out)))
-    recipe = values.recipe(options) if options.recipe or options.methods else None
+    recipe = values.recipe(options) if options.recipe is not None or options.methods else None
     options.out = options.out or _new_folder(options.task)
     try:
         result = train(

@@ -25,9 +25,9 @@ def seconds(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """A whole number from 1 on."""
+    """A whole number from 1 on, below 10**9."""
     if not re.fullmatch(r"\d{1,9}", text.strip()) or int(text) < 1:
-        raise ArgumentTypeError(f"must be a whole number from 1 on, not {text!r}")
+        raise ArgumentTypeError(f"must be a whole number from 1 to {10**9 - 1}, not {text!r:.40}")
     return int(text)
 
 
@@ -91,11 +91,11 @@ def recipe(options: Namespace) -> Recipe:
     from hasten.contract.recipe import Recipe  # TOML is not needed to show the help
 
     given = Recipe.parse(options.methods)
-    written = named_recipe(options.recipe, given)
+    written = Recipe() if options.recipe is None else named_recipe(options.recipe, given)
     return written | Recipe({name: written.methods.get(name, {}) | settings for name, settings in given.methods.items()})
 
 
-def named_recipe(what: str | None, given: Recipe) -> Recipe:
+def named_recipe(what: str, given: Recipe) -> Recipe:
     """A recipe as options name one. A file brings no code of its own: a method from outside has to be in ``given``, too.
 
     Raises:
@@ -103,8 +103,15 @@ def named_recipe(what: str | None, given: Recipe) -> Recipe:
     """
     from hasten.contract.recipe import Recipe
 
-    if not (what or "").endswith(".toml"):
-        return Recipe.read(what)
+    if not what.strip():
+        raise Refusal('a recipe is named by a file, "baseline" or methods; this name is empty')
+    if not what.endswith(".toml"):
+        try:
+            return Recipe.read(what)
+        except Refusal:
+            if os.path.exists(what):
+                raise Refusal(f"{what} is no recipe: its name does not end in .toml") from None
+            raise
     written, known = Recipe.load(what), {_place(name, Path()): name for name in given.methods}
     named = {name: name if name in given.methods else known.get(_place(name, Path(what).parent)) for name in written.methods}
     for name in written.methods:

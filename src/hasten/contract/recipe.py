@@ -74,6 +74,8 @@ class Recipe:
     def load(path: str | Path) -> Recipe:
         path = Path(path)
         try:
+            if path.exists() and not path.is_file():
+                raise Refusal(f"{path} is no regular file; a recipe is a TOML file")
             if path.stat().st_size > LARGEST_FILE:
                 raise Refusal(f"{path} is larger than {LARGEST_FILE} bytes; that is no recipe")
             text = path.read_text(encoding="utf-8")

@@ -33,6 +33,8 @@ def explained(error: Exception, where: str, batch_size: int) -> Failure | Refusa
         hint = "; Task(loss=) must return a tensor that remembers how it was computed: no detach(), .item() or torch.tensor() on the way"
     if "created only for scalar outputs" in text:
         hint = "; Task(loss=) must return one number, such as the mean over the batch"
+    if "takes" in text and "positional argument" in text and ".forward()" in text:
+        hint = "; a batch (a, b, ..., target) calls model(a, b, ...), and with loss=None, for a model that returns its own loss, all of it"
     return Failure(f"{where} failed: {one_line(error)}{_in_users_code(error)}{hint}")
 
 

@@ -182,6 +182,8 @@ def _bound(make_optimizer: Callable, steps: int | None) -> Callable:
 def _check_optimizer(optimizer, schedule) -> None:
     if not (hasattr(optimizer, "step") and hasattr(optimizer, "zero_grad") and hasattr(optimizer, "param_groups")):
         raise Refusal(f"Task(optimizer=) must return a torch optimizer, or (optimizer, schedule); it returned a {type(optimizer).__name__}")
+    if schedule is not None and not hasattr(schedule, "step"):
+        raise Refusal(f"Task(optimizer=) may return (optimizer, schedule); it returned a {type(schedule).__name__} as the schedule")
     if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise Refusal("ReduceLROnPlateau waits for a metric, but a schedule steps after every optimizer step; choose one that counts steps")
 

@@ -146,7 +146,7 @@ def _ref_of_text(text: str) -> TaskRef:
     if colon and where.endswith(".py"):
         path = Path(where).expanduser().resolve()
         if not path.is_file():
-            raise Refusal(f"there is no file {path}")
+            raise Refusal(f"{path} is no regular file" if path.exists() else f"there is no file {path}")
         if not function.isidentifier():
             raise Refusal(f"cannot read {text!r}; write {path.name}:function{_which(path)}")
         return TaskRef(f"{path.name}:{function}", str(path))

@@ -24,8 +24,9 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from multiprocessing.connection import Connection
 
-from hasten.contract.errors import Failure, Notice, Progress, Refusal, one_line
+from hasten.contract.errors import Failure, Notice, Progress, Refusal
 from hasten.contract.watch import Watch, silent
+from hasten.engine.failures import explained
 
 SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
 IMPORTED_ONCE = ("torch", "torch._dynamo", "hasten.measure.arm")  # the first optimizer that is made wants dynamo, which takes seconds
@@ -295,7 +296,7 @@ def _live(connection: Connection, request: dict) -> None:
             except SystemExit:
                 say("Failure", "the task's own code ended the process (sys.exit)")
             except Exception as error:
-                say("Failure", _out_of_memory(error) or one_line(error))
+                say("Failure", _out_of_memory(error) or str(explained(error, "the training", 0)))
     except (EOFError, ConnectionError):
         pass
     finally:

@@ -2,6 +2,7 @@
 
 import os
 import re
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -36,7 +37,8 @@ def report(folder: str | Path) -> Path:
         beside.write_text(page, encoding="utf-8")
         beside.replace(path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
         raise Refusal(f"cannot write {path}: {error.strerror}") from None
     return path
 

@@ -95,7 +95,7 @@ def tune(
         _search(study, found)
         _confirm(study, found)
     except OutOfBudget:
-        enough = f"{max(2 * RESERVED_RUNS * textbook, 2 * study.budget.total):.0f}s"
+        enough = f"{max(RUNS_IN_A_BUDGET * textbook, 2 * study.budget.total):.0f}s"
         raise Failure(
             f"the budget of {_words(study.budget.total)} ended before the task's own training was measured; give --budget {enough} or more"
         ) from None

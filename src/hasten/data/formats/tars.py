@@ -48,6 +48,7 @@ def shards(
     width)); ``cls`` whole numbers (int64); ``npy`` arrays, one tensor where all have the same shape; ``json`` what it says;
     ``txt`` text; anything else bytes. What is no tensor is a list.
 
+    A sample that lacks the picture's ending and has a picture of another one gives that.
     A shard that is damaged, cut off, or cannot be read is one bad row after the samples that are whole in it.
 
     Args:
@@ -114,12 +115,16 @@ class Shards(Source):
         return *columns.values(), target
 
     def _placed(self, samples: list[Found]) -> dict[str, numpy.ndarray]:
-        """{column: (begin, end) of each row's file}, -1 where there is none."""
+        """{column: (begin, end) of each row's file}, -1 where there is none.
+
+        A picture is one whatever it ends in: where a sample has no ``.jpg``, its ``.png`` stands in the column.
+        """
         places = {name: numpy.full((len(self), 2), -1, numpy.int64) for name in self.columns}
         for first, (words, (files,)) in zip(self._edges[:-1].tolist(), samples, strict=True):
-            for number, name in enumerate(words["endings"]):
-                if name in places:
+            for number, ending in sorted(enumerate(words["endings"]), key=lambda each: each[1] not in places):
+                if (name := _column_of(ending, self.columns)) is not None:
                     own = files[files[:, 1] == number]
+                    own = own[places[name][first + own[:, 0], 0] < 0]
                     places[name][first + own[:, 0]] = own[:, 2:]
         return places
 
@@ -247,6 +252,14 @@ def _wanted(samples: list[Found], columns: Sequence[str] | None, target: str | N
 
 def _ending(name: str) -> str:
     return name.lstrip(".").lower()
+
+
+def _column_of(ending: str, columns: list[str]) -> str | None:
+    """The column that files of an ending belong to."""
+    if ending in columns or _kind(ending) not in PICTURES:
+        return ending if ending in columns else None
+    stem = ending.rpartition(".")[0]
+    return next((name for name in columns if _kind(name) in PICTURES and name.rpartition(".")[0] == stem), None)
 
 
 def _kind(name: str) -> str:

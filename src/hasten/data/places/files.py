@@ -246,6 +246,8 @@ def _nothing(pattern: str, suffixes: tuple[str, ...]) -> str:
         return f"no file matches {pattern}"
     if os.path.isdir(pattern):
         return f"the folder {pattern} holds no file that ends in {' or '.join(suffixes)}" if suffixes else f"the folder {pattern} is empty"
+    if os.path.exists(pattern):
+        return f"{pattern} is no regular file"
     if os.path.islink(pattern):
         return f"{pattern} is a link that leads nowhere"
     folder, name = os.path.split(pattern)
