@@ -53,8 +53,8 @@ class BetweenSteps:
     """Notes how long a recorded run looks up from its steps, in all: for the bar, the log and the checkpoints."""
 
     def __init__(self):
-        self.seconds, self.look_up = 0.0, Training._look_up
-        Training._look_up = lambda training: self.timed(training)
+        self.seconds, self.look_up = 0.0, Training._pause
+        Training._pause = lambda training: self.timed(training)
 
     def timed(self, training: Training) -> None:
         began = perf_counter()

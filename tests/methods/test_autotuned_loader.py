@@ -19,7 +19,7 @@ from hasten.contract import climbing, looking
 from hasten.contract.climbing import Climber
 from hasten.contract.data import Crew
 from hasten.contract.errors import Notice
-from hasten.engine import running
+from hasten.engine import pauses
 from hasten.engine.find import make_methods
 from hasten.engine.plan import build
 
@@ -92,7 +92,7 @@ def test_a_slow_source_gets_workers_and_the_recipe_says_so(name, tmp_path, monke
 
 
 def test_a_run_that_was_stopped_has_in_its_recipe_what_was_found(tmp_path, quick, monkeypatch):
-    monkeypatch.setattr(running, "SHARE_FOR_CHECKPOINTS", 1.0)  # they come soon, however slow the disk
+    monkeypatch.setattr(pauses, "SHARE_FOR_CHECKPOINTS", 1.0)  # they come soon, however slow the disk
 
     def stop(records):
         if "processes" in (tmp_path / "run" / "recipe.toml").read_text():

@@ -3,6 +3,7 @@
 import pytest
 
 from hasten.contract.method import Evaluation
+from hasten.contract.ranks import Ranks
 from hasten.contract.recipe import Recipe
 from hasten.engine.find import make_methods
 from hasten.engine.plan import build
@@ -12,7 +13,7 @@ def stops_at(task, metrics, agree=None, **settings) -> int | None:
     """After how many looks the run would stop."""
     program = build(task, make_methods(Recipe().with_method("early_stopping", **settings)))
     if agree:
-        program.run.agree = agree
+        program.run.ranks = Ranks(most=lambda numbers: [agree(*numbers)])
     history = [Evaluation(step, step * 16, metric) for step, metric in enumerate(metrics, 1)]
     return next((looks for looks in range(len(history) + 1) if program.loop.stop(history[:looks])), None)
 

@@ -5,6 +5,7 @@ import torch
 
 from hasten.contract.errors import Failure, Refusal
 from hasten.contract.method import Run
+from hasten.contract.ranks import Ranks
 from hasten.contract.recipe import Recipe
 from hasten.engine.find import make_method
 from hasten.engine.loop import steps
@@ -84,7 +85,7 @@ def test_the_scale_survives_a_checkpoint(perceptron, trained):
 def test_one_ranks_overflow_is_every_ranks():
     model = torch.nn.Linear(2, 2)
     model.weight.grad = torch.ones(2, 2)
-    run = Run(torch.device("cpu"), task=None, model=model, agree=lambda mine: True)
+    run = Run(torch.device("cpu"), task=None, model=model, ranks=Ranks(most=lambda mine: [True]))
     method = Float16()
     method.forward(lambda batch: None, run)
     method.gradients(lambda: None, run)()

@@ -17,14 +17,16 @@ class Answer:
     """The result of a command.
 
     Attributes:
-        result: the plain data behind ``--json``.
+        result: the plain data behind ``--json``; None where other processes answer.
         page: makes what a person sees: a rich renderable or a text. Only called where a person looks.
         code: 0 done, 1 a result that is a "no".
+        elsewhere: runs the processes that answer, on this one's standard output, and returns their code.
     """
 
-    result: dict
-    page: Callable[[], Any]
+    result: dict | None
+    page: Callable[[], Any] = str
     code: int = 0
+    elsewhere: Callable[[], int] | None = None
 
 
 def show(answer: Answer) -> None:

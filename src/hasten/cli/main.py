@@ -14,10 +14,11 @@ import sys
 import warnings
 
 from hasten import __version__
-from hasten.cli import compare, data, diagnose, eject, methods, report, train, tune, values
+from hasten.cli import compare, data, diagnose, eject, launch, methods, network, report, train, tune, values
 from hasten.cli.answer import Answer, show, stdout_kept_for_the_answer, strict_json
 from hasten.cli.progress import tell, watching
-from hasten.contract.errors import Failure, Notice, Progress, Refusal, nearest, one_line
+from hasten.contract.errors import Aftermath, Failure, Notice, Progress, Refusal, nearest, one_line
+from hasten.launch.endings import Ending, is_rank, leave, speaks
 
 VERBS = {
     "methods": methods,
@@ -28,6 +29,8 @@ VERBS = {
     "report": report,
     "eject": eject,
     "data": data,
+    "launch": launch,
+    "network": network,
 }
 TASK_HELP = "TASK is the name of a workload (such as digits) or path/to/file.py:function"
 
@@ -48,13 +51,17 @@ def main(words: list[str] | None = None) -> int:
         answer = _answer(words)
         if answer is None:
             return 0
-        _show_to_whoever_reads(answer, as_json)
-        code, line = answer.code, None
+        if answer.elsewhere is None and speaks():
+            _show_to_whoever_reads(answer, as_json)
+        code, line, aftermath = answer.elsewhere() if answer.elsewhere else answer.code, None, False
     except BaseException as error:  # a task's own code may raise anything
-        code, line = _verdict(error)
+        (code, line), aftermath = _verdict(error), isinstance(error, Aftermath)
+    if is_rank():  # whoever started it tells what there is to tell
+        leave(Ending(code, line, aftermath))
+        return 0 if line is None else code
     if own_process:  # Ctrl-C once more would end us by the signal while torch clears up, under any handler but this one
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if line is not None:
+    if line is not None and (speaks() or not aftermath):
         _say(line)
         if as_json:
             print(strict_json({"error": line}))
@@ -150,6 +157,7 @@ def _read(words: list[str]) -> argparse.Namespace | None:
     """The options, or None where nothing was asked for and the help was shown instead."""
     parser = _parser()
     options, strangers = parser.parse_known_args(words)
+    options.words = words
     if strangers:
         _refuse_strangers(strangers, getattr(options, "verb", None))
     if options.verb is None:

@@ -4,12 +4,14 @@ import re
 import shlex
 import warnings
 from difflib import get_close_matches
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 
 from hasten.cli import values
 from hasten.cli.answer import Answer
 from hasten.contract.errors import Failure, Notice, Refusal
+from hasten.launch.endings import is_rank, speaks
 
 HELP = "train a task, with a recipe if one is given"
 
@@ -17,6 +19,9 @@ HELP = "train a task, with a recipe if one is given"
 def arguments(parser) -> None:
     parser.add_argument("task", metavar="TASK")
     values.add_recipe(parser)
+    parser.add_argument(
+        "--processes", type=values.processes, default=1, metavar="N", help="share every batch out among N processes on this machine (ddp)"
+    )
     parser.add_argument("--out", type=values.folder, metavar="DIR", help="the run's folder; a new one, runs/train-TASK, unless said")
     parser.add_argument(
         "--resume",
@@ -33,11 +38,15 @@ def arguments(parser) -> None:
 
 def run(options, watch) -> Answer:
     """Exit code 1 where the task has a target that the training did not reach."""
+    if options.processes > 1 and not is_rank():
+        from hasten.launch.processes import start
+
+        return Answer(None, elsewhere=partial(start, options.words, options.processes))
     from hasten.engine.train import train
 
     if options.resume and not options.out:
         raise Refusal("--resume goes on with the run in --out DIR; say which folder that is")
-    if options.resume and not Path(options.out).exists():
+    if options.resume and speaks() and not Path(options.out).exists():  # rank 0 has the folder
         raise Refusal(_no_such_folder(Path(options.out)))
     recipe = values.recipe(options) if options.recipe is not None or options.methods else None
     options.out = options.out or _new_folder(options.task)

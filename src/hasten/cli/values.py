@@ -15,6 +15,8 @@ from hasten.contract.spans import seconds_of
 if TYPE_CHECKING:
     from hasten.contract.recipe import Recipe
 
+MOST_PROCESSES = 4096
+
 
 def seconds(text: str) -> float:
     """``90``, ``90s``, ``10m`` or ``1h`` as seconds."""
@@ -29,6 +31,13 @@ def count(text: str) -> int:
     if not re.fullmatch(r"\d{1,9}", text.strip()) or int(text) < 1:
         raise ArgumentTypeError(f"must be a whole number from 1 to {10**9 - 1}, not {text!r:.40}")
     return int(text)
+
+
+def processes(text: str) -> int:
+    """A number of processes that a machine can hold, or of machines."""
+    if (number := count(text)) > MOST_PROCESSES:
+        raise ArgumentTypeError(f"must be at most {MOST_PROCESSES}, not {number}")
+    return number
 
 
 def seed(text: str) -> int:

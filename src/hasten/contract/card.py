@@ -51,6 +51,7 @@ FACTS = {
     "indexed samples": "training samples can be read by index",
     "workers": "others than the training process can compute the batches",
     "evaluations": "the metric is measured more than once",
+    "several processes": "several processes train together",
     "several epochs": "the data are seen more than once",
     "repeated blocks": "the model has a sequence of like blocks",
     "matrix weights": "some parameter has two or more dimensions",

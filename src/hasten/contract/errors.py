@@ -15,6 +15,10 @@ class Failure(RuntimeError):
     """A run that began and could not go on (a NaN, a dataset that raises, a full disk). Exit code 1."""
 
 
+class Aftermath(Failure):
+    """What comes of the failure of another rank, which tells it itself."""
+
+
 class Notice(UserWarning):
     """Something that the user ought to know although the run goes on; the command line shows it as one line."""
 

@@ -33,6 +33,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hasten.contract.card import Card
+from hasten.contract.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     import torch
@@ -47,8 +48,11 @@ class Clock:
     step: int = 0  # optimizer steps done
     epoch: int = 0  # passes over the training data completed
     batch: int = 0  # batches of this pass done
-    samples: int = 0  # training samples seen
+    samples: int = 0  # training samples seen, by all ranks
     share: float = 1.0  # the current micro-batch's share of its step's samples
+    last_piece: bool = True  # it is the last of its step
+    whole: int = 0  # samples that all ranks have in this step; 0: this process is alone
+    weight: float = 1.0  # what this rank's part counts: its samples against an equal part of them
 
 
 @dataclass
@@ -83,14 +87,19 @@ class Run:
     seed: int = 0
     loop: Loop | None = None
     model: torch.nn.Module | None = None
+    module: torch.nn.Module | None = None  # the model before it was shared out among ranks: what a checkpoint keeps
     optimizer: torch.optim.Optimizer | None = None
     kept: dict[str, Any] = field(default_factory=dict)  # name -> object with state_dict(); travels in checkpoints
     idle: list[tuple[str, str]] = field(default_factory=list)  # (method, why it had nothing to act on)
     chosen: dict[str, dict] = field(default_factory=dict)  # method -> settings that it found while it ran, for the next run
-    agree: Callable[[bool], bool] = bool  # any rank's yes becomes every rank's yes
+    ranks: Ranks = ALONE  # the processes that train together
     higher_is_better: Callable[[], bool] = lambda: True  # the direction of the task's metric
     cores: Callable[[], int] = lambda: os.cpu_count() or 1  # that this process may use; the engine knows of containers and ranks
     free_memory: Callable[[], int] = lambda: 1 << 32  # bytes that this process may still take; the engine asks the system
+
+    def agree(self, yes: bool) -> bool:
+        """Any rank's yes becomes every rank's yes."""
+        return self.ranks.agree(yes)
 
     def nothing_to_do(self, method: Method, why: str) -> None:
         """A method that found nothing to act on says so: a warning in ``train``, a refusal in ``tune``."""

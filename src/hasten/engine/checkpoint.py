@@ -7,7 +7,7 @@ the moment. Files are renamed into place, proved by their checksums, and loaded 
 
 from __future__ import annotations
 
-import dataclasses
+import io
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
@@ -18,11 +18,13 @@ from safetensors.torch import save
 
 from hasten.contract.data import Batches
 from hasten.contract.errors import Failure, Notice, one_line
+from hasten.contract.ranks import Ranks
 from hasten.engine.failures import disk_trouble
 from hasten.engine.folder import GO_ON, write_whole
 from hasten.engine.plan import Program
-from hasten.engine.seeds import random_state, restore_random_state
+from hasten.engine.seeds import derived, random_state, restore_random_state, set_seeds, undisturbed
 
+PLACE = ("step", "epoch", "batch", "samples")  # of the clock; the rest belongs to the step that is done
 KEPT = 2  # files: the newest, and the one before it in case the newest is damaged
 
 
@@ -86,12 +88,13 @@ def state_of(program: Program) -> dict:
     """The part of a checkpoint that the program itself holds."""
     run = program.run
     return {
-        "model": run.model.state_dict(),
+        "model": run.module.state_dict(),
         "optimizer": run.optimizer.state_dict(),
         "schedule": program.schedule.state_dict() if program.schedule is not None else None,
         "kept": {name: thing.state_dict() for name, thing in run.kept.items()},
-        "clock": dataclasses.asdict(run.clock),
+        "clock": {name: getattr(run.clock, name) for name in PLACE},
         "random": random_now(program.train),
+        "other ranks": [],  # their random states, where there are some
     }
 
 
@@ -103,7 +106,7 @@ def restore(program: Program, state: dict) -> None:
     """
     run = program.run
     try:
-        run.model.load_state_dict(state["model"])
+        run.module.load_state_dict(state["model"])
         run.optimizer.load_state_dict(state["optimizer"])
         _keep_types(run.optimizer, state["optimizer"])
         if program.schedule is not None:
@@ -114,8 +117,8 @@ def restore(program: Program, state: dict) -> None:
         raise Failure(
             f"the checkpoint does not fit the task as it is now: {one_line(error)}; choose another --out to start anew"
         ) from error
-    for name, value in state["clock"].items():
-        setattr(run.clock, name, value)
+    for name in PLACE:
+        setattr(run.clock, name, state["clock"][name])
 
 
 def exported(model: torch.nn.Module) -> bytes:
@@ -162,6 +165,36 @@ def taken_up(batches: Batches, start_of_pass: dict | None, now: dict) -> Callabl
         return iterator
 
     return epoch
+
+
+def draw_alike(ranks: Ranks, batches: Batches) -> None:
+    """From here on all ranks draw what rank 0 draws, so that they read a source that cannot be sought in the same order."""
+    if not ranks.alone:
+        restore_random(batches, unpacked(ranks.first(packed(random_now(batches)))))
+
+
+def random_of(ranks: Ranks, state: dict, seed: int) -> dict:
+    """This rank's random state in a checkpoint; a rank that there was not then begins with one of its own."""
+    if ranks.leads:
+        return state["random"]
+    others = state.get("other ranks", [])
+    if ranks.rank <= len(others):
+        return others[ranks.rank - 1]
+    with undisturbed():
+        set_seeds(derived(seed, ranks.rank, state["clock"]["step"]))
+        return {"process": random_state(), "generators": state["random"]["generators"]}
+
+
+def packed(state) -> bytes:
+    """A state as bytes, for another rank."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def unpacked(content: bytes):
+    """What ``packed`` made; nothing in it is ever executed."""
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
 def read_again(batches: Batches, start_of_pass: dict | None, epoch: int, number: int) -> Iterator:

@@ -31,6 +31,9 @@ def explained(error: Exception, where: str, batch_size: int) -> Failure | Refusa
         hint = "; most often a label outside 0 to (number of outputs - 1), or a model with too few outputs"
     if "does not require grad" in text:
         hint = "; Task(loss=) must return a tensor that remembers how it was computed: no detach(), .item() or torch.tensor() on the way"
+    if "find_unused_parameters" in text:
+        error = RuntimeError("in this step some parameters had no gradient, and the ranks wait for all of them")
+        hint = "; say --with ddp:find_unused=true"
     if "created only for scalar outputs" in text:
         hint = "; Task(loss=) must return one number, such as the mean over the batch"
     if "takes" in text and "positional argument" in text and ".forward()" in text:

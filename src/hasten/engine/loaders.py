@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from hasten.contract.data import Batches, Samples
 from hasten.contract.errors import Failure, Refusal, one_line
 from hasten.engine.seeds import derived, drawing_from, undisturbed
+from hasten.engine.sharing import Part
 
 FROM_A_WORKER = "Original Traceback (most recent call last)"  # torch's words
 
@@ -151,9 +152,9 @@ class _Fetched(torch.utils.data.Dataset):
 
     def __getitems__(self, keyed) -> list:
         epoch, number, indices = keyed
-        if not self.seeded:
+        if not self.seeded and not isinstance(indices, Part):
             return self._read(indices)
-        with drawing_from(derived(self.seed, epoch, number)):
+        with drawing_from(derived(self.seed, epoch, number, *([first] if (first := getattr(indices, "first", 0)) else []))):
             return self._read(indices)
 
     def _read(self, indices: list[int]) -> list:

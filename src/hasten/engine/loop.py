@@ -56,7 +56,7 @@ def rest_of_pass(program: Program) -> Iterator[torch.Tensor]:
             schedule.step()
         clock.step += 1
         clock.batch += 1
-        clock.samples += size(batch)
+        clock.samples += clock.whole or size(batch)
         yield loss.detach()
         if clock.step >= last_step:
             return

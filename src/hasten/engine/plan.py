@@ -19,12 +19,14 @@ from hasten.contract import batch as batches
 from hasten.contract.data import Batches
 from hasten.contract.errors import Refusal
 from hasten.contract.method import Loop, Method, Run, hooks_of
+from hasten.contract.ranks import ALONE, Ranks
 from hasten.contract.task import Task, optimizer_and_schedule, takes_steps
 from hasten.engine import sources
 from hasten.engine.budget import free_memory, usable_cores
 from hasten.engine.forward import forward_of, own_loss, refuse_loss
 from hasten.engine.metrics import higher_is_better
-from hasten.engine.seeds import set_seeds, undisturbed
+from hasten.engine.seeds import derived, set_seeds, undisturbed
+from hasten.engine.sharing import Notes, weighed
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Program:
     loop: Loop
     process: Callable[[], AbstractContextManager]
     train: Batches
+    source: Batches  # the same, without what the ranks tell each other before every step
     validation: Batches | None
     move: Callable[[Any], Any]
     forward: Callable[[Any], torch.Tensor]
@@ -47,7 +50,7 @@ class Program:
     export: Callable[[], torch.nn.Module]
 
 
-def build(task: Task, methods: list[Method] = (), *, device: str = "cpu", seed: int = 0) -> Program:
+def build(task: Task, methods: list[Method] = (), *, device: str = "cpu", seed: int = 0, ranks: Ranks = ALONE) -> Program:
     """The program of a task under a set of methods. The order in which the methods are given never matters.
 
     Raises:
@@ -56,8 +59,9 @@ def build(task: Task, methods: list[Method] = (), *, device: str = "cpu", seed: 
     methods = in_order(methods)
     refuse_conflicts(methods)
     run = Run(
-        torch.device(device), task, seed=seed, higher_is_better=partial(higher_is_better, task), cores=usable_cores, free_memory=free_memory
-    )
+        torch.device(device), task, seed=seed, ranks=ranks,
+        higher_is_better=partial(higher_is_better, task), cores=usable_cores, free_memory=free_memory,
+    )  # fmt: skip
 
     def fold(hook: str, thing):
         for method in sorted(methods, key=lambda m: hook not in m.card.replaces):  # a replacement goes innermost
@@ -70,7 +74,8 @@ def build(task: Task, methods: list[Method] = (), *, device: str = "cpu", seed: 
         set_seeds(seed)
         task = sources.opened(task)
         run.loop = loop = fold("loop", sources.plan_of(task))
-        train = sources.training(task, loop.batch_size, seed)
+        notes: Notes = {}
+        train = sources.training(task, loop.batch_size, seed, ranks, notes)
         validation = sources.validation(task, sources.plan_of(task).batch_size, seed)  # judged in the task's own batches, always
         with undisturbed():  # a method may read samples to know them
             for method in methods:
@@ -79,9 +84,10 @@ def build(task: Task, methods: list[Method] = (), *, device: str = "cpu", seed: 
         if loop.steps is None and train.length is not None:
             loop.steps = max(1, round(loop.epochs * train.length))
 
-        model = run.model = fold("shard", fold("model", _model_of(task)).to(run.device))
+        run.module = fold("model", _model_of(task)).to(run.device)
+        model = run.model = fold("shard", run.module)
         make = fold("optimizer", _bound(task.optimizer, loop.steps))
-        run.optimizer, schedule = optimizer_and_schedule(make(model))
+        run.optimizer, schedule = optimizer_and_schedule(make(run.module))
         _check_optimizer(run.optimizer, schedule)
 
         to_device = partial(batches.map_tensors, lambda tensor: tensor.to(run.device, non_blocking=True))
@@ -89,7 +95,8 @@ def build(task: Task, methods: list[Method] = (), *, device: str = "cpu", seed: 
         loss = fold("loss", task.loss or own_loss)
         forward = fold("forward", forward_of(model, loss, own=task.loss is None))
         clock, cut = run.clock, loop.microbatches > 1
-        backward = fold("backward", (lambda loss: (loss * clock.share).backward()) if cut else torch.Tensor.backward)
+        plain = torch.Tensor.backward if ranks.alone and not cut else lambda loss: (loss * (clock.share * clock.weight)).backward()
+        backward = fold("backward", plain)
 
         def micro(batch):
             loss = forward(batch)
@@ -99,12 +106,15 @@ def build(task: Task, methods: list[Method] = (), *, device: str = "cpu", seed: 
             return loss
 
         micro = fold("micro", micro)
+        if ranks.rank and train.seekable:  # what the model draws differs by rank; sources that cannot be sought draw alike
+            set_seeds(derived(seed, ranks.rank))
         return Program(
             task=task,
             run=run,
             loop=loop,
             process=process,
-            train=train,
+            train=weighed(train, ranks, loop, run.clock, notes),
+            source=train,
             validation=validation,
             move=move,
             forward=forward,
@@ -153,8 +163,9 @@ def _accumulated(micro, count: int, clock):
 
     def micro_by_micro(batch):
         total, whole = batches.size(batch), 0.0
-        for piece in batches.pieces(batch, count):
-            clock.share = batches.size(piece) / total
+        pieces = batches.pieces(batch, count)
+        for number, piece in enumerate(pieces, 1):
+            clock.share, clock.last_piece = batches.size(piece) / total, number == len(pieces)
             whole = whole + micro(piece).detach() * clock.share
         return whole
 

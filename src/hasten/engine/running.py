@@ -13,21 +13,21 @@ from collections.abc import Iterator
 from functools import partial
 from time import perf_counter
 
-from hasten.contract.errors import Failure, Notice, Refusal
+from hasten.contract.errors import Aftermath, Failure, Notice, Refusal
 from hasten.contract.method import Evaluation
+from hasten.contract.ranks import Ranks
 from hasten.contract.recipe import Recipe
 from hasten.contract.watch import Watch
 from hasten.engine import checkpoint, health, skipping
 from hasten.engine.failures import explained, place
 from hasten.engine.folder import RunFolder, write_whole
 from hasten.engine.loop import evaluate, finished, no_batch, rest_of_pass
-from hasten.engine.observers import PROGRESS_EVERY, number_or_none, numbers_of, progress
+from hasten.engine.metrics import Measured
+from hasten.engine.observers import number_or_none, numbers_of, progress
 from hasten.engine.outcome import outcome
+from hasten.engine.pauses import Pauses
 from hasten.engine.plan import Program
-
-STEPS_BETWEEN_LOGS = 1000
-SECONDS_BETWEEN_LOGS = 1.0
-SHARE_FOR_CHECKPOINTS = 0.01  # of the run's time
+from hasten.engine.ranks import by_the_first
 
 
 class Training:
@@ -37,27 +37,27 @@ class Training:
         self, program: Program, recipe: Recipe, folder: RunFolder | None, observers, watch: Watch, every: float, asked: list, began: float
     ):
         self.run, self.recipe, self.folder = program.run, recipe, folder
-        self.asked, self.observers = asked, [*([folder.log] if folder else []), *observers]
+        self.ranks: Ranks = program.run.ranks
+        self.keeps = self.ranks.agree(folder is not None)  # the first rank writes, and all have a part in it
+        self.observers = [*([folder.log] if folder else []), *observers]
         self.began, self.earlier = began, 0.0  # seconds that runs before this resumption took
         self.split = {"start": 0.0, "evaluation": 0.0, "checkpoints": 0.0}
         self.history: list[Evaluation] = []
         self.seconds_at: list[float] = []  # of each evaluation
-        self.pending: list[tuple] = []  # (loss on the device, epoch, batch) since the last log point
+        self.pending: list[tuple] = []  # (loss on the device, epoch, batch, weight) since the last log point
         self.stopped = False
         self.start_of_pass: dict | None = None
-        self.source = program.train
-        self.every = every
+        self.source, self.plain = program.train, program.source  # what the steps read, and the same without the other ranks
         self.checkpoints = checkpoint.Checkpoints(folder.path / "checkpoints") if folder else None
         self.program = dataclasses.replace(program, train=dataclasses.replace(program.train, epoch=self._epoch))
         self.interrupted = None  # how to take up the pass that a checkpoint was made in
         self.skipped: list[dict] = []  # rows, as they stand in the folder
         self.written = recipe  # as it was last put into the folder
         skipping.remember(program.task, [])  # not what another run with the same data met
-        if folder:
+        if self.keeps:
             self._take_up()
         self.tell = progress(watch, self._share)
-        self.last_log = self.last_checkpoint = self.next_look = perf_counter()
-        self.saving = 0.0  # seconds that the latest checkpoint took
+        self.pauses = Pauses(self.run, asked, every, self.keeps)
         self.next_evaluation = self._next_evaluation()
         self.split["start"] += perf_counter() - began
 
@@ -78,7 +78,7 @@ class Training:
         return self._finish()
 
     def _train_one_pass(self) -> None:
-        clock, pending, asked = self.run.clock, self.pending, self.asked
+        clock, pending, is_time = self.run.clock, self.pending, self.pauses.is_time
         advance = rest_of_pass(self.program).__next__
         while True:
             epoch, batch = clock.epoch, clock.batch
@@ -88,49 +88,55 @@ class Training:
                 return
             except Exception as error:
                 raise explained(error, self._place(epoch, batch), self.run.loop.batch_size) from error
-            pending.append((loss, epoch, batch))
+            pending.append((loss, epoch, batch, clock.weight))
             if clock.samples >= self.next_evaluation:
                 self._evaluate()
                 if self.stopped:
                     return
-            if asked or len(pending) >= STEPS_BETWEEN_LOGS or perf_counter() >= self.next_look:
-                self._look_up()
+            if is_time(len(pending)):
+                self._pause()
 
-    def _look_up(self) -> None:
+    def _pause(self) -> None:
         """Between two steps, a few times a second: progress, losses, checkpoint, a request to stop."""
         self.tell()
-        now = perf_counter()
-        if len(self.pending) >= STEPS_BETWEEN_LOGS or now >= self.last_log + SECONDS_BETWEEN_LOGS:
+        wishes = self.pauses.wishes(len(self.pending))
+        if wishes.log:
             self._fetch_losses()
-        wait = max(self.every, self.saving / SHARE_FOR_CHECKPOINTS) if self.every else 0.0
-        due = self.last_checkpoint + wait
-        if self.folder and (self.asked or now >= due):
+        if wishes.save:
             self._save()
-            due = self.last_checkpoint + wait
-        if self.asked:
-            raise Failure(f"stopped at step {self.run.clock.step} of {self.run.loop.steps or 'an unknown number'}{self._how_to_go_on()}")
-        self.next_look = min(perf_counter() + PROGRESS_EVERY, due) if self.folder else perf_counter() + PROGRESS_EVERY
+        if wishes.stop:
+            kind = Failure if self.ranks.leads else Aftermath
+            raise kind(f"stopped at step {self.run.clock.step} of {self.run.loop.steps or 'an unknown number'}{self._how_to_go_on()}")
+        self.pauses.over()
 
     def _fetch_losses(self) -> None:
         """Turns the losses since the last log point into numbers and tells the observers."""
-        pending, self.last_log = self.pending, perf_counter()
+        pending, self.pauses.logged = self.pending, perf_counter()
         if not pending:
             return
-        _, epoch, batch = pending[-1]
+        _, epoch, batch, _ = pending[-1]
         try:
-            losses = numbers_of([loss for loss, _, _ in pending])
+            own = numbers_of([loss for loss, *_ in pending])
         except Exception as error:  # CUDA tells of a failed kernel only when somebody waits for it
             raise explained(error, f"{self._place(epoch, batch)} or just before", self.run.loop.batch_size) from error
         first = self.run.clock.step - len(pending) + 1
+        losses = own if self.ranks.alone else self._mean_of_ranks(own)
         good = len(losses) if all(map(math.isfinite, losses)) else next(i for i, loss in enumerate(losses) if not math.isfinite(loss))
         self._observe([{"step": first + i, "loss": loss} for i, loss in enumerate(losses[:good])])
         if good < len(losses):
-            _, epoch, batch = pending[good]
-            again = partial(checkpoint.read_again, self.source, self.start_of_pass, epoch, batch)
-            raise health.bad_loss(losses[good], place(first + good, epoch, batch), again)
+            _, epoch, batch, _ = pending[good]
+            if number_or_none(own[good]) is not None:
+                raise Aftermath(f"the loss of another rank is {losses[good]} at {place(first + good, epoch, batch)}")
+            again = partial(checkpoint.read_again, self.plain, self.start_of_pass, epoch, batch)
+            raise health.bad_loss(own[good], place(first + good, epoch, batch), again)
         pending.clear()
         if self.folder:
             self.folder.note_time("steps", self.run.clock.step, self._seconds())
+
+    def _mean_of_ranks(self, losses: list[float]) -> list[float]:
+        """The losses of whole batches, from those of each rank's part."""
+        shares = [loss * weight for loss, (*_, weight) in zip(losses, self.pending, strict=True)]
+        return [share / self.ranks.world for share in self.ranks.total(shares)]
 
     def _evaluate(self) -> None:
         self._fetch_losses()
@@ -139,7 +145,7 @@ class Training:
             return
         began, clock = perf_counter(), self.run.clock
         try:
-            measured = evaluate(self.program)
+            measured = self._measured()
         except Exception as error:
             raise explained(error, f"the evaluation after step {clock.step}", self.run.loop.batch_size) from error
         if number_or_none(measured.metric) is None:
@@ -151,8 +157,15 @@ class Training:
         self._observe([{name: number_or_none(value) for name, value in record.items()}])
         if self.folder:
             self.folder.note_time("evaluation", clock.step, self.seconds_at[-1])
-        if self.run.loop.stop is not None and self.run.agree(bool(self.run.loop.stop(self.history))):
+        if self.run.loop.stop is not None and self.ranks.agree(bool(self.run.loop.stop(self.history))):
             self.stopped = True
+
+    def _measured(self) -> Measured:
+        """The metric; of several ranks the first one measures it, and tells the others."""
+        if self.ranks.alone:
+            return evaluate(self.program)
+        told = self.ranks.first(json.dumps(vars(evaluate(self.program))).encode() if self.ranks.leads else b"")
+        return Measured(**json.loads(told))
 
     def list_skipped(self) -> int:
         """Writes down which rows were left out, if there are new ones; how many there are."""
@@ -165,10 +178,15 @@ class Training:
     def _save(self) -> None:
         self._fetch_losses()
         self.list_skipped()
-        self.last_checkpoint = began = perf_counter()
-        if not health.weights_are_finite(self.run.model):
+        self.pauses.saved = began = perf_counter()
+        if self.ranks.agree(not health.weights_are_finite(self.run.model)):
             return  # the next loss will say so; the newest good checkpoint stays
+        if not self.ranks.alone:
+            others = self.ranks.every(checkpoint.packed(checkpoint.random_now(self.program.train)))[1:]
+        if not self.folder:
+            return
         state = checkpoint.state_of(self.program) | {
+            "other ranks": [] if self.ranks.alone else [checkpoint.unpacked(state) for state in others],
             "identity": self.folder.identity,
             "start of pass": self.start_of_pass,
             "samples of a pass": self.run.loop.samples,
@@ -180,25 +198,19 @@ class Training:
             "split": dict(self.split),
         }
         self.checkpoints.save(state)
-        self.last_checkpoint = perf_counter()
-        self.saving = self.last_checkpoint - began
-        self.split["checkpoints"] += self.saving
+        self.pauses.saved = perf_counter()
+        self.pauses.saving = self.pauses.saved - began
+        self.split["checkpoints"] += self.pauses.saving
         self.folder.note_time("checkpoint", self.run.clock.step, self._seconds())
         self._save_what_was_found()
 
     def _take_up(self) -> None:
         """Goes back to the newest whole checkpoint; to the start where none was made yet."""
-        length = self.folder.logged()
-        ours = self.folder.identity
-        earlier = {"recipe": ours["recipe"]}  # what an earlier hasten left out of its checkpoints
-        state = self.checkpoints.newest(lambda state: earlier | state["identity"] == ours and state["log"] <= length)
-        self.folder.cut_log(state["log"] if state else 0)
-        self.folder.forget(skipping.FILE)  # what holds of it stands in the checkpoint
+        state = by_the_first(self.ranks, self._newest)
+        if not self.ranks.alone:
+            state = checkpoint.unpacked(self.ranks.first(checkpoint.packed(state)))
         if not state:
-            if self.folder.begun:
-                warnings.warn("no checkpoint was written yet; the run starts over at step 0", Notice, stacklevel=2)
             return
-        self._refuse_other_data(state.get("samples of a pass"))  # an earlier hasten did not note them
         checkpoint.restore(self.program, state)
         self.history = [Evaluation(step, samples, metric) for step, samples, metric, _ in state["history"]]
         self.seconds_at = [seconds for *_, seconds in state["history"]]
@@ -207,7 +219,21 @@ class Training:
         self.list_skipped()
         self.run.chosen.update(state["chosen"])
         self.start_of_pass = state["start of pass"]
-        self.interrupted = checkpoint.taken_up(self.source, self.start_of_pass, state["random"])
+        self.interrupted = checkpoint.taken_up(self.source, self.start_of_pass, checkpoint.random_of(self.ranks, state, self.run.seed))
+
+    def _newest(self) -> dict | None:
+        """The newest whole checkpoint in the folder, whose log is cut to where that was made."""
+        length = self.folder.logged()
+        ours = self.folder.identity
+        earlier = {"recipe": ours["recipe"]}  # what an earlier hasten left out of its checkpoints
+        state = self.checkpoints.newest(lambda state: earlier | state["identity"] == ours and state["log"] <= length)
+        self.folder.cut_log(state["log"] if state else 0)
+        self.folder.forget(skipping.FILE)  # what holds of it stands in the checkpoint
+        if not state and self.folder.begun:
+            warnings.warn("no checkpoint was written yet; the run starts over at step 0", Notice, stacklevel=2)
+        if state:
+            self._refuse_other_data(state.get("samples of a pass"))  # an earlier hasten did not note them
+        return state
 
     def _refuse_other_data(self, before: int | None) -> None:
         """A place in other data means other samples; told by how many there are, which alone is known of any data."""
@@ -224,6 +250,7 @@ class Training:
             take_up, self.interrupted = self.interrupted, None
             return take_up(number, start)
         if not self.source.seekable:
+            checkpoint.draw_alike(self.ranks, self.source)
             self.start_of_pass = {"epoch": number, **checkpoint.random_now(self.source)}
         return self.source.epoch(number, start)
 

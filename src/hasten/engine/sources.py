@@ -18,9 +18,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from hasten.contract.data import Batches, Samples
 from hasten.contract.errors import Refusal
 from hasten.contract.method import Loop, Method, Run
+from hasten.contract.ranks import ALONE, Ranks
 from hasten.contract.task import Task
 from hasten.engine.loaders import from_loader, from_samples, from_stream, length_of
 from hasten.engine.seeds import derived
+from hasten.engine.sharing import Notes, part_of
 
 
 def opened(task: Task) -> Task:
@@ -41,8 +43,11 @@ def plan_of(task: Task) -> Loop:
     return Loop(batch_size=batch_size or task.batch_size or 1, epochs=task.epochs, samples=samples, evaluate_every=task.evaluate_every)
 
 
-def training(task: Task, batch_size: int, seed: int) -> Batches:
-    return _batches(task.train_data, task, batch_size, seed, training=True)
+def training(task: Task, batch_size: int, seed: int, ranks: Ranks = ALONE, notes: Notes | None = None) -> Batches:
+    """The training data; among several ranks, this one's part of every batch, of which there is a note."""
+    if not ranks.alone and hasattr(task.train_data, "share"):
+        return _batches(task.train_data.share(ranks.rank, ranks.world), task, batch_size, seed, training=True)
+    return part_of(_batches(task.train_data, task, batch_size, seed, training=True), ranks, notes)
 
 
 def validation(task: Task, batch_size: int, seed: int) -> Batches | None:

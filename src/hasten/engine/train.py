@@ -6,27 +6,34 @@ What happens on the way is in ``running.py``.
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
-from hasten.contract.errors import Failure, Notice
+import torch
+
+from hasten.contract.errors import Failure, Notice, Refusal
+from hasten.contract.method import Method
+from hasten.contract.ranks import Ranks
 from hasten.contract.recipe import Recipe
 from hasten.contract.watch import Watch, silent
 from hasten.engine.devices import pick_device
-from hasten.engine.environment import environment
+from hasten.engine.environment import environment, own_code
 from hasten.engine.failures import explained
-from hasten.engine.find import make_methods
+from hasten.engine.find import make_method, make_methods
 from hasten.engine.folder import RunFolder
 from hasten.engine.metrics import higher_is_better
 from hasten.engine.observers import Observer
 from hasten.engine.plan import build, in_order, refuse_conflicts
+from hasten.engine.ranks import by_the_first, joined, refuse_strangers
 from hasten.engine.running import Training
 from hasten.engine.skipping import tolerant
 from hasten.engine.stopping import stop_requests
 from hasten.engine.tasks import TaskRef
 
+USUAL_STRATEGY = "ddp"
 NO_LENGTH = (
     "the training data tell no length: nobody knows how much is left, and a pass ends only where they end; "
     "give the dataset a __len__, and an end if it has none (itertools.islice)"
@@ -71,34 +78,50 @@ def train(
         Failure: the run could not go on, or was asked to stop.
     """
     began = perf_counter()
+    device = pick_device(device)
+    with joined(device) as ranks:
+        device = device_of(ranks, device)
+        return _train(task, recipe, out, resume, device, seed, skip_bad, watch, checkpoint_seconds, observers, began, ranks)
+
+
+def _train(task, recipe, out, resume, device, seed, skip_bad, watch, checkpoint_seconds, observers, began, ranks: Ranks) -> dict:
     ref = TaskRef.of(task)
     task = ref.load()
+    if skip_bad is not None and not ranks.alone:
+        raise Refusal("skip_bad is for one process: several would count their bad rows apart; leave it out, or mend the data")
     task = task if skip_bad is None else tolerant(task, skip_bad)
-    recipe, device = None if recipe is None else Recipe.read(recipe), pick_device(device)
+    recipe = None if recipe is None else Recipe.read(recipe)
     higher_is_better(task)  # refused now rather than after the first pass
     if recipe is not None:
         refuse_conflicts(in_order(make_methods(recipe)))  # now, or what the folder has to complain about would hide it
     identity = {"task": task.name, "seed": seed, "batch_size": task.batch_size, "epochs": task.epochs, "skip_bad": skip_bad}
-    folder = RunFolder(out, identity, recipe, resume) if out is not None else None
-    recipe = folder.recipe if folder else recipe or Recipe()
+    folder = by_the_first(ranks, lambda: RunFolder(out, identity, recipe, resume)) if out is not None else None
     code = ref.fingerprint() if ref.given is None else None
+    if not ranks.alone:
+        refuse_strangers(
+            ranks, {"seed": str(seed), "task": task.name, "code of the task": str(code), "recipe": str(recipe), "hasten": own_code()}
+        )
+    recipe = folder.recipe if folder else recipe or Recipe()
     if folder and folder.environment.get("code", code) != code:
         warnings.warn(
             f"{ref} has been edited since the run in {out} began; what is trained from here on is the new one", Notice, stacklevel=2
         )
-    if folder and (result := folder.finished()):
+    result = folder.finished() if folder else None
+    if not ranks.alone:
+        recipe, result = of_the_first(ranks, recipe, result)
+    if result:
         return result
     if folder and resume and not folder.begun:
         warnings.warn(f"there is no run in {out} to go on with; it starts anew", Notice, stacklevel=2)
     with stop_requests() as asked:
         try:
-            program = build(task, make_methods(recipe), device=device, seed=seed)
+            program = build(task, with_strategy(make_methods(recipe), ranks), device=device, seed=seed, ranks=ranks)
         except Exception as error:
             raise explained(error, "building the run", task.batch_size or 0) from error
         if program.loop.steps is None:
             warnings.warn(NO_LENGTH, Notice, stacklevel=2)
-        if folder:
-            folder.begin(environment(device) | {"code": code})
+        if out is not None:
+            by_the_first(ranks, lambda: folder.begin(environment(device) | {"code": code, "processes": ranks.world}))
         try:
             with program.process():
                 training = Training(program, recipe, folder, observers, watch, checkpoint_seconds, asked, began)
@@ -112,3 +135,31 @@ def train(
         finally:
             if folder:
                 folder.close()
+
+
+def device_of(ranks: Ranks, device: str) -> str:
+    """The device of this rank: of several GPUs each rank of a machine gets its own.
+
+    Raises:
+        Refusal: there are not so many.
+    """
+    if ranks.alone or not device.startswith("cuda"):
+        return device
+    if device != "cuda":
+        raise Refusal(f"several processes cannot share {device}; say --device cuda, and each gets a GPU of its own")
+    if ranks.local >= (there := torch.cuda.device_count()):
+        raise Refusal(f"there are {there} GPUs for {ranks.local + 1} processes or more; take fewer processes, or --device cpu")
+    return f"cuda:{ranks.local}"
+
+
+def with_strategy(methods: list[Method], ranks: Ranks) -> list[Method]:
+    """The methods, and the usual way to train with several processes where none of them is one."""
+    if ranks.alone or any("shard" in method.card.replaces for method in methods):
+        return methods
+    return [*methods, make_method(USUAL_STRATEGY)]
+
+
+def of_the_first(ranks: Ranks, recipe: Recipe, result: dict | None) -> tuple[Recipe, dict | None]:
+    """The recipe and the result that rank 0 found in the run's folder, which is its alone."""
+    told = json.loads(ranks.first(json.dumps([recipe.methods, result]).encode()))
+    return Recipe(told[0]), told[1]

@@ -20,8 +20,8 @@ from hasten.engine.find import make_methods
 from hasten.engine.health import bad_loss
 from hasten.engine.loop import evaluate, steps
 from hasten.engine.observers import numbers_of
+from hasten.engine.pauses import STEPS_BETWEEN_LOGS
 from hasten.engine.plan import Program, build
-from hasten.engine.running import STEPS_BETWEEN_LOGS
 from hasten.engine.tasks import TaskRef
 from hasten.measure.workers import Worker
 

@@ -37,8 +37,9 @@ class CudaGraph(Method):
     )
 
     def micro(self, micro, run):
-        if run.device.type != "cuda":
-            run.nothing_to_do(self, f"CUDA graphs need an NVIDIA GPU; this run is on {run.device}")
+        if run.device.type != "cuda" or not run.ranks.alone:
+            who = run.device if run.ranks.alone else "several processes, whose parts of a batch weigh differently"
+            run.nothing_to_do(self, f"CUDA graphs need an NVIDIA GPU; this run is on {who}")
             return micro
         graphs = {}
 
@@ -54,7 +55,7 @@ class CudaGraph(Method):
         return replayed
 
     def clear(self, clear, run):
-        if run.device.type != "cuda":
+        if run.device.type != "cuda" or not run.ranks.alone:
             return clear
         parameters = list(run.model.parameters())
 

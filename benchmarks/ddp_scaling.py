@@ -1,0 +1,159 @@
+"""Data parallel training on two processes against one, one thread each: a small convolutional network, 32 samples a process and step.
+
+All arms live in the same two processes and take turns, a leg of some steps each, by the slowest rank's watch:
+
+* *one process*: rank 0 trains alone, the other sleeps. Efficiency is its time for a step against that of two processes, which see twice as many samples.
+* *both, without a word*: each trains for itself. What two processes on this machine cost each other anyway is the bound.
+* *hasten*: ``ddp`` as the engine builds it. *torch*: DistributedDataParallel in a loop by hand. *accelerate*: its own loop.
+
+Figure: efficiency of at least 0.93, and never behind torch's own by more than 1 %.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from itertools import count, islice
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from _common import finish, in_turns, installed, interval, parser, say, show
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+BATCH, SAMPLES, CLASSES = 32, 2048, 10
+WANTED, BEHIND = 0.93, 0.01
+ONE, BOUND, OURS, THEIRS = "one process", "both, without a word", "hasten", "torch"
+ANSWER = "DDP_SCALING_ANSWER"  # where rank 0 leaves the exit code
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64 * 8 * 8, CLASSES),
+    )  # fmt: skip
+
+
+def data() -> TensorDataset:
+    chance = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(SAMPLES, 3, 32, 32, generator=chance), torch.randint(0, CLASSES, (SAMPLES,), generator=chance))
+
+
+def optimizer(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+
+
+def by_hand(net: nn.Module, loader, backward: Callable = torch.Tensor.backward, updated: Callable = optimizer) -> Iterator[float]:
+    """A step at a time, for ever."""
+    update = updated(net)
+    for epoch in count():
+        if isinstance(loader.sampler, DistributedSampler):
+            loader.sampler.set_epoch(epoch)
+        for inputs, labels in loader:
+            loss = cross_entropy(net(inputs), labels)
+            backward(loss)
+            update.step()
+            update.zero_grad()
+            yield loss.detach()
+
+
+def torch_ddp() -> Iterator:
+    dataset = data()
+    return by_hand(DistributedDataParallel(model()), DataLoader(dataset, batch_size=BATCH, sampler=DistributedSampler(dataset)))
+
+
+def alone() -> Iterator:
+    return by_hand(model(), DataLoader(data(), batch_size=BATCH, shuffle=True))
+
+
+def hasten(ranks) -> Iterator:
+    from hasten import Task
+    from hasten.engine.find import make_method
+    from hasten.engine.loop import steps
+    from hasten.engine.plan import build
+
+    task = Task(
+        model=model,
+        train_data=data(),
+        loss=cross_entropy,
+        optimizer=optimizer,
+        metric="accuracy",
+        batch_size=BATCH * ranks.world,
+        epochs=10**6,
+    )
+    return steps(build(task, [make_method("ddp")], ranks=ranks))
+
+
+def accelerate() -> Iterator:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    net = model()
+    net, update, loader = accelerator.prepare(net, optimizer(net), DataLoader(data(), batch_size=BATCH, shuffle=True))
+    return by_hand(net, loader, accelerator.backward, lambda _: update)
+
+
+def main() -> int:
+    if "RANK" not in os.environ:
+        return both()
+    options = parser(__doc__)
+    options.add_argument("--rounds", type=int, default=15)
+    options.add_argument("--steps", type=int, default=20, help="of a leg")
+    options = options.parse_args()
+    torch.set_num_threads(1)
+    from hasten.engine.ranks import joined
+
+    with joined("cpu") as ranks:
+        arms = {ONE: alone(), BOUND: alone(), OURS: hasten(ranks), THEIRS: torch_ddp()}
+        why = installed("accelerate")
+        if why is None:
+            arms["accelerate"] = accelerate()
+        ways = {name: lambda name=name: leg(arms[name], options.steps, ranks, idle=name == ONE and not ranks.leads) for name in arms}
+        for way in ways.values():
+            way()
+        if not ranks.leads:
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115  rank 0 speaks
+        taken = in_turns(ways, options.rounds)
+        if ranks.leads:
+            Path(os.environ[ANSWER]).write_text(str(told(options, taken, why, ranks.world)))
+    return 0
+
+
+def leg(arm: Iterator, steps: int, ranks, idle: bool) -> float:
+    """Seconds of a step, on the slowest rank."""
+    ranks.agree(False)
+    began = perf_counter()
+    if not idle:
+        for _ in islice(arm, steps):
+            pass
+    return ranks.most([0.0 if idle else (perf_counter() - began) / steps])[0]
+
+
+def told(options, taken: dict[str, list[float]], why: str | None, world: int) -> int:
+    efficiency = {name: interval(one / many for one, many in zip(taken[ONE], legs, strict=True)) for name, legs in taken.items()}
+    behind = interval(ours / theirs - 1 for ours, theirs in zip(taken[OURS], taken[THEIRS], strict=True))
+    rows = [(name, f"{1e3 * interval(legs).median:.1f}", f"{efficiency[name]:.3f}" if name != ONE else "") for name, legs in taken.items()]
+    show(("arm", "ms a step", f"efficiency of {world} processes"), [*rows, *([("accelerate", why, "")] if why else [])])
+    say(f"\nhasten against torch's own: {100 * behind.median:+.2f} % ({100 * behind.low:+.2f} to {100 * behind.high:+.2f})")
+    figure = f"efficiency of at least {WANTED:g} and at most {100 * BEHIND:g} % behind torch; it is {efficiency[OURS]:.3f} (bound: {efficiency[BOUND]:.3f}), {100 * behind.median:+.2f} %"
+    reached = efficiency[OURS].median >= WANTED and behind.median <= BEHIND
+    return finish(options, figure, reached, {"seconds a step": taken, "efficiency": efficiency, "behind torch": behind})
+
+
+def both() -> int:
+    """Starts this script in two processes, with torchrun."""
+    with tempfile.NamedTemporaryFile("r") as answer:
+        agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        done = subprocess.run([*agent, *sys.argv], env=os.environ | {"OMP_NUM_THREADS": "1", ANSWER: answer.name})
+        return done.returncode or int(answer.read() or 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

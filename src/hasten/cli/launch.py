@@ -1,0 +1,44 @@
+"""Runs a command of hasten in several processes, on one machine or on many: a thin face over torchrun.
+
+The same words have to be said on every machine.
+"""
+
+import argparse
+import re
+from functools import partial
+
+from hasten.cli import values
+from hasten.cli.answer import Answer
+from hasten.contract.errors import Refusal
+
+HELP = "run a command in several processes, on one machine or many"
+FORM = "hasten launch --processes N [--nodes M --rendezvous HOST:PORT] -- train TASK ..."
+
+
+def arguments(parser) -> None:
+    parser.add_argument("--processes", type=values.processes, required=True, metavar="N", help="on each machine")
+    parser.add_argument("--nodes", type=values.processes, default=1, metavar="M", help="machines in all; 1 unless said")
+    parser.add_argument("--rendezvous", type=_address, metavar="HOST:PORT", help="where the machines meet; one of them is HOST")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- train TASK ...")
+
+
+def run(options, watch) -> Answer:
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if command[:1] not in (["train"], ["network"]):
+        raise Refusal(f"launch runs train or network; say {FORM}")
+    if options.nodes > 1 and options.rendezvous is None:
+        raise Refusal(f"{options.nodes} nodes have to meet somewhere; say --rendezvous HOST:PORT, where HOST is one of them")
+    if any(word.partition("=")[0] == "--processes" for word in command):
+        raise Refusal(f"say --processes before the command, once: {FORM}")
+    from hasten.launch.processes import start
+
+    command += [f"--{name}" for name in ("json", "quiet") if getattr(options, name)]
+    command += [word for name in ("device", "seed") if (said := getattr(options, name)) for word in (f"--{name}", str(said))]
+    return Answer(None, elsewhere=partial(start, command, options.processes, options.nodes, options.rendezvous))
+
+
+def _address(text: str) -> str:
+    host, colon, port = text.rpartition(":")
+    if not (colon and host and re.fullmatch(r"[0-9]{1,5}", port) and 0 < int(port) < 65536):
+        raise argparse.ArgumentTypeError(f"must be HOST:PORT, not {text!r}")
+    return text

@@ -1,0 +1,33 @@
+"""Measures how fast processes talk to each other: latency and bandwidth of each collective, by size.
+
+Between machines: hasten launch --processes N --nodes M --rendezvous HOST:PORT -- network
+"""
+
+from functools import partial
+
+from hasten.cli import values
+from hasten.cli.answer import Answer
+from hasten.launch.endings import is_rank
+
+HELP = "latency and bandwidth between processes, by collective and size"
+
+
+def arguments(parser) -> None:
+    parser.add_argument("--processes", type=values.processes, default=2, metavar="N", help="on this machine; 2 unless said")
+
+
+def run(options, watch) -> Answer:
+    if not is_rank():
+        from hasten.launch.processes import start
+
+        return Answer(None, elsewhere=partial(start, options.words, options.processes))
+    from hasten.launch.network import network
+
+    result = network(options.device, watch=watch)
+
+    def page():
+        from hasten.reporting.terminal_network import network_answer
+
+        return network_answer(result)
+
+    return Answer(result, page)

@@ -1,0 +1,140 @@
+"""This process among the ranks of its job: joins those that torchrun started, and lends their words to the run.
+
+torchrun tells a process who it is by its environment (https://docs.pytorch.org/docs/stable/elastic/run.html). What the engine itself
+has to say to the other ranks goes over a gloo group of its own, on the CPU, so that it never mixes with what a method sends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from hasten.contract.errors import Aftermath, Failure, Refusal, one_line
+from hasten.contract.ranks import Ranks
+
+PATIENCE = timedelta(minutes=30)  # for a rank that says nothing, and may be evaluating; one that died is noticed at once
+SILENCE = ("closed by peer", "reset by peer", "Broken pipe", "pair closure", "remote process exited")
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@contextmanager
+def joined(device: str) -> Iterator[Ranks]:
+    """The ranks of the job that this process was started in; itself alone where there is none.
+
+    Raises:
+        Refusal: the environment tells half of a job.
+        Failure: the others cannot be reached.
+    """
+    world = os.environ.get("WORLD_SIZE", "1")
+    if not dist.is_initialized() and world == "1":
+        yield Ranks()
+        return
+    own_group = not dist.is_initialized()
+    if own_group:
+        _join(device)
+    group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    try:
+        yield _ranks(group)
+    except Exception as error:
+        if _is_silence(error) or _is_silence(error.__cause__):
+            raise Aftermath("another rank has ended without a word") from error
+        raise
+    finally:
+        with suppress(RuntimeError, ValueError):  # of a group whose other ranks are gone
+            dist.destroy_process_group(group)
+        if own_group:
+            dist.destroy_process_group()
+
+
+def by_the_first(ranks: Ranks, make: Callable):
+    """What ``make()`` gives on rank 0, None elsewhere; what is refused there ends all of them.
+
+    Raises:
+        Refusal, Failure: what ``make`` raised. Aftermath: on the other ranks.
+    """
+    made = trouble = None
+    if ranks.leads:
+        try:
+            made = make()
+        except (Refusal, Failure) as error:
+            trouble = error
+    told = ranks.first(str(trouble or "").encode()).decode()
+    if trouble is not None:
+        raise trouble
+    if told:
+        raise Aftermath(told)
+    return made
+
+
+def refuse_strangers(ranks: Ranks, told: dict[str, str]) -> None:
+    """Makes sure that all ranks are about to do the same.
+
+    Args:
+        told: what has to be alike on all of them, by what people call it.
+
+    Raises:
+        Refusal: some rank differs; which, and in what.
+    """
+    answers = [json.loads(answer) for answer in ranks.every(json.dumps(told).encode())]
+    for rank, answer in enumerate(answers):
+        for what, here in answers[0].items():
+            if answer[what] != here:
+                raise Refusal(
+                    f"rank {rank} has another {what} than rank 0: {answer[what]:.80} instead of {here:.80}; start all ranks alike"
+                )
+
+
+def _is_silence(error: BaseException | None) -> bool:
+    """Whether it says that another rank has gone, in the words of gloo or NCCL."""
+    return isinstance(error, (RuntimeError, dist.DistError)) and any(word in str(error) for word in SILENCE)
+
+
+def _join(device: str) -> None:
+    if missing := [name for name in NAMES if name not in os.environ]:
+        raise Refusal(
+            f"WORLD_SIZE says that this is one process of several, but {missing[0]} is not set; start them with hasten or torchrun"
+        )
+    backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend, timeout=PATIENCE)
+    except Exception as error:
+        raise Failure(f"rank {os.environ['RANK']} does not reach the others: {one_line(error)}") from None
+
+
+def _ranks(group: dist.ProcessGroup) -> Ranks:
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def reduced(numbers: Sequence[float], how: dist.ReduceOp) -> list[float]:
+        tensor = torch.tensor(numbers, dtype=torch.float64)
+        dist.all_reduce(tensor, how, group=group)
+        return tensor.tolist()
+
+    def first(given: bytes) -> bytes:
+        length = int(reduced([len(given) if rank == 0 else 0], dist.ReduceOp.SUM)[0])
+        tensor = _tensor(given) if rank == 0 else torch.empty(length, dtype=torch.uint8)
+        dist.broadcast(tensor, 0, group=group)
+        return tensor.numpy().tobytes()
+
+    def every(given: bytes) -> list[bytes]:
+        lengths = [int(n) for n in reduced([len(given) if place == rank else 0 for place in range(world)], dist.ReduceOp.SUM)]
+        padded = _tensor(given + bytes(max(lengths) - len(given)))
+        gathered = [torch.empty_like(padded) for _ in range(world)]
+        dist.all_gather(gathered, padded, group=group)
+        return [tensor.numpy().tobytes()[:length] for tensor, length in zip(gathered, lengths, strict=True)]
+
+    return Ranks(
+        rank, world, int(os.environ.get("LOCAL_RANK", rank)),
+        total=lambda numbers: reduced(numbers, dist.ReduceOp.SUM),
+        most=lambda numbers: reduced(numbers, dist.ReduceOp.MAX),
+        first=first, every=every,
+    )  # fmt: skip
+
+
+def _tensor(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,69 @@
+"""Where the machines of a job meet, and by which of its addresses this one is reached from there."""
+
+from __future__ import annotations
+
+import socket
+import time
+import warnings
+
+import psutil
+
+from hasten.contract.errors import Failure, Progress, Refusal
+
+HERE = "127.0.0.1"
+PATIENCE = 60.0  # seconds until somebody has to answer there
+TOLD_EVERY = 10.0  # seconds
+
+
+def own_address(place: str) -> str:
+    """The address by which whoever is at HOST:PORT reaches this machine.
+
+    Raises:
+        Refusal: no machine is called so, or no way leads there.
+    """
+    host, port = apart(place)
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sent_nothing:
+            sent_nothing.connect((host, port))
+            return sent_nothing.getsockname()[0]
+    except OSError as error:
+        raise Refusal(
+            f"the machines cannot meet at {place}: {error.strerror}; name a machine of the job by an address that all of them reach"
+        ) from None
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the network interface that has the address."""
+    known = psutil.net_if_addrs().items()
+    return next((name for name, all_of_it in known if any(each.address == address for each in all_of_it)), None)
+
+
+def is_host(place: str) -> bool:
+    """Whether this process is to answer at HOST:PORT. Where another machine is, somebody is waited for to answer there.
+
+    Raises:
+        Failure: nobody does.
+    """
+    host, port = apart(place)
+    here = interface_of(socket.gethostbyname(host)) is not None
+    begun = told = time.monotonic()
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=TOLD_EVERY).close()
+            return False
+        except OSError:
+            now = time.monotonic()
+        if here:
+            return True
+        if now - begun > PATIENCE:
+            raise Failure(f"nobody has answered at {place} for {PATIENCE:.0f} s; start the same command on {host}, or mend the way there")
+        if now - told > TOLD_EVERY:
+            warnings.warn(f"waiting for {place} since {now - begun:.0f} s", Progress, stacklevel=2)
+            told = now
+        time.sleep(0.2)
+
+
+def apart(place: str) -> tuple[str, int]:
+    """HOST and PORT."""
+    host, _, port = place.rpartition(":")
+    return host, int(port)

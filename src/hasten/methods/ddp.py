@@ -1,0 +1,65 @@
+"""Data parallel training: every rank has the whole model and a part of each batch; the gradients are averaged.
+
+torch's DistributedDataParallel does it bucket by bucket while the backward pass still goes on (Li et al. 2020, arXiv 2006.15704).
+Of a batch in several pieces only the last one talks. The loss has to be a mean over the samples, as all of torch's are by themselves.
+"""
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.errors import Notice
+from hasten.contract.method import Method, setting
+
+
+@dataclass(frozen=True)
+class DDP(Method):
+    card = Card(
+        summary="the batch shared out among processes, gradients averaged while they are computed",
+        exactness=Exactness.SAME_MATHS,
+        source="Li et al. 2020, arXiv 2006.15704; torch.nn.parallel.DistributedDataParallel",
+        gain_when="the model fits one device and a step's arithmetic takes longer than sending its gradients",
+        speeds={"input", "forward", "backward"},
+        applies_to={"several processes"},
+        order=Order.FIRST,
+        replaces={"shard"},
+        tries=({}, {"bucket_megabytes": 1.0}, {"static_graph": True}),
+    )
+    bucket_megabytes: float = setting(25.0, above=0)  # gradients that travel together
+    static_graph: bool = False  # the same parameters are used in every step, which spares a search
+    find_unused: bool = False  # looks in each step which parameters have no gradient
+
+    def shard(self, model, run):
+        if run.ranks.alone:
+            run.nothing_to_do(self, "there is one process only; say --processes")
+            return model
+        if any(isinstance(part, torch.nn.modules.batchnorm._BatchNorm) for part in model.modules()):
+            warnings.warn(
+                "batch normalisation sees each process's part of a batch alone: not the same formula as in one", Notice, stacklevel=2
+            )
+        return DistributedDataParallel(
+            model,
+            bucket_cap_mb=self.bucket_megabytes,
+            static_graph=self.static_graph,
+            find_unused_parameters=self.find_unused,
+            gradient_as_bucket_view=True,
+        )
+
+    def micro(self, micro, run):
+        if run.ranks.alone or run.loop.microbatches == 1:
+            return micro
+        clock, model = run.clock, run.model
+
+        def silent_but_for_the_last(piece):
+            if clock.last_piece:
+                return micro(piece)
+            with model.no_sync():
+                return micro(piece)
+
+        return silent_but_for_the_last
+
+    def export(self, model, run):
+        return model if run.ranks.alone else model.module

@@ -1,0 +1,181 @@
+"""Tasks in float64 for ranks to share: 23 steps a pass over two passes, and a last batch that nothing divides."""
+
+import time
+
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
+
+from hasten import Task
+from hasten.data import arrays
+
+SAMPLES, BATCH = 227, 10
+
+
+class Rows(Dataset):
+    def __init__(self, samples: int = SAMPLES, seed: int = 0):
+        self.inputs = torch.randn(samples, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        self.labels = (self.inputs.sum(1) > 0).long()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int):
+        return self.inputs[index], self.labels[index]
+
+
+class Stream(IterableDataset):
+    def __init__(self, samples: int = SAMPLES, first: int = 0, step: int = 1):
+        self.rows, self.chosen = Rows(), range(first, samples, step)
+
+    def __iter__(self):
+        return (self.rows[index] for index in self.chosen)
+
+
+class Poisoned(Rows):
+    """Raises, or holds NaN, at the last row."""
+
+    def __init__(self, raises: bool):
+        super().__init__()
+        self.raises = raises
+
+    def __getitem__(self, index: int):
+        if index == SAMPLES - 1 and self.raises:
+            raise OSError("the disk is gone")
+        return self.inputs[index] * (float("nan") if index == SAMPLES - 1 else 1.0), self.labels[index]
+
+
+class PoisonedStream(IterableDataset):
+    def __iter__(self):
+        rows = Poisoned(raises=False)
+        return (rows[index] for index in range(SAMPLES))
+
+
+class Slow(Rows):
+    def __getitem__(self, index: int):
+        time.sleep(0.002)
+        return super().__getitem__(index)
+
+
+def network(dropout: float = 0.0, norm: bool = False) -> nn.Module:
+    between = nn.BatchNorm1d(8) if norm else nn.Identity()
+    return nn.Sequential(nn.Linear(6, 8), between, nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 2)).double()
+
+
+def task(data=None, **changes) -> Task:
+    usual = {
+        "name": "shared",
+        "model": network,
+        "train_data": Rows() if data is None else data,
+        "validation_data": Rows(40, seed=1),
+        "loss": nn.functional.cross_entropy,
+        "optimizer": lambda model: torch.optim.Adam(model.parameters(), lr=1e-2),
+        "metric": "accuracy",
+        "batch_size": BATCH,
+        "epochs": 2,
+    }
+    return Task(**(usual | changes))
+
+
+def samples() -> Task:
+    return task()
+
+
+def loader() -> Task:
+    return task(DataLoader(Rows(), batch_size=BATCH, shuffle=True))
+
+
+def own_sampler() -> Task:
+    """A DataLoader whose order nobody knows but itself."""
+    order = torch.utils.data.SubsetRandomSampler(range(SAMPLES))
+    return task(DataLoader(Rows(), batch_size=BATCH, sampler=order))
+
+
+def stream() -> Task:
+    return task(Stream())
+
+
+def few_in_the_last_batch() -> Task:
+    return task(Rows(SAMPLES - 4))
+
+
+def few_in_the_last_batch_of_a_stream() -> Task:
+    return task(Stream(SAMPLES - 4))
+
+
+def drawn_with_replacement() -> Task:
+    """More samples a pass than there are rows."""
+    rows = Rows()
+    return task(DataLoader(rows, batch_size=BATCH, sampler=RandomSampler(rows, replacement=True, num_samples=300)))
+
+
+def uneven_batches() -> Task:
+    return task(DataLoader(Rows(), batch_sampler=Uneven(RandomSampler(Rows()), BATCH, False)))
+
+
+class Uneven(BatchSampler):
+    """Batches of ten and of three in turns."""
+
+    def __iter__(self):
+        for indices in super().__iter__():
+            yield from (indices, indices[:3])
+
+    def __len__(self) -> int:
+        return 2 * super().__len__()
+
+
+def rates_by_name() -> Task:
+    """The first layer learns ten times as fast."""
+
+    def optimizer(model):
+        first = [p for name, p in model.named_parameters() if name.startswith("0.")]
+        return torch.optim.Adam([{"params": first, "lr": 1e-1}, {"params": list(model[4].parameters())}], lr=1e-2)
+
+    return task(optimizer=optimizer)
+
+
+def divides_itself(rank: int) -> Task:
+    rows = Rows()
+    return task(DataLoader(rows, batch_size=BATCH, sampler=DistributedSampler(rows)))
+
+
+def stream_that_divides_itself(rank: int) -> Task:
+    return task(Stream(first=rank, step=2))
+
+
+def shorter_on_the_second(rank: int) -> Task:
+    return task(Rows(SAMPLES if rank == 0 else SAMPLES - 30))
+
+
+def shorter_stream_on_the_second(rank: int) -> Task:
+    return task(Stream(SAMPLES if rank == 0 else SAMPLES - 30))
+
+
+class Noisy(Rows):
+    def __getitem__(self, index: int):
+        return torch.rand(6, dtype=torch.float64), self.labels[index]
+
+
+def pipeline() -> Task:
+    rows = Rows()
+    return task(arrays((rows.inputs, rows.labels)).shuffle(seed=3).batch(BATCH))
+
+
+def dropping() -> Task:
+    return task(model=lambda: network(dropout=0.3))
+
+
+def dropping_loader() -> Task:
+    return task(DataLoader(Rows(), batch_size=BATCH, shuffle=True), model=lambda: network(dropout=0.3))
+
+
+def raising() -> Task:
+    return task(Poisoned(raises=True))
+
+
+def not_a_number() -> Task:
+    return task(Poisoned(raises=False))
+
+
+def slow() -> Task:
+    return task(Slow(), epochs=40)

@@ -1,0 +1,52 @@
+"""Ranks for tests: forked from this process, which has imported torch, and told who they are as torchrun tells it."""
+
+import os
+import socket
+import traceback
+
+from forked import FORK, PATIENCE
+
+from hasten.engine.train import train
+
+
+def together(world: int, function, *arguments) -> list:
+    """What ``function(rank, *arguments)`` returns, or raises, in each of so many ranks."""
+    told, port = FORK.SimpleQueue(), free_port()
+
+    def run(rank: int):
+        names = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": world,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        os.environ |= {name: str(value) for name, value in names.items()} | {"GLOO_SOCKET_IFNAME": "lo"}
+        try:
+            answer = function(rank, *arguments)
+        except Exception as error:
+            answer = error if type(error).__module__.startswith("hasten") else RuntimeError(traceback.format_exc())
+        told.put((rank, answer))
+
+    processes = [FORK.Process(target=run, args=(rank,)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    answers = {}
+    while len(answers) < world:
+        assert told._reader.poll(PATIENCE), f"only ranks {sorted(answers)} of {world} have answered"
+        rank, answers_of_rank = told.get()
+        answers[rank] = answers_of_rank
+    for process in processes:
+        process.join()
+    return [answers[rank] for rank in range(world)]
+
+
+def training(rank: int, task, recipe=None, **options) -> dict:
+    return train(task, recipe, device="cpu", **options)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]

@@ -1,0 +1,214 @@
+"""Several ranks train what one process trains: the same samples in the same order, the same weights but for rounding in float64."""
+
+import json
+
+import pytest
+import rank_tasks
+import torch
+import torch.distributed as dist
+from ranks import together, training
+from safetensors.torch import load_file
+
+from hasten.contract.errors import Aftermath, Failure, Refusal
+from hasten.engine.plan import build
+from hasten.engine.ranks import joined
+from hasten.engine.train import train
+
+CLOSE = 1e-9  # relative, in float64
+
+
+def farthest(a, b) -> float:
+    """The greatest difference of two runs' weights, against the greatest weight."""
+    a, b = (load_file(out / "model.safetensors") for out in (a, b))
+    assert a.keys() == b.keys()
+    return max(((a[name] - b[name]).abs().max() / b[name].abs().max()).item() for name in a)
+
+
+def losses(out) -> list[float]:
+    return [record["loss"] for line in (out / "log.jsonl").read_text().splitlines() if "loss" in (record := json.loads(line))]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    "name", ["samples", "loader", "own_sampler", "stream", "pipeline", "drawn_with_replacement", "uneven_batches", "rates_by_name"]
+)
+def test_a_job_trains_what_one_process_trains(tmp_path, name, world):
+    make = getattr(rank_tasks, name)
+    alone = train(make(), device="cpu", out=tmp_path / "alone")
+    answers = together(world, training_of, make, None, tmp_path / "shared")
+    assert [type(answer) for answer in answers] == [dict] * world, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=CLOSE)
+    for what in ("steps", "samples", "metric", "evaluations"):
+        told = [
+            [{k: v for k, v in look.items() if k != "seconds"} for look in each[what]] if what == "evaluations" else each[what]
+            for each in (alone, *answers)
+        ]
+        assert all(each == told[0] for each in told), what
+
+
+@pytest.mark.parametrize(
+    "recipe", ["gradient_accumulation:pieces=3", "batched_fetch", "ema", "gradient_clipping:max_norm=0.1", "ddp:static_graph=true"]
+)
+def test_methods_go_with_it(tmp_path, recipe):
+    train(rank_tasks.samples(), recipe, device="cpu", out=tmp_path / "alone") if "ddp" not in recipe else train(
+        rank_tasks.samples(), device="cpu", out=tmp_path / "alone"
+    )
+    answers = together(2, training_of, rank_tasks.samples, recipe, tmp_path / "shared")
+    assert [type(answer) for answer in answers] == [dict] * 2, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+
+
+@pytest.mark.parametrize("name", ["dropping", "dropping_loader"])
+def test_a_job_that_was_broken_off_goes_on_bit_by_bit(tmp_path, name):
+    make = getattr(rank_tasks, name)
+    together(2, training_of, make, None, tmp_path / "whole")
+    broken = together(2, broken_off, make, tmp_path / "broken")
+    assert all(isinstance(answer, Exception) for answer in broken)
+    answers = together(2, taken_up, make, tmp_path / "broken")
+    assert [type(answer) for answer in answers] == [dict] * 2, answers
+    assert farthest(tmp_path / "broken", tmp_path / "whole") == 0
+    assert (tmp_path / "broken/log.jsonl").read_bytes() == (tmp_path / "whole/log.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_job_goes_on_at_another_size(tmp_path, world):
+    train(rank_tasks.samples(), device="cpu", out=tmp_path / "alone")
+    together(2, broken_off, rank_tasks.samples, tmp_path / "shared")
+    answers = (
+        together(world, taken_up, rank_tasks.samples, tmp_path / "shared")
+        if world > 1
+        else [taken_up(0, rank_tasks.samples, tmp_path / "shared")]
+    )
+    assert [type(answer) for answer in answers] == [dict] * world, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+
+
+@pytest.mark.parametrize("name", ["few_in_the_last_batch", "few_in_the_last_batch_of_a_stream"])
+def test_a_batch_of_fewer_samples_than_ranks_is_read_by_all(tmp_path, name):
+    make = getattr(rank_tasks, name)
+    alone = train(make(), device="cpu", out=tmp_path / "alone")
+    answers = together(4, training_of, make, None, tmp_path / "shared")
+    assert [type(answer) for answer in answers] == [dict] * 4, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert {answer["samples"] for answer in answers} == {alone["samples"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("divides_itself", "the ranks read other data as batch 1 of pass 1: "),
+        ("stream_that_divides_itself", "the ranks read other data as batch 1 of pass 1: "),
+        ("shorter_on_the_second", "the ranks read other data as batch 1 of pass 1: "),
+        ("shorter_stream_on_the_second", "rank 1 has no batch 21 of pass 1, and others have: "),
+    ],
+)
+def test_ranks_that_do_not_read_the_same_are_found(name, says):
+    """Nobody waits for a batch that will not come, and no sample is read twice or never."""
+    told = together(2, training_as_rank, getattr(rank_tasks, name))
+    assert all(isinstance(answer, Failure) and str(answer).startswith(says) for answer in told), told
+
+
+def test_ranks_draw_other_noise():
+    """What a dataset draws belongs to the place in the batch: the first rank draws what one process would."""
+    one, other = together(2, first_batch)
+    (alone,) = [first_batch(0)]
+    assert one == alone[: len(one)] and one[0] != other[0]
+
+
+def test_ranks_draw_other_masks_of_dropout():
+    one, other = together(2, drawn_after_training, rank_tasks.dropping)
+    assert one != other
+
+
+def test_a_rank_with_another_seed_is_found():
+    told = together(2, with_seed_of_rank)
+    assert [str(answer) for answer in told] == ["rank 1 has another seed than rank 0: 1 instead of 0; start all ranks alike"] * 2
+    assert all(isinstance(answer, Refusal) for answer in told)
+
+
+def test_more_processes_than_a_batch_has_samples():
+    told = together(2, training, rank_tasks.task(batch_size=1))
+    assert [str(answer) for answer in told] == ["2 processes cannot share a batch of 1 samples; take fewer, or larger batches"] * 2
+
+
+def test_a_loss_that_is_no_number_is_told_by_the_rank_that_has_it():
+    told = [str(answer) for answer in together(2, training, rank_tasks.not_a_number())]
+    assert sum("the batch itself holds NaN" in each for each in told) == 1
+    assert sum("the loss of another rank is nan at" in each for each in told) == 1
+
+
+def test_a_stream_tells_which_batch_holds_what_is_no_number():
+    told = [str(answer) for answer in together(2, training, rank_tasks.task(rank_tasks.PoisonedStream()))]
+    assert sum("the batch itself holds NaN" in each for each in told) == 1, told
+
+
+def test_a_group_that_was_there_before_is_left_as_it_was():
+    assert together(2, groups_of_a_user) == [1, 1]
+
+
+def test_what_rank_0_refuses_ends_all_at_once(tmp_path):
+    (tmp_path / "file").touch()
+    first, second = together(2, training_of, rank_tasks.samples, None, tmp_path / "file")
+    assert isinstance(first, Refusal) and isinstance(second, Aftermath) and str(first) == str(second)
+
+
+def test_bad_rows_are_not_skipped_by_several_processes():
+    told = together(2, skipping)
+    assert all(isinstance(answer, Refusal) and "skip_bad is for one process" in str(answer) for answer in told)
+
+
+def test_half_a_job_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(Refusal, match=r"WORLD_SIZE says .* but RANK is not set"):
+        train(rank_tasks.samples(), device="cpu")
+
+
+def training_as_rank(rank: int, make) -> dict:
+    return training(rank, lambda: make(rank))  # made when the ranks have met, as a task is
+
+
+def first_batch(rank: int) -> list:
+    with joined("cpu") as ranks:
+        program = build(rank_tasks.task(rank_tasks.Noisy()), ranks=ranks)
+        return next(program.train.epoch(0, 0))[0].tolist()
+
+
+def groups_of_a_user(rank: int) -> int:
+    dist.init_process_group("gloo")
+    for _ in range(2):
+        training(rank, rank_tasks.samples())
+    left = len(dist.distributed_c10d._world.pg_map)
+    dist.destroy_process_group()
+    return left
+
+
+def training_of(rank: int, make, recipe, out) -> dict:
+    return training(rank, make(), recipe, out=out)
+
+
+def broken_off(rank: int, make, out) -> dict:
+    """A run that ends at its 30th step, with a checkpoint after every step before."""
+
+    def break_off(records):
+        if any(record["step"] >= 30 for record in records):
+            raise Failure("broken off")
+
+    return training(rank, make(), out=out, checkpoint_seconds=0, observers=[break_off])
+
+
+def taken_up(rank: int, make, out) -> dict:
+    return training(rank, make(), out=out, resume=True)
+
+
+def drawn_after_training(rank: int, make) -> list[float]:
+    training(rank, make())
+    return torch.rand(4).tolist()
+
+
+def with_seed_of_rank(rank: int) -> dict:
+    return training(rank, rank_tasks.samples(), seed=rank)
+
+
+def skipping(rank: int) -> dict:
+    return training(rank, rank_tasks.samples(), skip_bad=3)

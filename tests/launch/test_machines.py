@@ -1,0 +1,57 @@
+"""Several machines for real: two network namespaces, torchrun's agent on each, and a cable between them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import rank_tasks
+from machines import begun_on, missing, two_machines
+from test_ddp import CLOSE, farthest
+
+from hasten.engine.train import train
+
+WHY_NOT = missing()
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    shutil.copy(Path(__file__).with_name("rank_tasks.py"), tmp_path)
+    return tmp_path
+
+
+def on_both(folder, *words: str) -> list[tuple[int, str, str]]:
+    """(exit code, answer, what was said) of the command on each machine."""
+    jobs = [begun_on(machine, *words, cwd=folder) for machine in (0, 1)]
+    said = [job.communicate(timeout=150) for job in jobs]
+    return [(job.returncode, *texts) for job, texts in zip(jobs, said, strict=True)]
+
+
+def test_two_machines_train_what_one_process_trains(folder):
+    train(rank_tasks.samples(), device="cpu", out=folder / "alone")
+    with two_machines():
+        first, second = on_both(folder, "train", "rank_tasks.py:samples", "--out", "shared", "--json")
+    assert (first[0], second[0]) == (0, 0), (first[2], second[2])
+    assert json.loads(first[1])["steps"] == 46 and second[1] == "", "the first rank answers, and nobody else"
+    assert farthest(folder / "shared", folder / "alone") < CLOSE
+
+
+def test_what_fails_on_one_machine_ends_both(folder):
+    with two_machines():
+        told = on_both(folder, "train", "rank_tasks.py:raising", "--out", "shared")
+    assert [code for code, *_ in told] == [1, 1]
+    said = [text for *_, text in told]
+    assert sum("sample 226: OSError: the disk is gone" in text for text in said) == 1, said
+    assert sum("another rank has ended" in text for text in said) == 1, said
+
+
+@pytest.mark.slow
+def test_the_speed_of_the_cable_is_found(folder):
+    """200 megabits a second are 25 MB/s: in an all-reduce of two ranks each sends as much as its own bytes."""
+    with two_machines(megabits=200):
+        first, _ = on_both(folder, "network", "--json")
+    found = json.loads(first[1])
+    assert found["nodes"] == 2
+    largest = found["collectives"]["all-reduce"]["sizes"][-1]
+    assert 18e6 < largest["bytes"] / largest["seconds"]["median"] < 25.5e6

@@ -1,0 +1,30 @@
+"""``hasten network``: every collective is measured, and the two numbers that are told describe them."""
+
+import pytest
+from ranks import together
+
+from hasten.contract.errors import Refusal
+from hasten.launch.network import COLLECTIVES, fitted, network
+
+
+def test_all_collectives_are_measured():
+    first, second = together(2, lambda rank: network("cpu", sizes=(1000, 1_000_000)))
+    sizes = [[found["sizes"] for found in each["collectives"].values()] for each in (first, second)]
+    assert sizes[0] == sizes[1], "all ranks tell the times of the slowest"
+    assert first["processes"] == 2 and first["nodes"] == 1 and first["backend"] == "gloo"
+    assert first["collectives"].keys() == COLLECTIVES.keys()
+    for name, found in first["collectives"].items():
+        assert [row["bytes"] for row in found["sizes"]] == [1000, 1_000_000]
+        assert all(0 < row["seconds"]["low"] <= row["seconds"]["median"] <= row["seconds"]["high"] for row in found["sizes"])
+        predicted = [found["latency"] + row["bytes"] / found["bandwidth"] for row in found["sizes"]]
+        assert predicted == pytest.approx([row["seconds"]["median"] for row in found["sizes"]], rel=0.5), name
+
+
+def test_a_line_is_found_again():
+    latency, bandwidth = fitted([(size, 3e-4 + size / 1.5e9) for size in (1000, 100_000, 64_000_000)])
+    assert (latency, bandwidth) == (pytest.approx(3e-4), pytest.approx(1.5e9))
+
+
+def test_one_process_has_nobody_to_talk_to():
+    with pytest.raises(Refusal, match="one process has nobody to talk to"):
+        network("cpu")

@@ -1,0 +1,134 @@
+"""``hasten train --processes N`` as a user runs it: real processes, started by torchrun's agent."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from forked import wait_until_it_trains
+
+from hasten.cli.main import main
+
+HERE = Path(__file__).parent
+
+
+def words(task: str, *more: str) -> list[str]:
+    return [sys.executable, "-m", "hasten", "train", f"rank_tasks.py:{task}", "--processes", "2", *more]
+
+
+def ran(folder: Path, task: str, *more: str) -> subprocess.CompletedProcess:
+    return subprocess.run(words(task, *more), cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    shutil.copy(HERE / "rank_tasks.py", tmp_path)
+    return tmp_path
+
+
+def jobs_left() -> list[str]:
+    """Command lines of ranks that are still there."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            about = (process / "environ").read_bytes()
+        except OSError:
+            continue
+        if b"HASTEN_JOB=" in about and "rank_tasks" in line:
+            found.append(line)
+    return found
+
+
+def test_a_job_answers_once(folder):
+    done = ran(folder, "samples", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["steps"] == 46 and result["out"] == "runs/train-rank_tasks-py-samples"
+    about = json.loads((folder / result["out"] / "environment.json").read_text())
+    assert about["processes"] == 2
+    assert not jobs_left()
+
+
+def test_launch_hands_on_what_is_said_before_the_command(folder):
+    launch = [sys.executable, "-m", "hasten", "launch", "--processes", "2", "--json", "--seed", "7", "--", "train", "rank_tasks.py:samples"]
+    done = subprocess.run(launch, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["seed"] == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("launch --processes 2 -- train x --processes 4", "say --processes before the command"),
+        ("launch --processes 2 -- tune digits", "launch runs train or network"),
+        ("launch --processes 2 --nodes 2 -- train digits", "--rendezvous HOST:PORT"),
+        ("launch --processes 2 --nodes 2 --rendezvous nowhere -- train digits", "must be HOST:PORT"),
+        ("launch --processes 0 -- train digits", "from 1 to"),
+        ("launch --processes 5000 -- train digits", "at most 4096"),
+        (
+            "launch --processes 1 --nodes 2 --rendezvous no.such.machine:2000 -- train digits",
+            "the machines cannot meet at no.such.machine:2000",
+        ),
+        ("train digits --processes none", "from 1 to"),
+    ],
+)
+def test_wrong_words(words, says, capfd):
+    assert main(words.split()) == 2
+    assert says in capfd.readouterr().err
+
+
+def test_the_rank_that_raises_is_told_and_all_are_gone_at_once(folder):
+    began = time.monotonic()
+    done = ran(folder, "raising")
+    told = [line for line in done.stderr.splitlines() if line]
+    assert done.returncode == 1 and len(told) == 1, done.stderr
+    assert told[0].startswith("hasten: rank ") and "sample 226: OSError: the disk is gone" in told[0]
+    assert time.monotonic() - began < 60 and not jobs_left()
+
+
+def test_a_wrong_request_is_refused_by_the_job(folder):
+    done = ran(folder, "samples", "--with", "batch_sise")
+    assert done.returncode == 2 and done.stderr.startswith("hasten: no method is called 'batch_sise' (did you mean batch_size"), done.stderr
+
+
+def test_a_rank_that_is_killed_is_named_and_the_job_goes_on_later(folder):
+    job = subprocess.Popen(words("slow", "--out", "run"), cwd=folder, stderr=subprocess.PIPE, text=True)
+    wait_until_it_trains(Job(job), folder / "run")
+    victim = next(pid for pid in children(job.pid) if environment(pid).get("RANK") == "1")
+    os.kill(victim, signal.SIGKILL)
+    killed = time.monotonic()
+    told = job.communicate(timeout=60)[1]
+    assert job.returncode == 1 and "hasten: rank 1: it was killed by SIGKILL (out of memory?)" in told, told
+    assert time.monotonic() - killed < 20 and not jobs_left()
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_job_that_is_asked_to_stop_saves_first(folder, how):
+    job = subprocess.Popen(words("slow", "--out", "run"), cwd=folder, stderr=subprocess.PIPE, text=True)
+    wait_until_it_trains(Job(job), folder / "run")
+    job.send_signal(how)
+    told = job.communicate(timeout=60)[1]
+    assert job.returncode == 1 and "go on with" in told, told
+    assert list((folder / "run/checkpoints").glob("step-*.pt")) and not jobs_left()
+
+
+class Job:
+    """As what a test has forked."""
+
+    def __init__(self, process: subprocess.Popen):
+        self.is_alive = lambda: process.poll() is None
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+
+
+def environment(pid: int) -> dict[str, str]:
+    pairs = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
