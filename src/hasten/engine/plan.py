@@ -74,7 +74,7 @@ def build(task: Task, methods: list[Method] = (), *, device: str = "cpu", seed: 
         set_seeds(seed)
         task = sources.opened(task)
         run.loop = loop = fold("loop", sources.plan_of(task))
-        notes: Notes = {}
+        notes = Notes()
         train = sources.training(task, loop.batch_size, seed, ranks, notes)
         validation = sources.validation(task, sources.plan_of(task).batch_size, seed)  # judged in the task's own batches, always
         with undisturbed():  # a method may read samples to know them

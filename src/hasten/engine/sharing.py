@@ -1,16 +1,14 @@
 """Every batch shared out among the ranks: each reads its part, all parts one after the other are the batch of a run alone.
 
-Before every step the ranks tell each other how many samples they have, and what batch it is that their parts belong to. So a loss that
-averages over samples has the same gradient as over the whole batch, however unequal the parts are, and ranks that do not read the same data
-are found at once.
+The ranks tell each other how many samples they have, and what data their parts belong to. So a loss that averages over samples has the same
+gradient as over the whole batch, however unequal the parts are, and ranks that do not read the same data are found before the step.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import dataclass, field
 from zlib import crc32
 
 import torch
@@ -36,7 +34,18 @@ class Part(list):
     first = 0
 
 
-Notes = dict[tuple[int, int], Whole]  # by (pass, batch)
+@dataclass
+class Notes:
+    """What this rank knows of the batches that its parts belong to.
+
+    Attributes:
+        plans: of a pass over samples by index: the size of every batch, and what tells its order from others.
+        wholes: of a batch (pass, number) that was read whole.
+    """
+
+    plans: dict[int, tuple[list[int], int]] = field(default_factory=dict)
+    wholes: dict[tuple[int, int], Whole] = field(default_factory=dict)
+    order: Callable | None = None  # whose plans these are
 
 
 def part_of(batches: Batches, ranks: Ranks, notes: Notes) -> Batches:
@@ -48,11 +57,12 @@ def part_of(batches: Batches, ranks: Ranks, notes: Notes) -> Batches:
     if ranks.alone:
         return batches
     if batches.samples is not None:
-        return batches.with_samples(order=_parts(batches.samples.order, ranks, notes))
+        notes.order = _parts(batches.samples.order, ranks, notes)
+        return batches.with_samples(order=notes.order)
 
     def epoch(epoch: int, start: int = 0) -> Iterator:
         for number, batch in enumerate(batches.epoch(epoch, start), start):
-            notes[epoch, number] = Whole(size(batch), _mark(batch))
+            notes.wholes[epoch, number] = Whole(size(batch), _mark(batch))
             yield _cut(batch, ranks)
 
     return dataclasses.replace(batches, epoch=epoch, by=None)
@@ -60,6 +70,8 @@ def part_of(batches: Batches, ranks: Ranks, notes: Notes) -> Batches:
 
 def weighed(batches: Batches, ranks: Ranks, loop: Loop, clock: Clock, notes: Notes) -> Batches:
     """The same batches; before each, the clock is told how many samples all ranks have in it, and what this rank's part counts.
+
+    Where all follow from an order that is known, the ranks compare it once a pass; else they tell each other before every step.
 
     Raises:
         Refusal: there are more ranks than samples in a batch.
@@ -69,27 +81,25 @@ def weighed(batches: Batches, ranks: Ranks, loop: Loop, clock: Clock, notes: Not
         return batches
     if ranks.world > loop.batch_size:
         raise Refusal(f"{ranks.world} processes cannot share a batch of {loop.batch_size} samples; take fewer, or larger batches")
+    in_order = batches.samples is not None and batches.samples.order is notes.order
 
     def epoch(epoch: int, start: int = 0) -> Iterator:
-        for known in [key for key in notes if key[0] < epoch]:
-            del notes[known]
+        notes.plans.clear()
+        notes.wholes.clear()
         iterator = iter(batches.epoch(epoch, start))
-        for number in count(start):
-            batch = next(iterator, None)
-            own, whole = 0 if batch is None else size(batch), notes.pop((epoch, number), None)
-            if whole is not None and own != _share(whole.samples, ranks):
-                whole = None  # a method has made other batches of these
-            mark = 0 if whole is None else whole.mark
-            most, least, *owns = ranks.most([mark, -mark, *(own if rank == ranks.rank else 0 for rank in range(ranks.world))])
-            if not any(owns):
+        first = next(iterator, None)
+        planned = _planned(epoch, ranks, notes) if in_order else None
+        for number, batch in enumerate(_and_then(first, iterator), start):
+            where = f"batch {number + 1} of pass {epoch + 1}"
+            own = 0 if batch is None else size(batch)
+            if planned is not None:
+                whole, everybodys = _of_plan(planned, number, own, where, ranks)
+            else:
+                whole, everybodys = _told(notes.wholes.pop((epoch, number), None), own, where, ranks)
+            if batch is None:
                 return
-            if not all(owns):
-                raise Failure(f"rank {owns.index(0)} has no batch {number + 1} of pass {epoch + 1}, and others have: {ALIKE}")
-            if most != -least:
-                raise Failure(f"the ranks read other data as batch {number + 1} of pass {epoch + 1}: {ALIKE}")
-            is_whole = whole is not None and whole.samples < ranks.world
-            clock.whole = int(sum(owns)) if whole is None else whole.samples
-            clock.weight = 1.0 if is_whole else ranks.world * own / sum(owns)
+            clock.whole = whole
+            clock.weight = 1.0 if whole < ranks.world else ranks.world * own / everybodys
             yield batch
             del batch  # or its memory could not be used again for the next one
 
@@ -97,6 +107,44 @@ def weighed(batches: Batches, ranks: Ranks, loop: Loop, clock: Clock, notes: Not
 
 
 ALIKE = "all have to be given the same data, whole and in the same order; sharing them out (DistributedSampler) is done here"
+
+
+def _and_then(batch, iterator: Iterator) -> Iterator:
+    """The batch, those after it, and a None for the end."""
+    yield batch
+    while batch is not None:
+        del batch
+        batch = next(iterator, None)
+        yield batch
+
+
+def _planned(epoch: int, ranks: Ranks, notes: Notes) -> list[int] | None:
+    """The sizes of the batches of a pass, which is the same on all ranks; None where somebody does not know them."""
+    sizes, mark = notes.plans.get(epoch, ([], -1))
+    most, least = ranks.most([mark, -mark])
+    if most != -least and least < 1:
+        raise Failure(f"the ranks read pass {epoch + 1} in another order: {ALIKE}")
+    return sizes if least < 1 else None
+
+
+def _of_plan(sizes: list[int], number: int, own: int, where: str, ranks: Ranks) -> tuple[int, int]:
+    """(samples of the batch, samples of all parts of it) as was planned."""
+    whole = sizes[number] if number < len(sizes) else 0
+    if own != _share(whole, ranks):
+        raise Failure(f"rank {ranks.rank} has {own} samples of {where}, and {_share(whole, ranks)} were expected: {ALIKE}")
+    return whole, whole
+
+
+def _told(known: Whole | None, own: int, where: str, ranks: Ranks) -> tuple[int, int]:
+    """(samples of the batch, samples of all parts of it) as the ranks tell each other."""
+    known = known if known is not None and own == _share(known.samples, ranks) else None  # a method may have made others of them
+    mark = 0 if known is None else known.mark
+    most, least, *owns = ranks.most([mark, -mark, *(own if rank == ranks.rank else 0 for rank in range(ranks.world))])
+    if any(owns) and not all(owns):
+        raise Failure(f"rank {owns.index(0)} has no {where}, and others have: {ALIKE}")
+    if most != -least:
+        raise Failure(f"the ranks read other data as {where}: {ALIKE}")
+    return (int(sum(owns)) if known is None else known.samples), int(sum(owns))
 
 
 def _share(samples: int, ranks: Ranks) -> int:
@@ -108,8 +156,9 @@ def _parts(order: Callable, ranks: Ranks, notes: Notes) -> Callable:
     """``(epoch) -> this rank's indices of each batch``."""
 
     def parts(epoch: int) -> Iterator[Part]:
-        for number, indices in enumerate(list(order(epoch))):
-            notes[epoch, number] = Whole(len(indices), crc32(repr(indices).encode()))
+        batches = list(order(epoch))
+        notes.plans[epoch] = [len(indices) for indices in batches], crc32(repr((batches[:8], batches[-1:], len(batches))).encode())
+        for indices in batches:
             first, end = (0, len(indices)) if len(indices) < ranks.world else ranks.part(len(indices))
             part = Part(indices[first:end])
             part.first = first
