@@ -57,7 +57,8 @@ def begun(*words: str, cwd, out: int, err: int, prepare: Callable[[], object] = 
         os.dup2(out, 1), os.dup2(err, 2)
         sys.stdout, sys.stderr = (open(number, "w", buffering=1) for number in (1, 2))  # noqa: SIM115  open as long as the process
         sys.argv = ["hasten", *words]
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored,
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and one after nohup this
         prepare()
         sys.exit(main())
 

@@ -174,7 +174,7 @@ def test_what_is_damaged_is_one_bad_row_after_the_whole_samples_before_it(tmp_pa
 
 
 def test_a_picture_is_one_whatever_it_ends_in(tmp_path):
-    """As a folder of JPEG and PNG files becomes shards. Where a sample has both, each is in its own column."""
+    """As a folder of JPEG and PNG files becomes shards. Where some sample has both, they mean different things, and none stands in."""
     jpeg = io.BytesIO()
     Image.fromarray(numpy.full((20, 30, 3), 7, numpy.uint8)).save(jpeg, "JPEG")
     files = [
@@ -186,12 +186,13 @@ def test_a_picture_is_one_whatever_it_ends_in(tmp_path):
         ("c.png", png(2)[0]),
         ("c.cls", b"2"),
     ]
-    pack(tmp_path / "a.tar", files)
-    read = shards(tmp_path).source.read(numpy.arange(3))
-    assert numpy.array_equal(read["jpg"][1], png(1)[1]) and (read["jpg"][2] == 7).all()
-    assert numpy.array_equal(shards(tmp_path, columns=["png"]).source.read(numpy.array([2]))["png"][0], png(2)[1])
-    with pytest.raises(BadRow, match=r"it has no file that ends in \.png"):
-        shards(tmp_path, columns=["jpg", "png"]).source.read(numpy.array([0]))
+    either, both = pack(tmp_path / "either.tar", files[:4]), pack(tmp_path / "both.tar", files)
+    read = shards(either).source.read(numpy.arange(2))
+    assert (read["jpg"][0] == 7).all() and numpy.array_equal(read["jpg"][1], png(1)[1])
+    assert numpy.array_equal(shards(both, columns=["png"]).source.read(numpy.array([2]))["png"][0], png(2)[1])
+    for columns, row in ((["jpg"], 1), (["png"], 0), (["jpg", "png"], 0)):
+        with pytest.raises(BadRow, match=r"it has no file that ends in "):
+            shards(both, columns=columns).source.read(numpy.array([row]))
 
 
 def test_an_ending_that_is_not_there_is_told(tmp_path):

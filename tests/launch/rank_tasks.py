@@ -45,6 +45,13 @@ class Poisoned(Rows):
         return self.inputs[index] * (float("nan") if index == SAMPLES - 1 else 1.0), self.labels[index]
 
 
+class Unplugged(Rows):
+    def __getitem__(self, index: int):
+        if index == SAMPLES - 1:
+            raise ConnectionResetError(104, "Connection reset by peer")
+        return super().__getitem__(index)
+
+
 class PoisonedStream(IterableDataset):
     def __iter__(self):
         rows = Poisoned(raises=False)
@@ -149,6 +156,10 @@ def shorter_on_the_second(rank: int) -> Task:
 
 def shorter_stream_on_the_second(rank: int) -> Task:
     return task(Stream(SAMPLES if rank == 0 else SAMPLES - 30))
+
+
+def stream_that_ends_early_on_the_second(rank: int) -> Task:
+    return task(Stream(SAMPLES if rank == 0 else SAMPLES - 27))
 
 
 class Noisy(Rows):

@@ -71,15 +71,12 @@ def test_a_job_that_was_broken_off_goes_on_bit_by_bit(tmp_path, name):
     assert (tmp_path / "broken/log.jsonl").read_bytes() == (tmp_path / "whole/log.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_a_job_goes_on_at_another_size(tmp_path, world):
-    train(rank_tasks.samples(), device="cpu", out=tmp_path / "alone")
-    together(2, broken_off, rank_tasks.samples, tmp_path / "shared")
-    answers = (
-        together(world, taken_up, rank_tasks.samples, tmp_path / "shared")
-        if world > 1
-        else [taken_up(0, rank_tasks.samples, tmp_path / "shared")]
-    )
+@pytest.mark.parametrize(("name", "world"), [("samples", 1), ("samples", 3), ("loader", 1), ("loader", 3), ("own_sampler", 3)])
+def test_a_job_goes_on_at_another_size(tmp_path, name, world):
+    make = getattr(rank_tasks, name)
+    train(make(), device="cpu", out=tmp_path / "alone")
+    together(2, broken_off, make, tmp_path / "shared")
+    answers = together(world, taken_up, make, tmp_path / "shared") if world > 1 else [taken_up(0, make, tmp_path / "shared")]
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
@@ -100,7 +97,8 @@ def test_a_batch_of_fewer_samples_than_ranks_is_read_by_all(tmp_path, name):
         ("divides_itself", "the ranks read other data as batch 1 of pass 1: "),
         ("stream_that_divides_itself", "the ranks read other data as batch 1 of pass 1: "),
         ("shorter_on_the_second", "the ranks read pass 1 in another order: "),
-        ("shorter_stream_on_the_second", "rank 1 has no batch 21 of pass 1, and others have: "),
+        ("shorter_stream_on_the_second", "the ranks read other data as batch 20 of pass 1: "),
+        ("stream_that_ends_early_on_the_second", "rank 1 has no batch 21 of pass 1, and others have: "),
     ],
 )
 def test_ranks_that_do_not_read_the_same_are_found(name, says):
@@ -143,6 +141,27 @@ def test_a_stream_tells_which_batch_holds_what_is_no_number():
     assert sum("the batch itself holds NaN" in each for each in told) == 1, told
 
 
+def test_a_datasets_own_broken_connection_is_no_end_of_another_rank():
+    told = together(2, training, rank_tasks.task(rank_tasks.Unplugged()))
+    assert sorted(type(answer).__name__ for answer in told) == ["Aftermath", "Failure"]
+    assert sum("sample 226: ConnectionResetError" in str(answer) for answer in told) == 1
+
+
+def test_ranks_with_other_fields_are_found():
+    told = together(2, with_epochs_of_rank)
+    assert [str(answer) for answer in told] == ["rank 1 has another epochs than rank 0: 3 instead of 2; start all ranks alike"] * 2
+
+
+def test_a_folder_that_only_rank_0_is_given(tmp_path):
+    answers = together(2, training_into_a_folder_of_rank_0, tmp_path / "run")
+    assert [type(answer) for answer in answers] == [dict] * 2 and (tmp_path / "run/model.safetensors").exists()
+
+
+def test_a_static_graph_is_refused_where_batches_are_cut():
+    told = together(2, training, rank_tasks.samples(), "ddp:static_graph=true + gradient_accumulation")
+    assert all(isinstance(answer, Refusal) and "static_graph" in str(answer) for answer in told), told
+
+
 def test_a_group_that_was_there_before_is_left_as_it_was():
     assert together(2, groups_of_a_user) == [1, 1]
 
@@ -162,6 +181,14 @@ def test_half_a_job_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(Refusal, match=r"WORLD_SIZE says .* but RANK is not set"):
         train(rank_tasks.samples(), device="cpu")
+
+
+def with_epochs_of_rank(rank: int) -> dict:
+    return training(rank, rank_tasks.task(epochs=2 + rank))
+
+
+def training_into_a_folder_of_rank_0(rank: int, out) -> dict:
+    return training(rank, rank_tasks.samples(), out=out if rank == 0 else None)
 
 
 def training_as_rank(rank: int, make) -> dict:

@@ -24,7 +24,11 @@ def folder(tmp_path) -> Path:
 def on_both(folder, *words: str) -> list[tuple[int, str, str]]:
     """(exit code, answer, what was said) of the command on each machine."""
     jobs = [begun_on(machine, *words, cwd=folder) for machine in (0, 1)]
-    said = [job.communicate(timeout=150) for job in jobs]
+    try:
+        said = [job.communicate(timeout=150) for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
     return [(job.returncode, *texts) for job, texts in zip(jobs, said, strict=True)]
 
 

@@ -32,6 +32,7 @@ VERBS = {
     "launch": launch,
     "network": network,
 }
+JOBS = ("train", "network")  # which run in several processes
 TASK_HELP = "TASK is the name of a workload (such as digits) or path/to/file.py:function"
 
 
@@ -44,6 +45,7 @@ def main(words: list[str] | None = None) -> int:
     _write_in_any_encoding()
     _quieten_libraries()
     _show_notices()
+    mute = not speaks() and any(word in JOBS for word in words)  # rank 0 answers for all
     if own_process:
         _end_as_by_ctrl_c()
     try:
@@ -51,7 +53,7 @@ def main(words: list[str] | None = None) -> int:
         answer = _answer(words)
         if answer is None:
             return 0
-        if answer.elsewhere is None and speaks():
+        if answer.elsewhere is None and not mute:
             _show_to_whoever_reads(answer, as_json)
         code, line, aftermath = answer.elsewhere() if answer.elsewhere else answer.code, None, False
     except BaseException as error:  # a task's own code may raise anything
@@ -60,10 +62,11 @@ def main(words: list[str] | None = None) -> int:
         leave(Ending(code, line, aftermath))
         return 0 if line is None else code
     if own_process:  # Ctrl-C once more would end us by the signal while torch clears up, under any handler but this one
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if line is not None and (speaks() or not aftermath):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+    if line is not None and not (mute and aftermath):
         _say(line)
-        if as_json:
+        if as_json and not mute:
             print(strict_json({"error": line}))
     return code
 

@@ -7,7 +7,7 @@ from functools import partial
 
 from hasten.cli import values
 from hasten.cli.answer import Answer
-from hasten.launch.endings import is_rank
+from hasten.launch.endings import in_job
 
 HELP = "latency and bandwidth between processes, by collective and size"
 
@@ -17,7 +17,7 @@ def arguments(parser) -> None:
 
 
 def run(options, watch) -> Answer:
-    if not is_rank():
+    if not in_job():
         from hasten.launch.processes import start
 
         return Answer(None, elsewhere=partial(start, options.words, options.processes))

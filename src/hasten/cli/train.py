@@ -11,7 +11,7 @@ from pathlib import Path
 from hasten.cli import values
 from hasten.cli.answer import Answer
 from hasten.contract.errors import Failure, Notice, Refusal
-from hasten.launch.endings import is_rank, speaks
+from hasten.launch.endings import in_job, speaks
 
 HELP = "train a task, with a recipe if one is given"
 
@@ -38,7 +38,7 @@ def arguments(parser) -> None:
 
 def run(options, watch) -> Answer:
     """Exit code 1 where the task has a target that the training did not reach."""
-    if options.processes > 1 and not is_rank():
+    if options.processes > 1 and not in_job():
         from hasten.launch.processes import start
 
         return Answer(None, elsewhere=partial(start, options.words, options.processes))

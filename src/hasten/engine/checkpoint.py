@@ -180,6 +180,8 @@ def random_of(ranks: Ranks, state: dict, seed: int) -> dict:
     others = state.get("other ranks", [])
     if ranks.rank <= len(others):
         return others[ranks.rank - 1]
+    if state["start of pass"] is not None:  # the source cannot be sought, and all draw alike from it
+        return state["random"]
     with undisturbed():
         set_seeds(derived(seed, ranks.rank, state["clock"]["step"]))
         return {"process": random_state(), "generators": state["random"]["generators"]}

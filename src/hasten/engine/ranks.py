@@ -64,7 +64,7 @@ def by_the_first(ranks: Ranks, make: Callable):
             made = make()
         except (Refusal, Failure) as error:
             trouble = error
-    told = ranks.first(str(trouble or "").encode()).decode()
+    told = ranks.first(b"" if trouble is None else (str(trouble) or type(trouble).__name__).encode()).decode()
     if trouble is not None:
         raise trouble
     if told:
@@ -92,7 +92,8 @@ def refuse_strangers(ranks: Ranks, told: dict[str, str]) -> None:
 
 def _is_silence(error: BaseException | None) -> bool:
     """Whether it says that another rank has gone, in the words of gloo or NCCL."""
-    return isinstance(error, (RuntimeError, dist.DistError)) and any(word in str(error) for word in SILENCE)
+    told = isinstance(error, (Failure, Refusal))  # by us, of something else: a dataset's own connection
+    return isinstance(error, (RuntimeError, dist.DistError)) and not told and any(word in str(error) for word in SILENCE)
 
 
 def _join(device: str) -> None:

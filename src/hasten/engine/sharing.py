@@ -87,15 +87,15 @@ def weighed(batches: Batches, ranks: Ranks, loop: Loop, clock: Clock, notes: Not
         notes.plans.clear()
         notes.wholes.clear()
         iterator = iter(batches.epoch(epoch, start))
-        first = next(iterator, None)
+        held = [next(iterator, None)]  # which notes the plan of the pass
         planned = _planned(epoch, ranks, notes) if in_order else None
-        for number, batch in enumerate(_and_then(first, iterator), start):
+        for number, batch in enumerate(_and_then(held, iterator), start):
             where = f"batch {number + 1} of pass {epoch + 1}"
             own = 0 if batch is None else size(batch)
             if planned is not None:
                 whole, everybodys = _of_plan(planned, number, own, where, ranks)
             else:
-                whole, everybodys = _told(notes.wholes.pop((epoch, number), None), own, where, ranks)
+                whole, everybodys = _told(_noted(notes, epoch, number), own, where, ranks)
             if batch is None:
                 return
             clock.whole = whole
@@ -109,8 +109,9 @@ def weighed(batches: Batches, ranks: Ranks, loop: Loop, clock: Clock, notes: Not
 ALIKE = "all have to be given the same data, whole and in the same order; sharing them out (DistributedSampler) is done here"
 
 
-def _and_then(batch, iterator: Iterator) -> Iterator:
-    """The batch, those after it, and a None for the end."""
+def _and_then(held: list, iterator: Iterator) -> Iterator:
+    """The batch that is held, those after it, and a None for the end."""
+    batch = held.pop()
     yield batch
     while batch is not None:
         del batch
@@ -125,6 +126,12 @@ def _planned(epoch: int, ranks: Ranks, notes: Notes) -> list[int] | None:
     if most != -least and least < 1:
         raise Failure(f"the ranks read pass {epoch + 1} in another order: {ALIKE}")
     return sizes if least < 1 else None
+
+
+def _noted(notes: Notes, epoch: int, number: int) -> Whole | None:
+    """What is known of a batch: as it was read, or as it was planned."""
+    sizes, mark = notes.plans.get(epoch, ([], 0))
+    return notes.wholes.pop((epoch, number), None) or (Whole(sizes[number], mark) if number < len(sizes) else None)
 
 
 def _of_plan(sizes: list[int], number: int, own: int, where: str, ranks: Ranks) -> tuple[int, int]:
@@ -169,6 +176,8 @@ def _parts(order: Callable, ranks: Ranks, notes: Notes) -> Callable:
 
 def _cut(batch, ranks: Ranks):
     samples = size(batch)
+    if any(tensor.ndim and tensor.shape[0] != samples for tensor in tensors(batch)):
+        raise Failure("a batch whose tensors have not one number of samples cannot be shared out; give data by index, or pad them")
     if samples < ranks.world:
         return batch
     first, end = ranks.part(samples)
@@ -176,9 +185,9 @@ def _cut(batch, ranks: Ranks):
 
 
 def _mark(batch) -> int:
-    """Of the first sample, so that it costs next to nothing."""
+    """Of the labels, one whole number a sample: inputs may be augmented by generators that nobody seeds."""
     mark = 0
     for tensor in tensors(batch):
-        if tensor.numel():
-            mark = crc32(tensor.detach()[:1].cpu().contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.ndim else b"", mark)
+        if tensor.ndim == 1 and tensor.dtype in (torch.int32, torch.int64):
+            mark = crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy(), mark)
     return mark

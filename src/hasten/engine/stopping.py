@@ -14,7 +14,7 @@ ONE_WISH = 1.0  # seconds: who presses Ctrl-C twice in a row means one thing
 
 @contextmanager
 def stop_requests() -> Iterator[list[int]]:
-    """Inside, SIGINT and SIGTERM are noted in the list, not acted upon; one that comes ``ONE_WISH`` after the first interrupts at once."""
+    """Inside, SIGINT, SIGTERM and SIGHUP are noted in the list, not acted upon; one that comes ``ONE_WISH`` after the first interrupts at once."""
     asked: list[int] = []
     since = 0.0
     if threading.current_thread() is not threading.main_thread():
@@ -34,7 +34,8 @@ def stop_requests() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         asked.append(number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []  # ``nohup`` stays what it is
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, *hangup)}
     try:
         yield asked
     finally:

@@ -18,6 +18,7 @@ from hasten.contract.errors import Failure, Notice, Refusal
 from hasten.contract.method import Method
 from hasten.contract.ranks import Ranks
 from hasten.contract.recipe import Recipe
+from hasten.contract.task import Task
 from hasten.contract.watch import Watch, silent
 from hasten.engine.devices import pick_device
 from hasten.engine.environment import environment, own_code
@@ -95,12 +96,10 @@ def _train(task, recipe, out, resume, device, seed, skip_bad, watch, checkpoint_
     if recipe is not None:
         refuse_conflicts(in_order(make_methods(recipe)))  # now, or what the folder has to complain about would hide it
     identity = {"task": task.name, "seed": seed, "batch_size": task.batch_size, "epochs": task.epochs, "skip_bad": skip_bad}
-    folder = by_the_first(ranks, lambda: RunFolder(out, identity, recipe, resume)) if out is not None else None
     code = ref.fingerprint() if ref.given is None else None
     if not ranks.alone:
-        refuse_strangers(
-            ranks, {"seed": str(seed), "task": task.name, "code of the task": str(code), "recipe": str(recipe), "hasten": own_code()}
-        )
+        refuse_strangers(ranks, identity_of(task, seed, code, recipe))
+    folder = by_the_first(ranks, lambda: None if out is None else RunFolder(out, identity, recipe, resume))
     recipe = folder.recipe if folder else recipe or Recipe()
     if folder and folder.environment.get("code", code) != code:
         warnings.warn(
@@ -120,8 +119,7 @@ def _train(task, recipe, out, resume, device, seed, skip_bad, watch, checkpoint_
             raise explained(error, "building the run", task.batch_size or 0) from error
         if program.loop.steps is None:
             warnings.warn(NO_LENGTH, Notice, stacklevel=2)
-        if out is not None:
-            by_the_first(ranks, lambda: folder.begin(environment(device) | {"code": code, "processes": ranks.world}))
+        by_the_first(ranks, lambda: folder and folder.begin(environment(device) | {"code": code, "processes": ranks.world}))
         try:
             with program.process():
                 training = Training(program, recipe, folder, observers, watch, checkpoint_seconds, asked, began)
@@ -129,12 +127,29 @@ def _train(task, recipe, out, resume, device, seed, skip_bad, watch, checkpoint_
                     return training.to_the_end()
                 finally:
                     training.list_skipped()  # of a run that could not go on, too
-                    training.program = training.source = None  # opens a circle: worker processes end now, not when it is found
+                    training.program = training.source = training.plain = (
+                        None  # opens a circle: worker processes end now, not when it is found
+                    )
         except KeyboardInterrupt:
             raise Failure(f"stopped at once{'; go on from the newest checkpoint with --resume' if folder else ''}") from None
         finally:
             if folder:
                 folder.close()
+
+
+def identity_of(task: Task, seed: int, code: str | None, recipe: Recipe | None) -> dict[str, str]:
+    """What has to be alike on all ranks, in words."""
+    validation = "none" if task.validation_data is None else "some"
+    told = {
+        "seed": seed,
+        "task": task.name,
+        "code of the task": code,
+        "recipe": recipe,
+        "hasten": own_code(),
+        "validation data": validation,
+    }
+    fields = {name.replace("_", " "): getattr(task, name) for name in ("batch_size", "epochs", "evaluate_every")}
+    return {what: str(value) for what, value in (told | fields).items()}
 
 
 def device_of(ranks: Ranks, device: str) -> str:

@@ -34,9 +34,14 @@ def is_rank() -> bool:
     return _ours is not None
 
 
+def in_job() -> bool:
+    """Whether this process is one of several, whoever started them."""
+    return is_rank() or os.environ.get("WORLD_SIZE", "1") != "1"
+
+
 def speaks() -> bool:
     """Whether this process has the word: it is alone, or rank 0, whoever started it."""
-    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
+    return not in_job() or os.environ.get("RANK", "0") == "0"
 
 
 def leave(ending: Ending) -> None:

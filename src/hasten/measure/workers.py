@@ -28,6 +28,7 @@ from hasten.contract.errors import Failure, Notice, Progress, Refusal
 from hasten.contract.watch import Watch, silent
 from hasten.engine.failures import explained
 
+OF_A_JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # what is measured is one process, wherever it is asked for
 SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
 IMPORTED_ONCE = ("torch", "torch._dynamo", "hasten.measure.arm")  # the first optimizer that is made wants dynamo, which takes seconds
 
@@ -225,6 +226,8 @@ def _raise_children(control: socket.socket) -> None:
         return  # whoever started us was interrupted in the middle of it
     told = json.loads(words)
     sys.path[:] = told["path"]
+    for name in OF_A_JOB:
+        os.environ.pop(name, None)
     for module in (*IMPORTED_ONCE, *told["modules"]):
         with contextlib.suppress(Exception, SystemExit):
             import_module(module)

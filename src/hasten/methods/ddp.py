@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.contract.card import Card, Exactness, Order
-from hasten.contract.errors import Notice
+from hasten.contract.errors import Notice, Refusal
 from hasten.contract.method import Method, setting
 
 
@@ -36,6 +36,8 @@ class DDP(Method):
         if run.ranks.alone:
             run.nothing_to_do(self, "there is one process only; say --processes")
             return model
+        if self.static_graph and run.loop.microbatches > 1:
+            raise Refusal("ddp:static_graph=true wants every backward pass alike; of a batch in several pieces only the last one talks")
         if any(isinstance(part, torch.nn.modules.batchnorm._BatchNorm) for part in model.modules()):
             warnings.warn(
                 "batch normalisation sees each process's part of a batch alone: not the same formula as in one", Notice, stacklevel=2

@@ -48,7 +48,7 @@ def shards(
     width)); ``cls`` whole numbers (int64); ``npy`` arrays, one tensor where all have the same shape; ``json`` what it says;
     ``txt`` text; anything else bytes. What is no tensor is a list.
 
-    A sample that lacks the picture's ending and has a picture of another one gives that.
+    A sample that lacks the picture's ending and has a picture of another one gives that, unless some sample has both.
     A shard that is damaged, cut off, or cannot be read is one bad row after the samples that are whole in it.
 
     Args:
@@ -117,15 +117,21 @@ class Shards(Source):
     def _placed(self, samples: list[Found]) -> dict[str, numpy.ndarray]:
         """{column: (begin, end) of each row's file}, -1 where there is none.
 
-        A picture is one whatever it ends in: where a sample has no ``.jpg``, its ``.png`` stands in the column.
+        A picture is one whatever it ends in: where a sample has no ``.jpg``, its ``.png`` stands in the column. Not so where some sample has
+        both, which then mean different things.
         """
-        places = {name: numpy.full((len(self), 2), -1, numpy.int64) for name in self.columns}
+        endings = {ending for words, _ in samples for ending in words["endings"]}
+        column_of = {ending: _column_of(ending, self.columns) for ending in endings}
+        places = {ending: numpy.full((len(self), 2), -1, numpy.int64) for ending, name in column_of.items() if name is not None}
         for first, (words, (files,)) in zip(self._edges[:-1].tolist(), samples, strict=True):
-            for number, ending in sorted(enumerate(words["endings"]), key=lambda each: each[1] not in places):
-                if (name := _column_of(ending, self.columns)) is not None:
+            for number, ending in enumerate(words["endings"]):
+                if ending in places:
                     own = files[files[:, 1] == number]
-                    own = own[places[name][first + own[:, 0], 0] < 0]
-                    places[name][first + own[:, 0]] = own[:, 2:]
+                    places[ending][first + own[:, 0]] = own[:, 2:]
+        for ending in sorted(places.keys() - set(self.columns)):
+            stead, own = places[column_of[ending]], places.pop(ending)
+            if not ((stead >= 0) & (own >= 0)).any():
+                stead[:] = numpy.maximum(stead, own)
         return places
 
     def _column(self, name: str, rows: numpy.ndarray):
