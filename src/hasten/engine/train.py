@@ -127,9 +127,7 @@ def _train(task, recipe, out, resume, device, seed, skip_bad, watch, checkpoint_
                     return training.to_the_end()
                 finally:
                     training.list_skipped()  # of a run that could not go on, too
-                    training.program = training.source = training.plain = (
-                        None  # opens a circle: worker processes end now, not when it is found
-                    )
+                    training.program = training.source = training.plain = None  # opens a circle, so that worker processes end now
         except KeyboardInterrupt:
             raise Failure(f"stopped at once{'; go on from the newest checkpoint with --resume' if folder else ''}") from None
         finally:
