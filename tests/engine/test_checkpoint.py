@@ -146,7 +146,7 @@ def test_full_disk_keeps_the_newest_whole_checkpoint(tmp_path):
 
 
 def test_a_log_that_cannot_reach_the_disk_is_told_in_one_line(tmp_path):
-    folder = RunFolder(tmp_path / "r", {}, None, resume=False)
+    folder = RunFolder(tmp_path / "r", {}, None, resume=False, essence=lambda recipe: recipe)
     folder.begin({})
     folder._log.close()
     folder._log = open(tmp_path / "r" / "log.jsonl", "rb")  # a file that may not be written stands in for the disk  # noqa: SIM115

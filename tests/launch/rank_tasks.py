@@ -141,6 +141,45 @@ def rates_by_name() -> Task:
     return task(optimizer=optimizer)
 
 
+def blocks() -> Task:
+    """Three like blocks, each of more numbers than zero leaves with the whole, between layers of odd sizes."""
+
+    def model():
+        like = [nn.Sequential(nn.Linear(9, 801), nn.Tanh(), nn.Linear(801, 9)) for _ in range(3)]
+        return nn.Sequential(nn.Linear(6, 9), *like, nn.Linear(9, 2)).double()
+
+    return task(model=model, optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3), epochs=1.5)
+
+
+def rates_by_name_and_schedule() -> Task:
+    """The first layer learns ten times as fast, a number for all is learned too, and the rates fall."""
+    return task(model=Scaled, optimizer=rates_that_fall)
+
+
+def scalar() -> Task:
+    """As before, where the number has no dimension."""
+    return task(model=lambda: Scaled(()), optimizer=rates_that_fall)
+
+
+def rates_that_fall(model):
+    groups = [{"params": list(model.first.parameters()), "lr": 1e-1}, {"params": [model.scale, *model.last.parameters()]}]
+    made = torch.optim.SGD(groups, lr=1e-2, momentum=0.9, nesterov=True)
+    return made, torch.optim.lr_scheduler.CosineAnnealingLR(made, 46)
+
+
+class Scaled(nn.Module):
+    """With one learned number for all outputs, and a buffer."""
+
+    def __init__(self, shape: tuple = (1,)):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 5, dtype=torch.float64), nn.Linear(5, 2, dtype=torch.float64)
+        self.scale = nn.Parameter(torch.full(shape, 0.7, dtype=torch.float64))
+        self.register_buffer("shift", torch.randn(5, dtype=torch.float64))
+
+    def forward(self, inputs):
+        return self.scale * self.last(torch.tanh(self.first(inputs) + self.shift))
+
+
 def divides_itself(rank: int) -> Task:
     rows = Rows()
     return task(DataLoader(rows, batch_size=BATCH, sampler=DistributedSampler(rows)))

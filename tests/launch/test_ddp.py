@@ -214,18 +214,18 @@ def training_of(rank: int, make, recipe, out) -> dict:
     return training(rank, make(), recipe, out=out)
 
 
-def broken_off(rank: int, make, out) -> dict:
+def broken_off(rank: int, make, out, recipe=None) -> dict:
     """A run that ends at its 30th step, with a checkpoint after every step before."""
 
     def break_off(records):
         if any(record["step"] >= 30 for record in records):
             raise Failure("broken off")
 
-    return training(rank, make(), out=out, checkpoint_seconds=0, observers=[break_off])
+    return training(rank, make(), recipe, out=out, checkpoint_seconds=0, observers=[break_off])
 
 
-def taken_up(rank: int, make, out) -> dict:
-    return training(rank, make(), out=out, resume=True)
+def taken_up(rank: int, make, out, recipe=None) -> dict:
+    return training(rank, make(), recipe, out=out, resume=True)
 
 
 def drawn_after_training(rank: int, make) -> list[float]:

@@ -60,6 +60,7 @@ FACTS = {
 TRAITS = {
     "python between kernels": "Python code runs inside every step",
     "gradient size": "how large the gradients are says something",
+    "whole weights": "every process has all weights and their gradients",
     "one precision": "one lower precision is chosen for the whole forward pass",
 }
 

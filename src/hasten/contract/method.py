@@ -93,6 +93,9 @@ class Run:
     idle: list[tuple[str, str]] = field(default_factory=list)  # (method, why it had nothing to act on)
     chosen: dict[str, dict] = field(default_factory=dict)  # method -> settings that it found while it ran, for the next run
     ranks: Ranks = ALONE  # the processes that train together
+    replica: int = 1  # of them that hold one copy of the model between them, and read the same samples; ranks of one copy follow each other
+    joint: bool = False  # the model computes only where all ranks compute at once: they evaluate together
+    own: dict[str, Any] = field(default_factory=dict)  # as kept, of what every rank has another; taken up by as many ranks only
     higher_is_better: Callable[[], bool] = lambda: True  # the direction of the task's metric
     cores: Callable[[], int] = lambda: os.cpu_count() or 1  # that this process may use; the engine knows of containers and ranks
     free_memory: Callable[[], int] = lambda: 1 << 32  # bytes that this process may still take; the engine asks the system

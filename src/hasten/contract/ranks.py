@@ -7,7 +7,7 @@ has to call at the same point of the run; a process that trains alone answers th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 def _own(answer: bytes) -> list[bytes]:
@@ -47,6 +47,10 @@ class Ranks:
     def agree(self, yes: bool) -> bool:
         """Any rank's yes becomes every rank's yes."""
         return self.most([yes])[0] > 0
+
+    def readers(self, replica: int) -> Ranks:
+        """The same among those that read different samples, where so many ranks at a time hold one copy of the model between them."""
+        return self if replica == 1 else replace(self, rank=self.rank // replica, world=self.world // replica)
 
     def part(self, samples: int) -> tuple[int, int]:
         """(first, end) of this rank's samples in a batch of so many: the parts of all ranks, one after the other, are the whole batch."""

@@ -18,7 +18,9 @@ from safetensors.torch import save
 
 from hasten.contract.data import Batches
 from hasten.contract.errors import Failure, Notice, one_line
+from hasten.contract.method import Run
 from hasten.contract.ranks import Ranks
+from hasten.contract.sharded import shared_out_like, whole
 from hasten.engine.failures import disk_trouble
 from hasten.engine.folder import GO_ON, write_whole
 from hasten.engine.plan import Program
@@ -85,17 +87,28 @@ def loaded(path: Path) -> dict:
 
 
 def state_of(program: Program) -> dict:
-    """The part of a checkpoint that the program itself holds."""
-    run = program.run
+    """The part of a checkpoint that the program itself holds: whole, as if one process had trained, and what each rank has of its own.
+
+    All ranks have to ask at once; it is the first one's answer that counts.
+    """
+    run, ranks = program.run, program.run.ranks
+    own = {"random": random_now(program.train), "own": {name: thing.state_dict() for name, thing in run.own.items()}}
+    everybodys = [own] if ranks.alone else [unpacked(state) for state in ranks.every(packed(own))]
     return {
-        "model": run.module.state_dict(),
-        "optimizer": run.optimizer.state_dict(),
+        "model": whole_model(run.module, ranks),
+        "optimizer": whole(run.optimizer.state_dict(), ranks.leads),
         "schedule": program.schedule.state_dict() if program.schedule is not None else None,
-        "kept": {name: thing.state_dict() for name, thing in run.kept.items()},
+        "kept": whole({name: thing.state_dict() for name, thing in run.kept.items()}, ranks.leads),
         "clock": {name: getattr(run.clock, name) for name in PLACE},
-        "random": random_now(program.train),
-        "other ranks": [],  # their random states, where there are some
+        "random": own["random"],
+        "other ranks": [state["random"] for state in everybodys[1:]],
+        "own": [state["own"] for state in everybodys],
     }
+
+
+def whole_model(model: torch.nn.Module, ranks: Ranks) -> dict:
+    """The state of a model, on the first rank; all have to ask at once."""
+    return model.state_dict() if ranks.alone else whole(model.state_dict(), ranks.leads)
 
 
 def restore(program: Program, state: dict) -> None:
@@ -106,13 +119,16 @@ def restore(program: Program, state: dict) -> None:
     """
     run = program.run
     try:
-        run.module.load_state_dict(state["model"])
-        run.optimizer.load_state_dict(state["optimizer"])
-        _keep_types(run.optimizer, state["optimizer"])
+        there = run.module.state_dict()
+        run.module.load_state_dict({name: shared_out_like(value, there.get(name)) for name, value in state["model"].items()})
+        optimizer = _for_parameters_of(run.optimizer, state["optimizer"])
+        run.optimizer.load_state_dict(optimizer)
+        _keep_types(run.optimizer, optimizer)
         if program.schedule is not None:
             program.schedule.load_state_dict(state["schedule"])
         for name, thing in run.kept.items():
             thing.load_state_dict(state["kept"][name])
+        _restore_own(run, state.get("own", []))  # which earlier hastens did not have
     except Exception as error:
         raise Failure(
             f"the checkpoint does not fit the task as it is now: {one_line(error)}; choose another --out to start anew"
@@ -121,13 +137,24 @@ def restore(program: Program, state: dict) -> None:
         setattr(run.clock, name, state["clock"][name])
 
 
-def exported(model: torch.nn.Module) -> bytes:
-    """A model in the safetensors format; tensors that are shared are stored once.
+def _restore_own(run: Run, everybodys: list[dict]) -> None:
+    if not run.own or not everybodys:
+        return
+    if len(everybodys) == run.ranks.world:
+        for name, thing in run.own.items():
+            thing.load_state_dict(everybodys[run.ranks.rank][name])
+    elif run.ranks.leads:
+        told = f"{len(everybodys)} processes trained this run and {run.ranks.world} go on with it: what each had of its own starts anew"
+        warnings.warn(f"{told} ({', '.join(run.own)})", Notice, stacklevel=2)
+
+
+def exported(weights: dict) -> bytes:
+    """The state of a model in the safetensors format; tensors that are shared are stored once.
 
     ``safetensors.torch.load_model`` puts them back.
     """
     kept, twins, seen = {}, {}, {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in weights.items():
         if not isinstance(tensor, torch.Tensor):
             continue
         same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else name
@@ -212,11 +239,26 @@ def read_again(batches: Batches, start_of_pass: dict | None, epoch: int, number:
     return taken_up(batches, start_of_pass, random_now(batches))(epoch, number)
 
 
-def _keep_types(optimizer, saved: dict) -> None:
-    """torch casts an optimizer's state to the type of its parameter when loading; a wider state stays as wide as it was."""
+def _numbered(optimizer, saved: dict) -> list[tuple[torch.Tensor, int]]:
+    """The parameters of an optimizer, with the numbers under which its saved state knows them."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    for parameter, number in zip(parameters, numbers, strict=True):
+    return list(zip(parameters, numbers, strict=True))
+
+
+def _for_parameters_of(optimizer, saved: dict) -> dict:
+    """The whole state of an optimizer, shared out as its parameters are now."""
+    state = {
+        number: {name: shared_out_like(value, parameter) for name, value in saved["state"][number].items()}
+        for parameter, number in _numbered(optimizer, saved)
+        if number in saved["state"]
+    }
+    return saved | {"state": state}
+
+
+def _keep_types(optimizer, saved: dict) -> None:
+    """torch casts an optimizer's state to the type of its parameter when loading; a wider state stays as wide as it was."""
+    for parameter, number in _numbered(optimizer, saved):
         for name, value in saved["state"].get(number, {}).items():
             now = optimizer.state[parameter].get(name)
             if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:

@@ -33,16 +33,17 @@ GO_ON = "what was saved before is whole; free the disk and go on with --resume"
 class RunFolder:
     """The files of one run."""
 
-    def __init__(self, path: str | Path, identity: dict, recipe: Recipe | None, resume: bool):
+    def __init__(self, path: str | Path, identity: dict, recipe: Recipe | None, resume: bool, essence: Callable[[Recipe], Recipe]):
         """Looks, but does not touch.
 
         Args:
             recipe: None: the one that the run there was begun with; a new run has no methods then.
+            essence: what of a recipe has to stay as it was for a run to be gone on with.
 
         Raises:
             Refusal: the folder holds something else, or a run that must not be gone on with.
         """
-        self.path = Path(path)
+        self.path, self.essence = Path(path), essence
         self.identity, self.recipe = identity, recipe or Recipe()
         self.environment: dict = {}  # of the run that is gone on with
         try:
@@ -56,7 +57,7 @@ class RunFolder:
             raise Refusal(f"{self.path} already holds a run; go on with it with --resume, or choose another --out")
         if begun:
             self._go_on_with(recipe)
-        self.identity = {**identity, "recipe": self.recipe.methods}
+        self.identity = {**identity, "recipe": essence(self.recipe).methods}
 
     def finished(self) -> dict | None:
         """The result of a run that came to its end."""
@@ -82,7 +83,7 @@ class RunFolder:
             if (self.path / "environment.json").exists():  # since we looked, another process has begun, and may have ended
                 raise Refusal(f"{self.path} already holds a run; go on with it with --resume, or choose another --out")
             self.write("recipe.toml", self.recipe.to_toml())
-            self.write("environment.json", json.dumps({**self.identity, **environment}, indent=2) + "\n")
+            self.write("environment.json", json.dumps({**self.identity, "recipe": self.recipe.methods, **environment}, indent=2) + "\n")
 
     def log(self, records: list[dict]) -> None:
         """Appends to the deterministic log."""
@@ -133,7 +134,7 @@ class RunFolder:
             if any(":" in name and name not in named for name in (begun | found).methods):
                 raise Refusal(f"the run in {self.path} was begun with code from outside; if you trust it, name it again: --with '{begun}'")
             self.recipe = begun
-        if self.recipe != begun:
+        if self.essence(self.recipe) != self.essence(begun):
             raise self._another("recipe", begun, self.recipe)
         for name, now in self.identity.items():
             if (before := then.get(name)) != now:

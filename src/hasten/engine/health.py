@@ -10,15 +10,16 @@ import torch
 from hasten.contract.batch import tensors
 from hasten.contract.data import Batches
 from hasten.contract.errors import Failure
+from hasten.contract.sharded import own_part
 from hasten.engine.seeds import undisturbed
 
 CALMER = "a lower learning rate or gradient_clipping may help"
 
 
 def weights_are_finite(model: torch.nn.Module) -> bool:
-    """Whether every trained weight is a finite number; frozen ones may be masks."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return bool(torch.stack([parameter.isfinite().all() for parameter in trained]).all())
+    """Whether every trained weight that this rank has is a finite number; frozen ones may be masks."""
+    trained = [own_part(parameter) for parameter in model.parameters() if parameter.requires_grad and not parameter.is_meta]
+    return not trained or bool(torch.stack([parameter.isfinite().all() for parameter in trained]).all())
 
 
 def refuse_bad_weights(model: torch.nn.Module, step: int) -> None:

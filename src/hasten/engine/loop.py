@@ -6,6 +6,7 @@ decides what happens between two steps. Nothing inside is consulted, logged or s
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import torch
@@ -65,22 +66,33 @@ def rest_of_pass(program: Program) -> Iterator[torch.Tensor]:
 
 
 def evaluate(program: Program) -> Measured:
-    """The metric over the validation data: inference mode, the exported model, no trace left on the run.
+    """The metric over the validation data, by the exported model; leaves no trace on the run.
+
+    All ranks have to ask at once. The first one measures and tells the others, unless the model computes only where all ranks do.
 
     Raises:
         Failure: a metric that is not a number.
     """
-    task, model = program.task, program.export()
+    model, ranks = program.export(), program.run.ranks
+    measured = _measured(program, model) if ranks.leads or program.run.joint else None
+    return measured if ranks.alone else Measured(**json.loads(ranks.first(json.dumps(vars(measured)).encode() if ranks.leads else b"")))
+
+
+def _measured(program: Program, model: torch.nn.Module) -> Measured:
+    task = program.task
     metric, own = metric_of(task), task.loss is None
     modes = [(module, module.training) for module in model.modules()]  # parts may be frozen in evaluation mode
     loss_of, device = own_loss if own else task.loss, program.run.device
+    without_gradients = (
+        torch.no_grad if program.run.joint else torch.inference_mode
+    )  # a sharded model gathers weights, and trains on with them
 
     def to_device(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device, non_blocking=True)
 
     model.eval()
     try:
-        with undisturbed(), torch.inference_mode():
+        with undisturbed(), without_gradients():
             for batch in program.validation.epoch(0, 0):
                 batch = map_tensors(to_device, batch)  # not program.move: that one may augment
                 output, target = call_model(model, batch, own)

@@ -74,8 +74,8 @@ def build(task: Task, methods: list[Method] = (), *, device: str = "cpu", seed: 
         set_seeds(seed)
         task = sources.opened(task)
         run.loop = loop = fold("loop", sources.plan_of(task))
-        notes = Notes()
-        train = sources.training(task, loop.batch_size, seed, ranks, notes)
+        notes, readers = Notes(), ranks.readers(run.replica)
+        train = sources.training(task, loop.batch_size, seed, readers, notes)
         validation = sources.validation(task, sources.plan_of(task).batch_size, seed)  # judged in the task's own batches, always
         with undisturbed():  # a method may read samples to know them
             for method in methods:
@@ -106,14 +106,14 @@ def build(task: Task, methods: list[Method] = (), *, device: str = "cpu", seed: 
             return loss
 
         micro = fold("micro", micro)
-        if ranks.rank and train.seekable:  # what the model draws differs by rank; sources that cannot be sought draw alike
-            set_seeds(derived(seed, ranks.rank))
+        if readers.rank and train.seekable:  # what the model draws differs by rank; sources that cannot be sought draw alike
+            set_seeds(derived(seed, readers.rank))
         return Program(
             task=task,
             run=run,
             loop=loop,
             process=process,
-            train=weighed(train, ranks, loop, run.clock, notes),
+            train=weighed(train, readers, loop, run.clock, notes),
             source=train,
             validation=validation,
             move=move,

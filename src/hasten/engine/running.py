@@ -22,7 +22,6 @@ from hasten.engine import checkpoint, health, skipping
 from hasten.engine.failures import explained, place
 from hasten.engine.folder import RunFolder, write_whole
 from hasten.engine.loop import evaluate, finished, no_batch, rest_of_pass
-from hasten.engine.metrics import Measured
 from hasten.engine.observers import number_or_none, numbers_of, progress
 from hasten.engine.outcome import outcome
 from hasten.engine.pauses import Pauses
@@ -145,7 +144,7 @@ class Training:
             return
         began, clock = perf_counter(), self.run.clock
         try:
-            measured = self._measured()
+            measured = evaluate(self.program)
         except Exception as error:
             raise explained(error, f"the evaluation after step {clock.step}", self.run.loop.batch_size) from error
         if number_or_none(measured.metric) is None:
@@ -159,13 +158,6 @@ class Training:
             self.folder.note_time("evaluation", clock.step, self.seconds_at[-1])
         if self.run.loop.stop is not None and self.ranks.agree(bool(self.run.loop.stop(self.history))):
             self.stopped = True
-
-    def _measured(self) -> Measured:
-        """The metric; of several ranks the first one measures it, and tells the others."""
-        if self.ranks.alone:
-            return evaluate(self.program)
-        told = self.ranks.first(json.dumps(vars(evaluate(self.program))).encode() if self.ranks.leads else b"")
-        return Measured(**json.loads(told))
 
     def list_skipped(self) -> int:
         """Writes down which rows were left out, if there are new ones; how many there are."""
@@ -181,12 +173,10 @@ class Training:
         self.pauses.saved = began = perf_counter()
         if self.ranks.agree(not health.weights_are_finite(self.run.model)):
             return  # the next loss will say so; the newest good checkpoint stays
-        if not self.ranks.alone:
-            others = self.ranks.every(checkpoint.packed(checkpoint.random_now(self.program.train)))[1:]
+        state = checkpoint.state_of(self.program)
         if not self.folder:
             return
-        state = checkpoint.state_of(self.program) | {
-            "other ranks": [] if self.ranks.alone else [checkpoint.unpacked(state) for state in others],
+        state |= {
             "identity": self.folder.identity,
             "start of pass": self.start_of_pass,
             "samples of a pass": self.run.loop.samples,
@@ -255,8 +245,9 @@ class Training:
         return self.source.epoch(number, start)
 
     def _finish(self) -> dict:
+        weights = checkpoint.whole_model(self.program.export(), self.ranks)
         if self.folder:
-            write_whole(self.folder.path / "model.safetensors", lambda file: file.write(checkpoint.exported(self.program.export())))
+            write_whole(self.folder.path / "model.safetensors", lambda file: file.write(checkpoint.exported(weights)))
         seconds = self._seconds()
         result = outcome(self.program.task, self.run, self.history, self.seconds_at) | {
             "seconds": seconds,

@@ -14,6 +14,7 @@ from time import perf_counter
 
 import torch
 
+from hasten.contract.card import Exactness
 from hasten.contract.errors import Failure, Notice, Refusal
 from hasten.contract.method import Method
 from hasten.contract.ranks import Ranks
@@ -23,7 +24,7 @@ from hasten.contract.watch import Watch, silent
 from hasten.engine.devices import pick_device
 from hasten.engine.environment import environment, own_code
 from hasten.engine.failures import explained
-from hasten.engine.find import make_method, make_methods
+from hasten.engine.find import make_method, make_methods, method_class
 from hasten.engine.folder import RunFolder
 from hasten.engine.metrics import higher_is_better
 from hasten.engine.observers import Observer
@@ -99,7 +100,7 @@ def _train(task, recipe, out, resume, device, seed, skip_bad, watch, checkpoint_
     code = ref.fingerprint() if ref.given is None else None
     if not ranks.alone:
         refuse_strangers(ranks, identity_of(task, seed, code, recipe))
-    folder = by_the_first(ranks, lambda: None if out is None else RunFolder(out, identity, recipe, resume))
+    folder = by_the_first(ranks, lambda: None if out is None else RunFolder(out, identity, recipe, resume, without_strategy))
     recipe = folder.recipe if folder else recipe or Recipe()
     if folder and folder.environment.get("code", code) != code:
         warnings.warn(
@@ -170,6 +171,13 @@ def with_strategy(methods: list[Method], ranks: Ranks) -> list[Method]:
     if ranks.alone or any("shard" in method.card.replaces for method in methods):
         return methods
     return [*methods, make_method(USUAL_STRATEGY)]
+
+
+def without_strategy(recipe: Recipe) -> Recipe:
+    """What stays of a recipe when other processes go on with its run, in another way: all but a strategy that trains what one process trains."""
+    cards = {name: method_class(name).card for name in recipe.methods if ":" not in name}  # code from outside is not loaded for this
+    exact = (Exactness.BIT_EXACT, Exactness.SAME_MATHS)
+    return recipe.without(*(name for name, card in cards.items() if "shard" in card.replaces and card.exactness in exact))
 
 
 def of_the_first(ranks: Ranks, recipe: Recipe, result: dict | None) -> tuple[Recipe, dict | None]:

@@ -4,15 +4,14 @@ torch's DistributedDataParallel does it bucket by bucket while the backward pass
 Of a batch in several pieces only the last one talks. The loss has to be a mean over the samples, as all of torch's are by themselves.
 """
 
-import warnings
 from dataclasses import dataclass
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.contract.card import Card, Exactness, Order
-from hasten.contract.errors import Notice, Refusal
+from hasten.contract.errors import Refusal
 from hasten.contract.method import Method, setting
+from hasten.contract.replicas import notice_batch_norm, talking_last
 
 
 @dataclass(frozen=True)
@@ -38,10 +37,7 @@ class DDP(Method):
             return model
         if self.static_graph and run.loop.microbatches > 1:
             raise Refusal("ddp:static_graph=true wants every backward pass alike; of a batch in several pieces only the last one talks")
-        if any(isinstance(part, torch.nn.modules.batchnorm._BatchNorm) for part in model.modules()):
-            warnings.warn(
-                "batch normalisation sees each process's part of a batch alone: not the same formula as in one", Notice, stacklevel=2
-            )
+        notice_batch_norm(model)
         return DistributedDataParallel(
             model,
             bucket_cap_mb=self.bucket_megabytes,
@@ -53,15 +49,7 @@ class DDP(Method):
     def micro(self, micro, run):
         if run.ranks.alone or run.loop.microbatches == 1:
             return micro
-        clock, model = run.clock, run.model
-
-        def silent_but_for_the_last(piece):
-            if clock.last_piece:
-                return micro(piece)
-            with model.no_sync():
-                return micro(piece)
-
-        return silent_but_for_the_last
+        return talking_last(micro, run.clock, run.model.no_sync)
 
     def export(self, model, run):
         return model if run.ranks.alone else model.module

@@ -1,0 +1,195 @@
+"""The memory of data parallel training shared out among the processes (ZeRO, Rajbhandari et al. 2020, arXiv 1910.02054).
+
+Data parallel training keeps weights, gradients and the optimizer's state of the whole model on every process. Of n processes each keeps
+
+    stage 1    1/n of the optimizer's state          DistributedDataParallel; the optimizer sees this process's part of every weight
+    stage 2    and 1/n of the gradients              torch's fully_shard; weights stay whole from the forward to the end of the backward pass
+    stage 3    and 1/n of the weights                torch's fully_shard; weights are gathered block by block when they are needed
+
+With 4-byte numbers and Adam a weight costs 16 bytes; between two steps 8 + 8/n in stage 1 and 16/n in the others. While a step is on its way stage 2 has the
+whole weights beside its part, 4 + 16/n (the paper's has 4 + 12/n), and stage 3 those of one block. Parts are cut along a weight's first dimension.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.errors import Refusal
+from hasten.contract.method import Method, setting
+from hasten.contract.replicas import make_alike, notice_batch_norm, talking_last
+from hasten.contract.task import optimizer_and_schedule
+
+BUCKET = 6_000_000  # numbers that travel together
+FEWEST = 10_000  # numbers that a block has; smaller ones travel with the whole
+
+
+@dataclass(frozen=True)
+class Zero(Method):
+    card = Card(
+        summary="the optimizer's state, the gradients and the weights shared out among processes",
+        exactness=Exactness.SAME_MATHS,
+        source="Rajbhandari et al. 2020, arXiv 1910.02054; torch.distributed.fsdp.fully_shard",
+        gain_when="the model, its gradients and its optimizer do not fit one device, or a larger batch would if they took less",
+        speeds={"update"},
+        applies_to={"several processes"},
+        breaks={"whole weights"},
+        order=Order.FIRST,
+        replaces={"shard"},
+        tries=({"stage": 1}, {"stage": 2}, {"stage": 3}),
+    )
+    stage: int = setting(2, at_least=1, at_most=3)
+    shards: int = setting(0, at_least=0)  # processes that share one copy (hybrid sharding, of stages 2 and 3); 0: all of them
+    offload: bool = False  # weights and the optimizer's state wait in the memory of the host (stages 2 and 3, on a GPU)
+
+    def shard(self, model, run):
+        if run.ranks.alone:
+            run.nothing_to_do(self, "there is one process only; say --processes")
+            return model
+        self._refuse_what_cannot_be(run)
+        notice_batch_norm(model)
+        if self.stage == 1:
+            return DistributedDataParallel(model, gradient_as_bucket_view=True)
+        if scalar := next((name for name, weight in model.named_parameters() if not weight.ndim), None):
+            raise Refusal(
+                f"the weight {scalar} has no dimension, and stages 2 and 3 cut along the first; give it the shape (1,), or take stage 1"
+            )
+        make_alike(model)
+        run.joint = True
+        return _sharded(model, _mesh(run, self.shards), keep_whole=self.stage == 2, offload=self.offload)
+
+    def _refuse_what_cannot_be(self, run):
+        world = run.ranks.world
+        if self.shards and (self.stage == 1 or world % self.shards):
+            raise Refusal(f"zero:shards={self.shards} is for stages 2 and 3, and has to divide the {world} processes")
+        if self.offload and (self.stage == 1 or run.device.type == "cpu"):
+            raise Refusal("zero:offload=true is for stages 2 and 3 on a GPU; leave it out")
+
+    def optimizer(self, make, run):
+        if run.ranks.alone or self.stage > 1:
+            return make
+        mesh = _mesh(run)
+
+        def of_own_parts(model):
+            optimizer, schedule = optimizer_and_schedule(make(model))
+            for group in optimizer.param_groups:
+                group["params"] = [_own_part_of(weight, mesh) for weight in group["params"]]
+            return optimizer if schedule is None else (optimizer, schedule)
+
+        return of_own_parts
+
+    def micro(self, micro, run):
+        if run.ranks.alone or self.stage > 1 or run.loop.microbatches == 1:
+            return micro  # of a batch in several pieces, stages 2 and 3 share out the gradients of each: whole ones are what they spare
+        return talking_last(micro, run.clock, run.model.no_sync)
+
+    def update(self, update, run):
+        if run.ranks.alone or self.stage > 1:
+            return update
+        parts, mesh = [part for group in run.optimizer.param_groups for part in group["params"]], _mesh(run)
+
+        def updated():
+            for part in parts:
+                part.grad = None if part.whole.grad is None else _as_part(part.whole.grad, mesh)
+            update()
+            for bucket in _buckets(parts):
+                _gather(bucket, run.ranks)
+
+        return updated
+
+    def clear(self, clear, run):
+        if run.ranks.alone or self.stage > 1:
+            return clear
+
+        def cleared():
+            clear()
+            run.module.zero_grad()
+
+        return cleared
+
+    def export(self, model, run):
+        return model.module if self.stage == 1 and not run.ranks.alone else model
+
+
+def _mesh(run, shards: int = 0):
+    """All ranks in a row, or in rows of as many as share one copy."""
+    world, kind = run.ranks.world, run.device.type
+    if shards in (0, world):
+        return init_device_mesh(kind, (world,))
+    return init_device_mesh(kind, (world // shards, shards), mesh_dim_names=("copies", "shards"))
+
+
+def _sharded(model, mesh, keep_whole, offload):
+    options = {"mesh": mesh, "reshard_after_forward": not keep_whole}
+    options |= {"offload_policy": CPUOffloadPolicy()} if offload else {}
+    for block in _blocks(model):
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def _blocks(model) -> list:
+    """The members of its lists of modules that have weights of their own, and enough of them; each is gathered by itself."""
+    users = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
+    lists = [module for module in model.modules() if isinstance(module, (torch.nn.Sequential, torch.nn.ModuleList))]
+    found = []
+    for member in (member for each in lists for member in each if not isinstance(member, (torch.nn.Sequential, torch.nn.ModuleList))):
+        weights = list(member.parameters())
+        inside = Counter(id(weight) for module in member.modules() for weight in module.parameters(recurse=False))
+        shared = any(users[number] > inside[number] for number in inside)
+        nested = any(member in other.modules() for other in found)
+        if sum(weight.numel() for weight in weights) >= FEWEST and not shared and not nested:
+            found.append(member)
+    return found
+
+
+def _own_part_of(weight, mesh):
+    """This rank's part of a weight for the optimizer: a view, so that what it does to the part it does to the weight."""
+    part = torch.nn.Parameter(_as_part(weight.detach(), mesh), weight.requires_grad)
+    part.whole = weight
+    return part
+
+
+def _as_part(tensor, mesh):
+    if not tensor.ndim:
+        return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+    rows, rank = -(-len(tensor) // mesh.size()), mesh.get_local_rank()
+    own = tensor[rows * rank : rows * (rank + 1)]
+    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def _buckets(parts):
+    """The parts that are cut at all, some at a time, of one type."""
+    bucket, size = [], 0
+    for part in parts:
+        if not part.ndim:
+            continue
+        if bucket and (size + part.numel() > BUCKET or part.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(part)
+        size += part.numel()
+    if bucket:
+        yield bucket
+
+
+@torch.no_grad()
+def _gather(parts, ranks):
+    """Everybody's parts of some weights, put into the weights."""
+    rows = [-(-len(part) // ranks.world) for part in parts]  # of a rank, but for the last ones
+    lengths = [count * part[0].numel() for count, part in zip(rows, parts, strict=True)]
+    own = torch.zeros(sum(lengths), dtype=parts[0].dtype, device=parts[0].device)
+    for room, part in zip(own.split(lengths), parts, strict=True):
+        local = part.to_local()
+        room[: local.numel()] = local.flatten()
+    everybodys = own.new_empty(ranks.world * len(own))
+    dist.all_gather_into_tensor(everybodys, own)
+    for rank, of_rank in enumerate(everybodys.split(len(own))):
+        for room, count, part in zip(of_rank.split(lengths), rows, parts, strict=True):
+            place = part.whole[count * rank : count * (rank + 1)]
+            place.copy_(room[: place.numel()].view_as(place))

@@ -1,0 +1,65 @@
+"""What every strategy promises: it trains what one process trains, and any other can go on with its run."""
+
+import pytest
+import rank_tasks
+from ranks import together
+from test_ddp import CLOSE, broken_off, farthest, losses, taken_up, training_of
+
+from hasten.contract.errors import Refusal
+from hasten.engine.train import train
+
+STRATEGIES = ["ddp", "zero:stage=1", "zero:stage=2", "zero:stage=3"]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "zero:stage=3,shards=1"])
+@pytest.mark.parametrize("name", ["blocks", "rates_by_name_and_schedule"])
+def test_a_strategy_trains_what_one_process_trains(tmp_path, name, strategy, world):
+    make = getattr(rank_tasks, name)
+    alone = train(make(), device="cpu", out=tmp_path / "alone")
+    answers = together(world, training_of, make, strategy, tmp_path / "shared")
+    assert [type(answer) for answer in answers] == [dict] * world, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=CLOSE)
+    assert {answer["metric"] for answer in answers} == {alone["metric"]}
+
+
+@pytest.mark.parametrize(("first", "then", "world"), [
+    ("zero:stage=3", "zero:stage=3", 2), ("zero:stage=1", "zero:stage=3", 3), ("zero:stage=2", "ddp", 2), ("ddp", "zero:stage=1", 4),
+])  # fmt: skip
+def test_another_strategy_goes_on_at_another_size(tmp_path, first, then, world):
+    make = rank_tasks.blocks
+    train(make(), device="cpu", out=tmp_path / "alone")
+    broken = together(2, broken_off, make, tmp_path / "shared", first)
+    assert all(isinstance(answer, Exception) for answer in broken), broken
+    answers = together(world, taken_up, make, tmp_path / "shared", then)
+    assert [type(answer) for answer in answers] == [dict] * world, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_process_goes_on_with_what_a_strategy_began(tmp_path, strategy):
+    train(rank_tasks.blocks(), device="cpu", out=tmp_path / "alone")
+    together(2, broken_off, rank_tasks.blocks, tmp_path / "shared", strategy)
+    taken_up(0, rank_tasks.blocks, tmp_path / "shared", "baseline")
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("method", ["gradient_accumulation:pieces=3", "gradient_clipping:max_norm=0.1", "gradient_centralization",
+                                    "activation_checkpointing", "batched_fetch", "fused_optimizer"])  # fmt: skip
+def test_methods_go_with_a_strategy(tmp_path, strategy, method):
+    make = rank_tasks.blocks
+    train(make(), method, device="cpu", out=tmp_path / "alone")
+    answers = together(2, training_of, make, f"{strategy} + {method}", tmp_path / "shared")
+    assert [type(answer) for answer in answers] == [dict] * 2, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+
+
+def test_a_weight_without_dimension(tmp_path):
+    """Stage 1 takes it; torch's fully_shard does not, which is told with what to do."""
+    train(rank_tasks.scalar(), device="cpu", out=tmp_path / "alone")
+    together(2, training_of, rank_tasks.scalar, "zero:stage=1", tmp_path / "shared")
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    told = together(2, training_of, rank_tasks.scalar, "zero:stage=3", tmp_path / "refused")
+    assert all(isinstance(answer, Refusal) and "the weight scale has no dimension" in str(answer) for answer in told), told
