@@ -1,11 +1,15 @@
 """What every strategy promises: it trains what one process trains, and any other can go on with its run."""
 
+import os
+
 import pytest
 import rank_tasks
 from ranks import together
 from test_ddp import CLOSE, broken_off, farthest, losses, taken_up, training_of
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import Aftermath, Failure, Notice, Refusal
+from hasten.contract.sharded import PIECE
+from hasten.engine.checkpoint import loaded
 from hasten.engine.train import train
 
 STRATEGIES = ["ddp", "zero:stage=1", "zero:stage=2", "zero:stage=3"]
@@ -63,3 +67,32 @@ def test_a_weight_without_dimension(tmp_path):
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
     told = together(2, training_of, rank_tasks.scalar, "zero:stage=3", tmp_path / "refused")
     assert all(isinstance(answer, Refusal) and "the weight scale has no dimension" in str(answer) for answer in told), told
+
+
+def test_ranks_write_what_they_have(tmp_path):
+    """Each its parts of the weights, and of what the optimizer knows of them; a part that is missing is no checkpoint."""
+    together(2, broken_off, rank_tasks.blocks, tmp_path / "shared", "zero:stage=3")
+    second, first = (loaded(path) for path in sorted((tmp_path / "shared/checkpoints").glob("step-*9*.pt")))
+    assert first["model"]["1.0.weight"]["shape"] == second["model"]["1.0.weight"]["shape"] == [801, 9]
+    assert [len(state["model"]["1.0.weight"][PIECE]) for state in (first, second)] == [401, 400]
+    (tmp_path / "shared/checkpoints/step-0000000029-of-rank-1.pt").unlink()
+    with pytest.warns(Notice, match=r"step-0000000029.pt is passed over: ValueError: step-0000000029-of-rank-1.pt is not there"):
+        taken_up(0, rank_tasks.blocks, tmp_path / "shared", "baseline")
+    train(rank_tasks.blocks(), device="cpu", out=tmp_path / "alone")
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+
+
+def test_one_rank_writes_the_whole_where_the_others_do_not_see_its_folder(tmp_path):
+    """As on machines without a common disk."""
+    answers = together(2, saved_in_a_folder_of_its_own, tmp_path)
+    assert [type(answer) for answer in answers] == [Failure, Aftermath], answers
+    names = sorted(path.name for path in (tmp_path / "rank-0/checkpoints").iterdir())
+    assert names == ["step-0000000028.pt", "step-0000000029.pt"]
+    assert loaded(tmp_path / "rank-0/checkpoints" / names[1])["model"]["1.0.weight"].shape == (801, 9)
+
+
+def saved_in_a_folder_of_its_own(rank: int, folder) -> dict:
+    """Each rank stands in another folder, and the first one's is told by a name that means another one there."""
+    (folder / f"rank-{rank}").mkdir()
+    os.chdir(folder / f"rank-{rank}")
+    return broken_off(rank, rank_tasks.blocks, ".", "zero:stage=3")

@@ -8,6 +8,8 @@ the moment. Files are renamed into place, proved by their checksums, and loaded 
 from __future__ import annotations
 
 import io
+import json
+import os
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
@@ -16,16 +18,19 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 
+from hasten.contract.batch import tensors
 from hasten.contract.data import Batches
 from hasten.contract.errors import Failure, Notice, one_line
 from hasten.contract.method import Run
 from hasten.contract.ranks import Ranks
-from hasten.contract.sharded import shared_out_like, whole
+from hasten.contract.sharded import own_part, pieces, put_together, shared_out_like, whole
 from hasten.engine.failures import disk_trouble
 from hasten.engine.folder import GO_ON, write_whole
 from hasten.engine.plan import Program
 from hasten.engine.seeds import derived, random_state, restore_random_state, set_seeds, undisturbed
 
+SHARED_OUT = ("model", "optimizer", "kept")  # what of a state ranks may have parts of
+OF_RANK = "-of-rank-"  # in the name of a file that holds another rank's part
 PLACE = ("step", "epoch", "batch", "samples")  # of the clock; the rest belongs to the step that is done
 KEPT = 2  # files: the newest, and the one before it in case the newest is damaged
 
@@ -37,16 +42,15 @@ class Checkpoints:
         self.folder = folder
         self.whole: list[Path] = []  # known to be good, oldest first
 
-    def save(self, state: dict) -> None:
-        path = self.folder / f"step-{state['clock']['step']:010d}.pt"
+    def save(self, state: dict, rank: int = 0) -> None:
+        """Writes a checkpoint, or a rank's part of it."""
+        path = self.folder / _file_of(state["clock"]["step"], rank)
         write_whole(path, lambda file: torch.save(state, file))
         if not self.whole:
             self._warn_if_unloadable(path)
         self.whole = [*(known for known in self.whole if known != path), path][-KEPT:]
-        for other in self.folder.glob("step-*.pt"):
-            if other not in self.whole:
-                with disk_trouble(other, GO_ON):
-                    other.unlink(missing_ok=True)
+        if rank == 0:
+            self._forget_all_but({known.stem for known in self.whole})
 
     def newest(self, fits: Callable[[dict], bool]) -> dict | None:
         """The newest checkpoint that is whole and ``fits``, with a notice about each that is passed over; None where none was made.
@@ -54,12 +58,13 @@ class Checkpoints:
         Raises:
             Failure: there are some, but none can be used.
         """
-        found = sorted(self.folder.glob("step-*.pt"), reverse=True)
+        found = sorted(self.folder.glob(_file_of("[0-9]" * 10, 0)), reverse=True)
         for path in found:
             try:
                 state = loaded(path)
                 if not fits(state):
                     raise ValueError("it belongs to another run or to a longer log")
+                state = self._with_parts(state)
             except Exception as error:
                 warnings.warn(f"{path.name} is passed over: {one_line(error, 120)}", Notice, stacklevel=2)
                 continue
@@ -68,6 +73,22 @@ class Checkpoints:
         if found:
             raise Failure(f"no checkpoint in {self.folder} can be used; choose another --out to start anew")
         return None
+
+    def _with_parts(self, state: dict) -> dict:
+        """The same with what the other ranks have written of it."""
+        others = [self.folder / _file_of(state["clock"]["step"], rank) for rank in range(1, state.get("parts", 1))]
+        if not others:
+            return state
+        if missing := next((path.name for path in others if not path.exists()), None):
+            raise ValueError(f"{missing} is not there")
+        return state | put_together([{name: part[name] for name in SHARED_OUT} for part in (state, *map(loaded, others))])
+
+    def _forget_all_but(self, kept: set[str]) -> None:
+        """Takes away the files of other steps, whichever rank wrote them."""
+        for other in self.folder.glob("step-*.pt"):
+            if other.stem.partition(OF_RANK)[0] not in kept:
+                with disk_trouble(other, GO_ON):
+                    other.unlink(missing_ok=True)
 
     def _warn_if_unloadable(self, path: Path) -> None:
         """Tells at once, not after the crash, where a state holds something that cannot be loaded safely."""
@@ -78,6 +99,18 @@ class Checkpoints:
             warnings.warn(f"this run cannot be resumed: {why}", Notice, stacklevel=2)
 
 
+def _file_of(step: int | str, rank: int) -> str:
+    return f"step-{step:0>10}{f'{OF_RANK}{rank}' if rank else ''}.pt"
+
+
+def seen_by_all(ranks: Ranks, folder: Path | None) -> Path | None:
+    """The first rank's folder, where every rank sees it on its own disk; None where one does not."""
+    token = b"" if folder is None else json.dumps([str(folder), os.stat(folder).st_mtime_ns]).encode()
+    place, changed = json.loads(ranks.first(token) or b'["", 0]')
+    unseen = not place or not os.path.exists(place) or os.stat(place).st_mtime_ns != changed
+    return None if ranks.agree(unseen) else Path(place)
+
+
 def loaded(path: Path) -> dict:
     """A checkpoint, proved whole by its checksums. Nothing in it is ever executed."""
     with zipfile.ZipFile(path) as archive:
@@ -86,24 +119,40 @@ def loaded(path: Path) -> dict:
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def state_of(program: Program) -> dict:
-    """The part of a checkpoint that the program itself holds: whole, as if one process had trained, and what each rank has of its own.
+def state_of(program: Program, in_parts: bool = False) -> dict:
+    """The part of a checkpoint that the program itself holds: as if one process had trained, and what each rank has of its own.
 
-    All ranks have to ask at once; it is the first one's answer that counts.
+    All ranks have to ask at once. ``in_parts``: every rank gets what it has of tensors that are shared out; else the first one gets them whole.
     """
     run, ranks = program.run, program.run.ranks
     own = {"random": random_now(program.train), "own": {name: thing.state_dict() for name, thing in run.own.items()}}
     everybodys = [own] if ranks.alone else [unpacked(state) for state in ranks.every(packed(own))]
-    return {
-        "model": whole_model(run.module, ranks),
-        "optimizer": whole(run.optimizer.state_dict(), ranks.leads),
+    shared_out = {
+        "model": run.module.state_dict(),
+        "optimizer": run.optimizer.state_dict(),
+        "kept": {name: thing.state_dict() for name, thing in run.kept.items()},
+    }
+    if not ranks.alone:
+        shared_out = (pieces if in_parts else whole)(shared_out, ranks.leads)
+    return shared_out | {
         "schedule": program.schedule.state_dict() if program.schedule is not None else None,
-        "kept": whole({name: thing.state_dict() for name, thing in run.kept.items()}, ranks.leads),
         "clock": {name: getattr(run.clock, name) for name in PLACE},
         "random": own["random"],
         "other ranks": [state["random"] for state in everybodys[1:]],
         "own": [state["own"] for state in everybodys],
+        "parts": ranks.world if in_parts else 1,
     }
+
+
+def is_shared_out(run: Run) -> bool:
+    """Whether any rank has but a part of some weight, or of what the optimizer knows of it."""
+    held = [*run.module.parameters(), *(weight for group in run.optimizer.param_groups for weight in group["params"])]
+    return any(own_part(weight) is not weight for weight in held)
+
+
+def resting(run: Run) -> list[torch.Tensor]:
+    """What of a run's state nothing but the update changes."""
+    return [own_part(tensor).detach() for tensor in (*run.module.parameters(), *tensors(dict(run.optimizer.state)))]
 
 
 def whole_model(model: torch.nn.Module, ranks: Ranks) -> dict:

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from time import perf_counter
 
@@ -27,6 +27,7 @@ from hasten.engine.outcome import outcome
 from hasten.engine.pauses import Pauses
 from hasten.engine.plan import Program
 from hasten.engine.ranks import by_the_first
+from hasten.engine.saving import Saving
 
 
 class Training:
@@ -47,8 +48,10 @@ class Training:
         self.stopped = False
         self.start_of_pass: dict | None = None
         self.source, self.plain = program.train, program.source  # what the steps read, and the same without the other ranks
-        self.checkpoints = checkpoint.Checkpoints(folder.path / "checkpoints") if folder else None
-        self.program = dataclasses.replace(program, train=dataclasses.replace(program.train, epoch=self._epoch))
+        self._decide_who_writes()
+        self.saving = Saving()
+        train, update = dataclasses.replace(program.train, epoch=self._epoch), self._updating(program.update)
+        self.program = dataclasses.replace(program, train=train, update=update)
         self.interrupted = None  # how to take up the pass that a checkpoint was made in
         self.skipped: list[dict] = []  # rows, as they stand in the folder
         self.written = recipe  # as it was last put into the folder
@@ -59,6 +62,15 @@ class Training:
         self.pauses = Pauses(self.run, asked, every, self.keeps)
         self.next_evaluation = self._next_evaluation()
         self.split["start"] += perf_counter() - began
+
+    def _decide_who_writes(self) -> None:
+        """The first rank alone, or all of them their parts of the checkpoints, where they see its folder."""
+        folder = self.folder and self.folder.path / "checkpoints"
+        self.in_parts = False
+        if self.keeps and self.ranks.agree(checkpoint.is_shared_out(self.run)):
+            seen = checkpoint.seen_by_all(self.ranks, folder)
+            folder, self.in_parts = seen or folder, seen is not None
+        self.checkpoints = checkpoint.Checkpoints(folder) if folder else None
 
     def to_the_end(self) -> dict:
         if self.folder:
@@ -75,6 +87,18 @@ class Training:
         if not self.history or self.history[-1].step != self.run.clock.step:
             self._evaluate()
         return self._finish()
+
+    def _updating(self, update: Callable[[], None]) -> Callable[[], None]:
+        """The update, for which a checkpoint that is being copied has to be ready."""
+        if not self.checkpoints:
+            return update
+        before_update = self.saving.before_update
+
+        def updated():
+            before_update()
+            update()
+
+        return updated
 
     def _train_one_pass(self) -> None:
         clock, pending, is_time = self.run.clock, self.pending, self.pauses.is_time
@@ -102,7 +126,7 @@ class Training:
         if wishes.log:
             self._fetch_losses()
         if wishes.save:
-            self._save()
+            self._save(now=wishes.stop or not self.pauses.every)
         if wishes.stop:
             kind = Failure if self.ranks.leads else Aftermath
             raise kind(f"stopped at step {self.run.clock.step} of {self.run.loop.steps or 'an unknown number'}{self._how_to_go_on()}")
@@ -167,16 +191,31 @@ class Training:
             self.skipped = now
         return len(now)
 
-    def _save(self) -> None:
+    def _save(self, now: bool) -> None:
+        """Begins a checkpoint, and waits for it where it has to be there ``now``."""
         self._fetch_losses()
         self.list_skipped()
         self.pauses.saved = began = perf_counter()
         if self.ranks.agree(not health.weights_are_finite(self.run.model)):
             return  # the next loss will say so; the newest good checkpoint stays
-        state = checkpoint.state_of(self.program)
-        if not self.folder:
-            return
-        state |= {
+        state = checkpoint.state_of(self.program, self.in_parts)
+        if self.folder:
+            state |= self._told_by_the_folder()
+        if self.checkpoints:
+            self.saving.begin(state, checkpoint.resting(self.run), partial(self.checkpoints.save, rank=self.ranks.rank))
+            if now:
+                self.saving.finish()
+        self.pauses.saved = perf_counter()
+        stalled = self.pauses.saved - began
+        self.pauses.saving = stalled + self.saving.seconds
+        self.split["checkpoints"] += stalled
+        if self.folder:
+            self.folder.note_time("checkpoint", self.run.clock.step, self._seconds())
+            self._save_what_was_found()
+
+    def _told_by_the_folder(self) -> dict:
+        """What of a checkpoint only the first rank knows."""
+        return {
             "identity": self.folder.identity,
             "start of pass": self.start_of_pass,
             "samples of a pass": self.run.loop.samples,
@@ -187,12 +226,6 @@ class Training:
             "seconds": self._seconds(),
             "split": dict(self.split),
         }
-        self.checkpoints.save(state)
-        self.pauses.saved = perf_counter()
-        self.pauses.saving = self.pauses.saved - began
-        self.split["checkpoints"] += self.pauses.saving
-        self.folder.note_time("checkpoint", self.run.clock.step, self._seconds())
-        self._save_what_was_found()
 
     def _take_up(self) -> None:
         """Goes back to the newest whole checkpoint; to the start where none was made yet."""
@@ -246,6 +279,7 @@ class Training:
 
     def _finish(self) -> dict:
         weights = checkpoint.whole_model(self.program.export(), self.ranks)
+        self.saving.finish()
         if self.folder:
             write_whole(self.folder.path / "model.safetensors", lambda file: file.write(checkpoint.exported(weights)))
         seconds = self._seconds()

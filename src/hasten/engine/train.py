@@ -127,6 +127,7 @@ def _train(task, recipe, out, resume, device, seed, skip_bad, watch, checkpoint_
                 try:
                     return training.to_the_end()
                 finally:
+                    training.saving.close()
                     training.list_skipped()  # of a run that could not go on, too
                     training.program = training.source = training.plain = None  # opens a circle, so that worker processes end now
         except KeyboardInterrupt:
