@@ -26,7 +26,7 @@ from hasten.contract.method import Method, setting
 from hasten.contract.replicas import make_alike, notice_batch_norm, talking_last
 from hasten.contract.task import optimizer_and_schedule
 
-BUCKET = 6_000_000  # numbers that travel together
+BUCKET = 2_000_000  # numbers that travel together
 FEWEST = 10_000  # numbers that a block has; smaller ones travel with the whole
 
 
@@ -187,9 +187,9 @@ def _gather(parts, ranks):
     for room, part in zip(own.split(lengths), parts, strict=True):
         local = part.to_local()
         room[: local.numel()] = local.flatten()
-    everybodys = own.new_empty(ranks.world * len(own))
-    dist.all_gather_into_tensor(everybodys, own)
-    for rank, of_rank in enumerate(everybodys.split(len(own))):
+    everybodys = [torch.empty_like(own) for _ in range(ranks.world)]
+    dist.all_gather(everybodys, own)
+    for rank, of_rank in enumerate(everybodys):
         for room, count, part in zip(of_rank.split(lengths), rows, parts, strict=True):
             place = part.whole[count * rank : count * (rank + 1)]
             place.copy_(room[: place.numel()].view_as(place))
