@@ -66,7 +66,7 @@ def test_launch_hands_on_what_is_said_before_the_command(folder):
     ("words", "says"),
     [
         ("launch --processes 2 -- train x --processes 4", "say --processes before the command"),
-        ("launch --processes 2 -- tune digits", "launch runs train or network"),
+        ("launch --processes 2 -- compare digits", "launch runs train, "),
         ("launch --processes 2 --nodes 2 -- train digits", "--rendezvous HOST:PORT"),
         ("launch --processes 2 --nodes 2 --rendezvous nowhere -- train digits", "must be HOST:PORT"),
         ("launch --processes 0 -- train digits", "from 1 to"),

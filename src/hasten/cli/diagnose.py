@@ -1,7 +1,10 @@
-"""Finds where the time of a step goes, and how much each part could give at most."""
+"""Finds where the time of a step goes, and how much each part could give at most; with several processes also what they lose to each other."""
+
+from functools import partial
 
 from hasten.cli import values
 from hasten.cli.answer import Answer
+from hasten.launch.endings import in_job
 
 HELP = "where the step's time goes, and what each part could give at most"
 
@@ -10,18 +13,32 @@ def arguments(parser) -> None:
     parser.add_argument("task", metavar="TASK")
     values.add_recipe(parser)
     parser.add_argument(
+        "--processes", type=values.processes, default=1, metavar="N", help="share every batch out among N processes on this machine (ddp)"
+    )
+    parser.add_argument(
         "--budget", type=values.seconds, default=60.0, metavar="TIME", help="time to spend, such as 90s or 10m; 60s unless said"
     )
 
 
 def run(options, watch) -> Answer:
-    from hasten.diagnosis.diagnose import diagnose
+    if options.processes > 1 and not in_job():
+        from hasten.launch.processes import start
+
+        return Answer(None, elsewhere=partial(start, options.words, options.processes))
+    if in_job():
+        from hasten.diagnosis.ranks import diagnose_ranks as diagnose
+    else:
+        from hasten.diagnosis.diagnose import diagnose
 
     result = diagnose(
         options.task, recipe=values.recipe(options), budget=options.budget, device=options.device, seed=options.seed, watch=watch
     )
 
     def page():
+        if result["kind"] == "diagnose_ranks":
+            from hasten.reporting.terminal_ranks import ranks_answer
+
+            return ranks_answer(result)
         from hasten.reporting.terminal import diagnose_answer
 
         return diagnose_answer(result)

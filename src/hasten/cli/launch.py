@@ -13,6 +13,7 @@ from hasten.contract.errors import Refusal
 
 HELP = "run a command in several processes, on one machine or many"
 FORM = "hasten launch --processes N [--nodes M --rendezvous HOST:PORT] -- train TASK ..."
+COMMANDS = ("train", "diagnose", "network")
 
 
 def arguments(parser) -> None:
@@ -24,8 +25,8 @@ def arguments(parser) -> None:
 
 def run(options, watch) -> Answer:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
-    if command[:1] not in (["train"], ["network"]):
-        raise Refusal(f"launch runs train or network; say {FORM}")
+    if command[:1] not in [[name] for name in COMMANDS]:
+        raise Refusal(f"launch runs {', '.join(COMMANDS[:-1])} or {COMMANDS[-1]}; say {FORM}")
     if options.nodes > 1 and options.rendezvous is None:
         raise Refusal(f"{options.nodes} nodes have to meet somewhere; say --rendezvous HOST:PORT, where HOST is one of them")
     if any(word.partition("=")[0] == "--processes" for word in command):

@@ -32,7 +32,6 @@ VERBS = {
     "launch": launch,
     "network": network,
 }
-JOBS = ("train", "network")  # which run in several processes
 TASK_HELP = "TASK is the name of a workload (such as digits) or path/to/file.py:function"
 
 
@@ -45,7 +44,7 @@ def main(words: list[str] | None = None) -> int:
     _write_in_any_encoding()
     _quieten_libraries()
     _show_notices()
-    mute = not speaks() and any(word in JOBS for word in words)  # rank 0 answers for all
+    mute = not speaks() and any(word in launch.COMMANDS for word in words)  # rank 0 answers for all
     if own_process:
         _end_as_by_ctrl_c()
     try:

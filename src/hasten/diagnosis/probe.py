@@ -59,8 +59,8 @@ class Probe(Arm):
     @cached_property
     def larger(self) -> Arm:
         """The same run with larger batches, in the same process: the task need not be loaded again."""
-        arm = Arm(self.task.to_json(), self.recipe.with_method(outside_name(LargerBatch)).methods, self.device, self.seed)
-        arm.task = TaskRef.of(dataclasses.replace(self.program.run.task, validation_data=None))
+        task = TaskRef.of(dataclasses.replace(self.program.run.task, validation_data=None))
+        arm = Arm(task, self.recipe.with_method(outside_name(LargerBatch)).methods, self.device, self.seed)
         arm.build()
         return arm
 

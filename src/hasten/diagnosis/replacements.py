@@ -33,14 +33,16 @@ class ReplayedBatch(Method):
     def data(self, batches, run):
         if not batches.training:
             return batches
-        away = taken_away(run)
+        away, clock = taken_away(run), run.clock
 
         def epoch(number, start):
             kept = None
             for batch in batches.epoch(number, start):
-                kept = batch if kept is None or size(batch) > size(kept) else kept  # the last of a pass may be short
+                if kept is None or size(batch) > size(kept):  # the last of a pass may be short
+                    kept, counts = batch, (clock.whole, clock.weight)
                 yield batch
                 while "input" in away:
+                    clock.whole, clock.weight = counts
                     yield kept
 
         return dataclasses.replace(batches, epoch=epoch)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from time import perf_counter
 
@@ -43,8 +44,12 @@ def network(device: str | None = None, sizes: tuple[int, ...] = SIZES, watch: Wa
     with joined(pick_device(device)) as ranks:
         if ranks.alone:
             raise Refusal("one process has nobody to talk to; say --processes 2, or more")
-        where = torch.device("cuda", ranks.local) if dist.get_backend() != "gloo" else torch.device("cpu")
-        return _measured(ranks, where, sizes, watch)
+        return _measured(ranks, wire(ranks), sizes, watch)
+
+
+def wire(ranks: Ranks) -> torch.device:
+    """Where tensors have to be to be sent."""
+    return torch.device("cuda", ranks.local) if dist.get_backend() != "gloo" else torch.device("cpu")
 
 
 def _measured(ranks: Ranks, device: torch.device, sizes: tuple[int, ...], watch: Watch) -> dict:
@@ -53,7 +58,7 @@ def _measured(ranks: Ranks, device: torch.device, sizes: tuple[int, ...], watch:
         for size in sizes:
             call = make(size, ranks, device)
             call()
-            once = _seconds(call, 1, ranks, device)
+            once = seconds_of(call, 1, ranks, device)
             calls[name, size], repeats[name, size] = call, min(MOST, max(1, round(SECONDS / once)))
             if once > TOO_LONG:
                 break
@@ -61,7 +66,7 @@ def _measured(ranks: Ranks, device: torch.device, sizes: tuple[int, ...], watch:
     for number in range(ROUNDS):
         watch("talking", number / ROUNDS, None)
         for key, call in calls.items():
-            taken[key].append(_seconds(call, repeats[key], ranks, device))
+            taken[key].append(seconds_of(call, repeats[key], ranks, device))
     found = {}
     for name in COLLECTIVES:
         rows = [(size, seconds) for (of, size), seconds in taken.items() if of == name]
@@ -81,7 +86,23 @@ def fitted(points: list[tuple[int, float]]) -> tuple[float, float]:
     return max(latency, 0.0), 1 / max(a_byte, 1e-15)
 
 
-def _seconds(call: Callable[[], None], repeats: int, ranks: Ranks, device: torch.device) -> float:
+def to_the_next(size: int, ranks: Ranks, device: torch.device) -> list[float]:
+    """Seconds that so many bytes take from each rank to the next one, and from the last to the first: one pair after the other."""
+    given = _given(size, ranks, device)
+
+    def call(sender: int) -> None:
+        receiver = (sender + 1) % ranks.world
+        if ranks.rank == sender:
+            dist.send(given, receiver)
+        elif ranks.rank == receiver:
+            dist.recv(given, sender)
+
+    pairs = range(ranks.world)
+    rounds = [[seconds_of(partial(call, sender), 1, ranks, device) for sender in pairs] for _ in range(ROUNDS)]
+    return [median(times) for times in zip(*rounds, strict=True)]
+
+
+def seconds_of(call: Callable[[], None], repeats: int, ranks: Ranks, device: torch.device) -> float:
     """Of one call, on the slowest rank."""
     ranks.agree(False)  # all begin together
     began = perf_counter()

@@ -12,8 +12,10 @@ from itertools import islice
 
 import torch
 
-from hasten.contract.errors import Failure, Refusal
+from hasten.contract.errors import Aftermath, Failure, Refusal
+from hasten.contract.ranks import ALONE, Ranks
 from hasten.contract.recipe import Recipe
+from hasten.contract.task import Task
 from hasten.engine import checkpoint
 from hasten.engine.failures import place
 from hasten.engine.find import make_methods
@@ -23,6 +25,7 @@ from hasten.engine.observers import numbers_of
 from hasten.engine.pauses import STEPS_BETWEEN_LOGS
 from hasten.engine.plan import Program, build
 from hasten.engine.tasks import TaskRef
+from hasten.engine.train import with_strategy
 from hasten.measure.workers import Worker
 
 WARM_UP_STEPS, WARM_UP_ROUNDS = 3, 4
@@ -33,8 +36,9 @@ EVALUATION_SECONDS = 1.0  # a timed evaluation is a slice of about this length, 
 class Arm:
     """A run that never ends, in blocks. Times are seconds."""
 
-    def __init__(self, task: str, methods: dict, device: str, seed: int):
-        self.task, self.recipe, self.device, self.seed = TaskRef.from_json(task), Recipe(methods), device, seed
+    def __init__(self, task: str | TaskRef, methods: dict, device: str, seed: int, ranks: Ranks = ALONE):
+        self.task = task if isinstance(task, TaskRef) else TaskRef.from_json(task)
+        self.recipe, self.device, self.seed, self.ranks = Recipe(methods), device, seed, ranks
         self.unread: list[tuple] = []  # (loss on the device, epoch, batch)
         self.start_of_pass: dict | None = None
 
@@ -45,7 +49,7 @@ class Arm:
         """
         task = self.task.load()
         began = time.perf_counter()
-        program = build(task, make_methods(self.recipe), device=self.device, seed=self.seed)
+        program = self.program_of(task)
         if program.run.idle:
             raise Failure("; ".join(f"{method} has nothing to act on: {why}" for method, why in program.run.idle))
         self.context = program.process()  # kept, or else Python would leave it at once; never left: the process ends with the arm
@@ -75,6 +79,10 @@ class Arm:
             "epochs": loop.epochs,
             "evaluate_every": loop.evaluate_every,
         }
+
+    def program_of(self, task: Task) -> Program:
+        methods = with_strategy(make_methods(self.recipe), self.ranks)
+        return build(task, methods, device=self.device, seed=self.seed, ranks=self.ranks)
 
     def train(self, count: int) -> dict:
         """A block of steps, synchronised at its ends only.
@@ -129,11 +137,14 @@ class Arm:
         if not unread:
             return []
         losses = numbers_of([loss for loss, _, _ in unread])
-        bad = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
-        if bad is not None:
-            _, epoch, batch = unread[bad]
-            where = place(self.program.run.clock.step - len(unread) + 1 + bad, epoch, batch)
-            raise bad_loss(losses[bad], where, partial(checkpoint.read_again, self.source, self.start_of_pass, epoch, batch))
+        good = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
+        everywhere = -int(self.ranks.most([-good])[0])  # what is bad on one rank is bad on all of them a step later
+        if everywhere < len(losses):
+            _, epoch, batch = unread[everywhere]
+            where = place(self.program.run.clock.step - len(unread) + 1 + everywhere, epoch, batch)
+            if everywhere < good:
+                raise Aftermath(f"the loss of another rank is not finite at {where}")
+            raise bad_loss(losses[good], where, partial(checkpoint.read_again, self.program.source, self.start_of_pass, epoch, batch))
         return losses
 
     def _epoch(self, number: int, start: int = 0) -> Iterator:
@@ -141,6 +152,7 @@ class Arm:
         from its start."""
         self._read_losses()
         if not self.source.seekable:
+            checkpoint.draw_alike(self.ranks, self.source)
             self.start_of_pass = {"epoch": number, **checkpoint.random_now(self.source)}
         return self.source.epoch(number, start)
 

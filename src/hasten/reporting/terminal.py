@@ -78,13 +78,18 @@ def diagnose_answer(result: dict) -> RenderableType:
         pairs(_step_facts(result)),
         Text("  ceiling: how much faster the whole would be if the phase cost nothing", style=QUIET),
     ]
-    if result["advice"]:
-        advice = grid("could pay", ">at most", "why")
-        for row in result["advice"]:
-            if row["bound"] is not None:
-                advice.add_row(Text(row["method"], HEAD), words.ratio(row["bound"]), Text(row["why"]))
-        parts += [Text(), indented(advice), *_unbounded(result["advice"])]
-    return Group(*parts)
+    return Group(*parts, *advised(result["advice"]))
+
+
+def advised(advice: list[dict]) -> list[RenderableType]:
+    """What could pay, at most how much, and why."""
+    if not advice:
+        return []
+    table = grid("could pay", ">at most", "why")
+    for row in advice:
+        if row["bound"] is not None:
+            table.add_row(Text(row["method"], HEAD), words.ratio(row["bound"]), Text(row["why"]))
+    return [Text(), indented(table), *_unbounded(advice)]
 
 
 def train_answer(result: dict) -> RenderableType:

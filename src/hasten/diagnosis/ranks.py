@@ -1,0 +1,293 @@
+"""Diagnoses a job of several ranks: where a step of each goes, what talking costs, and who is waited for.
+
+Runs inside the ranks, which all make the same calls. Blocks of real steps take turns in which a part of them is switched off, so that
+what the machines do besides hits all kinds alike: as they are; without averaging the gradients; without it, but with a word to each
+other after every backward pass, whose time is how long a rank waits for the latest one; and with one batch again and again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import resource
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from hasten.contract.errors import Failure, Refusal
+from hasten.contract.ranks import Ranks
+from hasten.contract.recipe import Recipe
+from hasten.contract.spans import budget_of
+from hasten.contract.task import Task
+from hasten.contract.watch import Watch, silent
+from hasten.diagnosis.advise import advise
+from hasten.diagnosis.facts import facts_of
+from hasten.diagnosis.replacements import ReplayedBatch, outside_name, taken_away
+from hasten.diagnosis.skew import phases_of_the_slowest, ranks_of, skew_of, straggler_of
+from hasten.diagnosis.talk import communication_of, verdict_of
+from hasten.diagnosis.timeline import Timeline
+from hasten.engine.devices import pick_device
+from hasten.engine.failures import explained
+from hasten.engine.find import make_methods, method_class, method_names
+from hasten.engine.plan import Program, in_order, refuse_conflicts
+from hasten.engine.ranks import joined, refuse_strangers
+from hasten.engine.tasks import TaskRef
+from hasten.engine.train import USUAL_STRATEGY, device_of, identity_of
+from hasten.launch.network import seconds_of, to_the_next, wire
+from hasten.measure.arm import Arm
+from hasten.measure.compare import block_steps
+from hasten.measure.noise import Noise
+from hasten.measure.ratio import ERROR, Ratio, ratio_of, spread
+
+FACT = "several processes"  # that the methods need which change how ranks talk
+EXCHANGE, MEETING, INPUT = "exchange", "meeting", "input"
+KINDS = {"whole": (), "own": (EXCHANGE, MEETING), "silent": (EXCHANGE,), "replayed": (INPUT,)}  # of blocks, and what is switched in each
+CEILINGS = {EXCHANGE: "silent", INPUT: "replayed"}
+LEAST_ROUNDS, MOST_ROUNDS = 4, 14
+LINK_BYTES = 1_000_000
+EXCHANGES = 3  # in a row, by themselves
+ALONE = "one process has no other to wait for; say --processes 2, or more, or leave launch out"
+NOT_SHARED_SO = "the ranks do not train by ddp, and cannot train without talking"
+
+
+def diagnose_ranks(
+    task, *, recipe=None, budget: float | str = 60.0, device: str | None = None, seed: int = 0, watch: Watch = silent
+) -> dict:
+    """What the ranks of the job that this process is in lose to each other.
+
+    Args:
+        as ``diagnose`` has them.
+
+    Returns:
+        Plain data: ``verdict`` (a sentence), ``ranks`` (seconds of a step by phase, of each), ``skew``, ``communication`` (seconds of a step:
+        the exchange by itself, exposed and hidden), ``straggler`` (who, how long, why; or None), ``links``, ``ceilings`` (time with / time
+        without, with intervals), ``speedup`` over one process and the ``efficiency``, ``advice`` and ``not_advised``.
+
+    Raises:
+        Refusal: a wrong request, or this process is alone. Failure: the task could not run.
+    """
+    task, recipe, device, budget = TaskRef.of(task), Recipe.read(recipe), pick_device(device), budget_of(budget)
+    with joined(device) as ranks:
+        if ranks.alone:
+            raise Refusal(ALONE)
+        refuse_conflicts(in_order(make_methods(recipe)))
+        given = task.load()
+        code = task.fingerprint() if task.given is None else None
+        refuse_strangers(ranks, identity_of(given, seed, code, recipe))
+        without_metric = TaskRef.of(dataclasses.replace(given, validation_data=None))
+        probe = RankProbe(without_metric, recipe, device_of(ranks, device), seed, ranks)
+        try:
+            found = _diagnosed(probe, ranks, budget, watch if ranks.leads else silent)
+        except Exception as error:
+            raise explained(error, "the training", given.batch_size or 0) from error
+        finally:
+            probe.end()
+    return {"kind": "diagnose_ranks", "task": str(task), "recipe": str(recipe), "device": device, **found}
+
+
+def _diagnosed(probe: RankProbe, ranks: Ranks, budget: float, watch: Watch) -> dict:
+    began, noise = time.monotonic(), Noise()
+    watch("building the run", 0.0, None)
+    plan = probe.build()
+    single, why_not = _single(probe, ranks)
+    count = block_steps({"step": ranks.most([plan["step"]])[0]})
+    blocks, exchanges = _rounds(probe, single, count, ranks, began + budget, watch)
+    told = [json.loads(each) for each in ranks.every(json.dumps(blocks).encode())]
+    links = to_the_next(LINK_BYTES, ranks, wire(ranks))
+
+    paces = {kind: _of_the_slowest(told, kind, "pace") for kind in probe.kinds}
+    step = median(_of_the_slowest(told, "whole", "step"))
+    ceilings = {name: ratio_of(paces["whole"], paces[kind], ERROR) for name, kind in CEILINGS.items() if kind in paces}
+    alone = [block["pace"] for block in told[0]["alone"]]
+    speedup = ratio_of(alone, paces["whole"], ERROR) if alone else None
+    rows = ranks_of(told)
+    talk = communication_of(step, ceilings.get(EXCHANGE), probe.buckets(), exchanges)
+    straggler = straggler_of(rows, told, step, links, talk["exposed"])
+    advice, against = _advice(probe, ceilings, phases_of_the_slowest(rows, step))
+    not_measured = ({} if EXCHANGE in ceilings else {EXCHANGE: NOT_SHARED_SO, "straggler": NOT_SHARED_SO}) | why_not
+    return {
+        "verdict": verdict_of(straggler, ceilings, talk, rows, step),
+        "processes": ranks.world,
+        "backend": dist.get_backend(),
+        "ranks": rows,
+        "skew": skew_of(rows),
+        "communication": talk,
+        "straggler": straggler,
+        "links": [{"from": rank, "to": (rank + 1) % ranks.world, "bytes": LINK_BYTES, "seconds": each} for rank, each in enumerate(links)],
+        "ceilings": {name: ratio.to_json() for name, ratio in ceilings.items()},
+        "speedup": speedup and speedup.to_json(),
+        "efficiency": speedup and speedup.median / ranks.world,
+        "not_measured": not_measured,
+        "advice": advice,
+        "not_advised": against,
+        "facts": sorted(facts_of(probe.program)),
+        "batch_size": plan["batch_size"],
+        "seconds_per_step": step,
+        "samples_per_second": 1 / median(paces["whole"]),
+        "blocks": len(paces["whole"]),
+        "noise": noise.told(100 * spread(paces["whole"]), sum(block["switches"] for block in told[0]["whole"])),
+        "seconds": time.monotonic() - began,
+    }
+
+
+class RankProbe(Arm):
+    """This rank's part of a run whose exchange of gradients and whose input can be switched off, block by block. All ranks call the same."""
+
+    def __init__(self, task: TaskRef, recipe: Recipe, device: str, seed: int, ranks: Ranks):
+        self.plain, self.waited, self.waits = recipe, 0.0, []
+        self.steps = (nothing for nothing in ())
+        methods = {**recipe.methods, outside_name(Timeline): {}}
+        super().__init__(task, methods, device, seed, dataclasses.replace(ranks, most=self._timed(ranks.most)))
+
+    def program_of(self, task: Task) -> Program:
+        """All batches and words of the other ranks are taken away with the input, so that is switched outermost."""
+        program = super().program_of(task)
+        model = program.run.model
+        self.shared = model if isinstance(model, DistributedDataParallel) else None
+        train = ReplayedBatch().data(program.train, program.run)
+        return dataclasses.replace(program, train=train, micro=self._switchable(program))
+
+    @property
+    def kinds(self) -> dict[str, tuple[str, ...]]:
+        return {kind: switched for kind, switched in KINDS.items() if self.shared is not None or EXCHANGE not in switched}
+
+    def block(self, count: int, switched: tuple[str, ...]) -> dict:
+        """So many steps: seconds of one, of one sample of the whole batch, of each phase, of the processor, and of every wait."""
+        run = self.program.run
+        tape, away = run.kept["timeline"], taken_away(run)
+        before = [weight.detach().clone() for weight in run.module.parameters()] if EXCHANGE in switched else []
+        run.ranks.agree(False)  # all begin together
+        self.waits, self.waited = [], 0.0
+        away.update(switched)
+        tape.start()
+        block = self.train(count)
+        phases = tape.stop()
+        away.clear()
+        with torch.no_grad():
+            for weight, was in zip(run.module.parameters(), before, strict=bool(before)):  # the same again on all ranks
+                weight.copy_(was)
+        if not block["samples"]:
+            raise Failure("the training ended within a block of steps")
+        return {
+            "pace": block["seconds"] / block["samples"],
+            "step": block["seconds"] / count,
+            "cpu": block["cpu"] / count,
+            "switches": block["switches"],
+            "phases": {phase: seconds / count for phase, seconds in phases.items()},
+            "waits": self.waits,
+        }
+
+    def buckets(self) -> list[int] | None:
+        """Bytes of the gradients that travel together; None where a method changes how they travel."""
+        if self.shared is None:
+            return None
+        told = self.shared._get_ddp_logging_data()
+        sizes = told.get("rebuilt_bucket_sizes") or told.get("bucket_sizes")
+        return [int(each) for each in sizes.split(",")] if sizes and not told.get("comm_hook") else None
+
+    def exchange(self) -> Callable[[], None] | None:
+        """The same all-reduces as in a step, with nothing beside them."""
+        sizes = self.buckets()
+        if sizes is None:
+            return None
+        like = next(self.shared.parameters())
+        given = [torch.zeros(size // like.element_size(), dtype=like.dtype, device=like.device) for size in sizes]
+        group = self.shared.process_group
+
+        def call() -> None:
+            for work in [dist.all_reduce(each, group=group, async_op=True) for each in given]:
+                work.wait()
+
+        return call
+
+    def end(self) -> None:
+        """Lets go of the pass that is being read, so that worker processes end now."""
+        self.steps.close()
+
+    def _switchable(self, program: Program) -> Callable:
+        micro, away, ranks = program.micro, taken_away(program.run), program.run.ranks
+
+        def switchable(batch):
+            if EXCHANGE not in away:
+                return micro(batch)
+            with self.shared.no_sync():
+                loss = micro(batch)
+            if MEETING in away:
+                self._synchronise()
+                ranks.agree(False)
+                self.waits.append(self.waited)
+                self.waited = 0.0
+            return loss
+
+        return switchable
+
+    def _timed(self, most: Callable) -> Callable:
+        """What the ranks tell each other before a step is waiting, too."""
+
+        def timed(numbers):
+            began = time.perf_counter()
+            result = most(numbers)
+            self.waited += time.perf_counter() - began
+            return result
+
+        return timed
+
+
+def _rounds(
+    probe: RankProbe, single: Arm | None, count: int, ranks: Ranks, until: float, watch: Watch
+) -> tuple[dict[str, list[dict]], list[float]]:
+    """Blocks of every kind, in turns, and seconds of each exchange by itself."""
+    blocks: dict[str, list[dict]] = {kind: [] for kind in (*probe.kinds, "alone")}
+    exchanges, exchange, began = [], probe.exchange(), time.monotonic()
+    for number in range(1, MOST_ROUNDS + 1):
+        for kind in list(probe.kinds)[:: 1 if number % 2 else -1]:
+            blocks[kind].append(probe.block(count, probe.kinds[kind]))
+        if exchange:
+            exchanges.append(seconds_of(exchange, EXCHANGES, ranks, probe.program.run.device))
+        if single:  # the others wait for the first rank
+            block = single.train(max(1, count // ranks.world))
+            blocks["alone"].append({"pace": block["seconds"] / block["samples"]})
+        now = time.monotonic()
+        left = min(until - now, (now - began) / number * (MOST_ROUNDS - number))
+        watch("timing the ranks", min(1.0, (now - began) / max(1e-9, now - began + left)), max(0.0, left))
+        if ranks.agree(number >= LEAST_ROUNDS and now > until):
+            break
+    return blocks, exchanges
+
+
+def _single(probe: RankProbe, ranks: Ranks) -> tuple[Arm | None, dict[str, str]]:
+    """On the first rank: the same training by one process, if there is memory enough for the whole batch; why not, on all."""
+    single, why = None, ""
+    if ranks.leads:
+        needed = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * ranks.world
+        methods = {name: settings for name, settings in probe.plain.methods.items() if FACT not in method_class(name).card.applies_to}
+        try:
+            if probe.program.run.free_memory() < needed:
+                raise Failure("there may be too little memory to try one process")
+            single = Arm(probe.task, methods, probe.device, probe.seed)
+            single.build()
+        except (Refusal, RuntimeError, MemoryError) as error:
+            single, why = None, str(error) or type(error).__name__
+    why = ranks.first(why.encode()).decode()
+    return single, {"speedup": why} if why else {}
+
+
+def _of_the_slowest(told: list[dict], kind: str, what: str) -> list[float]:
+    return [max(block[what] for block in blocks) for blocks in zip(*(each[kind] for each in told), strict=True)]
+
+
+def _advice(probe: RankProbe, ceilings: dict[str, Ratio], phases: dict[str, float]) -> tuple[list[dict], list[dict]]:
+    """Methods that change how ranks talk can give at most what it would be not to talk."""
+    cards = {name: method_class(name).card for name in method_names() if name not in probe.plain.methods}
+    talking = {name for name, card in cards.items() if FACT in card.applies_to} if EXCHANGE in ceilings else ()
+    measured = {name: max(1.0, ratio.median) for name, ratio in ceilings.items()}
+    headroom = {INPUT: measured[INPUT]} | dict.fromkeys(talking, measured.get(EXCHANGE))
+    advice, against = advise(phases, headroom, facts_of(probe.program), cards)
+    for row in advice:
+        if row["method"] == USUAL_STRATEGY and talking:
+            row["why"] += "; it is in use, so that is for its settings"
+    return advice, against

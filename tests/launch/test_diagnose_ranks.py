@@ -1,0 +1,219 @@
+"""``hasten diagnose`` of several processes: what is planted is found, by rank and by cause."""
+
+import json
+import shutil
+import subprocess
+import sys
+from io import StringIO
+from itertools import zip_longest
+from pathlib import Path
+
+import pytest
+import rank_tasks
+import waiting_tasks
+from machines import missing, two_machines
+from ranks import together
+from rich.console import Console
+from test_machines import on_both
+from waiting_tasks import LATE
+
+from hasten.contract.errors import Aftermath, Failure, Refusal
+from hasten.diagnosis.ranks import diagnose_ranks
+from hasten.diagnosis.skew import ranks_of, straggler_of
+from hasten.diagnosis.talk import verdict_of
+from hasten.measure.ratio import Ratio
+from hasten.reporting.terminal_ranks import ranks_answer
+
+HERE = Path(__file__).parent
+WHY_NOT = missing()
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    for name in ("rank_tasks.py", "waiting_tasks.py"):
+        shutil.copy(HERE / name, tmp_path)
+    return tmp_path
+
+
+def diagnosed(task, world: int = 2) -> dict:
+    """What rank 0 finds; all find the same."""
+    found = together(world, lambda rank: diagnose_ranks(task, budget=1.0, device="cpu"))
+    for each in found:
+        if isinstance(each, Exception):
+            raise each
+    told = [{name: each[name] for name in ("verdict", "ranks", "straggler", "ceilings")} for each in found]
+    assert all(each == told[0] for each in told)
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("task", "cause", "works"),
+    [
+        (waiting_tasks.late_data, "data", False),
+        (waiting_tasks.late_stream, "data", False),
+        (waiting_tasks.more_to_compute, "compute", True),
+        (waiting_tasks.kept_waiting, "compute", False),
+    ],
+)
+def test_who_is_waited_for_and_why(task, cause, works):
+    found = diagnosed(task)
+    straggler = found["straggler"]
+    assert straggler["rank"] == 1 and straggler["cause"] == cause, straggler
+    assert 0.7 * LATE < straggler["seconds"] < 10 * LATE, "a busy machine stretches work"
+    first, second = found["ranks"]
+    assert first["waits"] > 0.7 * LATE > 3 * second["waits"] and second["last"] > 0.8
+    assert (second["own_cpu"] - first["own_cpu"] > 0.7 * LATE) == works
+    phases = {"data": "input", "compute": "forward"}
+    assert found["skew"][phases[cause]] > 0.7 * LATE
+    assert found["verdict"].startswith("Rank 1 makes the others wait")
+
+
+def test_of_three_ranks_one_is_late():
+    assert diagnosed(waiting_tasks.late_data, world=3)["straggler"]["rank"] == 1
+
+
+def test_much_to_tell_and_little_to_compute():
+    found = diagnosed(waiting_tasks.much_to_tell)
+    talk = found["communication"]
+    assert talk["bytes"] == 8_000_112 and talk["share"] > 0.5 and talk["exposed"] > 0.5 * talk["seconds"]
+    assert found["ceilings"]["exchange"]["median"] > 2
+    bounds = {row["method"]: row["bound"] for row in found["advice"]}
+    assert bounds["ddp"] == pytest.approx(found["ceilings"]["exchange"]["median"])
+    assert "several processes" in found["facts"]
+
+
+def test_little_to_tell_and_much_to_compute():
+    found = diagnosed(waiting_tasks.little_to_tell)
+    assert found["communication"]["share"] < 0.3 and "Averaging" not in found["verdict"]
+    assert found["speedup"]["median"] == pytest.approx(1.0, abs=0.3), "a sleep is as long for half of the batch"
+    assert found["efficiency"] == pytest.approx(found["speedup"]["median"] / 2)
+
+
+def test_ranks_that_cannot_train_without_talking():
+    """Then nobody knows who is late, and that is said; the rest is measured."""
+    found, _ = together(
+        2, lambda rank: diagnose_ranks(rank_tasks.samples, recipe=f"{HERE}/averaging.py:Averaging", budget=1.0, device="cpu")
+    )
+    assert found["ceilings"].keys() == {"input"} and found["straggler"] is None and found["communication"]["exposed"] is None
+    assert found["not_measured"]["exchange"] == "the ranks do not train by ddp, and cannot train without talking"
+    assert all(row["phases"]["forward"] > 0 for row in found["ranks"]) and found["speedup"]["median"] > 0
+    Console(file=StringIO()).print(ranks_answer(found))
+
+
+def blocks(*waits: list[float], forward: tuple[float, ...] = (), cpu: tuple[float, ...] = ()) -> list[dict]:
+    """What ranks tell that wait so long in each step of a block."""
+    usual = dict.fromkeys(("input", "copy", "forward", "backward", "gradients", "update"), 0.01)
+    own = [
+        {"waits": each, "phases": usual | {"forward": longer}, "cpu": busy}
+        for each, longer, busy in zip_longest(waits, forward, cpu, fillvalue=0.01)
+    ]
+    return [{"own": [each], "whole": [each]} for each in own]
+
+
+def test_one_step_each_is_no_straggler():
+    """Each comes late by turns: both wait, and nobody is to blame."""
+    told = blocks([0.0, 0.02, 0.0, 0.02], [0.02, 0.0, 0.02, 0.0])
+    rows = ranks_of(told)
+    assert [row["waits"] for row in rows] == [0.01, 0.01] and [row["last"] for row in rows] == [0.5, 0.5]
+    assert straggler_of(rows, told, 0.05, [1e-3, 1e-3], 0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("cpu", "says"),
+    [((0.02, 0.04), "as much more of the processor: it has more to compute"), ((0.02, 0.02), "but not of the processor: the model waits")],
+)
+def test_more_to_compute_or_kept_from_computing(cpu, says):
+    told = blocks([0.02] * 4, [0.0] * 4, forward=(0.01, 0.03), cpu=cpu)
+    straggler = straggler_of(ranks_of(told), told, 0.1, [1e-3, 1e-3], 0.0)
+    assert straggler["cause"] == "compute" and says in straggler["sentence"]
+    assert straggler["sentence"].startswith(
+        "rank 1 makes the others wait 20.0 ms a step (20%): its forward and backward pass take longer (40.0 ms, 20.0"
+    )
+
+
+def test_late_for_no_reason_that_is_seen():
+    told = blocks([0.02] * 4, [0.001] * 4)
+    straggler = straggler_of(ranks_of(told), told, 0.05, [1e-3, 1e-3], 0.0)
+    assert (straggler["rank"], straggler["cause"]) == (1, "unknown") and straggler["seconds"] == pytest.approx(0.019)
+
+
+@pytest.mark.parametrize(
+    ("links", "rank"), [([1e-3, 8e-3, 8e-3, 1e-3], 2), ([8e-3, 1e-3, 1e-3, 8e-3], 0), ([8e-3, 1e-3, 1e-3, 1e-3], None)]
+)
+def test_a_slow_link_is_that_of_the_rank_between_two_slow_ways(links, rank):
+    told = blocks(*([0.0] * 4 for _ in links))
+    straggler = straggler_of(ranks_of(told), told, 0.05, links, exposed=0.02)
+    assert (straggler and (straggler["rank"], straggler["cause"])) == (None if rank is None else (rank, "link"))
+
+
+ROW = {"phases": dict.fromkeys(("input", "copy", "forward", "backward", "gradients", "update"), 0.01)}
+TALK = {"exposed": 0.05, "hidden": 0.01, "share": 0.5}
+LATE_RANK = {"share": 0.4, "sentence": "rank 1 is late"}
+
+
+@pytest.mark.parametrize(
+    ("straggler", "exchange", "replayed", "waits", "says"),
+    [
+        (None, Ratio(2.0, 1.9, 2.1), Ratio(1.0, 0.9, 1.1), 0.0, "Averaging the gradients makes a step 50.0 ms longer, 50% of it, and 10.0 ms more"),
+        (None, Ratio(1.2, 1.1, 1.3), Ratio(3.0, 2.9, 3.1), 0.0, "Waiting for the next batch holds all ranks up; if batches came for free"),
+        (None, Ratio(2.0, 0.9, 4.0), Ratio(1.0, 0.9, 1.1), 0.0, "Each rank's own arithmetic, forward and backward, takes 20% of a step"),
+        (None, Ratio(1.0, 0.9, 1.1), Ratio(1.0, 0.9, 1.1), 0.03, "The ranks wait for each other, now for one and now for another, 30.0 ms a step (30%)"),
+        (LATE_RANK, Ratio(2.0, 1.9, 2.1), Ratio(1.0, 0.9, 1.1), 0.03, "Rank 1 is late."),
+        (LATE_RANK, Ratio(9.0, 8.9, 9.1), Ratio(1.0, 0.9, 1.1), 0.03, "Averaging the gradients"),
+    ],
+)  # fmt: skip
+def test_the_largest_cause_is_named(straggler, exchange, replayed, waits, says):
+    assert verdict_of(straggler, {"exchange": exchange, "input": replayed}, TALK, [ROW | {"waits": waits}], 0.1).startswith(says)
+
+
+def test_the_rank_whose_batch_is_bad_tells_it():
+    told = together(2, lambda rank: diagnose_ranks(rank_tasks.not_a_number, budget=3.0, device="cpu"))
+    assert {type(each) for each in told} == {Aftermath, Failure}, told
+    assert any("the batch itself holds NaN" in str(each) for each in told), told
+
+
+def test_one_process_has_nobody_to_wait_for():
+    with pytest.raises(Refusal, match="one process has no other to wait for"):
+        diagnose_ranks(rank_tasks.samples, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ("diagnose rank_tasks.py:raising --processes 2", 1, "hasten: rank 1: the dataset raised at sample 226: OSError: the disk is gone"),
+        ("diagnose waiting_tasks.py:few --processes 2", 2, "hasten: 2 processes cannot share a batch of 1 samples"),
+        ("diagnose waiting_tasks.py:nothing_to_learn_from --processes 2", 2, "hasten: Task(train_data=) must be"),
+        ("launch --processes 1 -- diagnose rank_tasks.py:samples", 2, "hasten: one process has no other"),
+    ],
+)
+def test_what_cannot_be_is_told_in_one_line(folder, words, code, says):
+    done = subprocess.run(
+        [sys.executable, "-m", "hasten", *words.split(), "--quiet"], cwd=folder, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == code and done.stdout == "" and done.stderr.startswith(says), done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_person_sees_a_table_of_the_ranks(folder):
+    words = "launch --processes 2 --quiet -- diagnose waiting_tasks.py:late_data --budget 2s"
+    done = subprocess.run([sys.executable, "-m", "hasten", *words.split()], cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for what in ("Rank 1 makes the others wait", "  rank   input", "  skew", "no averaging", "2 processes", "could pay"):
+        assert what in done.stdout, done.stdout
+    assert done.stdout.count("Rank 1 makes") == 1 and done.stderr == ""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+def test_a_slow_cable_makes_averaging_the_larger_part(folder):
+    """Eight megabytes of gradients take 0.3 s at 200 megabits a second, each way."""
+    shares = []
+    for megabits in (None, 200):
+        with two_machines(megabits):
+            first, second = on_both(folder, "diagnose", "waiting_tasks.py:much_to_tell_and_to_compute", "--json", "--budget", "20s")
+        assert first[0] == 0 and second[1] == "", (first, second)
+        found = json.loads(first[1])
+        shares.append(found["communication"]["share"])
+    assert shares[1] > 0.8 > shares[0], shares
+    assert found["communication"]["seconds"] > 0.25
+    assert 15e6 < found["links"][0]["bytes"] / found["links"][0]["seconds"] < 40e6

@@ -1,0 +1,107 @@
+"""Tasks whose ranks lose time to each other in one way each, planted and of known size. What sleeps or turns does so on rank 1 only."""
+
+import os
+import time
+
+import torch
+from rank_tasks import BATCH, Rows, Stream, task
+from torch import nn
+
+from hasten import Task
+
+LATE = 0.02  # seconds a step
+
+
+def on_the_second() -> bool:
+    return os.environ.get("RANK") == "1"
+
+
+class LateRows(Rows):
+    def __getitems__(self, indices):
+        time.sleep(LATE if on_the_second() else 0.0)
+        return [self[index] for index in indices]
+
+
+class LateStream(Stream):
+    """Samples of which every tenth, the first of a batch, comes late."""
+
+    def __iter__(self):
+        for number, row in enumerate(super().__iter__()):
+            time.sleep(LATE if on_the_second() and number % BATCH == 0 else 0.0)
+            yield row
+
+
+class Slower(nn.Linear):
+    """Keeps rank 1 longer, at work or not."""
+
+    def __init__(self, works: bool):
+        super().__init__(6, 2)
+        self.works = works
+
+    def forward(self, x):
+        if self.training and on_the_second():
+            until = time.thread_time() + LATE
+            if not self.works:
+                time.sleep(LATE)
+            while self.works and time.thread_time() < until:
+                pass
+        return super().forward(x)
+
+
+class Wide(nn.Module):
+    """Eight megabytes of gradients and hardly any arithmetic, but a sleep."""
+
+    def __init__(self, sleep: float = 0.0):
+        super().__init__()
+        self.sleep = sleep
+        self.table = nn.Parameter(torch.zeros(1_000_000, 1, dtype=torch.float64))
+        self.line = nn.Linear(6, 2).double()
+
+    def forward(self, x):
+        time.sleep(self.sleep if self.training else 0.0)
+        return self.line(x) + 0 * self.table.sum()
+
+
+class Busy(nn.Linear):
+    """Thirty milliseconds of sleep on every rank, and few gradients."""
+
+    def forward(self, x):
+        if self.training:
+            time.sleep(0.03)
+        return super().forward(x)
+
+
+def late_data() -> Task:
+    return task(LateRows())
+
+
+def late_stream() -> Task:
+    return task(LateStream())
+
+
+def more_to_compute() -> Task:
+    return task(model=lambda: Slower(works=True).double())
+
+
+def kept_waiting() -> Task:
+    return task(model=lambda: Slower(works=False).double())
+
+
+def much_to_tell(sleep: float = 0.0) -> Task:
+    return task(model=lambda: Wide(sleep), optimizer=lambda model: torch.optim.SGD(model.line.parameters(), lr=0.01))
+
+
+def much_to_tell_and_to_compute() -> Task:
+    return much_to_tell(sleep=0.03)
+
+
+def little_to_tell() -> Task:
+    return task(model=lambda: Busy(6, 2).double())
+
+
+def nothing_to_learn_from() -> Task:
+    return task(train_data=None)
+
+
+def few() -> Task:
+    return task(batch_size=1)
