@@ -1,13 +1,15 @@
-"""Machines for tests: network namespaces, joined by a cable (veth), whose speed can be limited (tbf)."""
+"""Machines for tests: network namespaces, joined by a cable (veth), whose speed can be limited (tbf), which can be cut, and which can be lost."""
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 NAMES = tuple(f"hasten-{os.getpid()}-{letter}" for letter in "ab")  # others may be testing, too
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
+ENDS = ("hasten-a0", "hasten-b0")  # of the cable
 
 
 def missing() -> str | None:
@@ -23,12 +25,12 @@ def missing() -> str | None:
 
 @contextmanager
 def two_machines(megabits: int | None = None):
-    """Two namespaces that reach each other at ADDRESSES."""
+    """Two namespaces that reach each other at ADDRESSES; what still runs there ends with them."""
     try:
         for name in NAMES:
             _ip("netns", "add", name)
-        _ip("link", "add", "hasten-a0", "netns", NAMES[0], "type", "veth", "peer", "name", "hasten-b0", "netns", NAMES[1])
-        for name, address, end in zip(NAMES, ADDRESSES, ("hasten-a0", "hasten-b0"), strict=True):
+        _ip("link", "add", ENDS[0], "netns", NAMES[0], "type", "veth", "peer", "name", ENDS[1], "netns", NAMES[1])
+        for name, address, end in zip(NAMES, ADDRESSES, ENDS, strict=True):
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", end)
             _ip("-n", name, "link", "set", "lo", "up")
             _ip("-n", name, "link", "set", end, "up")
@@ -37,28 +39,36 @@ def two_machines(megabits: int | None = None):
                 subprocess.run(["ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", end, "root", "tbf", *limit], check=True)
         yield
     finally:
-        for name in NAMES:
+        for machine, name in enumerate(NAMES):
+            lose(machine)
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-def begun_on(machine: int, *words: str, cwd) -> subprocess.Popen:
+def begun_on(machine: int, *words: str, cwd, launch: tuple[str, ...] = ("--nodes", "2")) -> subprocess.Popen:
     """``hasten launch --nodes 2 ...`` on one of the machines."""
-    launch = [
-        sys.executable,
-        "-m",
-        "hasten",
-        "launch",
-        "--processes",
-        "1",
-        "--nodes",
-        "2",
-        "--rendezvous",
-        f"{ADDRESSES[0]}:29531",
-        "--quiet",
-        "--",
-    ]
-    command = ["ip", "netns", "exec", NAMES[machine], *launch, *words]
+    meeting = ["--rendezvous", f"{ADDRESSES[0]}:29531", "--processes", "1", "--quiet"]
+    command = ["ip", "netns", "exec", NAMES[machine], sys.executable, "-m", "hasten", "launch", *meeting, *launch, "--", *words]
     return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+
+
+def processes_on(machine: int) -> list[int]:
+    """All that run there."""
+    return [int(pid) for pid in subprocess.run(["ip", "netns", "pids", NAMES[machine]], capture_output=True, text=True).stdout.split()]
+
+
+def lose(machine: int) -> None:
+    """Ends all that runs there at once, as a power cut does, except that the connections are closed."""
+    for pid in processes_on(machine):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def cut_the_cable() -> None:
+    _ip("-n", NAMES[0], "link", "set", ENDS[0], "down")
+
+
+def mend_the_cable() -> None:
+    _ip("-n", NAMES[0], "link", "set", ENDS[0], "up")
 
 
 def _ip(*words: str) -> None:

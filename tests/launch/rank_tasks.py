@@ -1,5 +1,6 @@
 """Tasks in float64 for ranks to share: 23 steps a pass over two passes, and a last batch that nothing divides."""
 
+import os
 import time
 
 import torch
@@ -227,5 +228,50 @@ def not_a_number() -> Task:
     return task(Poisoned(raises=False))
 
 
+def no_data_on_the_second() -> Task:
+    if os.environ.get("RANK") == "1":
+        raise FileNotFoundError(2, "No such file or directory", "data/train.npy")
+    return task()
+
+
 def slow() -> Task:
     return task(Slow(), epochs=40)
+
+
+class Numbered(Slow):
+    """Samples that know their number."""
+
+    def __getitem__(self, index: int):
+        inputs, label = super().__getitem__(index)
+        return torch.cat([inputs, torch.tensor([index], dtype=torch.float64)]), label
+
+
+class Counting(nn.Module):
+    """A network whose weights count, beside learning, how often each sample has moved them: a step adds one for each in its batch."""
+
+    def __init__(self, samples: int):
+        super().__init__()
+        self.network, self.seen = network(dropout=0.2), nn.Parameter(torch.zeros(samples, dtype=torch.float64))
+
+    def forward(self, rows):
+        counts = self.seen[rows[:, -1].long()] - 1e9  # never the greatest output
+        return torch.cat([self.network(rows[:, :-1]), counts[:, None]], dim=1)
+
+
+def counting(epochs: int = 10) -> Task:
+    """Passes of 22 whole batches, two a second in two ranks; each weight of ``seen`` has to be the number of passes in the end."""
+    samples = 22 * BATCH
+    return task(
+        Numbered(samples),
+        validation_data=Numbered(40),
+        model=lambda: Counting(samples),
+        loss=lambda output, labels: nn.functional.cross_entropy(output[:, :-1], labels) - output[:, -1].mean(),
+        optimizer=lambda model: torch.optim.SGD(
+            [{"params": model.network.parameters(), "momentum": 0.9}, {"params": [model.seen], "lr": float(BATCH)}], lr=1e-2
+        ),
+        epochs=epochs,
+    )
+
+
+def counting_for_long() -> Task:
+    return counting(60)

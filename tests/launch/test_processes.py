@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from chaos import children, environment
 from forked import wait_until_it_trains
 
 from hasten.cli.main import main
@@ -70,6 +71,12 @@ def test_launch_hands_on_what_is_said_before_the_command(folder):
         ("launch --processes 2 --nodes 2 -- train digits", "--rendezvous HOST:PORT"),
         ("launch --processes 2 --nodes 2 --rendezvous nowhere -- train digits", "must be HOST:PORT"),
         ("launch --processes 0 -- train digits", "from 1 to"),
+        ("launch --processes 1 --nodes 3:2 --rendezvous a:1 -- train digits", "must be M or MIN:MAX, MIN not above MAX, not '3:2'"),
+        ("launch --processes 1 --nodes 2: --rendezvous a:1 -- train digits", "must be M or MIN:MAX"),
+        ("launch --processes 1 --nodes few --rendezvous a:1 -- train digits", "from 1 to"),
+        ("launch --processes 2 -- train x --restarts=4", "say --restarts before the command"),
+        ("train digits --processes 2 --restarts often", "from 0 to"),
+        ("train digits --processes 2 --restarts -1", "from 0 to"),
         ("launch --processes 5000 -- train digits", "at most 4096"),
         (
             "launch --processes 1 --nodes 2 --rendezvous no.such.machine:2000 -- train digits",
@@ -97,14 +104,19 @@ def test_a_wrong_request_is_refused_by_the_job(folder):
     assert done.returncode == 2 and done.stderr.startswith("hasten: no method is called 'batch_sise' (did you mean batch_size"), done.stderr
 
 
-def test_a_rank_that_is_killed_is_named_and_the_job_goes_on_later(folder):
-    job = subprocess.Popen(words("slow", "--out", "run"), cwd=folder, stderr=subprocess.PIPE, text=True)
+def test_a_rank_without_the_data_is_named(folder):
+    done = ran(folder, "no_data_on_the_second")
+    assert done.returncode in (1, 2) and "data/train.npy" in done.stderr and "rank 1" in done.stderr, done.stderr
+
+
+def test_a_rank_that_is_killed_is_named_where_no_restart_is_left(folder):
+    job = subprocess.Popen(words("slow", "--out", "run", "--restarts", "0"), cwd=folder, stderr=subprocess.PIPE, text=True)
     wait_until_it_trains(Job(job), folder / "run")
     victim = next(pid for pid in children(job.pid) if environment(pid).get("RANK") == "1")
     os.kill(victim, signal.SIGKILL)
     killed = time.monotonic()
     told = job.communicate(timeout=60)[1]
-    assert job.returncode == 1 and "hasten: rank 1: it was killed by SIGKILL (out of memory?)" in told, told
+    assert job.returncode == 1 and "hasten: rank 1 was killed by SIGKILL (out of memory?); the other ranks were ended" in told, told
     assert time.monotonic() - killed < 20 and not jobs_left()
 
 
@@ -123,12 +135,3 @@ class Job:
 
     def __init__(self, process: subprocess.Popen):
         self.is_alive = lambda: process.poll() is None
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
-
-
-def environment(pid: int) -> dict[str, str]:
-    pairs = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)

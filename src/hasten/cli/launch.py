@@ -14,11 +14,19 @@ from hasten.contract.errors import Refusal
 HELP = "run a command in several processes, on one machine or many"
 FORM = "hasten launch --processes N [--nodes M --rendezvous HOST:PORT] -- train TASK ..."
 COMMANDS = ("train", "diagnose", "network")
+BEFORE = ("--processes", "--restarts")  # and not in the command
 
 
 def arguments(parser) -> None:
     parser.add_argument("--processes", type=values.processes, required=True, metavar="N", help="on each machine")
-    parser.add_argument("--nodes", type=values.processes, default=1, metavar="M", help="machines in all; 1 unless said")
+    parser.add_argument(
+        "--nodes",
+        type=values.nodes,
+        default=(1, 1),
+        metavar="M",
+        help="machines in all, 1 unless said; MIN:MAX goes on with fewer when some are lost, and takes in who comes",
+    )
+    values.add_restarts(parser)
     parser.add_argument("--rendezvous", type=_address, metavar="HOST:PORT", help="where the machines meet; one of them is HOST")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- train TASK ...")
 
@@ -27,15 +35,16 @@ def run(options, watch) -> Answer:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if command[:1] not in [[name] for name in COMMANDS]:
         raise Refusal(f"launch runs {', '.join(COMMANDS[:-1])} or {COMMANDS[-1]}; say {FORM}")
-    if options.nodes > 1 and options.rendezvous is None:
-        raise Refusal(f"{options.nodes} nodes have to meet somewhere; say --rendezvous HOST:PORT, where HOST is one of them")
-    if any(word.partition("=")[0] == "--processes" for word in command):
-        raise Refusal(f"say --processes before the command, once: {FORM}")
+    if options.nodes[1] > 1 and options.rendezvous is None:
+        raise Refusal(f"{options.nodes[1]} nodes have to meet somewhere; say --rendezvous HOST:PORT, where HOST is one of them")
+    if misplaced := [word for word in command if word.partition("=")[0] in BEFORE]:
+        raise Refusal(f"say {misplaced[0].partition('=')[0]} before the command, once: {FORM}")
     from hasten.launch.processes import start
 
+    restarts = options.restarts if command[0] == "train" else 0  # the others keep nothing to go on from
     command += [f"--{name}" for name in ("json", "quiet") if getattr(options, name)]
     command += [word for name in ("device", "seed") if (said := getattr(options, name)) for word in (f"--{name}", str(said))]
-    return Answer(None, elsewhere=partial(start, command, options.processes, options.nodes, options.rendezvous))
+    return Answer(None, elsewhere=partial(start, command, options.processes, options.nodes, options.rendezvous, restarts))
 
 
 def _address(text: str) -> str:

@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 import warnings
+from typing import NoReturn
 
 from hasten import __version__
 from hasten.cli import compare, data, diagnose, eject, launch, methods, network, report, train, tune, values
@@ -56,10 +57,11 @@ def main(words: list[str] | None = None) -> int:
             _show_to_whoever_reads(answer, as_json)
         code, line, aftermath = answer.elsewhere() if answer.elsewhere else answer.code, None, False
     except BaseException as error:  # a task's own code may raise anything
-        (code, line), aftermath = _verdict(error), isinstance(error, Aftermath)
+        (code, line), aftermath = _verdict(error), isinstance(error, (Aftermath, KeyboardInterrupt))  # who started a rank may end it
     if is_rank():  # whoever started it tells what there is to tell
         leave(Ending(code, line, aftermath))
-        return 0 if line is None else code
+        code = 0 if line is None else code
+        return _end_now(code) if own_process else code
     if own_process:  # Ctrl-C once more would end us by the signal while torch clears up, under any handler but this one
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
@@ -68,6 +70,13 @@ def main(words: list[str] | None = None) -> int:
         if as_json and not mute:
             print(strict_json({"error": line}))
     return code
+
+
+def _end_now(code: int) -> NoReturn:
+    """Threads of a library may crash in an interpreter that is going, and a rank that has done its work would count as lost."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _show_to_whoever_reads(answer: Answer, as_json: bool) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from hasten.cli import values
 from hasten.cli.answer import Answer
-from hasten.contract.errors import Failure, Notice, Refusal
-from hasten.launch.endings import in_job, speaks
+from hasten.contract.errors import Aftermath, Failure, Notice, Refusal
+from hasten.launch.endings import in_job, is_rank, note_run, run_to_go_on_with, speaks
 
 HELP = "train a task, with a recipe if one is given"
 
@@ -22,11 +22,19 @@ def arguments(parser) -> None:
     parser.add_argument(
         "--processes", type=values.processes, default=1, metavar="N", help="share every batch out among N processes on this machine (ddp)"
     )
+    values.add_restarts(parser)
     parser.add_argument("--out", type=values.folder, metavar="DIR", help="the run's folder; a new one, runs/train-TASK, unless said")
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on with the run in --out from its newest checkpoint, one every 30 s, under its own recipe unless said; begins in an empty folder",
+        help="go on with the run in --out from its newest checkpoint, under its own recipe unless said; begins in an empty folder",
+    )
+    parser.add_argument(
+        "--checkpoint-every",
+        type=values.seconds,
+        default=30.0,
+        metavar="TIME",
+        help="at most that much is trained again after a loss; 30s unless said, longer where saving would cost more than 1 %% of the run",
     )
     parser.add_argument(
         "--skip-bad",
@@ -41,22 +49,26 @@ def run(options, watch) -> Answer:
     if options.processes > 1 and not in_job():
         from hasten.launch.processes import start
 
-        return Answer(None, elsewhere=partial(start, options.words, options.processes))
+        return Answer(None, elsewhere=partial(start, options.words, options.processes, restarts=options.restarts))
     from hasten.engine.train import train
 
-    if options.resume and not options.out:
+    if again := run_to_go_on_with():
+        options.out, options.resume = again, True
+    elif options.resume and not options.out:
         raise Refusal("--resume goes on with the run in --out DIR; say which folder that is")
-    if options.resume and speaks() and not Path(options.out).exists():  # rank 0 has the folder
+    elif options.resume and speaks() and not Path(options.out).exists():  # rank 0 has the folder
         raise Refusal(_no_such_folder(Path(options.out)))
     recipe = values.recipe(options) if options.recipe is not None or options.methods else None
     options.out = options.out or _new_folder(options.task)
+    if is_rank():
+        note_run(options.out)
     try:
         result = train(
             options.task, recipe, out=options.out, resume=options.resume, device=options.device, seed=options.seed,
-            skip_bad=options.skip_bad, watch=watch,
+            skip_bad=options.skip_bad, watch=watch, checkpoint_seconds=options.checkpoint_every,
         )  # fmt: skip
     except KeyboardInterrupt:
-        raise Failure(_how_to_go_on(options)) from None
+        raise (Aftermath if is_rank() else Failure)(_how_to_go_on(options)) from None  # who started a rank may end it
 
     def page():
         from hasten.reporting.terminal import train_answer
@@ -97,4 +109,5 @@ def _how_to_go_on(options) -> str:
     words += ["--seed", str(options.seed)] if options.seed else []
     words += ["--device", options.device] if options.device else []
     words += ["--skip-bad", str(options.skip_bad)] if options.skip_bad else []
+    words += ["--processes", str(options.processes)] if options.processes > 1 else []
     return f"stopped; go on with: {shlex.join([*words, '--out', options.out, '--resume'])}"

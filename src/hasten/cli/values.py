@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hasten.contract.recipe import Recipe
 
 MOST_PROCESSES = 4096
+RESTARTS = 3  # of a job that loses processes
 
 
 def seconds(text: str) -> float:
@@ -38,6 +39,22 @@ def processes(text: str) -> int:
     if (number := count(text)) > MOST_PROCESSES:
         raise ArgumentTypeError(f"must be at most {MOST_PROCESSES}, not {number}")
     return number
+
+
+def nodes(text: str) -> tuple[int, int]:
+    """``M`` or ``MIN:MAX`` machines."""
+    low, _, high = text.partition(":")
+    least, most = processes(low), processes(high or low)
+    if least > most or text.endswith(":"):
+        raise ArgumentTypeError(f"must be M or MIN:MAX, MIN not above MAX, not {text!r}")
+    return least, most
+
+
+def restarts(text: str) -> int:
+    """A whole number from 0 to 999."""
+    if not re.fullmatch(r"\d{1,3}", text.strip()):
+        raise ArgumentTypeError(f"must be a whole number from 0 to 999, not {text!r:.40}")
+    return int(text)
 
 
 def seed(text: str) -> int:
@@ -84,6 +101,14 @@ def everywhere() -> ArgumentParser:
     group.add_argument("--seed", type=seed, metavar="N", help="of all random numbers; 0 unless said")
     group.add_argument("--quiet", action="store_true", help="no progress")
     return parser
+
+
+def add_restarts(parser: ArgumentParser) -> None:
+    """The option that says how often a job goes on by itself."""
+    parser.add_argument(
+        "--restarts", type=restarts, default=RESTARTS, metavar="K",
+        help=f"go on from the newest checkpoint, up to K times, when a process is lost without a word; {RESTARTS} unless said",
+    )  # fmt: skip
 
 
 def add_recipe(parser: ArgumentParser) -> None:

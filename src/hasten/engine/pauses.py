@@ -52,7 +52,7 @@ class Pauses:
 
     def wishes(self, unread: int) -> Wishes:
         """What to do in this pause; anybody's wish to stop is everybody's."""
-        now, asked = perf_counter(), bool(self.asked) or (self.together and os.getppid() != self.parent)  # nobody is left to tell
+        now, asked = perf_counter(), self.is_asked()
         log = unread >= STEPS_BETWEEN_LOGS or now >= self.logged + SECONDS_BETWEEN_LOGS
         save = self.keeps and (asked or now >= self._next_save())
         if not self.together:
@@ -62,6 +62,10 @@ class Pauses:
         self.latest, self.latest_step = now, self.clock.step
         self.next_step = self.clock.step + int(steps)
         return Wishes(stop > 0, log > 0, self.keeps and (stop > 0 or save > 0))
+
+    def is_asked(self) -> bool:
+        """Whether this process itself is to stop."""
+        return bool(self.asked) or (self.together and os.getppid() != self.parent)  # nobody is left to tell
 
     def over(self) -> None:
         """The pause is over."""

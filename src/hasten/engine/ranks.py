@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -29,16 +31,17 @@ def joined(device: str) -> Iterator[Ranks]:
 
     Raises:
         Refusal: the environment tells half of a job.
-        Failure: the others cannot be reached.
+        Aftermath: the others cannot be reached.
     """
     world = os.environ.get("WORLD_SIZE", "1")
     if not dist.is_initialized() and world == "1":
         yield Ranks()
         return
     own_group = not dist.is_initialized()
-    if own_group:
-        _join(device)
-    group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    with _ended_at_once():
+        if own_group:
+            _join(device)
+        group = _reached(lambda: dist.new_group(backend="gloo", timeout=PATIENCE))
     try:
         yield _ranks(group)
     except Exception as error:
@@ -102,10 +105,29 @@ def _join(device: str) -> None:
             f"WORLD_SIZE says that this is one process of several, but {missing[0]} is not set; start them with hasten or torchrun"
         )
     backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
+    _reached(lambda: dist.init_process_group(backend, timeout=PATIENCE))
+
+
+def _reached(connect: Callable):
+    """What ``connect()`` gives, for which all ranks have to be there."""
     try:
-        dist.init_process_group(backend, timeout=PATIENCE)
+        return connect()
     except Exception as error:
-        raise Failure(f"rank {os.environ['RANK']} does not reach the others: {one_line(error)}") from None
+        raise Aftermath(f"rank {os.environ['RANK']} does not reach the others: {one_line(error)}") from None
+
+
+@contextmanager
+def _ended_at_once() -> Iterator[None]:
+    """Inside, a signal ends this process as if nobody minded: it waits for others, maybe in vain, and has nothing to save."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _ranks(group: dist.ProcessGroup) -> Ranks:

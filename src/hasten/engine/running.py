@@ -128,7 +128,7 @@ class Training:
         if wishes.save:
             self._save(now=wishes.stop or not self.pauses.every)
         if wishes.stop:
-            kind = Failure if self.ranks.leads else Aftermath
+            kind = Failure if self.pauses.is_asked() else Aftermath
             raise kind(f"stopped at step {self.run.clock.step} of {self.run.loop.steps or 'an unknown number'}{self._how_to_go_on()}")
         self.pauses.over()
 
@@ -324,4 +324,6 @@ class Training:
         return place(self.run.clock.step + 1, epoch, batch)
 
     def _how_to_go_on(self) -> str:
-        return f"; go on with --out {self.folder.path} --resume" if self.folder else "; nothing was kept, give --out to be able to go on"
+        if not self.keeps:
+            return "; nothing was kept, give --out to be able to go on"
+        return f"; go on with {f'--out {self.folder.path} ' if self.folder else ''}--resume"

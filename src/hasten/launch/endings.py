@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = "HASTEN_JOB"  # the environment's name for the folder of the job
+GOES_ON = "HASTEN_GOES_ON"  # and for that of the run, where the job goes on with it
 _ours = os.environ.pop(FOLDER, None)  # a program that the task starts is no rank
+_goes_on = os.environ.pop(GOES_ON, None)
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,28 @@ def leave(ending: Ending) -> None:
     path = Path(_ours, f"rank-{os.environ['RANK']}.json")
     path.with_suffix(".part").write_text(json.dumps({**vars(ending), "when": time.time()}))
     path.with_suffix(".part").rename(path)
+
+
+def note_run(out: str) -> None:
+    """That this rank is about to train into a folder, for those who may have to go on with it."""
+    Path(_ours, "run").write_text(str(out))
+
+
+def run_to_go_on_with() -> str | None:
+    """The folder of the run, where the ranks of this job were started before and some were lost."""
+    return _goes_on
+
+
+def folder_of_the_run(folder: str) -> str | None:
+    """What ``note_run`` has noted."""
+    path = Path(folder, "run")
+    return path.read_text() if path.exists() else None
+
+
+def forget(folder: str) -> None:
+    """What the ranks have left, before they are started again."""
+    for path in Path(folder).glob("rank-*"):
+        path.unlink()
 
 
 def left(folder: str) -> dict[int, Ending]:

@@ -38,7 +38,7 @@ def interface_of(address: str) -> str | None:
     return next((name for name, all_of_it in known if any(each.address == address for each in all_of_it)), None)
 
 
-def is_host(place: str) -> bool:
+def is_host(place: str, patience: float = PATIENCE) -> bool:
     """Whether this process is to answer at HOST:PORT. Where another machine is, somebody is waited for to answer there.
 
     Raises:
@@ -55,8 +55,8 @@ def is_host(place: str) -> bool:
             now = time.monotonic()
         if here:
             return True
-        if now - begun > PATIENCE:
-            raise Failure(f"nobody has answered at {place} for {PATIENCE:.0f} s; start the same command on {host}, or mend the way there")
+        if now - begun > patience:
+            raise Failure(f"nobody has answered at {place} for {patience:.0f} s; start the same command on {host}, or mend the way there")
         if now - told > TOLD_EVERY:
             warnings.warn(f"waiting for {place} since {now - begun:.0f} s", Progress, stacklevel=2)
             told = now

@@ -1,7 +1,7 @@
 """Starts the ranks of a job on this machine with torchrun's own agent, and says in one line what became of them.
 
 The agent (https://docs.pytorch.org/docs/stable/elastic/agent.html) finds the other machines, tells each process who it is, and ends all of
-them when one fails. Each rank runs the same command.
+them when one fails. Each rank runs the same command. Where ranks or machines are lost without a word, all go on from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -11,63 +11,135 @@ import os
 import signal
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from threading import Thread
 
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, create_handler
 
-from hasten.contract.errors import Failure, Refusal, one_line
+from hasten.contract.errors import Failure, Notice, Refusal, one_line
 from hasten.engine.budget import usable_cores
-from hasten.launch.endings import FOLDER, Ending, left
-from hasten.launch.meeting import HERE, interface_of, is_host, own_address
+from hasten.launch.elastic import ENDED, Agent, codes_of, how_lost, refuse_another_shape, say_farewell
+from hasten.launch.endings import FOLDER, GOES_ON, left
+from hasten.launch.meeting import HERE, PATIENCE, interface_of, is_host, own_address
 
-GRACE = 60  # seconds that the ranks have to save and to end once one has failed, or they were asked to stop
-MEETING = 300  # seconds that the machines have to find each other
+MEETING = 900  # seconds that the machines have to find each other, and a machine that was lost to come back
+ANSWER = 30  # seconds that a store has to say that it is one
+LAST_CALL = 10  # seconds that fewer machines than could come wait for more
+LOST = (RendezvousConnectionError, dist.DistError)  # whoever has the store is gone
 
 
-def start(words: list[str], processes: int, nodes: int = 1, rendezvous: str | None = None) -> int:
+def start(words: list[str], processes: int, nodes: tuple[int, int] = (1, 1), rendezvous: str | None = None, restarts: int = 0) -> int:
     """Runs ``hasten WORDS`` in so many processes on this machine, and on as many of each other node; the exit code of the command.
 
     Args:
+        nodes: the fewest machines that train, and the most.
         rendezvous: HOST:PORT where the machines meet; one of them is HOST. None: there is one machine only.
+        restarts: so many times all ranks are started again, to go on, when one was lost without a word.
 
     Raises:
         Refusal, Failure: what the first rank that failed had to say, and which it was.
     """
-    address, hosts = (HERE, True) if rendezvous is None else (own_address(rendezvous), is_host(rendezvous))
     _silence_the_agent()
+    address = HERE if rendezvous is None else own_address(rendezvous)
     with tempfile.TemporaryDirectory(prefix="hasten-job-") as folder, _environment(folder, processes, address):
-        config = LaunchConfig(
-            min_nodes=nodes, max_nodes=nodes, nproc_per_node=processes, run_id="hasten", max_restarts=0, monitor_interval=0.1,
-            rdzv_backend="c10d", rdzv_endpoint=rendezvous or f"{HERE}:0", rdzv_configs={"timeout": MEETING, "is_host": hosts}, local_addr=address,
-            logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=dict.fromkeys(range(1, processes), Std.ALL)),
-        )  # fmt: skip
-        try:
-            elastic_launch(config, sys.executable)("-m", "hasten", *words)
-        except ChildFailedError as error:
-            raise _verdict(left(folder), {rank: failure.exitcode for rank, failure in error.failures.items()}) from None
-        except SignalException as error:
-            raise _verdict(left(folder), {}, f"stopped by {signal.Signals(error.sigval).name}") from None
-        except KeyboardInterrupt:
-            raise _verdict(left(folder), {}, "stopped") from None
-        except Exception as error:
-            raise Failure(f"the {nodes} nodes did not meet at {rendezvous}: {one_line(error)}" if rendezvous else one_line(error)) from None
+        patience = PATIENCE
+        while True:
+            hosts = rendezvous is None or is_host(rendezvous, patience)
+            try:
+                result = _elastic(words, processes, nodes, rendezvous, restarts, address, hosts, folder)
+                break
+            except LOST as error:
+                if restarts == 0:
+                    raise Failure(f"{rendezvous} does not answer any more: {one_line(error, 160)}") from None
+            restarts, patience = restarts - 1, MEETING
+            warnings.warn(
+                f"{rendezvous} does not answer any more; waiting for the same command there, to go on together", Notice, stacklevel=2
+            )
+        if result.state in ENDED:
+            raise _verdict(folder, codes_of(result))
         return max((ending.code for ending in left(folder).values()), default=0)
 
 
-def _verdict(endings: dict[int, Ending], codes: dict[int, int], otherwise: str = "the ranks ended without a word") -> Exception:
+def _elastic(words, processes: int, nodes: tuple[int, int], rendezvous, restarts: int, address: str, hosts: bool, folder: str) -> RunResult:
+    """How the ranks of this machine ended at last."""
+    parameters = RendezvousParameters(
+        "c10d", rendezvous or f"{HERE}:0", "hasten", *nodes, address, is_host=hosts, join_timeout=MEETING, last_call_timeout=LAST_CALL
+    )
+    backend, store = _backend(parameters)
+    refuse_another_shape(store, {"--nodes": ":".join(map(str, nodes)), "--processes": str(processes)})
+    handler = create_handler(store, backend, parameters)
+    spec = WorkerSpec(
+        "hasten", processes, handler, entrypoint=sys.executable, args=("-m", "hasten", *words), max_restarts=restarts, monitor_interval=0.1
+    )
+    agent = Agent(spec, DefaultLogsSpecs(log_dir=folder, redirects=dict.fromkeys(range(1, processes), Std.ALL)), folder, store)
+    over = True
+    try:
+        return agent.run()
+    except LOST:
+        over = False
+        raise
+    except SignalException as error:
+        over = error.sigval == signal.SIGINT  # who asks otherwise takes this machine away, and the others may go on
+        raise _verdict(folder, {}, f"stopped by {signal.Signals(error.sigval).name}") from None
+    except KeyboardInterrupt:
+        raise _verdict(folder, {}, "stopped") from None
+    except RendezvousClosedError:
+        raise _verdict(folder, {}, "the job has ended on another machine") from None
+    except RendezvousTimeoutError:
+        raise Failure(f"fewer than {nodes[0]} machines have come to {rendezvous} for {MEETING} s; start the same command on all") from None
+    finally:
+        if over:
+            handler.shutdown()
+            say_farewell(store, agent.get_worker_group().group_world_size or 1, hosts)
+
+
+def _backend(parameters: RendezvousParameters) -> tuple[RendezvousBackend, dist.Store]:
+    """Where the machines meet; torch asks forever who answers there and says nothing.
+
+    Raises:
+        Refusal: it is somebody else.
+    """
+    made: Future = Future()
+
+    def make() -> None:
+        try:
+            made.set_result(create_backend(parameters))
+        except Exception as error:
+            made.set_exception(error)
+
+    Thread(target=make, daemon=True).start()
+    try:
+        return made.result(ANSWER)
+    except (RendezvousConnectionError, TimeoutError):
+        advice = "choose another port, the same on all machines"
+        raise Refusal(f"the machines cannot meet at {parameters.endpoint}: another program has that port; {advice}") from None
+
+
+def _verdict(folder: str, codes: dict[int, int], otherwise: str = "the ranks ended without a word") -> Exception:
     """What the rank has to say that failed first, by its own fault; of one that could not speak, how it ended."""
-    for rank, code in sorted(codes.items()):
-        if rank not in endings and code not in (0, -signal.SIGTERM):  # the agent ends the others by SIGTERM
-            cause = f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}"
-            return Failure(f"rank {rank}: {cause}{' (out of memory?)' if code == -signal.SIGKILL else ''}; the other ranks were ended")
+    endings = left(folder)
+    if lost := how_lost(endings, codes):
+        return Failure(f"{lost}; the other ranks were ended")
     failed = [(rank, ending) for rank, ending in endings.items() if ending.line]
     if not failed:
         return Failure(otherwise)
     rank, first = min(failed, key=lambda each: (each[1].aftermath, each[1].when))
-    return Refusal(first.line) if first.code == 2 else Failure(f"rank {rank}: {first.line}")
+    if first.code == 2:  # most often what all were asked for
+        return Refusal(f"{first.line} (rank {rank})" if rank else first.line)
+    return Failure(f"rank {rank}: {first.line}")
 
 
 def _silence_the_agent() -> None:
@@ -81,8 +153,9 @@ def _silence_the_agent() -> None:
 def _environment(folder: str, processes: int, address: str) -> Iterator[None]:
     """What the ranks find in their environment; ours is as before when they are gone."""
     before = dict(os.environ)
+    os.environ.pop(GOES_ON, None)
     os.environ[FOLDER] = folder
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(GRACE)
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch keeps the address of a store even after its machine was lost
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes)))
     if interface := interface_of(address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # a machine's own name may lead elsewhere

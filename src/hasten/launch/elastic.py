@@ -1,0 +1,123 @@
+"""torch's agent, which starts all ranks again where some were lost without a word, and not where one failed by its own fault.
+
+The machines meet again and again in torch's rendezvous (https://docs.pytorch.org/docs/stable/elastic/rendezvous.html): when ranks have ended, when
+a machine has come, when one has not been heard of for long. What they have to know of each other beyond that stands in the store of the rendezvous.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import warnings
+from contextlib import suppress
+
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+from hasten.contract.errors import Notice, Refusal
+from hasten.launch.endings import GOES_ON, Ending, folder_of_the_run, forget, left
+
+GRACE = 60  # seconds that ranks have to save and to end when they are asked to
+SIGN_OF_LIFE = 5.0  # seconds from one to the next
+SILENCE = 90.0  # seconds without one, after which a machine is given up; TCP takes twice as long as a cable was out
+FAREWELL = 5.0  # seconds for the other machines to read that the job is over
+ENDED = (WorkerState.FAILED, WorkerState.UNHEALTHY)
+SHAPE, OUT, GONE, ALIVE = "hasten/shape", "hasten/out", "hasten/gone", "hasten/alive"  # in the store
+
+
+class Agent(LocalElasticAgent):
+    """The ranks of this machine, from the first start to the last end.
+
+    Args:
+        folder: where they leave what came of them.
+        store: that of the rendezvous.
+    """
+
+    def __init__(self, spec, logs_specs, folder: str, store: dist.Store):
+        super().__init__(spec, logs_specs, shutdown_timeout=GRACE)
+        self.folder, self.store = folder, store
+        self.looked, self.heard = 0.0, {}  # when we looked for signs of life; (machine, sign) -> when it was first seen
+        self._hand_on()
+
+    def _start_workers(self, worker_group: WorkerGroup):
+        forget(self.folder)
+        self.heard = {}
+        if self.store.check([OUT]):
+            os.environ[GOES_ON] = self.store.get(OUT).decode()
+        return super()._start_workers(worker_group)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.HEALTHY and self._misses_a_machine(worker_group):
+            result = RunResult(WorkerState.UNHEALTHY)
+        if result.state in ENDED:
+            endings = left(self.folder)
+            if any(ending.line and not ending.aftermath for ending in endings.values()):
+                self._remaining_restarts = 0
+            elif self._remaining_restarts:
+                lost = how_lost(endings, codes_of(result)) or "ranks of another machine were lost"
+                most = worker_group.spec.max_restarts
+                which = f"restart {most - self._remaining_restarts + 1} of {most}"
+                warnings.warn(f"{lost}; all meet again to go on from the newest checkpoint, {which}", Notice, stacklevel=2)
+        return result
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        if worker_group.state == WorkerState.HEALTHY:
+            warnings.warn("another machine has come; all save, and go on together", Notice, stacklevel=2)
+        self._shutdown(timeout=GRACE)
+        self._hand_on()
+
+    def _hand_on(self) -> None:
+        """Whoever meets us next is to know which run it goes on with."""
+        if out := folder_of_the_run(self.folder):
+            self.store.set(OUT, out)
+
+    def _misses_a_machine(self, worker_group: WorkerGroup) -> bool:
+        """Whether one of the machines has not been heard of for long: it went without closing its connections."""
+        if worker_group.group_world_size == 1 or time.monotonic() < self.looked + SIGN_OF_LIFE:
+            return False
+        store = worker_group.store  # of this meeting alone
+        store.add(f"{ALIVE}/{worker_group.group_rank}", 1)
+        signs = [(machine, store.add(f"{ALIVE}/{machine}", 0)) for machine in range(worker_group.group_world_size)]
+        self.looked = time.monotonic()  # through a broken cable this takes as long as it is broken
+        self.heard = {sign: self.heard.get(sign, self.looked) for sign in signs}
+        return self.looked - min(self.heard.values()) > SILENCE
+
+
+def refuse_another_shape(store: dist.Store, shape: dict[str, str]) -> None:
+    """Makes sure that all machines were given the same numbers, before they wait for each other in vain.
+
+    Raises:
+        Refusal: this one was given others than the first.
+    """
+    first = json.loads(store.compare_set(SHAPE, "", json.dumps(shape)))
+    for option, here in shape.items():
+        if first[option] != here:
+            raise Refusal(f"this machine was given {option} {here}, and another one {option} {first[option]}; say the same on all of them")
+
+
+def say_farewell(store: dist.Store, machines: int, hosts: bool) -> None:
+    """The job is over here: the machine that has the store keeps it until the others know, too."""
+    until = time.monotonic() + FAREWELL
+    with suppress(RuntimeError):  # it is gone with its machine
+        gone = store.add(GONE, 1)
+        while hosts and gone < machines and time.monotonic() < until:
+            time.sleep(0.05)
+            gone = store.add(GONE, 0)
+
+
+def how_lost(endings: dict[int, Ending], codes: dict[int, int]) -> str | None:
+    """Which rank ended without a word, and how; not by the SIGTERM with which the agent ends the others."""
+    for rank, code in sorted(codes.items()):
+        if rank not in endings and code not in (0, -signal.SIGTERM):
+            memory = " (out of memory?)" if code == -signal.SIGKILL else ""
+            return f"rank {rank} was killed by {signal.Signals(-code).name}{memory}" if code < 0 else f"rank {rank} ended with code {code}"
+    return None
+
+
+def codes_of(result: RunResult) -> dict[int, int]:
+    """The exit codes of the ranks that failed, by rank."""
+    return {rank: failure.exitcode for rank, failure in result.failures.items()}

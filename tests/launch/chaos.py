@@ -1,0 +1,173 @@
+"""Kills ranks and machines at random while a run goes on, and counts: what was killed, how often it went on, and which samples the weights saw.
+
+``python tests/launch/chaos.py --kills 30`` on one machine, with ``--machines`` on two (network namespaces; root and iproute2). The run has to end by
+itself with the weights and the log of one that nobody disturbed, bit for bit; each sample counts once a pass, for the weights count them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from machines import begun_on, lose, missing, processes_on, two_machines  # noqa: E402
+
+PASSES = 10  # of counting
+MOST = 600.0  # seconds without a step: it hangs
+RESTARTS = ("--restarts", "999")
+
+
+@dataclass
+class Told:
+    """What came of a run that was disturbed."""
+
+    ranks: int = 0  # killed
+    machines: int = 0
+    recoveries: int = 0
+    said: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def train_words(task: str, out: Path) -> list[str]:
+    return ["train", f"rank_tasks.py:{task}", "--out", str(out), "--checkpoint-every", "0.5s"]
+
+
+def chaos(folder: Path, kills: int, task: str, machines: bool, dice: random.Random) -> Told:
+    """A run into ``folder/run`` of which ranks, and whole machines where there are two, are killed so many times.
+
+    Raises:
+        AssertionError: it does not end by itself and well.
+    """
+    shutil.copy(HERE / "rank_tasks.py", folder)
+    told, began = Told(), time.monotonic()
+    begin = _on_machine if machines else _on_this_machine
+    with two_machines() if machines else nullcontext():
+        jobs = [begin(place, task, folder, told) for place in range(1 + machines)]
+        try:
+            for _ in range(kills):
+                _wait_for_a_step(folder / "run", jobs)
+                time.sleep(dice.uniform(0.0, 2.5))  # between a step and the next checkpoint, while one is written, at the start, in the end
+                if all(job.poll() == 0 for job in jobs):
+                    break
+                place = dice.randrange(len(jobs))
+                if machines and dice.random() < 0.5:
+                    lose(place)
+                    jobs[place].wait()
+                    told.machines += 1
+                    time.sleep(dice.uniform(0.0, 3.0))
+                    jobs[place] = begin(place, task, folder, told)
+                elif ranks := ranks_of(jobs[place], place if machines else None):
+                    with suppress(ProcessLookupError):
+                        os.kill(dice.choice(ranks), signal.SIGKILL)
+                        told.ranks += 1
+            codes = [job.wait(MOST) for job in jobs]
+        finally:
+            for job in jobs:
+                job.kill()
+    told.seconds = time.monotonic() - began
+    told.recoveries = sum("all meet again to go on" in line or "to go on together" in line for line in told.said)
+    assert codes == [0] * len(jobs), (codes, told.said)
+    return told
+
+
+def _on_this_machine(place: int, task: str, folder: Path, told: Told) -> subprocess.Popen:
+    words = [*train_words(task, folder / "run"), "--processes", "2", *RESTARTS, "--quiet"]
+    job = subprocess.Popen(
+        [sys.executable, "-m", "hasten", *words], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    return _heard(job, told)
+
+
+def _on_machine(place: int, task: str, folder: Path, told: Told) -> subprocess.Popen:
+    return _heard(begun_on(place, *train_words(task, folder / "run"), cwd=folder, launch=("--nodes", "2", *RESTARTS)), told)
+
+
+def _heard(job: subprocess.Popen, told: Told) -> subprocess.Popen:
+    """A job whose words are noted as they come."""
+    threading.Thread(target=lambda: told.said.extend(job.stderr), daemon=True).start()
+    return job
+
+
+def ranks_of(job: subprocess.Popen, machine: int | None) -> list[int]:
+    """The processes of the ranks, whatever they are about."""
+    there = processes_on(machine) if machine is not None else children(job.pid)
+    return [pid for pid in there if "RANK" in environment(pid)]
+
+
+def children(pid: int) -> list[int]:
+    with suppress(OSError):
+        return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    return []
+
+
+def environment(pid: int) -> dict[str, str]:
+    with suppress(OSError):
+        pairs = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+        return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+    return {}
+
+
+def _wait_for_a_step(out: Path, jobs: list[subprocess.Popen]) -> None:
+    """Until the run has noted the time of a step once more, or is over."""
+    times, until = out / "times.jsonl", time.monotonic() + MOST
+    size = times.stat().st_size if times.exists() else 0
+    while not (times.exists() and times.stat().st_size != size) and not all(job.poll() is not None for job in jobs):
+        assert time.monotonic() < until, f"no step for {MOST:.0f} s"
+        time.sleep(0.01)
+
+
+def compared(out: Path, undisturbed: Path, passes: int) -> dict[str, bool]:
+    """What has to be true of a run that was disturbed."""
+    weights, others = (load_file(each / "model.safetensors") for each in (out, undisturbed))
+    return {
+        "weights equal, bit for bit": all(weights[name].equal(others[name]) for name in others),
+        "log equal, byte for byte": (out / "log.jsonl").read_bytes() == (undisturbed / "log.jsonl").read_bytes(),
+        "every sample counted once a pass": bool((weights["seen"] == passes).all()),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--machines", action="store_true", help="two machines, which are lost, too")
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    options = parser.parse_args()
+    if options.machines and (why := missing()):
+        print(why)
+        return 2
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        told = chaos(folder, options.kills, "counting_for_long", options.machines, random.Random(options.seed))
+        chaos(folder_of(folder, "undisturbed"), 0, "counting_for_long", False, random.Random())
+        good = compared(folder / "run", folder / "undisturbed/run", 60)
+    print(
+        f"seed {options.seed}: {told.ranks} ranks and {told.machines} machines killed, "
+        f"{told.recoveries} times gone on, ended by itself in {told.seconds:.0f} s"
+    )
+    for what, holds in good.items():
+        print(f"  {what}: {'yes' if holds else 'NO'}")
+    return 0 if all(good.values()) else 1
+
+
+def folder_of(parent: Path, name: str) -> Path:
+    (parent / name).mkdir()
+    return parent / name
+
+
+if __name__ == "__main__":
+    sys.exit(main())

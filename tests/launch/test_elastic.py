@@ -1,0 +1,169 @@
+"""Ranks and machines that are lost: the job goes on by itself, and trains what it would have trained."""
+
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from chaos import chaos, compared, train_words
+from machines import begun_on, cut_the_cable, lose, mend_the_cable, missing, two_machines
+from ranks import free_port
+from test_processes import Job, wait_until_it_trains
+
+from hasten.contract.errors import Refusal
+from hasten.launch import processes
+
+HERE = Path(__file__).parent
+WHY_NOT = missing()
+machines = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    shutil.copy(HERE / "rank_tasks.py", tmp_path)
+    return tmp_path
+
+
+def disturbed(tmp_path, kills: int, task: str, passes: int, on_machines: bool = False, seed: int = 0):
+    for name in ("disturbed", "undisturbed"):
+        (tmp_path / name).mkdir()
+    told = chaos(tmp_path / "disturbed", kills, task, on_machines, random.Random(seed))
+    chaos(tmp_path / "undisturbed", 0, task, False, random.Random())
+    assert all(compared(tmp_path / "disturbed/run", tmp_path / "undisturbed/run", passes).values())
+    return told
+
+
+def test_ranks_are_killed_and_nothing_is_lost_or_seen_twice(tmp_path):
+    told = disturbed(tmp_path, 2, "counting", 10)
+    assert told.ranks > 0 and any("was killed by SIGKILL" in line and "restart 1 of 999" in line for line in told.said), told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_machines", [False, pytest.param(True, marks=machines)])
+def test_thirty_kills(tmp_path, on_machines):
+    told = disturbed(tmp_path, 30, "counting_for_long", 60, on_machines)
+    print(told.ranks, "ranks and", told.machines, "machines killed,", told.recoveries, "times gone on")
+    assert told.ranks + told.machines == 30 and told.recoveries > 0
+
+
+def test_a_port_that_another_program_has(monkeypatch):
+    """One that says nothing: torch would ask it forever."""
+    monkeypatch.setattr(processes, "ANSWER", 1.0)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(Refusal, match="another program has that port; choose another port, the same on all machines"):
+            processes.start(["train", "digits"], 1, (2, 2), f"127.0.0.1:{other.getsockname()[1]}")
+
+
+def test_machines_that_were_given_other_numbers(folder):
+    port = free_port()
+    first = launch(port, 1, folder)
+    try:
+        until = time.monotonic() + 60
+        while socket.socket().connect_ex(("127.0.0.1", port)) and time.monotonic() < until:
+            time.sleep(0.1)
+        second = launch(port, 2, folder)
+        said = second.communicate(timeout=90)[1]
+        assert second.returncode == 2, said
+        assert "this machine was given --processes 2, and another one --processes 1; say the same on all of them" in said
+    finally:
+        first.kill()
+
+
+def launch(port: int, each: int, folder: Path) -> subprocess.Popen:
+    words = [
+        "launch",
+        "--processes",
+        str(each),
+        "--nodes",
+        "2",
+        "--rendezvous",
+        f"127.0.0.1:{port}",
+        "--",
+        "train",
+        "rank_tasks.py:samples",
+    ]
+    return subprocess.Popen([sys.executable, "-m", "hasten", *words], cwd=folder, stderr=subprocess.PIPE, text=True)
+
+
+class Pair:
+    """The same command on two machines."""
+
+    def __init__(self, folder: Path, *launch: str):
+        self.folder, self.launch, self.said = folder, (*launch, "--restarts", "9"), [[], []]
+        self.jobs = [self.begun(0), self.begun(1)]
+
+    def begun(self, machine: int) -> subprocess.Popen:
+        job = begun_on(machine, *train_words("counting_for_long", self.folder / "run"), cwd=self.folder, launch=self.launch)
+        threading.Thread(target=lambda: self.said[machine].extend(job.stderr), daemon=True).start()
+        return job
+
+    def wait_until_it_trains(self, watched: int) -> None:
+        wait_until_it_trains(Job(self.jobs[watched]), self.folder / "run")
+
+    def lose(self, machine: int) -> None:
+        lose(machine)
+        self.jobs[machine].wait()
+
+    def ended(self) -> None:
+        codes = [job.wait(400) for job in self.jobs]
+        assert codes == [0, 0], self.said
+
+
+@pytest.mark.slow
+@machines
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_machine_that_is_lost_is_waited_for(folder, lost):
+    """The first is the one where all meet."""
+    with two_machines():
+        pair = Pair(folder, "--nodes", "2")
+        pair.wait_until_it_trains(0)
+        time.sleep(2)
+        pair.lose(lost)
+        time.sleep(2)
+        pair.jobs[lost] = pair.begun(lost)
+        pair.ended()
+    told = "waiting for the same command there" if lost == 0 else "ranks of another machine were lost"
+    assert any(told in line for line in pair.said[1 - lost]), pair.said
+    undisturbed(folder)
+
+
+@pytest.mark.slow
+@machines
+def test_fewer_machines_go_on_and_take_in_who_comes(folder):
+    with two_machines():
+        pair = Pair(folder, "--nodes", "1:2")
+        pair.wait_until_it_trains(0)
+        pair.lose(1)
+        pair.wait_until_it_trains(0)
+        pair.jobs[1] = pair.begun(1)
+        pair.ended()
+    assert any("another machine has come" in line for line in pair.said[0]), pair.said
+    undisturbed(folder, bits=False)
+
+
+@pytest.mark.slow
+@machines
+def test_a_cable_that_is_out_for_half_a_minute_is_survived(folder):
+    with two_machines():
+        pair = Pair(folder, "--nodes", "2")
+        pair.wait_until_it_trains(0)
+        cut_the_cable()
+        time.sleep(30)
+        mend_the_cable()
+        pair.ended()
+    undisturbed(folder)
+
+
+def undisturbed(folder: Path, bits: bool = True) -> None:
+    """The run is as if nothing had happened; where others shared its batches, all but for rounding."""
+    (folder / "alone").mkdir()
+    chaos(folder / "alone", 0, "counting_for_long", False, random.Random())
+    found = compared(folder / "run", folder / "alone/run", 60)
+    assert all(found.values()) if bits else found["every sample counted once a pass"], found
