@@ -275,3 +275,17 @@ def counting(epochs: int = 10) -> Task:
 
 def counting_for_long() -> Task:
     return counting(60)
+
+
+class InFloat32(Rows):
+    def __getitem__(self, index: int):
+        return self.inputs[index].float(), self.labels[index]
+
+
+def in_float32() -> Task:
+    return task(InFloat32(), validation_data=InFloat32(40, seed=1), model=lambda: network().float())
+
+
+def sluggish() -> Task:
+    """Two passes of it take a second or more; it is learnt in one."""
+    return task(Slow(), epochs=6, target=0.8)

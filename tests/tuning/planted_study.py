@@ -39,6 +39,7 @@ class Planted:
     budget: Budget = field(default_factory=lambda: Budget(1e6))
     task: str = "planted"
     device: str = "cpu"
+    processes: int = 1
     seed: int = 0
     higher_is_better: bool = True
     target: float | None = TARGET

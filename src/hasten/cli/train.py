@@ -19,9 +19,7 @@ HELP = "train a task, with a recipe if one is given"
 def arguments(parser) -> None:
     parser.add_argument("task", metavar="TASK")
     values.add_recipe(parser)
-    parser.add_argument(
-        "--processes", type=values.processes, default=1, metavar="N", help="share every batch out among N processes on this machine (ddp)"
-    )
+    values.add_processes(parser, "share every batch out among N processes on this machine (ddp)")
     values.add_restarts(parser)
     parser.add_argument("--out", type=values.folder, metavar="DIR", help="the run's folder; a new one, runs/train-TASK, unless said")
     parser.add_argument(

@@ -111,6 +111,11 @@ def add_restarts(parser: ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def add_processes(parser: ArgumentParser, what: str) -> None:
+    """The option that says how many train together: ``--processes``."""
+    parser.add_argument("--processes", type=processes, default=1, metavar="N", help=what)
+
+
 def add_recipe(parser: ArgumentParser) -> None:
     """The options that say which methods: ``--recipe`` and ``--with``."""
     parser.add_argument("--recipe", metavar="R.toml", help="a recipe file; without one, the task as it is")

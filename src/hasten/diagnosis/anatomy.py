@@ -14,6 +14,7 @@ from hasten.diagnosis.replacements import BATCH_SIZE, NoUpdate, ReplayedBatch, o
 from hasten.diagnosis.timeline import Timeline
 from hasten.engine.tasks import TaskRef
 from hasten.measure.compare import block_steps
+from hasten.measure.job import Job, started
 from hasten.measure.noise import Noise
 from hasten.measure.ratio import spread
 from hasten.measure.workers import Worker
@@ -66,19 +67,28 @@ class Anatomy:
 
 
 def examine(
-    task: TaskRef, recipe: Recipe, *, device: str, seed: int, budget: float, ceilings: bool = False, watch: Watch = silent
+    task: TaskRef,
+    recipe: Recipe,
+    *,
+    device: str,
+    seed: int,
+    budget: float,
+    ceilings: bool = False,
+    processes: int = 1,
+    watch: Watch = silent,
 ) -> Anatomy:
     """The anatomy of a task under a recipe, from about ``budget`` seconds of its real steps.
 
     Args:
         ceilings: whether to measure too what it would be to do without a phase; takes the larger part of the budget.
+        processes: that train together; the phases are those of rank 0.
 
     Raises:
         Failure: the run could not be built or trained.
     """
     methods = {**recipe.methods, **{outside_name(method): {} for method in (Timeline, ReplayedBatch, NoUpdate)}}
     watch("building the run", 0.0, None)
-    with Worker("hasten.diagnosis.probe:Probe", task=task.to_json(), methods=methods, device=device, seed=seed) as probe:
+    with started(processes, "hasten.diagnosis.probe:Probe", task=task.to_json(), methods=methods, device=device, seed=seed) as probe:
         began = time.monotonic()
         plan = probe.call("build")
         plan["build_seconds"] = time.monotonic() - began
@@ -122,7 +132,7 @@ def evaluation_a_sample(plan: dict, evaluation: float | None) -> float:
     return evaluation / every if evaluation and every else 0.0
 
 
-def _blocks(probe: Worker, count: int, budget: float) -> tuple[list[dict], list[dict]]:
+def _blocks(probe: Worker | Job, count: int, budget: float) -> tuple[list[dict], list[dict]]:
     """Blocks with and without the phases being timed, in turn."""
     timed, plain, began = [], [], time.monotonic()
     while len(plain) < LEAST_PAIRS or (time.monotonic() - began < budget and len(plain) < MOST_PAIRS):
@@ -146,7 +156,7 @@ def _rates(arithmetic: dict, samples_a_second: float) -> dict:
     return {"achieved_gflops": achieved / 1e9, "peak_gflops": peak / 1e9, "share": achieved / peak}
 
 
-def _if_possible(probe: Worker, method: str, **arguments) -> dict | None:
+def _if_possible(probe: Worker | Job, method: str, **arguments) -> dict | None:
     """What a look inside gives; None for a run that does not bear being looked at (a captured graph, a compiled step)."""
     try:
         return probe.call(method, **arguments)

@@ -21,13 +21,16 @@ from hasten.measure.ratio import Ratio
 INSIDE = 0.6  # of the budget, for what one process can tell; another allocator gets what is left
 
 
-def diagnose(task, *, recipe=None, budget: float | str = 60.0, device: str | None = None, seed: int = 0, watch: Watch = silent) -> dict:
+def diagnose(
+    task, *, recipe=None, budget: float | str = 60.0, processes: int = 1, device: str | None = None, seed: int = 0, watch: Watch = silent
+) -> dict:
     """Where a task's time goes and what could be gained.
 
     Args:
         task: a workload's name, ``file.py:function`` or a Task.
         recipe: what it is trained with: a Recipe, a ``.toml`` file or ``--with`` text; None for the task as it is.
         budget: seconds to spend, or a text such as "10m"; exceeded by one experiment at most.
+        processes: that train together. Of several no phase is taken away, so the timeline alone bounds what could be gained.
 
     Returns:
         Plain data: ``verdict`` (a sentence), ``phases`` (share of the wall clock; they sum to 1), ``headroom``
@@ -41,10 +44,11 @@ def diagnose(task, *, recipe=None, budget: float | str = 60.0, device: str | Non
     refuse_conflicts(in_order(make_methods(recipe)))
     cards = {name: method_class(name).card for name in method_names() if name not in recipe.methods}
     began = time.monotonic()
-    anatomy = examine(task, recipe, device=device, seed=seed, budget=budget * INSIDE, ceilings=True, watch=_part(watch, 0.0, INSIDE))
+    where = {"device": device, "seed": seed, "processes": processes}
+    anatomy = examine(task, recipe, **where, budget=budget * INSIDE, ceilings=processes == 1, watch=_part(watch, 0.0, INSIDE))
     left = budget - (time.monotonic() - began)
     outside = exchange_allocator(
-        task, recipe, anatomy.system_share, device=device, seed=seed, budget=left, plan=anatomy.plan, watch=_part(watch, INSIDE, 1.0)
+        task, recipe, anatomy.system_share, **where, budget=left, plan=anatomy.plan, watch=_part(watch, INSIDE, 1.0)
     )
     ratios = anatomy.headroom.ceilings | outside.ceilings
     headroom = _headroom(anatomy, ratios)

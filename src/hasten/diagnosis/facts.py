@@ -27,8 +27,8 @@ def facts_of(program: Program) -> frozenset[str]:
         "matrix weights": any(parameter.ndim >= 2 for parameter in run.model.parameters()),
         "indexed samples": samples is not None,
         "workers": samples is not None or program.train.by is not None,
-        "several processes": not run.ranks.alone,
         "several epochs": loop.epochs > 1,
+        "several processes": not run.ranks.alone,
         "evaluations": program.validation is not None and _evaluations(program) > 1,
     }
     return hardware_facts(run.device) | {fact for fact, holds in held.items() if holds}

@@ -69,7 +69,16 @@ def take_away(
 
 
 def exchange_allocator(
-    task: TaskRef, recipe: Recipe, share: float, *, device: str, seed: int, budget: float, plan: dict, watch: Watch = silent
+    task: TaskRef,
+    recipe: Recipe,
+    share: float,
+    *,
+    device: str,
+    seed: int,
+    budget: float,
+    plan: dict,
+    processes: int = 1,
+    watch: Watch = silent,
 ) -> Headroom:
     """What the method ``allocator`` gives, as far as ``budget`` seconds allow.
 
@@ -87,7 +96,8 @@ def exchange_allocator(
         return found
     watch("what another allocator could give", 0.0, budget)
     try:
-        done = take_turns(task, recipe, recipe.with_method("allocator"), budget=budget - building, device=device, seed=seed, looks=LOOKS)
+        arms, among = (recipe, recipe.with_method("allocator")), (processes, processes)
+        done = take_turns(task, *arms, budget=budget - building, device=device, processes=among, seed=seed, looks=LOOKS)
         found.ceilings["allocator"] = done.ratio
     except (Failure, Refusal) as error:  # it found nothing to act on
         found.not_measured["allocator"] = str(error)

@@ -60,7 +60,7 @@ class Probe(Arm):
     def larger(self) -> Arm:
         """The same run with larger batches, in the same process: the task need not be loaded again."""
         task = TaskRef.of(dataclasses.replace(self.program.run.task, validation_data=None))
-        arm = Arm(task, self.recipe.with_method(outside_name(LargerBatch)).methods, self.device, self.seed)
+        arm = Arm(task, self.recipe.with_method(outside_name(LargerBatch)).methods, self.device, self.seed, self.ranks)
         arm.build()
         return arm
 

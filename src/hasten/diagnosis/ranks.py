@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.contract.errors import Failure, Refusal
-from hasten.contract.ranks import Ranks
+from hasten.contract.ranks import ALONE, Ranks
 from hasten.contract.recipe import Recipe
 from hasten.contract.spans import budget_of
 from hasten.contract.task import Task
@@ -50,7 +50,7 @@ CEILINGS = {EXCHANGE: "silent", INPUT: "replayed"}
 LEAST_ROUNDS, MOST_ROUNDS = 4, 14
 LINK_BYTES = 1_000_000
 EXCHANGES = 3  # in a row, by themselves
-ALONE = "one process has no other to wait for; say --processes 2, or more, or leave launch out"
+NOBODY_ELSE = "one process has no other to wait for; say --processes 2, or more, or leave launch out"
 NOT_SHARED_SO = "the ranks do not train by ddp, and cannot train without talking"
 
 
@@ -73,7 +73,7 @@ def diagnose_ranks(
     task, recipe, device, budget = TaskRef.of(task), Recipe.read(recipe), pick_device(device), budget_of(budget)
     with joined(device) as ranks:
         if ranks.alone:
-            raise Refusal(ALONE)
+            raise Refusal(NOBODY_ELSE)
         refuse_conflicts(in_order(make_methods(recipe)))
         given = task.load()
         code = task.fingerprint() if task.given is None else None
@@ -208,6 +208,12 @@ class RankProbe(Arm):
         """Lets go of the pass that is being read, so that worker processes end now."""
         self.steps.close()
 
+    def _of_all(self, used: dict[str, float]) -> dict[str, float]:
+        return used  # every rank is looked at by itself
+
+    def _meet(self) -> None:
+        pass  # where ranks meet is what is measured
+
     def _switchable(self, program: Program) -> Callable:
         micro, away, ranks = program.micro, taken_away(program.run), program.run.ranks
 
@@ -268,7 +274,7 @@ def _single(probe: RankProbe, ranks: Ranks) -> tuple[Arm | None, dict[str, str]]
         try:
             if probe.program.run.free_memory() < needed:
                 raise Failure("there may be too little memory to try one process")
-            single = Arm(probe.task, methods, probe.device, probe.seed)
+            single = Arm(probe.task, methods, probe.device, probe.seed, ALONE)
             single.build()
         except (Refusal, RuntimeError, MemoryError) as error:
             single, why = None, str(error) or type(error).__name__

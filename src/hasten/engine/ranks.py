@@ -21,6 +21,7 @@ from hasten.contract.errors import Aftermath, Failure, Refusal, one_line
 from hasten.contract.ranks import Ranks
 
 PATIENCE = timedelta(minutes=30)  # for a rank that says nothing, and may be evaluating; one that died is noticed at once
+LEFT_ALONE = "another rank has ended without a word"
 SILENCE = ("closed by peer", "reset by peer", "Broken pipe", "pair closure", "remote process exited")
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -45,8 +46,8 @@ def joined(device: str) -> Iterator[Ranks]:
     try:
         yield _ranks(group)
     except Exception as error:
-        if _is_silence(error) or _is_silence(error.__cause__):
-            raise Aftermath("another rank has ended without a word") from error
+        if tells_of_another(error):
+            raise Aftermath(LEFT_ALONE) from error
         raise
     finally:
         with suppress(RuntimeError, ValueError):  # of a group whose other ranks are gone
@@ -91,6 +92,11 @@ def refuse_strangers(ranks: Ranks, told: dict[str, str]) -> None:
                 raise Refusal(
                     f"rank {rank} has another {what} than rank 0: {answer[what]:.80} instead of {here:.80}; start all ranks alike"
                 )
+
+
+def tells_of_another(error: BaseException) -> bool:
+    """Whether an error says no more than that another rank has gone."""
+    return _is_silence(error) or _is_silence(error.__cause__)
 
 
 def _is_silence(error: BaseException | None) -> bool:

@@ -79,8 +79,7 @@ def weighed(batches: Batches, ranks: Ranks, loop: Loop, clock: Clock, notes: Not
     """
     if ranks.alone:
         return batches
-    if ranks.world > loop.batch_size:
-        raise Refusal(f"{ranks.world} processes cannot share a batch of {loop.batch_size} samples; take fewer, or larger batches")
+    refuse_too_many(ranks.world, loop.batch_size)
     in_order = batches.samples is not None and batches.samples.order is notes.order
 
     def epoch(epoch: int, start: int = 0) -> Iterator:
@@ -104,6 +103,15 @@ def weighed(batches: Batches, ranks: Ranks, loop: Loop, clock: Clock, notes: Not
             del batch  # or its memory could not be used again for the next one
 
     return dataclasses.replace(batches, epoch=epoch)
+
+
+def refuse_too_many(processes: int, samples: int) -> None:
+    """
+    Raises:
+        Refusal: there are more ranks than samples in a batch.
+    """
+    if processes > samples:
+        raise Refusal(f"{processes} processes cannot share a batch of {samples} samples; take fewer, or larger batches")
 
 
 ALIKE = "all have to be given the same data, whole and in the same order; sharing them out (DistributedSampler) is done here"

@@ -1,4 +1,4 @@
-"""One arm of a comparison, inside its own process: builds once, then trains block after block on command."""
+"""One arm of a comparison, inside its own process or as one rank of a job: builds once, then trains block after block on command."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import math
 import resource
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 
 import torch
 
 from hasten.contract.errors import Aftermath, Failure, Refusal
-from hasten.contract.ranks import ALONE, Ranks
+from hasten.contract.ranks import Ranks
 from hasten.contract.recipe import Recipe
 from hasten.contract.task import Task
 from hasten.engine import checkpoint
@@ -24,9 +25,10 @@ from hasten.engine.loop import evaluate, steps
 from hasten.engine.observers import numbers_of
 from hasten.engine.pauses import STEPS_BETWEEN_LOGS
 from hasten.engine.plan import Program, build
+from hasten.engine.ranks import joined
 from hasten.engine.tasks import TaskRef
-from hasten.engine.train import with_strategy
-from hasten.measure.workers import Worker
+from hasten.engine.train import device_of, with_strategy
+from hasten.measure.job import started
 
 WARM_UP_STEPS, WARM_UP_ROUNDS = 3, 4
 LONG_EVALUATION = 10.0  # seconds; over a longer one nobody stumbles
@@ -34,9 +36,12 @@ EVALUATION_SECONDS = 1.0  # a timed evaluation is a slice of about this length, 
 
 
 class Arm:
-    """A run that never ends, in blocks. Times are seconds."""
+    """A run that never ends, in blocks. Times are seconds.
 
-    def __init__(self, task: str | TaskRef, methods: dict, device: str, seed: int, ranks: Ranks = ALONE):
+    ``ranks``: with whom it runs; None: with those of the job that this process was started in.
+    """
+
+    def __init__(self, task: str | TaskRef, methods: dict, device: str, seed: int, ranks: Ranks | None = None):
         self.task = task if isinstance(task, TaskRef) else TaskRef.from_json(task)
         self.recipe, self.device, self.seed, self.ranks = Recipe(methods), device, seed, ranks
         self.unread: list[tuple] = []  # (loss on the device, epoch, batch)
@@ -48,12 +53,16 @@ class Arm:
         Reading the task's own data from disk is not counted: it is the same whatever the recipe.
         """
         task = self.task.load()
+        self.context = ExitStack()  # kept, or else Python would leave it at once; never left: the process ends with the arm
+        if self.ranks is None:
+            self.ranks = self.context.enter_context(joined(self.device))
+            self.device = device_of(self.ranks, self.device)
+        self._meet()
         began = time.perf_counter()
         program = self.program_of(task)
         if program.run.idle:
             raise Failure("; ".join(f"{method} has nothing to act on: {why}" for method, why in program.run.idle))
-        self.context = program.process()  # kept, or else Python would leave it at once; never left: the process ends with the arm
-        self.context.__enter__()
+        self.context.enter_context(program.process())
         self.source = program.train
         self.program = _endless(program, self._epoch)
         self.steps = steps(self.program)
@@ -85,7 +94,7 @@ class Arm:
         return build(task, methods, device=self.device, seed=self.seed, ranks=self.ranks)
 
     def train(self, count: int) -> dict:
-        """A block of steps, synchronised at its ends only.
+        """A block of steps, synchronised at its ends only. Of a job the processors' seconds are those of all ranks.
 
         Raises:
             Failure: a loss that is no finite number.
@@ -101,14 +110,13 @@ class Arm:
         self._synchronise()
         seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
         self._read_losses()
-        return {
-            "seconds": seconds,
-            "samples": clock.samples - samples,
+        used = {
             "cpu": after.ru_utime + after.ru_stime - usage.ru_utime - usage.ru_stime,
             "system": after.ru_stime - usage.ru_stime,
             "faults": after.ru_minflt - usage.ru_minflt,
             "switches": after.ru_nivcsw - usage.ru_nivcsw,
         }
+        return {"seconds": seconds, "samples": clock.samples - samples} | self._of_all(used)
 
     def evaluate(self) -> float:
         """Seconds of one whole evaluation, from a slice of it."""
@@ -124,7 +132,7 @@ class Arm:
         evaluate(program)
         self._synchronise()
         scale = self.validation_batches / batches if batches is not None else 1.0
-        return (time.perf_counter() - began) * scale
+        return self.ranks.most([(time.perf_counter() - began) * scale])[0]  # one number, since it decides what all ranks do next
 
     def _slice(self, seconds: float) -> int | None:
         if not self.validation_batches or seconds <= EVALUATION_SECONDS:
@@ -159,15 +167,24 @@ class Arm:
     def _synchronise(self) -> None:
         if self.program.run.device.type == "cuda":
             torch.cuda.synchronize()
+        self._meet()
+
+    def _of_all(self, used: dict[str, float]) -> dict[str, float]:
+        return dict(zip(used, self.ranks.total(list(used.values())), strict=True))
+
+    def _meet(self) -> None:
+        """Waits for the slowest rank."""
+        if not self.ranks.alone:
+            self.ranks.agree(False)
 
 
-def estimate(task: TaskRef, device: str, seed: int = 0) -> dict:
+def estimate(task: TaskRef, device: str, seed: int = 0, processes: int = 1) -> dict:
     """Seconds that the task's own training will take, from a few steps and one evaluation of it.
 
     Raises:
         Failure, Refusal: the task's own training does not run.
     """
-    with Worker("hasten.measure.arm:Arm", task=task.to_json(), methods={}, device=device, seed=seed) as worker:
+    with started(processes, "hasten.measure.arm:Arm", task=task.to_json(), methods={}, device=device, seed=seed) as worker:
         plan = worker.call("build")
         if 0.0 < (plan["evaluation"] or 0.0) < LONG_EVALUATION:  # a run has many, and the machine may have stumbled over the one
             plan["evaluation"] = min(plan["evaluation"], *(worker.call("evaluate") for _ in range(WARM_UP_ROUNDS)))

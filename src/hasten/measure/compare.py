@@ -2,7 +2,7 @@
 
 What is compared is the time of equal training: the same number of samples through the real step
 (loader, copy, forward, backward, update, reading the losses), with the evaluations that fall due.
-While one arm runs, the other's whole process group is frozen; the order is A B, B A, A B, ..., so that
+While one arm runs, all processes of the other are frozen; the order is A B, B A, A B, ..., so that
 a drift of the machine hits both alike.
 """
 
@@ -23,9 +23,10 @@ from hasten.engine.devices import pick_device
 from hasten.engine.find import make_methods
 from hasten.engine.plan import in_order, refuse_conflicts
 from hasten.engine.tasks import TaskRef
+from hasten.measure.job import Job, refuse_processes, started
 from hasten.measure.noise import Noise
 from hasten.measure.ratio import ERROR, LOOKS, SAME, UNSURE, Ratio, ratio_of, spread, verdict_of, with_evaluations
-from hasten.measure.workers import Worker, listen_anew
+from hasten.measure.workers import Worker, listen_anew, told_already
 
 BLOCK_SECONDS = 0.3  # long enough to bury the timer and the switch between processes
 BLOCK_STEPS = 5
@@ -34,7 +35,7 @@ FEWEST_PAIRS = 3
 FIRST_EVALUATIONS = 2  # of each arm, before the first block
 CLOCKS_AGREE = 0.8  # share of what we see a block take that the arm itself must have seen
 TRIES = 3  # for the clocks to agree
-PATIENCE = 120.0  # seconds beyond the budget after which an arm counts as hanging
+PATIENCE = 120.0  # seconds of silence, beyond the budget, after which an arm counts as hanging
 
 
 @dataclass
@@ -43,6 +44,7 @@ class Side:
 
     recipe: Recipe
     plan: dict
+    processes: int = 1
     blocks: list[dict] = field(default_factory=list)
     evaluations: list[float] = field(default_factory=list)
 
@@ -86,6 +88,7 @@ class Comparison:
             "kind": "compare",
             "a": str(self.a.recipe),
             "b": str(self.b.recipe),
+            "processes": self.a.processes,
             "verdict": self.verdict,
             "ratio": self.ratio.to_json(),
             "blocks": len(self.a.blocks),
@@ -100,7 +103,15 @@ class Comparison:
 
 
 def compare(
-    task, a="baseline", b="baseline", *, budget: float | str = 60.0, device: str | None = None, seed: int = 0, watch: Watch = silent
+    task,
+    a="baseline",
+    b="baseline",
+    *,
+    budget: float | str = 60.0,
+    processes: int = 1,
+    device: str | None = None,
+    seed: int = 0,
+    watch: Watch = silent,
 ) -> dict:
     """Which of two recipes trains a task faster, and by how much.
 
@@ -108,6 +119,7 @@ def compare(
         task: a workload's name, ``file.py:function`` or a Task.
         a, b: recipes: a Recipe, a ``.toml`` file, "baseline" or ``--with`` text.
         budget: seconds to spend at most on blocks, or a text such as "10m".
+        processes: that train together, in either arm; both are whole jobs then.
 
     Returns:
         ``verdict`` ("faster": b is), ``ratio`` (time of a / time of b) with its interval, ``blocks`` and what they showed.
@@ -117,24 +129,48 @@ def compare(
     """
     listen_anew()
     task, budget = TaskRef.of(task), budget_of(budget)
-    done = take_turns(task, Recipe.read(a), Recipe.read(b), budget=budget, device=pick_device(device), seed=seed, watch=watch)
+    recipes = Recipe.read(a), Recipe.read(b)
+    if processes > 1:
+        with told_already():
+            refuse_processes(task.load(), processes)
+    done = take_turns(task, *recipes, budget=budget, processes=(processes,) * 2, device=pick_device(device), seed=seed, watch=watch)
     return {"task": str(task), **done.to_json()}
 
 
 def take_turns(
-    task: TaskRef, a: Recipe, b: Recipe, *, budget: float, device: str, seed: int = 0, looks: Iterable[int] = LOOKS, watch: Watch = silent
+    task: TaskRef,
+    a: Recipe,
+    b: Recipe,
+    *,
+    budget: float,
+    device: str,
+    processes: tuple[int, int] = (1, 1),
+    seed: int = 0,
+    looks: Iterable[int] = LOOKS,
+    patience: float = PATIENCE,
+    watch: Watch = silent,
 ) -> Comparison:
-    """The measurement behind ``compare``. ``looks``: after how many pairs one may stop when sure."""
+    """The measurement behind ``compare``.
+
+    Args:
+        processes: of each arm.
+        looks: after how many pairs one may stop when sure.
+        patience: seconds of silence, beyond the budget, after which an arm counts as hanging. Building is given more than that in one process,
+            which waits for nobody.
+    """
     for recipe in (a, b):  # a wrong request is told before anything is started
         refuse_conflicts(in_order(make_methods(recipe)))
     began, noise, looks = time.monotonic(), Noise(), sorted(looks)
     with ExitStack() as stack:
         arms, sides = [], []
-        for recipe in (b, a):  # the newcomer first: one with nothing to act on is found out at once
+        for recipe, ranks in zip(
+            (b, a), reversed(processes), strict=True
+        ):  # the newcomer first: one with nothing to act on is found out at once
             watch(f"building {recipe}", 0.0, None)
-            arms.insert(0, stack.enter_context(_worker(task, recipe, device, seed)))
-            sides.insert(0, Side(recipe, arms[0].call("build")))
-            arms[0].freeze()
+            arm = started(ranks, "hasten.measure.arm:Arm", task=task.to_json(), methods=recipe.methods, device=device, seed=seed)
+            arms.insert(0, stack.enter_context(arm))
+            sides.insert(0, Side(recipe, arm.call("build", timeout=patience + budget if ranks > 1 else None), ranks))
+            arm.freeze()
         lengths = [block_steps(side.plan) for side in sides]
         ready = time.monotonic()
         while True:
@@ -142,7 +178,7 @@ def take_turns(
                 _take_evaluations(arms, sides)
             pairs = len(sides[0].blocks)
             for turn in (0, 1) if pairs % 2 == 0 else (1, 0):
-                sides[turn].blocks.append(_block(arms[turn], lengths[turn], budget))
+                sides[turn].blocks.append(_block(arms[turn], lengths[turn], patience + budget))
                 arms[turn].freeze()
             pairs += 1
             spent = time.monotonic() - ready
@@ -160,11 +196,7 @@ def take_turns(
     return Comparison(verdict, ratio, *sides, why, time.monotonic() - began, told)
 
 
-def _worker(task: TaskRef, recipe: Recipe, device: str, seed: int) -> Worker:
-    return Worker("hasten.measure.arm:Arm", task=task.to_json(), methods=recipe.methods, device=device, seed=seed)
-
-
-def _block(arm: Worker, steps: int, budget: float) -> dict:
+def _block(arm: Worker | Job, steps: int, patience: float) -> dict:
     """A block of steps, and a second clock beside the arm's own. On a busy machine one answer may come late, and is taken anew.
 
     Raises:
@@ -172,7 +204,7 @@ def _block(arm: Worker, steps: int, budget: float) -> dict:
     """
     for _ in range(TRIES):
         began = time.monotonic()
-        block = arm.call("train", count=steps, timeout=PATIENCE + budget)
+        block = arm.call("train", count=steps, timeout=patience)
         seen = time.monotonic() - began
         if block["samples"] > 0 and CLOCKS_AGREE * seen - 0.05 <= block["seconds"] <= seen + 0.05:
             return block

@@ -26,6 +26,7 @@ import torch
 
 from hasten.contract.card import Exactness
 from hasten.contract.errors import Failure, Refusal, one_line
+from hasten.contract.ranks import ALONE, Ranks
 from hasten.contract.recipe import Recipe
 from hasten.contract.task import Task
 from hasten.engine.devices import pick_device
@@ -64,23 +65,29 @@ def prove(
     seed: int = 0,
     steps: int = 30,
     seconds: float = 60.0,
+    ranks: Ranks = ALONE,
 ) -> Proof:
     """Holds ``candidate`` against ``base`` as its exactness demands.
 
     Args:
         steps: optimizer steps that each arm does at most.
         seconds: after about this long the arms are compared where they are; a step once begun is finished.
+        ranks: that train together, in both arms. All of them have to ask; the first one's answer counts.
+
+    Raises:
+        Failure: the proof could not be run on this rank, and the others would wait for it.
     """
-    case = Case(task, base, candidate, exactness, pick_device(device), seed, steps, seconds)
+    case = Case(task, base, candidate, exactness, pick_device(device), seed, steps, seconds, ranks)
     try:
         with restored():
             if case.device != "cpu":
                 torch.use_deterministic_algorithms(True, warn_only=True)  # so that a run can repeat itself at all
             return _PROOFS[exactness](case)
-    except (Failure, Refusal) as error:
-        return Proof(False, math.nan, str(error))
     except Exception as error:
-        return Proof(False, math.nan, f"the proof could not be run: {one_line(error)}")
+        told = str(error) if isinstance(error, (Failure, Refusal)) else f"the proof could not be run: {one_line(error)}"
+        if not ranks.alone:
+            raise Failure(told) from error
+        return Proof(False, math.nan, told)
 
 
 def _bit_exact(case: Case) -> Proof:

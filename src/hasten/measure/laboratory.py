@@ -1,4 +1,7 @@
-"""Two arms of a proof, run one after the other from one seed: what they exported, and their first gradients."""
+"""Two arms of a proof, run one after the other from one seed: what they exported, and their first gradients.
+
+Where several processes train together, all of them run both arms, and end where anybody's time is over.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,14 @@ from hasten.contract.batch import map_tensors, tensors
 from hasten.contract.card import Card, Exactness, Order
 from hasten.contract.errors import Failure
 from hasten.contract.method import Loop, Method
+from hasten.contract.ranks import ALONE, Ranks
 from hasten.contract.recipe import Recipe
+from hasten.contract.sharded import own_part, whole
 from hasten.engine.find import make_methods
 from hasten.engine.loop import steps as training_steps
 from hasten.engine.plan import Program, build
 from hasten.engine.seeds import undisturbed
+from hasten.engine.train import with_strategy
 
 GRADIENT_BATCHES = 3
 FEWEST_STEPS = 3  # after one step of Adam every rescaling of the gradients is invisible
@@ -30,9 +36,9 @@ LOOKS = "samples between evaluations"
 class Case:
     """What is held against what, and how much time it may take."""
 
-    def __init__(self, task, base, candidate, exactness, device, seed, steps, seconds):
+    def __init__(self, task, base, candidate, exactness, device, seed, steps, seconds, ranks: Ranks = ALONE):
         self.task, self.base, self.candidate, self.exactness = task, base, candidate, exactness
-        self.device, self.seed, self.steps, self.seconds = device, seed, steps, seconds
+        self.device, self.seed, self.steps, self.seconds, self.ranks = device, seed, steps, seconds, ranks
         self.new = {name for name, settings in candidate.methods.items() if base.methods.get(name) != settings}
         loaders = [data for data in (task.train_data, task.validation_data) if isinstance(data, DataLoader)]
         generators = [owner.generator for loader in loaders for owner in (loader, loader.sampler) if getattr(owner, "generator", None)]
@@ -41,7 +47,12 @@ class Case:
     def program(self, recipe: Recipe, *extra: Method) -> Program:
         for generator, state in self.generators:  # a ready DataLoader would go on where the other arm stopped
             generator.set_state(state)
-        return build(self.task, [*make_methods(recipe), *extra], device=self.device, seed=self.seed)
+        methods = with_strategy([*make_methods(recipe), *extra], self.ranks)
+        return build(self.task, methods, device=self.device, seed=self.seed, ranks=self.ranks)
+
+    def over(self, deadline: float) -> bool:
+        """Whether somebody's time is over: all ranks have to do the same."""
+        return self.ranks.agree(time.monotonic() >= deadline)
 
     def refuse_idle(self, program: Program) -> None:
         for name, why in program.run.idle:
@@ -101,7 +112,7 @@ def _run(case: Case, recipe: Recipe, extra: tuple[Method, ...], steps: int) -> A
         for _ in training_steps(program):
             done += 1
             deadline = min(deadline, time.monotonic() + case.seconds / 2)
-            in_time = time.monotonic() < deadline
+            in_time = not case.over(deadline)
             if done == steps or not in_time:
                 break
         weights = _weights(program)
@@ -115,7 +126,7 @@ def _run(case: Case, recipe: Recipe, extra: tuple[Method, ...], steps: int) -> A
 
 
 def _weights(program: Program) -> dict[str, torch.Tensor]:
-    return {name: value.detach().to("cpu", copy=True) for name, value in program.export().state_dict().items()}
+    return {name: value.detach().to("cpu", copy=True) for name, value in whole(program.export().state_dict()).items()}
 
 
 def _digest(program: Program) -> list[tuple[int, str]] | None:
@@ -183,15 +194,17 @@ def first_gradients(case: Case, recipe: Recipe, laboratory: Method, batches: int
         for batch in islice(passes, batches):
             program.micro(program.move(batch))
             program.gradients()
-            gradients = {_plain(name): p.grad.detach().double().cpu() for name, p in model.named_parameters() if p.grad is not None}
+            copied = {"device": "cpu", "dtype": torch.float64, "copy": True}  # ddp writes the next gradients where these are
+            gradients = {_plain(name): p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
+            gradients = {name: gradient.to(**copied) for name, gradient in whole(gradients).items()}
             finite = all(gradient.isfinite().all() for gradient in gradients.values())
             program.update()
-            used = any(not torch.equal(value, start[name]) for name, value in model.named_parameters())
+            used = any(not torch.equal(own_part(value), own_part(start[name])) for name, value in model.named_parameters())
             program.clear()
             model.load_state_dict(start)
             found.append(gradients if finite or used else None)
             good += found[-1] is not None
-            if good == GRADIENT_BATCHES or (good and time.monotonic() > deadline):
+            if good == GRADIENT_BATCHES or (good and case.over(deadline)):
                 break
     case.refuse_idle(program)
     if not good:

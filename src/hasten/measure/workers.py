@@ -20,29 +20,35 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from multiprocessing.connection import Connection
+from types import MappingProxyType
 
-from hasten.contract.errors import Failure, Notice, Progress, Refusal
+import torch
+
+from hasten.contract.errors import Aftermath, Failure, Notice, Progress, Refusal
 from hasten.contract.watch import Watch, silent
+from hasten.engine.budget import usable_cores
 from hasten.engine.failures import explained
+from hasten.engine.ranks import LEFT_ALONE, tells_of_another
 
-OF_A_JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # what is measured is one process, wherever it is asked for
+OF_A_JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # who measures is no rank of what is measured
 SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
 IMPORTED_ONCE = ("torch", "torch._dynamo", "hasten.measure.arm")  # the first optimizer that is made wants dynamo, which takes seconds
+ERRORS = {"Refusal": Refusal, "Aftermath": Aftermath, "Failure": Failure}  # by the word that tells of them
 
 
 class Worker:
     """An object of ours that lives in a process of its own.
 
     ``Worker("module:Class", **arguments)`` makes it there; ``call("name", **arguments)`` runs one of its methods.
-    Use as a context manager: leaving kills the whole process group.
+    Use as a context manager: leaving kills the whole process group. ``_environment`` is what the process finds besides ours.
     """
 
-    def __init__(self, service: str, **arguments):
+    def __init__(self, service: str, _environment: Mapping[str, str] = MappingProxyType({}), **arguments):
         ours, theirs = socket.socketpair()
-        self.pid = _nursery().fork(theirs)
+        self.pid = _nursery().fork(theirs, _environment)
         theirs.close()
         self.connection = Connection(ours.detach())
         self.frozen = False
@@ -54,26 +60,28 @@ class Worker:
         Raises:
             Refusal, Failure: as raised over there; a Failure too if the process died, broke or said nothing for ``timeout`` seconds.
         """
+        self.ask(method, arguments)
+        while True:
+            with self._alive():
+                spoke = self.connection.poll(timeout)
+            if not spoke:
+                self.kill()
+                raise too_long(timeout)
+            kind, content = self.hear()
+            if kind == "result":
+                return content
+            pass_on(kind, content, watch)
+
+    def ask(self, method: str, arguments: dict) -> None:
+        """Lets the process begin with a method; what comes of it is to be heard."""
         self.thaw()
         with self._alive():
             self.connection.send((method, arguments))
-        while True:
-            kind, content = self._next_message(timeout)
-            if kind == "watch":
-                watch(*content)
-            elif kind == "notice":
-                _pass_on(*content)
-            elif kind == "result":
-                return content
-            else:
-                raise {"Refusal": Refusal, "Failure": Failure}.get(kind, Failure)(content)
 
-    def _next_message(self, timeout: float | None) -> tuple[str, object]:
+    def hear(self) -> tuple[str, object]:
+        """(kind, content) of the next thing that the process has to say: "result" at last, or one of ERRORS."""
         with self._alive():
-            if self.connection.poll(timeout):
-                return self.connection.recv()
-        self.kill()
-        raise Failure(f"took longer than {timeout:.0f} s and was ended")
+            return self.connection.recv()
 
     @contextlib.contextmanager
     def _alive(self) -> Iterator[None]:
@@ -125,8 +133,8 @@ class _Nursery:
         with self.process.stdin as told:
             told.write(json.dumps({"path": sys.path, "modules": _installed_modules()}).encode())
 
-    def fork(self, theirs: socket.socket) -> int:
-        request = json.dumps({"path": sys.path, "directory": os.getcwd()}).encode()
+    def fork(self, theirs: socket.socket, environment: Mapping[str, str]) -> int:
+        request = json.dumps({"path": sys.path, "directory": os.getcwd(), "environment": dict(environment)}).encode()
         try:
             socket.send_fds(self.socket, [request], [theirs.fileno()])
             return int(self._answer())
@@ -194,6 +202,24 @@ def told_already() -> Iterator[None]:
 
         warnings.showwarning = show
         yield
+
+
+def pass_on(kind: str, content, watch: Watch) -> None:
+    """What a process says on the way becomes ours.
+
+    Raises:
+        Refusal, Failure: what ended it.
+    """
+    if kind == "watch":
+        watch(*content)
+    elif kind == "notice":
+        _pass_on(*content)
+    else:
+        raise ERRORS[kind](content)
+
+
+def too_long(seconds: float) -> Failure:
+    return Failure(f"took longer than {seconds:.0f} s and was ended")
 
 
 def _pass_on(text: str, is_progress: bool, filename: str, lineno: int) -> None:
@@ -276,6 +302,9 @@ def _live(connection: Connection, request: dict) -> None:
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     os.dup2(2, 1)  # what the user's code prints must not mix with our answers
     sys.path[:] = request["path"]
+    os.environ.update(request["environment"])
+    if "LOCAL_WORLD_SIZE" in request["environment"] and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(usable_cores())  # of a machine that is shared; torch was imported before anybody knew
     with contextlib.suppress(OSError):
         os.chdir(request["directory"])
     tempfile.tempdir = None
@@ -293,13 +322,17 @@ def _live(connection: Connection, request: dict) -> None:
                     answer = getattr(served, method)(**arguments)
                 say("result", answer)
             except (Refusal, Failure) as error:
-                say("Refusal" if isinstance(error, Refusal) else "Failure", str(error))
+                told = Aftermath(error) if tells_of_another(error) else error
+                say(next(word for word, kind in ERRORS.items() if isinstance(told, kind)), str(told))
             except MemoryError:
                 say("Failure", "ran out of memory")
             except SystemExit:
                 say("Failure", "the task's own code ended the process (sys.exit)")
             except Exception as error:
-                say("Failure", _out_of_memory(error) or str(explained(error, "the training", 0)))
+                if tells_of_another(error):
+                    say("Aftermath", LEFT_ALONE)
+                else:
+                    say("Failure", _out_of_memory(error) or str(explained(error, "the training", 0)))
     except (EOFError, ConnectionError):
         pass
     finally:

@@ -140,6 +140,8 @@ def _environment(folder: Path, result: dict) -> dict:
         found = _flat(read_json(beside))
         versions = {name: found.pop(name) for name in _SOFTWARE if name in found}
         machine = found
+    elif (processes := result["processes"] or 1) > 1:
+        machine = machine | {"processes": int(processes)}
     return {"machine": _facts(machine), "versions": _facts(versions), "noise": _facts(result["noise"])}
 
 
@@ -168,7 +170,7 @@ def _recipe(folder: Path, result: dict) -> dict:
     path = folder / "recipe.toml"
     told = result.get("recipe")
     recipe = Recipe.load(path) if path.is_file() else Recipe(told if isinstance(told, dict) else {})
-    command = words.train_command(result["task"] or "TASK", recipe.methods, str(path))
+    command = words.train_command(result["task"] or "TASK", recipe.methods, str(path), result["processes"])
     try:
         return {"recipe": recipe.to_toml().strip() if recipe else "", "recipe_file": str(path), "command": command}
     except (TypeError, ValueError):

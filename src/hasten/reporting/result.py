@@ -18,7 +18,16 @@ RECIPE = {str: {str: SCALAR}}
 POINT = {"seconds": AMOUNT, "samples": AMOUNT, "metric": NUMBER}
 METRIC = {"name": TEXT, "higher_is_better": YES_NO, "target": NUMBER, "unit": TEXT}
 
-COMMON = {"task": TEXT, "verdict": TEXT, "why": TEXT, "machine": FACTS, "versions": FACTS, "noise": FACTS, "seed": NUMBER}
+COMMON = {
+    "task": TEXT,
+    "processes": AMOUNT,
+    "verdict": TEXT,
+    "why": TEXT,
+    "machine": FACTS,
+    "versions": FACTS,
+    "noise": FACTS,
+    "seed": NUMBER,
+}
 
 SHAPES = {
     "tune": COMMON
@@ -30,6 +39,7 @@ SHAPES = {
         "competent_recipe": RECIPE,
         "speedup": INTERVAL,
         "speedup_over_competent": INTERVAL,
+        "one_process": INTERVAL,
         "time_to_target": AMOUNTS,
         "samples_to_target": {str: [AMOUNT]},
         "stopwatch_to_target": {str: [AMOUNT]},

@@ -37,7 +37,15 @@ def tune_answer(result: dict) -> RenderableType:
     else:
         best = figures.best_trial(figures.in_vain(result["trials"]))
         closest = [("the best", f"{best['what']}, {words.with_interval(best['ratio'])}: {best['verdict']}")] if best else []
-        parts.append(pairs([*closest, ("the search", f"took {words.seconds(result['search_seconds'])}. {figures.break_even(result)}")]))
+        parts.append(
+            pairs(
+                [
+                    *closest,
+                    *_one_process(result),
+                    ("the search", f"took {words.seconds(result['search_seconds'])}. {figures.break_even(result)}"),
+                ]
+            )
+        )
     return Group(*parts, *_losers(result["trials"]), *_where(result, won))
 
 
@@ -52,6 +60,8 @@ def compare_answer(result: dict) -> RenderableType:
     evidence = [("time of a / b", f"{words.with_interval(result['ratio'])}, 95 % interval")]
     if result["cpu_ratio"]["median"] is not None:
         evidence.append(("in CPU seconds", words.with_interval(result["cpu_ratio"])))
+    if (result["processes"] or 1) > 1:
+        evidence.append(("processes", f"{result['processes']:.0f} in each arm"))
     evidence.append(("measured", f"{words.count(result['blocks'], 'block', 'blocks')}, the arms taking turns{_noise(result['noise'])}"))
     why = [Text(result["why"])] if result["why"] else []
     return Group(headline(figures.compare_headline(result), result["task"], good), *why, Text(), pairs(evidence), Text(), indented(arms))
@@ -196,8 +206,17 @@ def _sureness(result: dict) -> list[tuple[str, str]]:
     if over["median"] is not None:
         competent = Recipe(result["competent_recipe"])
         rows.append(("competent", f"{words.with_interval(over)} over a set-up by hand{f': {competent}' if competent else ''}"))
+    rows += _one_process(result)
     rows.append(("the search", f"took {words.seconds(result['search_seconds'])}. {figures.break_even(result)}"))
     return rows
+
+
+def _one_process(result: dict) -> list[tuple[str, str]]:
+    """What the original would be without the job."""
+    ratio = result["one_process"]
+    if ratio["median"] is None:
+        return []
+    return [("one process", f"with all cores, is {words.with_interval(ratio)} as fast as {words.plain(result['processes'])} as they are")]
 
 
 def _shares(shares: list[dict]) -> list[RenderableType]:
@@ -241,7 +260,7 @@ def _where(result: dict, won: bool) -> list[RenderableType]:
     if result["out"]:
         told.append(Text(f"Folder: {result['out']}; as a page: hasten report {shlex.quote(result['out'])}", style=QUIET))
     if won and result["recipe"] and result["recipe_file"]:
-        told.append(Text(words.train_command(result["task"], result["recipe"], result["recipe_file"])))
+        told.append(Text(words.train_command(result["task"], result["recipe"], result["recipe_file"], result["processes"])))
     return [Text(), *told] if told else []
 
 

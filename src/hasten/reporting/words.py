@@ -69,10 +69,11 @@ def percent(share: float | None) -> str:
     return "<1 %" if 0 < share < 0.005 else f"{share * 100:.0f} %"
 
 
-def train_command(task: str, methods: Collection[str], file: str) -> str:
+def train_command(task: str, methods: Collection[str], file: str, processes: float | None = 1) -> str:
     """What trains with the methods of a recipe's file; code from outside has to be named once more."""
     outside = [word for name in methods if ":" in name for word in ("--with", name)]
-    return shlex.join(["hasten", "train", task, *(["--recipe", file] if methods else []), *outside])
+    among = ["--processes", f"{processes:.0f}"] if (processes or 1) > 1 else []
+    return shlex.join(["hasten", "train", task, *(["--recipe", file] if methods else []), *outside, *among])
 
 
 def shorten(text: str, length: int) -> str:

@@ -95,10 +95,11 @@ def competent_recipes(device: str, cores: int) -> list[Recipe]:
 
 
 def _rank(each: Candidate) -> tuple:
-    """Offered ones first; then exact before inexact, what everybody sets by hand, high bounds, quick starts, and fewer steps."""
+    """Offered ones first; then exact before inexact, strategies, what everybody sets by hand, high bounds, quick starts, and fewer steps."""
     classes = (*EXACT, Exactness.FEWER_BITS, Exactness.OTHER_MATHS)
     kind = 0 if each.card.exactness in EXACT else classes.index(each.card.exactness)
     first = FEWEST_STEPS_FIRST.index(each.name) if each.name in FEWEST_STEPS_FIRST else len(FEWEST_STEPS_FIRST)
     claimed = each.card.gain[1] if each.card.gain else 1.0
     by_hand = each.name not in BY_HAND  # measured already, for the competent baseline
-    return (not each.offered, kind, each.card.slow_start, by_hand, first, -(each.bound or 1.0), -claimed, each.name)
+    strategy = "shard" in each.card.replaces  # all others are measured with it
+    return (not each.offered, kind, not strategy, each.card.slow_start, by_hand, first, -(each.bound or 1.0), -claimed, each.name)

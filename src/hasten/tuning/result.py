@@ -11,8 +11,9 @@ import psutil
 from hasten.contract.recipe import Recipe
 from hasten.engine.environment import environment
 from hasten.engine.folder import write_whole
+from hasten.measure.ratio import Ratio
 from hasten.tuning.candidates import Candidates
-from hasten.tuning.confirm import Confirmed
+from hasten.tuning.confirm import SURELY_FASTER, Confirmed
 from hasten.tuning.search import Baseline, Ladder
 from hasten.tuning.study import Study
 
@@ -24,6 +25,7 @@ class Found:
     story: dict = field(default_factory=dict)  # the diagnosis
     candidates: Candidates = field(default_factory=Candidates)
     baseline: Baseline | None = None
+    one_process: Ratio | None = None  # how many times as fast the task's own training is in one process as in the job
     pace_seconds: float = 0.0  # for a comparison of the confirmation
     competent: Recipe = field(default_factory=Recipe)
     ladder: Ladder = field(default_factory=Ladder)
@@ -36,10 +38,16 @@ class Found:
     def won(self) -> bool:
         return self.confirmed is not None and self.confirmed.held
 
+    @property
+    def better_alone(self) -> bool:
+        """Whether one process is surely faster than the job, whatever was found for that."""
+        best = self.confirmed.speedup.high if self.won else SURELY_FASTER
+        return self.one_process is not None and self.one_process.low > max(SURELY_FASTER, best)
+
 
 def result_of(study: Study, found: Found, *, metric: str, offered: Recipe) -> dict:
     """Everything as plain data. Speed-up and quality come from the confirmation alone."""
-    confirmed, baseline, won = found.confirmed, found.baseline, found.won
+    confirmed, baseline, won = found.confirmed, found.baseline, found.won and not found.better_alone
     recipe = confirmed.recipe if won else Recipe()
     seconds = confirmed.seconds if won else None
     saved = seconds["baseline"] - seconds["tuned"] if won else 0.0
@@ -47,8 +55,10 @@ def result_of(study: Study, found: Found, *, metric: str, offered: Recipe) -> di
     return {
         "kind": "tune",
         "task": str(study.task),
-        "verdict": "faster" if won else "leave it",
-        "why": _why(confirmed, won, stopped=any(trial["verdict"] == "stopped" for trial in study.trials)),
+        "processes": study.processes,
+        "verdict": "faster" if won else "one process is faster" if found.better_alone else "leave it",
+        "why": _why_alone(study, found) or _why(confirmed, won, stopped=any(trial["verdict"] == "stopped" for trial in study.trials)),
+        "one_process": found.one_process and found.one_process.to_json(),
         "recipe": recipe.methods,
         "metric": {"name": metric, "higher_is_better": study.higher_is_better, "target": study.target},
         "speedup": confirmed.speedup.to_json() if won else None,
@@ -102,6 +112,14 @@ def _why(confirmed: Confirmed | None, won: bool, stopped: bool) -> str:
     if won:
         return f"{confirmed.speedup.median:.1f} times faster to the target; {confirmed.why}"
     return confirmed.why
+
+
+def _why_alone(study: Study, found: Found) -> str | None:
+    """What is to be said where one process is surely faster."""
+    if not found.better_alone:
+        return None
+    best = f", and the best recipe found for these {found.confirmed.speedup}" if found.won else ""
+    return f"one process with all cores is {found.one_process} as fast as {study.processes} as they are{best}; leave --processes out"
 
 
 def _runs(found: Found) -> dict:

@@ -17,6 +17,7 @@ from hasten.contract.errors import Refusal
 from hasten.contract.recipe import Recipe
 from hasten.engine.find import make_methods, method_class
 from hasten.engine.plan import in_order, refuse_conflicts
+from hasten.engine.train import USUAL_STRATEGY
 from hasten.measure.ratio import FASTER, SAME, UNSURE
 from hasten.tuning.study import Study
 
@@ -129,7 +130,7 @@ def _tried(study: Study, base: Recipe, candidate: Candidate, settings: dict, sam
         proof = study.proof(base, recipe, candidate.card.exactness)
         spent += proof["trial_seconds"]
         if not proof.get("passed"):
-            return note("refused", proof.get("why") or proof["failed"])
+            return note(*_unproven(proof))
     outcome = study.pace(base, recipe, seconds=seconds)
     spent += outcome["trial_seconds"]
     if outcome.get("verdict") == UNSURE and outcome["ratio"]["median"] > PROMISING:
@@ -147,9 +148,14 @@ def _tried(study: Study, base: Recipe, candidate: Candidate, settings: dict, sam
     proof = study.proof(base, recipe, candidate.card.exactness)
     spent += 0.0 if candidate.offered else proof["trial_seconds"]
     if not proof.get("passed"):
-        return note("refused", proof.get("why") or proof["failed"])
+        return note(*_unproven(proof))
     note("kept", f"{outcome['why']}; {proof['why']}")
     return recipe, gain
+
+
+def _unproven(proof: dict) -> tuple[str, str]:
+    """(verdict, why) of a proof that has not passed, or has come to no end."""
+    return ("failed", proof["failed"]) if "failed" in proof else ("refused", proof["why"])
 
 
 def gain_of_a_run(outcome: dict, samples: float) -> float:
@@ -181,7 +187,7 @@ def training(study: Study, ladder: Ladder, candidates: list[Candidate], baseline
             if not has_effect:
                 proof = study.proof(base, recipe, candidate.card.exactness)
                 if not proof.get("passed"):
-                    study.note(text, "training", "refused", proof.get("why") or proof["failed"], seconds=proof["trial_seconds"])
+                    study.note(text, "training", *_unproven(proof), seconds=proof["trial_seconds"])
                     break
                 has_effect = True
             outcome = _trained(study, recipe, best, baseline, seen)
@@ -296,4 +302,5 @@ def _by_pace(study: Study, best: Recipe, recipe: Recipe, outcome: Outcome) -> Ou
 def candidate(name: str, bound: float | None = None, settings: dict | None = None, offered: bool = False) -> Candidate:
     """A candidate from its card; settings that the user gave are the only ones tried."""
     card = method_class(name).card
-    return Candidate(name, card, (settings,) if settings else card.tries, bound, offered)
+    tries = tuple(each for each in card.tries if each or name != USUAL_STRATEGY)  # which as it is, is what several processes do anyway
+    return Candidate(name, card, (settings,) if settings else tries, bound, offered)

@@ -20,7 +20,7 @@ from hasten.engine.find import make_method
 from hasten.engine.outcome import reached_at
 from hasten.engine.tasks import TaskRef
 from hasten.measure.compare import PATIENCE, take_turns
-from hasten.measure.workers import Worker
+from hasten.measure.job import started
 from hasten.tuning.ledger import Ledger
 
 SHORT_LOOKS = (6, 9, 14)  # pairs; the search screens, the confirmation measures
@@ -72,6 +72,8 @@ class Study:
     budget: Budget
     watch: Watch
     seed: int = 0
+    processes: int = 1  # that train together
+    patience: float = PATIENCE  # seconds of silence after which a job counts as hanging
     higher_is_better: bool = True
     target: float | None = None
     codes: dict[str, str] = field(default_factory=dict)  # outside methods and the fingerprint of their files
@@ -109,14 +111,16 @@ class Study:
             return False
         return metric >= self.target if self.higher_is_better else metric <= self.target
 
-    def pace(self, a: Recipe, b: Recipe, *, looks=SHORT_LOOKS, seconds: float = 12.0, salt: str = "") -> dict:
-        """Which of two recipes trains the same samples faster: ``measure.compare`` as a dict, or ``failed``."""
+    def pace(self, a: Recipe, b: Recipe, *, looks=SHORT_LOOKS, seconds: float = 12.0, salt: str = "", alone: bool = False) -> dict:
+        """Which of two recipes trains the same samples faster: ``measure.compare`` as a dict, or ``failed``. ``alone``: the second, in one process."""
+        among = (self.processes, 1 if alone else self.processes)
 
         def measure(watch: Watch) -> dict:
-            return take_turns(self.task, a, b, budget=seconds, device=self.device, seed=self.seed, looks=looks, watch=watch).to_json()
+            where = {"device": self.device, "processes": among, "seed": self.seed, "patience": self.patience}
+            return take_turns(self.task, a, b, budget=seconds, looks=looks, watch=watch, **where).to_json()
 
-        what = {"a": a.methods, "b": b.methods, "looks": list(looks), "salt": salt}
-        return self._paid("pace", what, f"{b} against {a}", measure)
+        what = {"a": a.methods, "b": b.methods, "looks": list(looks), "salt": salt} | ({"alone": True} if alone else {})
+        return self._paid("pace", what, f"{b}{' in one process' if alone else ''} against {a}", measure)
 
     def once(self, kind: str, words: str, measure: Callable[[Watch], dict]) -> dict:
         """Anything else that is measured once a search: the probe, the diagnosis."""
@@ -138,7 +142,8 @@ class Study:
         """Seconds of each phase per 1000 training samples; empty where they cannot be told."""
 
         def measure(watch: Watch) -> dict:
-            seen = examine(self.task, recipe, device=self.device, seed=self.seed, budget=ANATOMY_SECONDS, watch=watch)
+            where = {"device": self.device, "processes": self.processes, "seed": self.seed}
+            seen = examine(self.task, recipe, budget=ANATOMY_SECONDS, watch=watch, **where)
             seconds = 1000 * (seen.sample + evaluation_a_sample(seen.plan, seen.evaluation))
             return {"phases": {phase: share * seconds for phase, share in seen.phases.items()}}
 
@@ -149,8 +154,10 @@ class Study:
         self.trials.append({"what": what, "stage": stage, "verdict": verdict, "why": why, "ratio": ratio, "seconds": round(seconds, 2)})
 
     def _in_worker(self, recipe: Recipe, seed: int, method: str, watch: Watch, **arguments) -> dict:
-        with Worker("hasten.tuning.trial:Trial", task=self.task.to_json(), methods=recipe.methods, device=self.device, seed=seed) as worker:
-            return worker.call(method, watch=watch, timeout=max(PATIENCE, self.budget.total), **arguments)
+        about = {"task": self.task.to_json(), "methods": recipe.methods, "device": self.device, "seed": seed}
+        patience = self.patience if self.processes > 1 else max(PATIENCE, self.budget.total)  # one process waits for nobody
+        with started(self.processes, "hasten.tuning.trial:Trial", **about) as worker:
+            return worker.call(method, watch=watch, timeout=patience, **arguments)
 
     def _paid(self, kind: str, what: dict, words: str, measure: Callable[[Watch], dict], failure_lasts: bool = True) -> dict:
         codes = {name: code for name, code in self.codes.items() if json.dumps(name)[1:-1] in json.dumps(what)}

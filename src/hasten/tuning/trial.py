@@ -1,4 +1,4 @@
-"""A trial, inside its own process: a whole run, or a proof. Nothing that it changes survives it."""
+"""A trial, inside its own process or as one rank of a job: a whole run, or a proof. Nothing that it changes survives it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from hasten.contract.method import Evaluation, Loop, Method, Run
 from hasten.contract.recipe import Recipe
 from hasten.contract.watch import silent
 from hasten.engine.outcome import reached_at
+from hasten.engine.ranks import joined
 from hasten.engine.tasks import TaskRef
-from hasten.engine.train import train
+from hasten.engine.train import device_of, train
 from hasten.measure.exactness import prove
 
 
@@ -43,9 +44,11 @@ class Trial:
 
     def prove(self, base: dict, exactness: str, seconds: float) -> dict:
         """{"passed", "number", "why"}: what the candidate's exactness class promises, held against this very task."""
-        proof = prove(
-            self.task.load(), Recipe(base), self.recipe, Exactness[exactness], device=self.device, seed=self.seed, seconds=seconds
-        )
+        with joined(self.device) as ranks:
+            proof = prove(
+                self.task.load(), Recipe(base), self.recipe, Exactness[exactness], device=device_of(ranks, self.device), seed=self.seed,
+                seconds=seconds, ranks=ranks,
+            )  # fmt: skip
         return {**asdict(proof), "number": proof.number if math.isfinite(proof.number) else None}
 
 

@@ -23,14 +23,15 @@ from hasten.engine.environment import cores, own_code
 from hasten.engine.metrics import higher_is_better, name_of
 from hasten.engine.tasks import TaskRef
 from hasten.measure.arm import estimate
-from hasten.measure.ratio import SLOWER
+from hasten.measure.job import refuse_processes
+from hasten.measure.ratio import SLOWER, Ratio
 from hasten.measure.workers import listen_anew, told_already
 from hasten.tuning.candidates import Wanted, candidates_for, competent_recipes
 from hasten.tuning.confirm import SEED_STEP, against_competent, confirm
 from hasten.tuning.gate import FEWEST_SEEDS, stated_margin
 from hasten.tuning.ledger import Ledger
 from hasten.tuning.result import Found, result_of, surroundings, write
-from hasten.tuning.search import NOTHING_TO_DO, Baseline, systems, training
+from hasten.tuning.search import NOTHING_TO_DO, Baseline, gain_of_a_run, systems, training
 from hasten.tuning.shares import leave_one_out, shares_of
 from hasten.tuning.study import ANATOMY_SECONDS, Budget, OutOfBudget, Study
 
@@ -40,6 +41,12 @@ FEWEST_RUNS = 10  # below this, little more than the baselines gets measured
 SMALLEST_BUDGET = 160.0  # seconds; below this the processes themselves are the cost
 SYSTEMS_PART, TRAINING_PART = 0.4, 0.75  # of what is left when each begins
 FEWEST_SECONDS, SCREENING_SECONDS = 5.0, 8.0  # for a comparison of the search
+ONE_PROCESS, ONE_PROCESS_PART = "one process", 0.2
+FEWEST_PATIENCE, PATIENT_PART, SILENT_RUNS = (
+    30.0,
+    1 / 8,
+    2.0,
+)  # of a job: seconds, of the budget, and textbook runs of silence; the most counts
 RESERVED_RUNS = 5.0  # textbook runs kept back for the confirmation: three seeds of both arms, and further ones of the recipe
 
 
@@ -52,6 +59,7 @@ def tune(
     extra: Iterable[str] = (),
     out: str | Path | None = None,
     runs: int = 10,
+    processes: int = 1,
     device: str | None = None,
     seed: int = 0,
     watch: Watch = silent,
@@ -66,6 +74,8 @@ def tune(
         extra: methods to try besides the installed ones, as ``./file.py:Class[:key=value]``.
         out: the folder of the search; a search that was stopped there goes on. ``runs/tune-TASK`` by default.
         runs: trainings that the user expects to do with the result; tells whether the search pays.
+        processes: that train together. What has to be beaten is then the task's own training by so many (ddp); whether one process alone
+            would be faster is measured, too.
 
     Returns:
         The content of ``result.json``: verdict, recipe, speedup, quality, trials, and what they cost.
@@ -78,15 +88,24 @@ def tune(
     ref, device = TaskRef.of(task), pick_device(device)
     with told_already():  # here and not by a trial: in a search that goes on, all of them may be remembered
         loaded = ref.load()
+        refuse_processes(loaded, processes)
     if loaded.validation_data is None:
         raise Refusal("tune needs validation_data and a metric: without them nobody can say that quality did not suffer")
     higher, wanted = higher_is_better(loaded), Wanted.of(consider, extra)  # names and settings are checked before anything runs
     folder = Path(out) if out is not None else Path("runs") / f"tune-{_file_name(str(ref))}"
-    setting = {"task": ref.fingerprint(), "target": loaded.target, "device": device, "seed": seed, "code": own_code()}
+    setting = {
+        "task": ref.fingerprint(),
+        "target": loaded.target,
+        "device": device,
+        "seed": seed,
+        "processes": processes,
+        "code": own_code(),
+    }
     ledger = Ledger(folder, setting | surroundings(device))
     study = Study(
-        ref, device, ledger, Budget(float("inf")), watch, seed=seed, higher_is_better=higher, target=loaded.target, codes=wanted.codes()
-    )
+        ref, device, ledger, Budget(float("inf")), watch, seed=seed, processes=processes, higher_is_better=higher, target=loaded.target,
+        codes=wanted.codes(),
+    )  # fmt: skip
 
     textbook = _set_budget(study, budget)
     found = Found()
@@ -110,8 +129,10 @@ def tune(
 
 def _set_budget(study: Study, budget: float | None) -> float:
     """Fixes what the search may take, and says so before it begins; seconds of one textbook run."""
-    probe = study.once("probe", f"timing a few steps of {study.task}", lambda _: estimate(study.task, study.device, study.seed))
+    words = f"timing a few steps of {study.task}"
+    probe = study.once("probe", words, lambda _: estimate(study.task, study.device, study.seed, study.processes))
     study.budget.total = budget if budget is not None else max(SMALLEST_BUDGET, RUNS_IN_A_BUDGET * probe["seconds"])
+    study.patience = max(FEWEST_PATIENCE, study.budget.total * PATIENT_PART, SILENT_RUNS * probe["seconds"])
     words = f"one textbook run takes about {_words(probe['seconds'])}; the search may take {_words(study.budget.total)}"
     warnings.warn(words, Progress, stacklevel=3)
     if (worth := study.budget.total / probe["seconds"]) < FEWEST_RUNS:
@@ -125,7 +146,8 @@ def _examine(study: Study, found: Found, wanted: Wanted, margin: float | None) -
     seconds = min(40.0, study.budget.total / 8)
 
     def measure(watch: Watch) -> dict:
-        return diagnose(study.task, budget=seconds, device=study.device, seed=study.seed, watch=watch)
+        where = {"device": study.device, "processes": study.processes, "seed": study.seed}
+        return diagnose(study.task, budget=seconds, watch=watch, **where)
 
     found.story = study.once("diagnosis", f"diagnosing {study.task}", measure)
     found.candidates = candidates_for(found.story, wanted)
@@ -136,6 +158,9 @@ def _examine(study: Study, found: Found, wanted: Wanted, margin: float | None) -
     found.pace_seconds = min(30.0, max(FEWEST_SECONDS, study.budget.total / 18))
     textbook = fmean(run["trial_seconds"] for run in found.baseline.runs)
     study.budget.reserved = min(study.budget.total / 2, RESERVED_RUNS * textbook + 2 * found.pace_seconds)
+    if study.processes > 1:
+        with study.budget.part(ONE_PROCESS_PART):
+            found.one_process = _one_process(study, found)
 
 
 def _search(study: Study, found: Found) -> None:
@@ -216,10 +241,22 @@ def _baseline(study: Study, margin: float | None) -> Baseline:
     return baseline
 
 
+def _one_process(study: Study, found: Found) -> Ratio | None:
+    """How many times as fast the task's own training is in one process with all cores as in the job: nobody should pay for several in vain."""
+    outcome = study.pace(Recipe(), Recipe(), seconds=found.pace_seconds, alone=True)
+    if why := outcome.get("failed"):
+        study.note(ONE_PROCESS, "baseline", "failed", why, seconds=outcome["trial_seconds"])
+        return None
+    ratio = outcome["ratio"]
+    scale = gain_of_a_run(outcome, found.baseline.samples_to_target()) / ratio["median"]
+    study.note(ONE_PROCESS, "baseline", outcome["verdict"], outcome["why"], ratio=ratio, seconds=outcome["trial_seconds"])
+    return Ratio(*(scale * ratio[key] for key in ("median", "low", "high")))
+
+
 def _competent(study: Study, seconds: float) -> Recipe:
     """The second baseline: what a competent user sets by hand. Each of the usual forms is compared with the best before it."""
     best, idle = Recipe(), set()
-    for form in competent_recipes(study.device, cores()):
+    for form in competent_recipes(study.device, max(1, cores() // study.processes)):
         while other := form.without(*idle):
             outcome = {} if other == best else study.pace(best, other, seconds=seconds)
             if not (in_vain := {name for name in other.methods if f"{name} {NOTHING_TO_DO}" in outcome.get("failed", "")}):

@@ -1,0 +1,72 @@
+"""Methods with something planted: time lost or won, a rank that hangs, a rank that raises."""
+
+import time
+from contextlib import contextmanager
+from unittest.mock import patch
+
+from hasten import Card, Exactness, Method
+
+AT_STEP, LATE = 5, 0.020
+
+
+class Dozing(Method):
+    """Rank 1 sleeps in every step."""
+
+    card = Card(summary="a straggler", exactness=Exactness.BIT_EXACT, speeds={"update"})
+
+    def update(self, update, run):
+        def late() -> None:
+            if run.ranks.rank == 1:
+                time.sleep(LATE)
+            update()
+
+        return late
+
+
+class Hanging(Method):
+    """Rank 1 does not come back from a step."""
+
+    card = Card(summary="a rank that hangs", exactness=Exactness.BIT_EXACT, speeds={"update"})
+
+    def update(self, update, run):
+        def never() -> None:
+            while run.ranks.rank == 1 and run.clock.step == AT_STEP:
+                time.sleep(1)
+            update()
+
+        return never
+
+
+class Raising(Method):
+    card = Card(summary="a rank that raises", exactness=Exactness.BIT_EXACT, speeds={"update"})
+
+    def update(self, update, run):
+        def raising() -> None:
+            if run.ranks.rank == 1 and run.clock.step == AT_STEP:
+                raise RuntimeError("planted")
+            update()
+
+        return raising
+
+
+class Wakeful(Method):
+    """Nobody sleeps: what a slow dataset loses is won."""
+
+    card = Card(summary="no sleep", exactness=Exactness.BIT_EXACT, speeds={"input"})
+
+    def process(self, context, run):
+        @contextmanager
+        def awake():
+            with context(), patch("time.sleep", lambda seconds: None):
+                yield
+
+        return awake
+
+
+class Unlike(Method):
+    """Says that it is exact, and trains rank 1 otherwise."""
+
+    card = Card(summary="another rate on rank 1", exactness=Exactness.SAME_MATHS, speeds={"update"})
+
+    def backward(self, backward, run):
+        return lambda loss: backward(loss * (2.0 if run.ranks.rank == 1 else 1.0))

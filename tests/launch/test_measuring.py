@@ -1,0 +1,185 @@
+"""``compare`` and ``tune`` with several processes: whole jobs take turns, and what is planted on one rank is found."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import rank_methods
+import rank_tasks
+
+import hasten
+from hasten import Failure, Recipe, Refusal
+from hasten.cli.main import main
+from hasten.contract.errors import Notice
+from hasten.contract.watch import silent
+from hasten.engine.tasks import TaskRef
+from hasten.measure.compare import block_steps, take_turns
+from hasten.measure.ratio import Ratio
+from hasten.tuning import study, tune
+from hasten.tuning.confirm import Confirmed
+from hasten.tuning.gate import Gate
+from hasten.tuning.ledger import Ledger
+from hasten.tuning.result import Found
+from hasten.tuning.search import Ladder, candidate, systems
+from hasten.tuning.study import Budget, Study
+
+HERE = Path(__file__).parent
+TASK = f"{HERE / 'rank_tasks.py'}:samples"
+
+
+def method(name: str) -> str:
+    return f"{HERE / 'rank_methods.py'}:{name}"
+
+
+def study_of(folder: Path, name: str = "samples", **more) -> Study:
+    ref = TaskRef.of(f"{HERE / 'rank_tasks.py'}:{name}")
+    return Study(ref, "cpu", Ledger(folder, {}), Budget(600.0), silent, processes=2, patience=4.0, **more)
+
+
+def test_a_job_against_itself_is_not_called_different():
+    told = hasten.compare(TASK, processes=2, budget=1)
+    assert told["processes"] == 2
+    assert told["verdict"] in ("no difference", "unsure"), told
+    assert told["ratio"]["low"] < 1.02 and told["ratio"]["high"] > 0.98
+    assert all(told["evaluation_seconds"].values())
+
+
+def test_a_straggler_is_found_whichever_rank_it_is():
+    told = hasten.compare(TASK, "baseline", method("Dozing"), processes=2, budget=6)
+    assert told["verdict"] == "slower", told
+    lost = told["seconds_per_1000_samples"]["b"] - told["seconds_per_1000_samples"]["a"]
+    assert lost > 0.8 * rank_methods.LATE * 1000 / rank_tasks.BATCH
+
+
+def test_samples_are_counted_over_all_ranks():
+    told = take_turns(TaskRef.of(TASK), Recipe(), Recipe(), budget=1, processes=(2, 1), device="cpu")
+    assert (told.a.processes, told.b.processes) == (2, 1)
+    for side in (told.a, told.b):
+        whole = rank_tasks.BATCH * block_steps(side.plan)  # but for the last batch of a pass
+        assert all(0.9 * whole <= block["samples"] <= whole for block in side.blocks)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("Raising", r"^rank 1: .*RuntimeError: planted \(rank_methods\.py line \d+\)"), ("Hanging", r"^took longer than 4 s")],
+)
+def test_what_one_rank_does_ends_the_comparison(name, says):
+    began = time.monotonic()
+    with pytest.raises(Failure, match=says):
+        take_turns(TaskRef.of(TASK), Recipe(), Recipe.read(method(name)), budget=1, patience=3.0, processes=(2, 2), device="cpu")
+    assert time.monotonic() - began < 30
+
+
+def test_more_processes_than_a_batch_has_samples_is_refused_before_anything_is_started(tmp_path):
+    for ask in (hasten.compare, lambda task, **more: hasten.tune(task, out=tmp_path / "out", **more)):
+        with pytest.raises(Refusal, match=r"^11 processes cannot share a batch of 10 samples"):
+            ask(TASK, processes=11)
+    assert not (tmp_path / "out").exists()
+
+
+def test_more_processes_than_cores_is_noticed(monkeypatch):
+    def told(*arguments, processes, **others):
+        raise Failure(f"{processes}")
+
+    monkeypatch.setattr("hasten.measure.compare.take_turns", told)
+    monkeypatch.setattr("hasten.measure.job.usable_cores", lambda: 3)
+    with pytest.warns(Notice, match=r"^4 processes share 3 cores: "), pytest.raises(Failure, match=r"^\(4, 4\)$"):
+        hasten.compare(TASK, processes=4)
+
+
+def test_the_command_line_says_how_many(capfd, monkeypatch):
+    monkeypatch.chdir(HERE)
+    code = main(
+        [
+            "compare",
+            "rank_tasks.py:samples",
+            "--a",
+            "baseline",
+            "--b",
+            "ddp:static_graph=true",
+            "--processes",
+            "2",
+            "--budget",
+            "1s",
+            "--json",
+        ]
+    )
+    told = json.loads(capfd.readouterr().out)
+    assert told["processes"] == 2 and told["b"] == "ddp:static_graph=true" and code == (0 if told["verdict"] == "faster" else 1)
+    assert main(["compare", "rank_tasks.py:samples", "--a", "baseline", "--b", "ddp+no_such", "--processes", "2"]) == 2
+    assert main(["tune", "rank_tasks.py:samples", "--processes", "0"]) == 2
+
+
+def test_proofs_are_run_by_the_job(tmp_path):
+    of = study_of(tmp_path)
+    for name in ("ddp:static_graph=true", "ddp:bucket_megabytes=1.0", "gradient_accumulation"):
+        proof = of.proof(Recipe(), Recipe.read(name), hasten.Exactness.SAME_MATHS)
+        assert proof.get("passed"), proof
+    proof = of.proof(Recipe(), Recipe.read(method("Unlike")), hasten.Exactness.SAME_MATHS)
+    assert not proof["passed"] and "in float64 the weights differ by" in proof["why"]
+
+
+def test_the_gradients_of_a_job_are_held_against_each_other(tmp_path):
+    proof = study_of(tmp_path, "in_float32").proof(Recipe(), Recipe.read("bfloat16"), hasten.Exactness.FEWER_BITS)
+    assert proof.get("passed"), proof
+
+
+def test_a_search_goes_on_after_a_rank_that_hangs_and_one_that_raises(tmp_path):
+    """The first by its proof, which comes first where a method is from outside; then by its pace, as if it were ours."""
+    of, ladder = study_of(tmp_path, "slow"), Ladder()
+    names = [method(name) for name in ("Hanging", "Raising", "Wakeful")]
+    systems(of, ladder, [candidate(names[0], offered=True), *map(candidate, names)], 100_000, 1.0)
+    verdicts = [(trial["what"].rpartition(":")[2], trial["verdict"]) for trial in of.trials]
+    assert verdicts == [("Hanging", "failed"), ("Hanging", "failed"), ("Raising", "failed"), ("Wakeful", "kept")], of.trials
+    assert [trial["why"].startswith("took longer than ") for trial in of.trials] == [True, True, False, False]
+    assert of.trials[2]["why"].startswith("rank 1: ")
+    assert ladder.best == Recipe().with_method(names[2])
+
+
+def test_strategies_are_candidates_where_several_processes_train():
+    told = hasten.diagnose(TASK, processes=2, budget=1)
+    assert "several processes" in told["facts"]
+    assert "ddp" in [each["method"] for each in told["advice"]]
+    assert {} not in candidate("ddp").tries, "as it is, it is what is done anyway"
+
+
+@pytest.mark.parametrize(("low", "high", "alone"), [(1.5, 1.7, True), (0.4, 0.6, False), (0.9, 1.2, False)])
+def test_one_process_that_is_faster_has_won(low, high, alone):
+    found = Found(one_process=Ratio((low * high) ** 0.5, low, high))
+    assert found.better_alone is alone
+
+
+def test_a_recipe_for_the_job_that_is_faster_still_has_won():
+    found = Found(one_process=Ratio(1.6, 1.5, 1.7), confirmed=confirmed(Ratio(1.8, 1.7, 1.9)))
+    assert found.won and not found.better_alone
+    found = Found(one_process=Ratio(1.6, 1.5, 1.7), confirmed=confirmed(Ratio(1.3, 1.2, 1.4)))
+    assert found.won and found.better_alone
+
+
+def confirmed(speedup: Ratio) -> Confirmed:
+    gate = Gate(0.9, 0.9, 0.01, None, [], True, True, "planted")
+    return Confirmed(Recipe.read("ddp:static_graph=true"), gate, speedup)
+
+
+@pytest.mark.slow
+def test_a_search_for_a_job_finds_a_recipe_that_trains_one(tmp_path, monkeypatch, capfd):
+    paced = study.Study.pace
+    monkeypatch.setattr(study.Study, "pace", lambda *recipes, **given: paced(*recipes, **(given | {"seconds": 2.0})))
+    monkeypatch.setattr(tune, "FEWEST_PATIENCE", 10.0)
+    monkeypatch.setattr(tune, "PATIENT_PART", 0.01)
+    monkeypatch.chdir(HERE)
+    offered = [word for name in ("Hanging", "Wakeful") for word in ("--with", f"./rank_methods.py:{name}")]
+    words = f"tune rank_tasks.py:sluggish --processes 2 --budget 600s --margin 0.05 --consider ddp --out {tmp_path}/out --json"
+    assert main([*words.split(), *offered]) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert told["verdict"] == "faster" and told["processes"] == 2, told["why"]
+    assert set(told["recipe"]) - {"ddp"} == {"./rank_methods.py:Wakeful"}
+    assert told["one_process"]["median"] < 1
+    hung = next(trial for trial in told["trials"] if "Hanging" in trial["what"])
+    assert hung["verdict"] == "failed" and hung["why"].startswith("took longer than ")
+    words = (
+        f"train rank_tasks.py:sluggish --recipe {told['recipe_file']} --with ./rank_methods.py:Wakeful --processes 2 --out {tmp_path}/run"
+    )
+    assert main(words.split()) == 0
+    assert json.loads((tmp_path / "run/environment.json").read_text())["processes"] == 2
