@@ -61,6 +61,7 @@ TRAITS = {
     "python between kernels": "Python code runs inside every step",
     "gradient size": "how large the gradients are says something",
     "whole weights": "every process has all weights and their gradients",
+    "like weights": "all processes have the same weights after every step",
     "one precision": "one lower precision is chosen for the whole forward pass",
 }
 

@@ -96,6 +96,7 @@ class Run:
     replica: int = 1  # of them that hold one copy of the model between them, and read the same samples; ranks of one copy follow each other
     joint: bool = False  # the model computes only where all ranks compute at once: they evaluate together
     own: dict[str, Any] = field(default_factory=dict)  # as kept, of what every rank has another; taken up by as many ranks only
+    mean: Callable[[dict], dict] = lambda state: state  # of what differs between ranks: what a checkpoint holds for any number of them
     higher_is_better: Callable[[], bool] = lambda: True  # the direction of the task's metric
     cores: Callable[[], int] = lambda: os.cpu_count() or 1  # that this process may use; the engine knows of containers and ranks
     free_memory: Callable[[], int] = lambda: 1 << 32  # bytes that this process may still take; the engine asks the system

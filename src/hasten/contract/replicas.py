@@ -1,22 +1,28 @@
-"""Whole copies of a model, one a process, that are kept alike by averaging their gradients: what strategies have in common."""
+"""Whole copies of a model, one a process, kept alike by averaging their gradients, or their weights: what strategies have in common."""
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 
-from hasten.contract.errors import Notice
-from hasten.contract.method import Clock
+from hasten.contract.batch import map_tensors
+from hasten.contract.batch_norm import BatchNormOfAll
+from hasten.contract.errors import Notice, Refusal
+from hasten.contract.method import Clock, Run
+
+BUCKET = 2_000_000  # numbers that travel together
 
 
 def notice_batch_norm(model: torch.nn.Module) -> None:
     """Says so where batch normalisation would see less than in one process."""
     norms = [part for part in model.modules() if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)]
-    if any(not isinstance(norm, torch.nn.SyncBatchNorm) for norm in norms):
+    if any(not isinstance(norm, (torch.nn.SyncBatchNorm, BatchNormOfAll)) for norm in norms):
         told = "batch normalisation sees each process's part of a batch alone: not the same formula as in one; sync_batch_norm gives that"
         warnings.warn(told, Notice, stacklevel=3)
 
@@ -26,6 +32,119 @@ def make_alike(model: torch.nn.Module) -> None:
     with torch.no_grad():
         for tensor in {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}.values():
             dist.broadcast(tensor, 0)
+
+
+def refuse_sparse(model: torch.nn.Module, who: str) -> None:
+    """Refuses a model with gradients that name the rows they are of."""
+    tables = [name for name, part in model.named_modules() if getattr(part, "sparse", False) is True]
+    if tables:
+        raise Refusal(f"{who} averages whole gradients, and those of {tables[0]} are sparse; make it with sparse=False, or take ddp")
+
+
+def buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The tensors some at a time, those of one list of one type and in one place."""
+    bucket, size = [], 0
+    for tensor in tensors:
+        if bucket and (size + tensor.numel() > BUCKET or (tensor.dtype, tensor.device) != (bucket[0].dtype, bucket[0].device)):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.numel()
+    if bucket:
+        yield bucket
+
+
+@torch.no_grad()
+def average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Makes each tensor its mean over all ranks, or those of a group; they have to ask for the same ones at once."""
+    for bucket in buckets(tensors):
+        together = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        dist.all_reduce(together, group=group)
+        together /= dist.get_world_size(group)
+        for tensor, mean in zip(bucket, together.split([tensor.numel() for tensor in bucket]), strict=True):
+            tensor.copy_(mean.view_as(tensor))
+
+
+class Gradients:
+    """The gradients of some weights on their way to the other ranks. A weight that has none on this rank takes part with zeros.
+
+    Attributes:
+        tensors: one a weight, to be changed in place.
+        shares: of the ranks that have one; it travels with the others.
+    """
+
+    def __init__(self, weights: Sequence[torch.nn.Parameter]):
+        self.weights = weights
+        self.tensors = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights]
+        self.shares = weights[0].new_tensor([weight.grad is not None for weight in weights])
+
+    def handed_back(self) -> None:
+        """Gives the weights what has become of their gradients; one that nobody has a gradient of stays without."""
+        for number, (weight, gradient) in enumerate(zip(self.weights, self.tensors, strict=True)):
+            if weight.grad is None and self.shares[number] > 0:
+                weight.grad = gradient
+
+
+def average_gradients(weights: Sequence[torch.nn.Parameter]) -> None:
+    """Makes the gradient of each weight its mean over all ranks, in few messages."""
+    gradients = Gradients(weights)
+    average([*gradients.tensors, gradients.shares])
+    gradients.handed_back()
+
+
+def apart(run: Run, name: str) -> None:
+    """Lets the copies of the model differ between the ranks: a checkpoint holds the mean, and for each rank its own."""
+    run.own[name] = OwnCopy(run)
+    run.mean = lambda state: mean_of(state, run)
+
+
+class OwnCopy:
+    """This rank's copy of the model, and the state of its optimizer."""
+
+    def __init__(self, run: Run):
+        self.run = run
+
+    def state_dict(self) -> dict:
+        return {"model": self.run.module.state_dict(), "optimizer": self.run.optimizer.state_dict()["state"]}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Comes after the mean, beside whose tensors these are put."""
+        self.run.module.load_state_dict(state["model"])
+        optimizer = self.run.optimizer
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        for number, weight in enumerate(weights):
+            mean = optimizer.state.pop(weight, {})
+            if number in state["optimizer"]:
+                optimizer.state[weight] = {name: _beside(mean.get(name), own) for name, own in state["optimizer"][number].items()}
+
+
+def _beside(there, value):
+    both = isinstance(there, torch.Tensor) and isinstance(value, torch.Tensor)
+    return value.to(there.device) if both else value
+
+
+def mean_of(state, run: Run):
+    """A copy of a state of any nesting, whose real numbers are their mean over all ranks, which ask at once; where it is not built alike on all, it stays."""
+    tensors = []
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor.detach().clone())
+        return tensors[-1]
+
+    state = map_tensors(copied, state)
+    built = crc32(repr([(tensor.shape, tensor.dtype) for tensor in tensors]).encode())
+    most, least = run.ranks.most([built, -built])
+    if most == -least:
+        average(tensor for tensor in tensors if tensor.is_floating_point())
+    return state
+
+
+def mean_model(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy of the model whose weights and statistics are their mean over all ranks, which have to ask at once."""
+    model = copy.deepcopy(model)
+    tensors = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    average(tensor for tensor in tensors.values() if tensor.is_floating_point())
+    return model
 
 
 def talking_last(micro: Callable, clock: Clock, silence: Callable[[], AbstractContextManager]) -> Callable:

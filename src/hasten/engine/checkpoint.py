@@ -128,8 +128,8 @@ def state_of(program: Program, in_parts: bool = False) -> dict:
     own = {"random": random_now(program.train), "own": {name: thing.state_dict() for name, thing in run.own.items()}}
     everybodys = [own] if ranks.alone else [unpacked(state) for state in ranks.every(packed(own))]
     shared_out = {
-        "model": run.module.state_dict(),
-        "optimizer": run.optimizer.state_dict(),
+        "model": run.mean(run.module.state_dict()),
+        "optimizer": run.mean(run.optimizer.state_dict()),
         "kept": {name: thing.state_dict() for name, thing in run.kept.items()},
     }
     if not ranks.alone:
@@ -175,9 +175,11 @@ def restore(program: Program, state: dict) -> None:
         _keep_types(run.optimizer, optimizer)
         if program.schedule is not None:
             program.schedule.load_state_dict(state["schedule"])
+        everybodys = state.get("own", [])  # which earlier hastens did not have
         for name, thing in run.kept.items():
-            thing.load_state_dict(state["kept"][name])
-        _restore_own(run, state.get("own", []))  # which earlier hastens did not have
+            if name in state["kept"] or len(everybodys) == run.ranks.world:  # a strategy keeps nothing where it is alone
+                thing.load_state_dict(state["kept"][name])
+        _restore_own(run, everybodys)
     except Exception as error:
         raise Failure(
             f"the checkpoint does not fit the task as it is now: {one_line(error)}; choose another --out to start anew"

@@ -27,7 +27,7 @@ class Ema(Method):
         source="https://doi.org/10.1137/0330046",  # Polyak and Juditsky 1992
         gain_when="the learning rate stays high to the end, so that the last steps only add noise",
         speeds={"steps"},
-        needs={"whole weights"},
+        needs={"whole weights", "like weights"},
         order=Order.LATE,
         after=("compile", "float16"),
         tries=({"decay": 0.99}, {"decay": 0.999}),

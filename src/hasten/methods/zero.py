@@ -23,10 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from hasten.contract.card import Card, Exactness, Order
 from hasten.contract.errors import Refusal
 from hasten.contract.method import Method, setting
-from hasten.contract.replicas import make_alike, notice_batch_norm, talking_last
+from hasten.contract.replicas import buckets, make_alike, notice_batch_norm, talking_last
 from hasten.contract.task import optimizer_and_schedule
 
-BUCKET = 2_000_000  # numbers that travel together
 FEWEST = 10_000  # numbers that a block has; smaller ones travel with the whole
 
 
@@ -98,7 +97,7 @@ class Zero(Method):
             for part in parts:
                 part.grad = None if part.whole.grad is None else _as_part(part.whole.grad, mesh)
             update()
-            for bucket in _buckets(parts):
+            for bucket in buckets(part for part in parts if part.ndim):
                 _gather(bucket, run.ranks)
 
         return updated
@@ -161,21 +160,6 @@ def _as_part(tensor, mesh):
     rows, rank = -(-len(tensor) // mesh.size()), mesh.get_local_rank()
     own = tensor[rows * rank : rows * (rank + 1)]
     return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride())
-
-
-def _buckets(parts):
-    """The parts that are cut at all, some at a time, of one type."""
-    bucket, size = [], 0
-    for part in parts:
-        if not part.ndim:
-            continue
-        if bucket and (size + part.numel() > BUCKET or part.dtype != bucket[0].dtype):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(part)
-        size += part.numel()
-    if bucket:
-        yield bucket
 
 
 @torch.no_grad()

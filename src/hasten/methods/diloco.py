@@ -1,0 +1,96 @@
+"""Every process trains by itself for ``period`` steps; how far they came, on average, is the gradient of an outer optimizer (DiLoCo).
+
+Douillard et al. 2023, arXiv 2311.08105, algorithm 1. With w the weights that all began the period with, and w_i those rank i has come to,
+
+    d = w - mean of w_i;    v <- momentum v + d;    w <- w - rate (d + momentum v)
+
+which is SGD with Nesterov's momentum in torch's form. All go on from w; the state of the task's own optimizer stays each rank's own.
+Between two outer steps the mean of all ranks is what is evaluated, exported and gone on with by another number of processes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.method import Method, setting
+from hasten.contract.replicas import apart, average, make_alike, mean_model, notice_batch_norm
+
+
+@dataclass(frozen=True)
+class DiLoCo(Method):
+    card = Card(
+        summary="processes train by themselves; an outer optimizer with momentum follows their mean every many steps",
+        exactness=Exactness.OTHER_MATHS,
+        source="Douillard et al. 2023, arXiv 2311.08105",
+        gain_when="the network is so slow that a message every hundreds of steps is what it can carry",
+        speeds={"backward"},
+        applies_to={"several processes"},
+        breaks={"like weights"},
+        order=Order.FIRST,
+        replaces={"shard"},
+        tries=({"period": 50}, {"period": 500}),
+    )
+    period: int = setting(100, at_least=1)  # steps
+    rate: float = setting(0.7, above=0)
+    momentum: float = setting(0.9, at_least=0, below=1)
+
+    def shard(self, model, run):
+        if run.ranks.alone:
+            run.nothing_to_do(self, "there is one process only; say --processes")
+            return model
+        notice_batch_norm(model)
+        make_alike(model)
+        apart(run, self.name)
+        return model
+
+    def update(self, update, run):
+        if run.ranks.alone:
+            return update
+        weights, clock = [weight for weight in run.module.parameters() if weight.requires_grad], run.clock
+        outer = run.kept[self.name] = Outer(weights, self.rate, self.momentum)
+
+        def followed():
+            outer.begin()
+            update()
+            if (clock.step + 1) % self.period == 0:
+                average(weights)
+                outer.step()
+
+        return followed
+
+    def export(self, model, run):
+        return model if run.ranks.alone else mean_model(model)
+
+
+class Outer:
+    """The outer optimizer: the weights, where all ranks began with them, and the velocity."""
+
+    def __init__(self, weights: list[torch.Tensor], rate: float, momentum: float):
+        self.weights, self.rate, self.momentum = weights, rate, momentum
+        self.began: list[torch.Tensor] = []
+        self.velocity: list[torch.Tensor] = []
+
+    def begin(self) -> None:
+        """In the first step, or the first that another number of processes goes on with."""
+        if not self.began:
+            self.began = [weight.detach().clone() for weight in self.weights]
+            self.velocity = [torch.zeros_like(weight) for weight in self.began]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """The weights are the mean of all ranks; they become what all go on from."""
+        moved = torch._foreach_sub(self.began, self.weights)
+        torch._foreach_mul_(self.velocity, self.momentum)
+        torch._foreach_add_(self.velocity, moved)
+        torch._foreach_add_(moved, self.velocity, alpha=self.momentum)
+        torch._foreach_add_(self.began, moved, alpha=-self.rate)
+        torch._foreach_copy_(self.weights, self.began)
+
+    def state_dict(self) -> dict:
+        return {"began": self.began, "velocity": self.velocity}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.began, self.velocity = (
+            [tensor.to(weight.device) for tensor, weight in zip(state[name], self.weights, strict=False)] for name in ("began", "velocity")
+        )

@@ -1,0 +1,82 @@
+"""Every process trains by itself; every ``period`` steps the weights of all are averaged (Local SGD, Stich 2018, arXiv 1805.09767).
+
+    start                   so many steps at first average gradients, as ddp does (post-local SGD, Lin et al. 2018, arXiv 1808.07217)
+    inner, inner_period     ranks that follow each other, ``inner`` at a time (those of one machine), also average among themselves, more often
+                            (hierarchical averaging, section 5 of the latter)
+
+The optimizer's momenta stay each rank's own, as in Lin et al.'s local momentum. A gradient counts by its rank's samples, so that averaging after every
+step of plain SGD is ddp. What is evaluated, exported and gone on with by another number of processes is the mean of all ranks, momenta included.
+"""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.errors import Refusal
+from hasten.contract.method import Method, setting
+from hasten.contract.replicas import apart, average, average_gradients, make_alike, mean_model, notice_batch_norm, refuse_sparse
+
+
+@dataclass(frozen=True)
+class LocalSGD(Method):
+    card = Card(
+        summary="processes train by themselves and average their weights every few steps",
+        exactness=Exactness.OTHER_MATHS,
+        source="Stich 2018, arXiv 1805.09767; Lin et al. 2018, arXiv 1808.07217",
+        gain_when="sending the gradients takes longer than a step's arithmetic; mild periods cost little quality",
+        speeds={"backward"},
+        applies_to={"several processes"},
+        breaks={"like weights"},
+        order=Order.FIRST,
+        replaces={"shard"},
+        tries=({"period": 4}, {"period": 16}, {"period": 16, "start": 500}),
+    )
+    period: int = setting(8, at_least=1)  # steps
+    start: int = setting(0, at_least=0)  # steps
+    inner: int = setting(0, at_least=0)  # ranks of a group; 0: no groups
+    inner_period: int = setting(1, at_least=1)  # steps
+
+    def shard(self, model, run):
+        if run.ranks.alone:
+            run.nothing_to_do(self, "there is one process only; say --processes")
+            return model
+        if self.inner and run.ranks.world % self.inner:
+            raise Refusal(f"local_sgd:inner={self.inner} has to divide the {run.ranks.world} processes")
+        if self.start:
+            refuse_sparse(model, self.name)
+        notice_batch_norm(model)
+        make_alike(model)
+        apart(run, self.name)
+        return model
+
+    def gradients(self, gradients, run):
+        if run.ranks.alone or not self.start:
+            return gradients
+        weights, clock = [weight for weight in run.module.parameters() if weight.requires_grad], run.clock
+
+        def averaged_at_first():
+            gradients()
+            if clock.step < self.start:
+                average_gradients(weights)
+
+        return averaged_at_first
+
+    def update(self, update, run):
+        if run.ranks.alone:
+            return update
+        weights, clock = list(run.module.parameters()), run.clock
+        group = dist.new_subgroups(self.inner)[0] if self.inner else None
+
+        def averaged():
+            update()
+            done = clock.step + 1 - self.start
+            if done > 0 and done % self.period == 0:
+                average(weights)
+            elif done > 0 and self.inner and done % self.inner_period == 0:
+                average(weights, group)
+
+        return averaged
+
+    def export(self, model, run):
+        return model if run.ranks.alone else mean_model(model)

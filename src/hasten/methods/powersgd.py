@@ -1,0 +1,121 @@
+"""Gradients of matrices as products of two thin ones, which is all that travels (PowerSGD, Vogels et al. 2019, arXiv 1905.13727).
+
+For a gradient g of shape (rows, columns) with the rest e that earlier steps left on this rank, and a basis Q of ``rank`` columns from the step before,
+
+    m = g + e;    P = mean over ranks of m Q, made orthonormal;    Q = mean over ranks of m' P;    g <- P Q';    e <- m - P Q'
+
+so that what is cut off is sent later (error feedback). Everything else travels whole. Orthonormal by Householder's QR, which, unlike the paper's Gram-Schmidt,
+also holds where the columns depend on each other: of a gradient of rank 1, or of zeros.
+
+torch's powerSGD_hook starts collectives from the callbacks of DistributedDataParallel's buckets; gloo runs those in several threads, so that with two buckets the
+ranks' messages meet in different orders and the job hangs. Here all gradients go after the backward pass, in two rounds, in the same order on any
+backend. That hides nothing behind the backward pass, and there is little left to hide.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.method import Method, setting
+from hasten.contract.replicas import Gradients, average, average_gradients, make_alike, notice_batch_norm, refuse_sparse
+
+
+@dataclass(frozen=True)
+class PowerSGD(Method):
+    card = Card(
+        summary="gradients of matrices sent as products of two thin ones, what is cut off is sent later",
+        exactness=Exactness.OTHER_MATHS,
+        source="Vogels et al. 2019, arXiv 1905.13727",
+        gain_when="the network is slow and the model has large matrices; start after the first thousand steps if quality suffers",
+        speeds={"backward"},
+        applies_to={"several processes", "matrix weights"},
+        order=Order.FIRST,
+        after=("float16",),  # which changes the scale of the gradients that are remembered
+        replaces={"shard"},
+        tries=({"rank": 4}, {"rank": 2}, {"rank": 1}),
+    )
+    rank: int = setting(2, at_least=1)
+    start: int = setting(0, at_least=0)  # so many steps at first send whole gradients
+    saves: float = setting(2.0, above=0)  # a matrix that would not become so many times shorter travels whole
+
+    def shard(self, model, run):
+        if run.ranks.alone:
+            run.nothing_to_do(self, "there is one process only; say --processes")
+            return model
+        if not any(self._shortens(weight) for weight in model.parameters()):
+            run.nothing_to_do(self, f"no matrix of the model becomes {self.saves:g} times shorter by rank {self.rank}")
+        refuse_sparse(model, self.name)
+        notice_batch_norm(model)
+        make_alike(model)
+        return model
+
+    def gradients(self, gradients: Callable, run):
+        if run.ranks.alone:
+            return gradients
+        weights, clock = [weight for weight in run.module.parameters() if weight.requires_grad], run.clock
+        short = [number for number, weight in enumerate(weights) if self._shortens(weight)]
+        bases = run.kept[self.name] = Tensors([_basis(weights[number], self.rank, run.seed + number) for number in short])
+        rests = run.own[self.name] = Tensors([torch.zeros_like(_matrix(weights[number])) for number in short])
+
+        def exchanged():
+            gradients()
+            if clock.step < self.start or not short:
+                average_gradients(weights)
+            else:
+                _exchange(Gradients(weights), short, bases, rests)
+
+        return exchanged
+
+    def _shortens(self, weight: torch.Tensor) -> bool:
+        if weight.ndim < 2 or not weight.numel() or not weight.requires_grad:
+            return False
+        rows, columns = len(weight), weight.numel() // len(weight)
+        return rows * columns >= self.saves * min(self.rank, rows, columns) * (rows + columns)
+
+
+@torch.no_grad()
+def _exchange(gradients: Gradients, short: list[int], bases: "Tensors", rests: "Tensors") -> None:
+    """Averages the gradients of all ranks, those of the ``short`` ones approximately."""
+    chosen = [gradients.tensors[number] for number in short]
+    whole = [gradient for number, gradient in enumerate(gradients.tensors) if number not in set(short)]
+    matrices = [_matrix(gradient) + rest for gradient, rest in zip(chosen, rests.tensors, strict=True)]
+    seen = [matrix @ basis for matrix, basis in zip(matrices, bases.tensors, strict=True)]
+    average([*whole, gradients.shares, *seen])
+    if not all(columns.isfinite().all() for columns in seen):  # on every rank, and never to be remembered
+        average(chosen)
+        return gradients.handed_back()
+    spans = [torch.linalg.qr(columns).Q for columns in seen]
+    bases.tensors = [matrix.T @ span for matrix, span in zip(matrices, spans, strict=True)]
+    average(bases.tensors)
+    for gradient, matrix, span, basis, rest in zip(chosen, matrices, spans, bases.tensors, rests.tensors, strict=True):
+        sent = span @ basis.T
+        torch.sub(matrix, sent, out=rest)
+        gradient.copy_(sent.view_as(gradient))
+    gradients.handed_back()
+
+
+def _matrix(tensor: torch.Tensor) -> torch.Tensor:
+    """With its first dimension as rows, in float32 at least: nothing factors shorter numbers."""
+    return tensor.detach().reshape(len(tensor), -1).to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _basis(weight: torch.Tensor, rank: int, seed: int) -> torch.Tensor:
+    """Columns that all ranks draw alike."""
+    matrix = _matrix(weight)
+    columns = torch.randn(matrix.shape[1], min(rank, *matrix.shape), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return columns.to(matrix)
+
+
+class Tensors:
+    """Tensors that travel in checkpoints."""
+
+    def __init__(self, tensors: list[torch.Tensor]):
+        self.tensors = tensors
+
+    def state_dict(self) -> dict:
+        return {str(number): tensor for number, tensor in enumerate(self.tensors)}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.tensors = [state[name].to(tensor) for name, tensor in self.state_dict().items()]

@@ -1,0 +1,38 @@
+"""Batch normalisation over the whole batch, of which each process has a part: what one process would compute.
+
+Without it each process normalises its part alone. That is what Goyal et al. 2017 did on purpose (arXiv 1706.02677, remark in section 2.3: the loss
+of each part stays independent of the others); it is another formula, and with few samples a process a worse one.
+"""
+
+from dataclasses import dataclass
+
+from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d
+
+from hasten.contract.batch_norm import Parts, over_all
+from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.method import Method
+
+
+@dataclass(frozen=True)
+class SyncBatchNorm(Method):
+    card = Card(
+        summary="batch normalisation over the parts of all processes together",
+        exactness=Exactness.SAME_MATHS,
+        source="https://docs.pytorch.org/docs/stable/generated/torch.nn.SyncBatchNorm.html; Chan et al. 1983, The American Statistician 37(3)",
+        gain_when="a process has few samples of each batch, so that statistics of its own are poor; it costs a message a layer, there and back",
+        speeds={"steps"},
+        applies_to={"several processes"},
+        order=Order.FIRST,
+    )
+
+    def model(self, model, run):
+        norms = [part for part in model.modules() if type(part) in (BatchNorm1d, BatchNorm2d, BatchNorm3d)]
+        if run.ranks.alone:
+            run.nothing_to_do(self, "there is one process only; say --processes")
+        elif not norms:
+            run.nothing_to_do(self, "the model has no batch normalisation")
+        else:
+            parts = Parts(run.clock, run.ranks.world)
+            for norm in norms:
+                over_all(norm, parts)
+        return model

@@ -1,0 +1,102 @@
+"""Batch normalisation over the parts of all ranks is what one process computes over the whole batch."""
+
+import copy
+
+import pytest
+import rank_tasks
+import torch
+import torch.distributed as dist
+from ranks import together
+from test_ddp import CLOSE, farthest, losses, training_of
+from torch import nn
+
+from hasten.contract.batch import map_tensors
+from hasten.contract.batch_norm import Parts, over_all
+from hasten.contract.method import Clock
+from hasten.engine.train import train
+
+LAYERS = {
+    1: lambda **more: nn.BatchNorm1d(3, dtype=torch.float64, **more),
+    2: lambda **more: nn.BatchNorm2d(3, dtype=torch.float64, **more),
+    3: lambda **more: nn.BatchNorm3d(3, dtype=torch.float64, **more),
+}
+
+
+def with_norm(**changes):
+    return rank_tasks.task(model=lambda: rank_tasks.network(norm=True), **changes)
+
+
+def few_in_the_last_batch():
+    return with_norm(train_data=rank_tasks.Rows(rank_tasks.SAMPLES - 4))
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "zero:stage=1", "zero:stage=3"])
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("make", [with_norm, few_in_the_last_batch])
+def test_a_job_trains_what_one_process_trains(tmp_path, make, world, recipe):
+    """With the running statistics, which are among the exported tensors, however unequal the parts are."""
+    train(make(), device="cpu", out=tmp_path / "alone")
+    answers = together(world, training_of, make, f"{recipe} + sync_batch_norm", tmp_path / "shared")
+    assert [type(answer) for answer in answers] == [dict] * world, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=CLOSE)
+
+
+def test_without_it_another_formula_is_trained(tmp_path):
+    train(with_norm(), device="cpu", out=tmp_path / "alone")
+    together(2, training_of, with_norm, None, tmp_path / "shared")
+    assert farthest(tmp_path / "shared", tmp_path / "alone") > 1e-3
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("dimensions", "settings"), [
+    (1, {}), (2, {}), (3, {"momentum": None}), (2, {"affine": False}), (1, {"track_running_stats": False}),
+])  # fmt: skip
+def test_a_layer_over_parts(world, dimensions, settings):
+    """Outputs, gradients and statistics; the first rank has most of the samples."""
+    inputs, weights = batch(dimensions)
+    layer = LAYERS[dimensions](**settings)
+    inputs.requires_grad_()
+    for _ in range(2):
+        outputs = layer(inputs)
+    (outputs * weights).sum().backward()
+    parts = [arrays_as_tensors(part) for part in together(world, over_parts, dimensions, settings)]
+    assert torch.allclose(torch.cat([part["outputs"] for part in parts]), outputs, rtol=0, atol=1e-12)
+    assert torch.allclose(torch.cat([part["of inputs"] for part in parts]), inputs.grad, rtol=0, atol=1e-12)
+    for name, weight in layer.named_parameters():
+        assert torch.allclose(sum(part["of weights"][name] for part in parts), weight.grad, rtol=1e-12)
+    for part in parts:
+        assert all(torch.allclose(part["statistics"][name], value, rtol=1e-12) for name, value in layer.named_buffers())
+
+
+def batch(dimensions: int):
+    generator = torch.Generator().manual_seed(5)
+    shape = (13, 3, *[2] * (dimensions if dimensions > 1 else 0))
+    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) * 3 + 100 * first for first in (True, False))
+
+
+def arrays_as_tensors(part: dict) -> dict:
+    return {name: arrays_as_tensors(value) if isinstance(value, dict) else torch.as_tensor(value) for name, value in part.items()}
+
+
+def over_parts(rank: int, dimensions: int, settings: dict) -> dict:
+    dist.init_process_group("gloo")
+    world = dist.get_world_size()
+    first, end = (0, 13 - 2 * (world - 1)) if rank == 0 else (13 - 2 * (world - rank), 13 - 2 * (world - rank - 1))
+    inputs, weights = (tensor[first:end] for tensor in batch(dimensions))
+    layer = LAYERS[dimensions](**settings)
+    over_all(layer, Parts(Clock(whole=13), world))
+    layer = copy.deepcopy(layer)  # as methods that export a copy do
+    inputs = inputs.clone().requires_grad_()
+    for _ in range(2):
+        outputs = layer(inputs)
+    (outputs * weights).sum().backward()
+    answer = {
+        "outputs": outputs,
+        "of inputs": inputs.grad,
+        "of weights": {name: weight.grad for name, weight in layer.named_parameters()},
+        "statistics": dict(layer.named_buffers()),
+    }
+    dist.barrier()
+    dist.destroy_process_group()
+    return map_tensors(lambda tensor: tensor.detach().numpy(), answer)  # a tensor would have to be fetched while its process lives

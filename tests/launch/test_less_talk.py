@@ -1,0 +1,333 @@
+"""Strategies that say less to each other, against their own definitions, replayed in one process in float64."""
+
+import copy
+import json
+
+import pytest
+import rank_tasks
+import torch
+from ranks import together, training
+from safetensors.torch import load_file
+from test_ddp import CLOSE, broken_off, farthest, taken_up, training_of
+from torch import nn
+
+from hasten.contract.errors import Failure, Refusal
+from hasten.contract.ranks import Ranks
+from hasten.engine.checkpoint import loaded
+from hasten.engine.plan import build
+from hasten.engine.train import train
+
+APART = ["local_sgd:period=4,start=10", "local_sgd:period=7,inner=1,inner_period=2", "diloco:period=4"]
+LESS = [*APART, "powersgd:rank=1,saves=1.7,start=7", "ddp + compressed_gradients"]
+
+
+class ByHand:
+    """So many copies of a task's model, each with an optimizer, and the parts of the batches that they would read as ranks."""
+
+    def __init__(self, task, world: int):
+        program = build(task)
+        self.models = [copy.deepcopy(program.run.module) for _ in range(world)]
+        self.optimizers = [task.optimizer(model) for model in self.models]
+        self.weights = [list(model.parameters()) for model in self.models]
+        self.batches = [batch for epoch in range(int(task.epochs)) for batch in program.train.epoch(epoch, 0)]
+        self.world = world
+
+    def with_gradients(self):
+        """Before every step, its number, counted from 1; each copy has the gradients of its part, which counts by its samples."""
+        for number, (inputs, labels) in enumerate(self.batches, 1):
+            for rank, model in enumerate(self.models):
+                first, end = Ranks(rank, self.world).part(len(labels))
+                weight = self.world * (end - first) / len(labels)
+                model.zero_grad()
+                (nn.functional.cross_entropy(model(inputs[first:end]), labels[first:end]) * weight).backward()
+            yield number
+
+    def step(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def average_gradients(self):
+        for alike in zip(*self.weights, strict=True):
+            mean = torch.stack([weight.grad for weight in alike]).mean(0)
+            for weight in alike:
+                weight.grad = mean.clone()
+
+    @torch.no_grad()
+    def average(self, ranks=None):
+        for alike in zip(*(self.weights if ranks is None else [self.weights[rank] for rank in ranks]), strict=True):
+            mean = torch.stack(list(alike)).mean(0)
+            for weight in alike:
+                weight.copy_(mean)
+
+    def against(self, out) -> float:
+        """How far the weights of a run are from the mean of the copies, relative to the greatest."""
+        there, names = load_file(out / "model.safetensors"), [name for name, _ in self.models[0].named_parameters()]
+        self.average()
+        pairs = [(there[name], weight.detach()) for name, weight in zip(names, self.weights[0], strict=True)]
+        return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+
+
+def trained(tmp_path, world: int, recipe: str, make=rank_tasks.samples):
+    answers = together(world, training_of, make, recipe, tmp_path / "run")
+    assert [type(answer) for answer in answers] == [dict] * world, answers
+    assert len({answer["metric"] for answer in answers}) == 1
+    return tmp_path / "run"
+
+
+def momentum() -> object:
+    """Plain arithmetic of stochastic gradient descent, whose momentum shows whose it is."""
+    return rank_tasks.task(optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.8))
+
+
+@pytest.mark.parametrize("make", [rank_tasks.samples, momentum])
+@pytest.mark.parametrize(("world", "settings"), [
+    (2, {"period": 4}), (3, {"period": 1}), (2, {"period": 5, "start": 10}),
+    (4, {"period": 6, "inner": 2, "inner_period": 2}), (4, {"period": 8, "start": 3, "inner": 2, "inner_period": 3}),
+])  # fmt: skip
+def test_local_sgd_is_what_stich_and_lin_define(tmp_path, world, settings, make):
+    hand = ByHand(make(), world)
+    period, start = settings["period"], settings.get("start", 0)
+    inner, inner_period = settings.get("inner", 1), settings.get("inner_period", 1)
+    for number in hand.with_gradients():
+        if number <= start:
+            hand.average_gradients()
+        hand.step()
+        since = number - start
+        if since > 0 and since % period == 0:
+            hand.average()
+        elif since > 0 and since % inner_period == 0:
+            for first in range(0, world, inner):
+                hand.average(range(first, first + inner))
+    recipe = "local_sgd:" + ",".join(f"{name}={value}" for name, value in settings.items())
+    assert hand.against(trained(tmp_path, world, recipe, make)) < CLOSE
+
+
+def test_averaging_after_every_plain_step_is_ddp(tmp_path):
+    """However unequal the parts are: every sample counts the same."""
+    train(plain(), device="cpu", out=tmp_path / "alone")
+    assert farthest(trained(tmp_path, 4, "local_sgd:period=1", plain), tmp_path / "alone") < CLOSE
+
+
+@pytest.mark.parametrize(("world", "period"), [(2, 5), (4, 1), (3, 9)])
+def test_diloco_is_what_douillard_defines(tmp_path, world, period):
+    """With torch's own SGD as the outer optimizer."""
+    hand = ByHand(rank_tasks.samples(), world)
+    outer = [nn.Parameter(weight.detach().clone()) for weight in hand.weights[0]]
+    optimizer = torch.optim.SGD(outer, lr=0.7, momentum=0.9, nesterov=True)
+    for number in hand.with_gradients():
+        hand.step()
+        if number % period == 0:
+            hand.average()
+            for weight, mean in zip(outer, hand.weights[0], strict=True):
+                weight.grad = weight.detach() - mean.detach()
+            optimizer.step()
+            with torch.no_grad():
+                for weights in hand.weights:
+                    for weight, new in zip(weights, outer, strict=True):
+                        weight.copy_(new)
+    assert hand.against(trained(tmp_path, world, f"diloco:period={period}")) < CLOSE
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_compressed_gradients_are_rounded_once_and_added(tmp_path, name):
+    short, hand = {"bf16": torch.bfloat16, "fp16": torch.float16}[name], ByHand(rank_tasks.samples(), 2)
+    for _ in hand.with_gradients():
+        for alike in zip(*hand.weights, strict=True):
+            one, other = ((weight.grad / 2).to(short) for weight in alike)
+            for weight in alike:
+                weight.grad = (one + other).double()
+        hand.step()
+    out = trained(tmp_path, 2, f"ddp:bucket_megabytes=0.0001 + compressed_gradients:format={name}")
+    assert hand.against(out) < CLOSE
+    train(rank_tasks.samples(), device="cpu", out=tmp_path / "alone")
+    assert 1e-9 < farthest(out, tmp_path / "alone") < 0.1, "it rounds, and not much"
+
+
+@pytest.mark.parametrize("start", [0, 7])
+@pytest.mark.parametrize(("world", "rank"), [(2, 1), (4, 1), (3, 2)])
+def test_powersgd_is_what_vogels_defines(tmp_path, world, rank, start):
+    """With the paper's Gram-Schmidt. The last layer's gradient, whose two rows are opposite, travels whole: shortened, its rounding errors are fed
+    back and grow from step to step, in the direction that changes no output."""
+    hand = ByHand(rank_tasks.samples(), world)
+    short = [0]
+    bases = [hand.weights[0][number].new_empty(0) for number in range(len(hand.weights[0]))]
+    for number in short:
+        columns = hand.weights[0][number].shape[1]
+        bases[number] = torch.randn(columns, rank, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+    rests = [[torch.zeros_like(weight) for weight in weights] for weights in hand.weights]
+    for step in hand.with_gradients():
+        own = [[weight.grad.clone() for weight in weights] for weights in hand.weights]
+        hand.average_gradients()
+        for number in short if step > start else []:
+            matrices = [own[of][number] + rests[of][number] for of in range(world)]
+            span = orthonormal(sum(matrix @ bases[number] for matrix in matrices) / world)
+            bases[number] = sum(matrix.T @ span for matrix in matrices) / world
+            for of in range(world):
+                hand.weights[of][number].grad = span @ bases[number].T
+                rests[of][number] = matrices[of] - hand.weights[of][number].grad
+        hand.step()
+    assert hand.against(trained(tmp_path, world, f"powersgd:rank={rank},saves=1.7,start={start}")) < CLOSE
+
+
+def orthonormal(columns: torch.Tensor) -> torch.Tensor:
+    done = []
+    for column in columns.T:
+        for other in done:
+            column = column - (other @ column) * other
+        done.append(column / column.norm())
+    return torch.stack(done, dim=1)
+
+
+@pytest.mark.parametrize("recipe", ["powersgd:rank=8,saves=0.1", "powersgd:rank=8", "powersgd:rank=1,saves=1,start=100"])
+def test_powersgd_of_full_rank_is_ddp(tmp_path, recipe):
+    """As is one that finds nothing to shorten, and one that has not started yet."""
+    train(rank_tasks.samples(), device="cpu", out=tmp_path / "alone")
+    assert farthest(trained(tmp_path, 3, recipe), tmp_path / "alone") < CLOSE
+
+
+@pytest.mark.parametrize("recipe", LESS)
+def test_a_run_that_was_broken_off_goes_on_bit_by_bit(tmp_path, recipe):
+    make = rank_tasks.dropping
+    whole = trained(tmp_path, 2, recipe, make)
+    broken = together(2, broken_off, make, tmp_path / "broken", recipe)
+    assert all(isinstance(answer, Exception) for answer in broken), broken
+    answers = together(2, taken_up, make, tmp_path / "broken", recipe)
+    assert [type(answer) for answer in answers] == [dict] * 2, answers
+    assert farthest(tmp_path / "broken", whole) == 0
+    assert (tmp_path / "broken/log.jsonl").read_bytes() == (whole / "log.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("recipe", LESS)
+def test_a_run_goes_on_at_another_size(tmp_path, recipe, world):
+    make = rank_tasks.samples
+    together(2, broken_off, make, tmp_path / "run", recipe)
+    answers = together(world, taken_up, make, tmp_path / "run") if world > 1 else [taken_up(0, make, tmp_path / "run")]
+    assert [type(answer) for answer in answers] == [dict] * world, answers
+    assert answers[0]["steps"] == 46 and answers[0]["metric"] > 0.8
+
+
+@pytest.mark.parametrize("recipe", LESS)
+def test_what_one_process_began_goes_on_at_two(tmp_path, recipe):
+    with pytest.raises(Failure):
+        broken_off(0, rank_tasks.samples, tmp_path / "run", recipe)
+    answers = together(2, taken_up, rank_tasks.samples, tmp_path / "run")
+    assert [type(answer) for answer in answers] == [dict] * 2, answers
+
+
+@pytest.mark.parametrize("recipe", APART)
+def test_a_checkpoint_holds_the_mean_and_everybodys_own(tmp_path, recipe):
+    together(2, broken_off, rank_tasks.samples, tmp_path / "run", recipe)
+    state = loaded(max((tmp_path / "run/checkpoints").iterdir()))
+    (name,) = state["own"][0]
+    ones, others = (own[name]["model"] for own in state["own"])
+    assert all(torch.equal(state["model"][key], (ones[key] + others[key]) / 2) for key in ones)
+    assert any(not torch.equal(ones[key], others[key]) for key in ones), "the checkpoint was made where the ranks agree"
+    moments = [own[name]["optimizer"][0]["exp_avg"] for own in state["own"]]
+    assert torch.equal(state["optimizer"]["state"][0]["exp_avg"], sum(moments) / 2)
+
+
+@pytest.mark.parametrize("recipe", APART)
+def test_the_mean_is_what_is_judged(tmp_path, recipe):
+    out = trained(tmp_path, 2, recipe, with_norm)
+    model = with_norm().model()
+    model.load_state_dict(load_file(out / "model.safetensors"))
+    rows = rank_tasks.Rows(40, seed=1)
+    right = (model.eval()(rows.inputs).argmax(1) == rows.labels).double().mean().item()
+    assert json.loads((out / "result.json").read_text())["metric"] == pytest.approx(right)
+
+
+@pytest.mark.parametrize("recipe", LESS)
+def test_pieces_of_a_batch_change_nothing(tmp_path, recipe):
+    whole = trained(tmp_path / "whole", 2, recipe)
+    assert farthest(trained(tmp_path, 2, f"{recipe} + gradient_accumulation:pieces=3"), whole) < (1e-2 if "compressed" in recipe else CLOSE)
+
+
+@pytest.mark.parametrize("recipe", ["powersgd:rank=8,saves=0.1", "local_sgd:period=3,start=100"])
+def test_gradients_are_shortened_after_they_were_averaged(tmp_path, recipe):
+    train(rank_tasks.samples(), "gradient_clipping:max_norm=0.1", device="cpu", out=tmp_path / "alone")
+    assert farthest(trained(tmp_path, 2, f"{recipe} + gradient_clipping:max_norm=0.1"), tmp_path / "alone") < CLOSE
+
+
+def test_gradients_are_shortened_by_each_rank_where_nobody_averages_them(tmp_path):
+    hand = ByHand(rank_tasks.samples(), 2)
+    for number in hand.with_gradients():
+        for weights in hand.weights:
+            nn.utils.clip_grad_norm_(weights, 0.1)
+        hand.step()
+        if number % 3 == 0:
+            hand.average()
+    assert hand.against(trained(tmp_path, 2, "local_sgd:period=3 + gradient_clipping:max_norm=0.1")) < CLOSE
+
+
+@pytest.mark.parametrize("recipe", ["powersgd:rank=1,saves=1", "local_sgd:period=3,start=100"])
+def test_a_weight_that_nobody_used_is_left_alone(tmp_path, recipe):
+    """And one that some rank used is not: its gradient is the mean."""
+    train(with_a_spare(), device="cpu", out=tmp_path / "alone")
+    out = trained(tmp_path, 2, recipe, with_a_spare)
+    spare = "spare.weight"
+    assert torch.equal(load_file(out / "model.safetensors")[spare], load_file(tmp_path / "alone/model.safetensors")[spare])
+
+
+def test_an_overflow_is_not_remembered():
+    """float16 skips a step whose gradients are not finite; the rest that later steps add must not be."""
+    assert together(2, rests_after_an_overflow) == [True, True]
+
+
+@pytest.mark.parametrize(("recipe", "says"), [
+    ("local_sgd:inner=2", "local_sgd:inner=2 has to divide the 3 processes"),
+    ("local_sgd + compressed_gradients", "compressed_gradients rounds what ddp sends"),
+    ("local_sgd + diloco", "both replace shard"),
+    ("local_sgd + ema", "ema needs like weights, which local_sgd takes away"),
+    ("powersgd + zero", "both replace shard"),
+    ("compressed_gradients:format=int8", "format must be"),
+])  # fmt: skip
+def test_what_cannot_be_is_told(recipe, says):
+    told = together(3, training, rank_tasks.samples(), recipe)
+    assert all(isinstance(answer, Refusal) and says in str(answer) for answer in told), told
+
+
+def test_sparse_gradients_are_refused():
+    told = together(2, training, sparse(), "powersgd")
+    assert all(isinstance(answer, Refusal) and "those of 0 are sparse" in str(answer) for answer in told), told
+
+
+def plain():
+    return rank_tasks.task(optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.3))
+
+
+def with_norm():
+    return rank_tasks.task(model=lambda: rank_tasks.network(norm=True))
+
+
+def with_a_spare():
+    """Weight decay would shrink a weight that has a gradient of zeros."""
+
+    class Spare(nn.Sequential):
+        def __init__(self):
+            super().__init__(*rank_tasks.network())
+            self.spare = nn.Linear(8, 8, dtype=torch.float64)
+
+        def forward(self, inputs):
+            for part in list(self)[:-1]:
+                inputs = part(inputs)
+            return inputs
+
+    return rank_tasks.task(model=Spare, optimizer=lambda model: torch.optim.AdamW(model.parameters(), weight_decay=0.1))
+
+
+def sparse():
+    return rank_tasks.task(model=lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)))
+
+
+def rests_after_an_overflow(rank: int) -> bool:
+    from hasten.engine.find import make_method
+    from hasten.engine.ranks import joined
+
+    with joined("cpu") as ranks:
+        program = build(plain(), [make_method("powersgd", {"rank": 1, "saves": 1.0})], ranks=ranks)
+        for weight in program.run.module.parameters():
+            weight.grad = torch.full_like(weight, float("inf") if rank else 1.0)
+        program.gradients()
+        rests = program.run.own["powersgd"].tensors
+        return not any(rest.any() for rest in rests) and all(not w.grad.isfinite().any() for w in program.run.module.parameters())
