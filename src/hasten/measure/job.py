@@ -6,6 +6,7 @@ the job, and so does silence. Frozen are all of them or none. Where they meet, a
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from contextlib import ExitStack
@@ -139,6 +140,6 @@ def _told(rank: int, processes: int, port: int) -> dict[str, str]:
     """What a rank finds in its environment: what torchrun tells."""
     told = {
         "RANK": rank, "WORLD_SIZE": processes, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": processes,
-        "MASTER_ADDR": HERE, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True, "GLOO_SOCKET_IFNAME": interface_of(HERE) or "",
+        "MASTER_ADDR": HERE, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True, "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(HERE) or "",
     }  # fmt: skip
     return {name: str(value) for name, value in told.items() if value != ""}

@@ -1,0 +1,90 @@
+"""A slow network between the processes of one machine: a namespace whose only way from itself to itself leads through this program.
+
+``python slow_cable.py MEGABITS MILLISECONDS COMMAND ...`` runs a command there. Who talks over the interface ``slow0``, a TUN device, talks to itself through this
+program: what comes out of it is held for so many milliseconds, let through at so many megabits a second, and put back. Both directions of the
+cable pass the same gate, so it lets through twice its rate. The loopback interface is there too, and as fast as ever. Wants root and iproute2.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import struct
+import subprocess
+import sys
+import threading
+import time
+from queue import SimpleQueue
+
+ADDRESS, INTERFACE = "10.88.0.1", "slow0"
+LARGEST = 60_000  # bytes of a packet: few large ones spare this program the time
+MAKE_TUN, TUN_WITHOUT_HEADER = 0x400454CA, 0x1001  # linux/if_tun.h
+OF_NETWORK = 0x40000000  # linux/sched.h
+BACKLOG = 0.2  # seconds of the cable's rate that wait in it, beyond which packets are dropped
+
+
+def main(megabits: float, milliseconds: float, command: list[str]) -> int:
+    name = f"slow-cable-{os.getpid()}"
+    ip("netns", "add", name)
+    try:
+        with open(f"/run/netns/{name}") as namespace:
+            ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), OF_NETWORK)
+        relay(tun(), 2e6 * megabits / 8, milliseconds / 1e3)
+        return subprocess.run(command, env=os.environ | {"GLOO_SOCKET_IFNAME": INTERFACE}).returncode
+    finally:
+        ip("netns", "del", name)
+
+
+def tun() -> int:
+    """The device, and the rules by which what is sent to the address takes its way."""
+    device = os.open("/dev/net/tun", os.O_RDWR)
+    fcntl.ioctl(device, MAKE_TUN, struct.pack("16sH22x", INTERFACE.encode(), TUN_WITHOUT_HEADER))
+    ip("link", "set", "lo", "up")
+    ip("addr", "add", f"{ADDRESS}/32", "dev", INTERFACE)
+    ip("link", "set", INTERFACE, "mtu", str(LARGEST), "up")
+    for what in ("all/rp_filter", f"{INTERFACE}/rp_filter"):
+        write(f"/proc/sys/net/ipv4/conf/{what}", "0")
+    write(f"/proc/sys/net/ipv4/conf/{INTERFACE}/accept_local", "1")
+    ip("route", "add", ADDRESS, "dev", INTERFACE, "src", ADDRESS, "table", "100")
+    ip("rule", "add", "pref", "10", "iif", INTERFACE, "lookup", "local")
+    ip("rule", "add", "pref", "20", "to", ADDRESS, "lookup", "100")
+    ip("rule", "add", "pref", "30", "lookup", "local")
+    ip("rule", "del", "pref", "0")
+    return device
+
+
+def relay(device: int, rate: float, delay: float) -> None:
+    """Puts every packet back, later: bytes a second, and seconds."""
+    waiting: SimpleQueue = SimpleQueue()
+
+    def take() -> None:
+        free = 0.0  # when the gate has let through what came before
+        while True:
+            packet = os.read(device, LARGEST + 64)
+            now = time.monotonic()
+            if free < now + BACKLOG:
+                free = max(free, now) + len(packet) / rate
+                waiting.put((free + delay, packet))
+
+    def give() -> None:
+        while True:
+            due, packet = waiting.get()
+            time.sleep(max(0.0, due - time.monotonic()))
+            os.write(device, packet)
+
+    for end in (take, give):
+        threading.Thread(target=end, daemon=True).start()
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True)
+
+
+def write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main(float(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]))

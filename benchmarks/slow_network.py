@@ -1,0 +1,60 @@
+"""What the tuner makes of a job of two processes whose network is slow: 200 Mbit/s and 5 ms each way, against DistributedDataParallel.
+
+Runs ``hasten tune`` on ``slow_network_task.py`` in a namespace whose processes talk through ``slow_cable.py``, and nothing else is told to it: it
+measures the original (ddp), tries what it knows, and confirms the winner on fresh seeds. What the cable does is measured beside it (``hasten network``).
+
+Figure: a recipe at least 3x faster in time to target than ddp, quality inside the margin, found by the tuner alone.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from _common import finish, parser, say, show, tell
+
+WANTED = 3.0
+MEGABITS, MILLISECONDS = "200", "5"
+HERE = Path(__file__).parent
+TASK = f"{HERE / 'slow_network_task.py'}:task"
+
+
+def on_the_cable(*words: str) -> dict:
+    """The answer of a command there."""
+    command = [sys.executable, str(HERE / "slow_cable.py"), MEGABITS, MILLISECONDS, sys.executable, "-m", "hasten", *words, "--json"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout)
+
+
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("--budget", default="12m", help="of the search")
+    options = options.parse_args()
+    tell("measuring the cable")
+    reduce = on_the_cable("network", "--processes", "2")["collectives"]["all-reduce"]
+    tell("searching")
+    with tempfile.TemporaryDirectory() as folder:
+        found = on_the_cable("tune", TASK, "--processes", "2", "--budget", options.budget, "--out", folder)
+    return told(options, reduce, found)
+
+
+def told(options, reduce: dict, found: dict) -> int:
+    say(f"An all-reduce of two processes on this cable: {1e3 * reduce['latency']:.0f} ms + {reduce['bandwidth'] / 1e6:.0f} MB/s.\n")
+    rows = [
+        (trial["what"], trial["stage"], trial["verdict"], f"{trial['ratio']['median']:.2f}x" if trial.get("ratio") else "")
+        for trial in found["trials"]
+        if trial["verdict"] != "not tried"
+    ]
+    show(("tried", "when", "verdict", "ratio"), rows)
+    speedup, quality = found.get("speedup") or {"median": 1.0, "low": 1.0, "high": 1.0}, found.get("quality") or {}
+    say(f"\nverdict: {found['verdict']}; recipe: {found['recipe']}; quality: {quality}")
+    figure = f"at least {WANTED:g}x as fast as ddp to the target, quality inside the margin; it is {speedup['median']:.2f}x ({speedup['low']:.2f} to {speedup['high']:.2f})"
+    reached = found["verdict"] == "faster" and bool(quality.get("passed")) and speedup["median"] >= WANTED
+    return finish(options, figure, reached, {"all-reduce": reduce, "result": found})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
