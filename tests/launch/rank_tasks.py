@@ -181,6 +181,88 @@ class Scaled(nn.Module):
         return self.scale * self.last(torch.tanh(self.first(inputs) + self.shift))
 
 
+class Layer(nn.Module):
+    """Attention over four heads, then a gated pair of layers with dropout between."""
+
+    def __init__(self, width: int, dropout: float):
+        super().__init__()
+        self.norm, self.norm_too = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.value, self.mix = (nn.Linear(width, width) for _ in range(3))
+        self.key = nn.Linear(width, width, bias=False)  # whose gradient would be rounding alone, which Adam makes as large as any other
+        self.gate, self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        x = x + self.attention(self.norm(x))
+        inputs = self.norm_too(x)
+        return x + self.down(self.dropout(nn.functional.silu(self.gate(inputs)) * self.up(inputs)))
+
+    def attention(self, x):
+        batch, length, width = x.shape
+        heads = (each(x).view(batch, length, 4, width // 4).transpose(1, 2) for each in (self.query, self.key, self.value))
+        seen = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.mix(seen.transpose(1, 2).reshape(batch, length, width))
+
+
+class Tower(nn.Module):
+    """Each input a place of its own; a few like layers; a buffer that is part of the sum."""
+
+    def __init__(self, depth: int = 3, width: int = 8, dropout: float = 0.0):
+        super().__init__()
+        self.first, self.last = nn.Linear(1, width), nn.Linear(width, 2)
+        self.layers = nn.ModuleList(Layer(width, dropout) for _ in range(depth))
+        self.register_buffer("places", torch.randn(6, width))
+
+    def forward(self, inputs):
+        x = self.first(inputs.unsqueeze(-1)) + self.places
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x.mean(1))
+
+
+def tower(data=None, **changes) -> Task:
+    usual = {"model": lambda: Tower().double(), "optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3), "epochs": 1}
+    return task(data, **(usual | changes))
+
+
+def uneven_tower() -> Task:
+    """Batches of ten and of three in turns, which fewer samples than pieces have to share."""
+    return tower(DataLoader(Rows(), batch_sampler=Uneven(RandomSampler(Rows()), BATCH, False)))
+
+
+def longer_tower() -> Task:
+    return tower(epochs=1.5, model=lambda: Tower(depth=2).double())
+
+
+def dropping_tower() -> Task:
+    return tower(model=lambda: Tower(dropout=0.3).double())
+
+
+def norming() -> Task:
+    """The weights before the norm have no biases: their gradients would be rounding alone."""
+
+    def model():
+        layers = nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+        return layers.double()
+
+    return task(model=model, epochs=1)
+
+
+def tied() -> Task:
+    """The first and the last layer have one weight."""
+
+    def model():
+        layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        layers[2].weight = layers[0].weight
+        return layers.double()
+
+    return task(model=model)
+
+
+def losing_itself() -> Task:
+    return task(loss=None)
+
+
 def divides_itself(rank: int) -> Task:
     rows = Rows()
     return task(DataLoader(rows, batch_size=BATCH, sampler=DistributedSampler(rows)))

@@ -62,6 +62,7 @@ TRAITS = {
     "gradient size": "how large the gradients are says something",
     "whole weights": "every process has all weights and their gradients",
     "like weights": "all processes have the same weights after every step",
+    "whole forward pass": "every process computes the output and the loss of its samples by itself",
     "one precision": "one lower precision is chosen for the whole forward pass",
 }
 

@@ -95,8 +95,10 @@ class Run:
     ranks: Ranks = ALONE  # the processes that train together
     replica: int = 1  # of them that hold one copy of the model between them, and read the same samples; ranks of one copy follow each other
     joint: bool = False  # the model computes only where all ranks compute at once: they evaluate together
+    apart: bool = False  # each of the ranks that hold one copy has other weights; those it has not are on the meta device
     own: dict[str, Any] = field(default_factory=dict)  # as kept, of what every rank has another; taken up by as many ranks only
     mean: Callable[[dict], dict] = lambda state: state  # of what differs between ranks: what a checkpoint holds for any number of them
+    sample: Callable[[], Any] | None = None  # reads the first batch, on the device, as if nobody had; for methods that look before they act
     higher_is_better: Callable[[], bool] = lambda: True  # the direction of the task's metric
     cores: Callable[[], int] = lambda: os.cpu_count() or 1  # that this process may use; the engine knows of containers and ranks
     free_memory: Callable[[], int] = lambda: 1 << 32  # bytes that this process may still take; the engine asks the system
@@ -104,6 +106,13 @@ class Run:
     def agree(self, yes: bool) -> bool:
         """Any rank's yes becomes every rank's yes."""
         return self.ranks.agree(yes)
+
+    def whole_norm(self, own: torch.Tensor) -> torch.Tensor:
+        """The norm of a vector, given that of what this rank has of it: all of it, unless the ranks hold other weights."""
+        if not self.apart:
+            return own
+        squares = self.ranks.total([float(own) ** 2])[0] / (self.ranks.world / self.replica)
+        return own.new_tensor(squares**0.5)
 
     def nothing_to_do(self, method: Method, why: str) -> None:
         """A method that found nothing to act on says so: a warning in ``train``, a refusal in ``tune``."""

@@ -25,6 +25,7 @@ class Ranks:
         total: ``(numbers) -> sums``: each number added up over all ranks, in float64.
         most: ``(numbers) -> numbers``: the greatest that any rank has.
         first: ``(bytes) -> bytes``: what rank 0 gave, whatever the others did.
+        to_first: ``(bytes) -> list``: what each rank gave, by rank, on rank 0; nothing on the others.
         every: ``(bytes) -> list``: what each rank gave, by rank.
     """
 
@@ -35,6 +36,7 @@ class Ranks:
     most: Callable[[Sequence[float]], list[float]] = list
     first: Callable[[bytes], bytes] = bytes
     every: Callable[[bytes], list[bytes]] = _own
+    to_first: Callable[[bytes], list[bytes]] = _own
 
     @property
     def alone(self) -> bool:

@@ -10,11 +10,13 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hasten.contract.batch import map_tensors
 from hasten.contract.batch_norm import BatchNormOfAll
 from hasten.contract.errors import Notice, Refusal
-from hasten.contract.method import Clock, Run
+from hasten.contract.method import Clock, Method, Run
+from hasten.contract.sharded import own_part
 
 BUCKET = 2_000_000  # numbers that travel together
 
@@ -25,6 +27,40 @@ def notice_batch_norm(model: torch.nn.Module) -> None:
     if any(not isinstance(norm, (torch.nn.SyncBatchNorm, BatchNormOfAll)) for norm in norms):
         told = "batch normalisation sees each process's part of a batch alone: not the same formula as in one; sync_batch_norm gives that"
         warnings.warn(told, Notice, stacklevel=3)
+
+
+def degree_of(method: Method, world: int) -> int:
+    """The ranks that hold one copy of the model between them, as a method's ``degree`` says.
+
+    Raises:
+        Refusal: so many do not divide the ranks, or share nothing.
+    """
+    degree = method.degree or world
+    if degree == 1:
+        raise Refusal(f"{method.name}:degree=1 leaves every process a whole copy: take ddp, or a degree of 2 or more")
+    if world % degree:
+        divisors = [str(number) for number in range(2, world + 1) if world % number == 0]
+        raise Refusal(f"{method.name}:degree={degree} does not divide {world} processes; take {' or '.join(divisors)}")
+    return degree
+
+
+def mesh_of(run: Run) -> DeviceMesh:
+    """The ranks in rows: those of a row hold one copy of the model between them."""
+    shape = (run.ranks.world // run.replica, run.replica)
+    return init_device_mesh(run.device.type, shape, mesh_dim_names=("copies", "shards"))
+
+
+def averaged_over_copies(gradients: Callable, run: Run) -> Callable:
+    """``gradients``, and then the mean over the copies of the model, where there are several."""
+    if run.replica == run.ranks.world:
+        return gradients
+    weights, copies = list(run.module.parameters()), mesh_of(run)["copies"].get_group()
+
+    def averaged():
+        gradients()
+        average((own_part(weight.grad) for weight in weights if weight.grad is not None), copies)
+
+    return averaged
 
 
 def make_alike(model: torch.nn.Module) -> None:
@@ -92,7 +128,7 @@ def average_gradients(weights: Sequence[torch.nn.Parameter]) -> None:
     gradients.handed_back()
 
 
-def apart(run: Run, name: str) -> None:
+def let_copies_differ(run: Run, name: str) -> None:
     """Lets the copies of the model differ between the ranks: a checkpoint holds the mean, and for each rank its own."""
     run.own[name] = OwnCopy(run)
     run.mean = lambda state: mean_of(state, run)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -31,36 +31,61 @@ def whole(state, keep: bool = True):
     return state
 
 
-def pieces(state, keep: bool = True):
-    """A state with what this rank has of its shared tensors, and where in them that lies; of the rest one that does not ``keep`` it gets None."""
+def pieces(state, keep: bool = True, apart: bool = False):
+    """A state with what this rank has of its shared tensors, and where in them that lies.
+
+    Of the rest one that does not ``keep`` it gets None; but of ranks that hold other weights, ``apart``, each has the tensors that are not meta.
+    """
     if isinstance(state, DTensor):
         chunks = state.__create_chunk_list__()
         return {PIECE: state.to_local(), "first": list(chunks[0].offsets) if chunks else [], "shape": list(state.shape)}
     if isinstance(state, Mapping):
-        return {key: pieces(value, keep) for key, value in state.items()}
+        return {key: pieces(value, keep, apart) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
-        return type(state)(pieces(value, keep) for value in state)
+        return type(state)(pieces(value, keep, apart) for value in state)
+    if apart and isinstance(state, torch.Tensor):
+        return None if state.is_meta else state
     return state if keep else None
 
 
 def put_together(states: list):
-    """The whole of which all ranks have given their ``pieces``, the first of them the rest, too."""
-    first = states[0]
+    """The whole of which several ranks have given their ``pieces``, or all that they hold: of what several have, the first one's."""
+    there = [state for state in states if state is not None and not (isinstance(state, torch.Tensor) and state.is_meta)]
+    first = there[0] if there else states[0]
     if isinstance(first, Mapping) and PIECE in first:
         tensor = first[PIECE].new_empty(first["shape"])
-        for state in states:
+        for state in there:
             if (piece := state[PIECE]).numel():
                 tensor[tuple(slice(at, at + size) for at, size in zip(state["first"], piece.shape, strict=True))] = piece
         return tensor
     if isinstance(first, Mapping):
-        return {key: put_together([state[key] for state in states]) for key in first}
+        keys = dict.fromkeys(key for state in there for key in state)
+        return {key: put_together([state[key] for state in there if key in state]) for key in keys}
     if isinstance(first, (list, tuple)):
-        return type(first)(put_together(list(values)) for values in zip(*states, strict=True))
+        return type(first)(put_together(list(values)) for values in zip(*there, strict=True))
     return first
+
+
+def clip_norm(weights: list[torch.Tensor], max_norm: float, whole_norm: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Shortens all gradients together to a greatest norm, wherever they are.
+
+    Args:
+        whole_norm: makes the norm of this rank's gradients that of all.
+    """
+    weights = [weight for weight in weights if weight.grad is not None]
+    kinds = [[weight for weight in weights if hasattr(weight, "full_tensor") is shared_out] for shared_out in (False, True)]
+    kinds = [kind for kind in kinds if kind] or [[]]
+    norms = [torch.nn.utils.get_total_norm([weight.grad for weight in kind]) for kind in kinds]
+    norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+    total = whole_norm(norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms)))
+    for kind in kinds:
+        torch.nn.utils.clip_grads_with_norm_(kind, max_norm, total)
 
 
 def shared_out_like(tensor, model: torch.Tensor):
     """A whole tensor, which all ranks have, shared out as ``model`` is; whatever is not of its shape is left alone."""
+    if isinstance(model, torch.Tensor) and model.is_meta:
+        return model  # another rank has it
     if not isinstance(model, DTensor) or not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor) or tensor.shape != model.shape:
         return tensor
     return distribute_tensor(tensor.to(model.device), model.device_mesh, model.placements, src_data_rank=None)

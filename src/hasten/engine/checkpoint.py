@@ -133,7 +133,7 @@ def state_of(program: Program, in_parts: bool = False) -> dict:
         "kept": {name: thing.state_dict() for name, thing in run.kept.items()},
     }
     if not ranks.alone:
-        shared_out = (pieces if in_parts else whole)(shared_out, ranks.leads)
+        shared_out = pieces(shared_out, ranks.leads, run.apart) if in_parts else _whole(shared_out, run)
     return shared_out | {
         "schedule": program.schedule.state_dict() if program.schedule is not None else None,
         "clock": {name: getattr(run.clock, name) for name in PLACE},
@@ -147,17 +147,26 @@ def state_of(program: Program, in_parts: bool = False) -> dict:
 def is_shared_out(run: Run) -> bool:
     """Whether any rank has but a part of some weight, or of what the optimizer knows of it."""
     held = [*run.module.parameters(), *(weight for group in run.optimizer.param_groups for weight in group["params"])]
-    return any(own_part(weight) is not weight for weight in held)
+    return run.apart or any(own_part(weight) is not weight for weight in held)
 
 
 def resting(run: Run) -> list[torch.Tensor]:
     """What of a run's state nothing but the update changes."""
-    return [own_part(tensor).detach() for tensor in (*run.module.parameters(), *tensors(dict(run.optimizer.state)))]
+    held = [*run.module.parameters(), *tensors(dict(run.optimizer.state))]
+    return [own_part(tensor).detach() for tensor in held if not tensor.is_meta]
 
 
-def whole_model(model: torch.nn.Module, ranks: Ranks) -> dict:
+def whole_model(model: torch.nn.Module, run: Run) -> dict:
     """The state of a model, on the first rank; all have to ask at once."""
-    return model.state_dict() if ranks.alone else whole(model.state_dict(), ranks.leads)
+    return model.state_dict() if run.ranks.alone else _whole(model.state_dict(), run)
+
+
+def _whole(state: dict, run: Run) -> dict:
+    if not run.apart:
+        return whole(state, run.ranks.leads)
+    told = packed(state) if run.ranks.rank < run.replica else b""  # the first copy is enough
+    parts = [unpacked(part) for part in run.ranks.to_first(told) if part]
+    return put_together(parts) if parts else state
 
 
 def restore(program: Program, state: dict) -> None:
@@ -302,7 +311,7 @@ def _for_parameters_of(optimizer, saved: dict) -> dict:
     state = {
         number: {name: shared_out_like(value, parameter) for name, value in saved["state"][number].items()}
         for parameter, number in _numbered(optimizer, saved)
-        if number in saved["state"]
+        if number in saved["state"] and not parameter.is_meta
     }
     return saved | {"state": state}
 

@@ -84,13 +84,14 @@ def build(task: Task, methods: list[Method] = (), *, device: str = "cpu", seed: 
         if loop.steps is None and train.length is not None:
             loop.steps = max(1, round(loop.epochs * train.length))
 
+        to_device = partial(batches.map_tensors, lambda tensor: tensor.to(run.device, non_blocking=True))
+        run.sample = lambda: to_device(sources.first_batch(train, validation))
         run.module = fold("model", _model_of(task)).to(run.device)
         model = run.model = fold("shard", run.module)
         make = fold("optimizer", _bound(task.optimizer, loop.steps))
         run.optimizer, schedule = optimizer_and_schedule(make(run.module))
         _check_optimizer(run.optimizer, schedule)
 
-        to_device = partial(batches.map_tensors, lambda tensor: tensor.to(run.device, non_blocking=True))
         move = fold("batch", _as_it_is if run.device.type == "cpu" else to_device)
         loss = fold("loss", task.loss or own_loss)
         forward = fold("forward", forward_of(model, loss, own=task.loss is None))
@@ -106,8 +107,9 @@ def build(task: Task, methods: list[Method] = (), *, device: str = "cpu", seed: 
             return loss
 
         micro = fold("micro", micro)
-        if readers.rank and train.seekable:  # what the model draws differs by rank; sources that cannot be sought draw alike
-            set_seeds(derived(seed, readers.rank))
+        drawer = ranks.rank if run.apart else readers.rank
+        if drawer and train.seekable:  # what the model draws differs by rank; sources that cannot be sought draw alike
+            set_seeds(derived(seed, drawer))
         return Program(
             task=task,
             run=run,

@@ -151,17 +151,26 @@ def _ranks(group: dist.ProcessGroup) -> Ranks:
         return tensor.numpy().tobytes()
 
     def every(given: bytes) -> list[bytes]:
+        lengths, padded, room = spread(given)
+        dist.all_gather(room, padded, group=group)
+        return [tensor.numpy().tobytes()[:length] for tensor, length in zip(room, lengths, strict=True)]
+
+    def to_first(given: bytes) -> list[bytes]:
+        lengths, padded, room = spread(given, on=(0,))
+        dist.gather(padded, room or None, group=group)
+        return [tensor.numpy().tobytes()[:length] for tensor, length in zip(room, lengths, strict=bool(room))]
+
+    def spread(given: bytes, on: Sequence[int] = range(world)) -> tuple[list[int], torch.Tensor, list[torch.Tensor]]:
+        """(how much everybody has to say, this rank's words at the length of the longest, room for everybody's on some ranks)."""
         lengths = [int(n) for n in reduced([len(given) if place == rank else 0 for place in range(world)], dist.ReduceOp.SUM)]
         padded = _tensor(given + bytes(max(lengths) - len(given)))
-        gathered = [torch.empty_like(padded) for _ in range(world)]
-        dist.all_gather(gathered, padded, group=group)
-        return [tensor.numpy().tobytes()[:length] for tensor, length in zip(gathered, lengths, strict=True)]
+        return lengths, padded, [torch.empty_like(padded) for _ in range(world)] if rank in on else []
 
     return Ranks(
         rank, world, int(os.environ.get("LOCAL_RANK", rank)),
         total=lambda numbers: reduced(numbers, dist.ReduceOp.SUM),
         most=lambda numbers: reduced(numbers, dist.ReduceOp.MAX),
-        first=first, every=every,
+        first=first, every=every, to_first=to_first,
     )  # fmt: skip
 
 

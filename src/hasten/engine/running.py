@@ -278,7 +278,7 @@ class Training:
         return self.source.epoch(number, start)
 
     def _finish(self) -> dict:
-        weights = checkpoint.whole_model(self.program.export(), self.ranks)
+        weights = checkpoint.whole_model(self.program.export(), self.run)
         self.saving.finish()
         if self.folder:
             write_whole(self.folder.path / "model.safetensors", lambda file: file.write(checkpoint.exported(weights)))

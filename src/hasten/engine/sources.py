@@ -21,7 +21,7 @@ from hasten.contract.method import Loop, Method, Run
 from hasten.contract.ranks import ALONE, Ranks
 from hasten.contract.task import Task
 from hasten.engine.loaders import from_loader, from_samples, from_stream, length_of
-from hasten.engine.seeds import derived
+from hasten.engine.seeds import derived, undisturbed
 from hasten.engine.sharing import Notes, part_of
 
 
@@ -54,6 +54,19 @@ def validation(task: Task, batch_size: int, seed: int) -> Batches | None:
     if task.validation_data is None:
         return None
     return _batches(task.validation_data, task, batch_size, seed, training=False)
+
+
+def first_batch(training: Batches, validation: Batches | None):
+    """The first training batch, read as if nobody had; of validation data where the training data may be read only once.
+
+    Raises:
+        Refusal: neither can be read beforehand.
+    """
+    found = training if training.seekable else validation
+    if found is None:
+        raise Refusal("a method of this recipe has to see a batch beforehand, and these data may be read only once; give validation_data")
+    with undisturbed(*found.generators):
+        return next(iter(found.epoch(0, 0)))
 
 
 def rewrapped(method: Method, inner: Batches, run: Run) -> Batches:

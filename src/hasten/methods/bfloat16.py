@@ -27,7 +27,7 @@ class BFloat16(Method):
         gain_when="large matrix products on hardware with bfloat16 units (1.4 to 1.6 on CPUs); nothing for narrow models",
         speeds={"forward", "backward"},
         applies_to={"matrix weights", "bfloat16 hardware"},
-        needs={"one precision"},
+        needs={"one precision", "whole forward pass"},
         breaks={"one precision"},
         order=Order.EARLY,
     )

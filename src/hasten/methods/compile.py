@@ -25,6 +25,7 @@ class Compile(Method):
         gain=(1.0, 1.16),
         gain_when="GPU runs long enough to pay for compiling (20 to 35 seconds on two cores); on a CPU often nothing",
         speeds={"forward", "backward"},
+        needs={"whole forward pass"},
         order=Order.LATE,
         slow_start=True,
         tries=({}, {"mode": "max-autotune-no-cudagraphs"}),

@@ -14,7 +14,7 @@ import torch
 
 from hasten.contract.card import Card, Exactness, Order
 from hasten.contract.method import Method, setting
-from hasten.contract.replicas import apart, average, make_alike, mean_model, notice_batch_norm
+from hasten.contract.replicas import average, let_copies_differ, make_alike, mean_model, notice_batch_norm
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class DiLoCo(Method):
             return model
         notice_batch_norm(model)
         make_alike(model)
-        apart(run, self.name)
+        let_copies_differ(run, self.name)
         return model
 
     def update(self, update, run):

@@ -5,10 +5,9 @@ By itself it saves no time. It makes higher learning rates and lower precision s
 
 from dataclasses import dataclass
 
-import torch
-
 from hasten.contract.card import Card, Exactness, Order
 from hasten.contract.method import Method, setting
+from hasten.contract.sharded import clip_norm
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,6 @@ class GradientClipping(Method):
 
         def clipped():
             gradients()
-            torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+            clip_norm(parameters, max_norm, run.whole_norm)
 
         return clipped

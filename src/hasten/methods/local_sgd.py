@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hasten.contract.card import Card, Exactness, Order
 from hasten.contract.errors import Refusal
 from hasten.contract.method import Method, setting
-from hasten.contract.replicas import apart, average, average_gradients, make_alike, mean_model, notice_batch_norm, refuse_sparse
+from hasten.contract.replicas import average, average_gradients, let_copies_differ, make_alike, mean_model, notice_batch_norm, refuse_sparse
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class LocalSGD(Method):
             refuse_sparse(model, self.name)
         notice_batch_norm(model)
         make_alike(model)
-        apart(run, self.name)
+        let_copies_differ(run, self.name)
         return model
 
     def gradients(self, gradients, run):

@@ -1,0 +1,90 @@
+"""What a model computes, as a graph of torch.fx: for methods that cut models apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+
+import torch
+import torch.fx
+from torch import nn
+
+MAKERS = (
+    "arange",
+    "zeros",
+    "ones",
+    "full",
+    "empty",
+    "linspace",
+)  # functions that torch.fx would call at once, with sizes that are not known yet
+
+
+def traced(module: nn.Module, is_leaf: Callable[[nn.Module], bool] | None = None) -> torch.fx.Graph | None:
+    """The graph of a model; None where it cannot be told, or is another one when the model is evaluated.
+
+    Args:
+        is_leaf: whether a part is one node of the graph; None for torch.fx's choice, which looks into all that is not of torch.nn.
+    """
+    tracer = torch.fx.Tracer()
+    if is_leaf is not None:
+        tracer.is_leaf_module = lambda part, name: is_leaf(part)
+    try:
+        with _making_nodes():
+            graph = tracer.trace(module)
+            with evaluating(module):
+                same = str(graph) == str(tracer.trace(module))
+    except Exception:
+        return None
+    return graph if same else None
+
+
+@contextmanager
+def evaluating(*modules: nn.Module) -> Iterator[None]:
+    """Inside, models are as they are when they are evaluated: nothing is dropped, nor counted by batch normalisation."""
+    modes = [(part, part.training) for module in modules for part in module.modules()]
+    for part, _ in modes:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def is_number(node: torch.fx.Node) -> bool:
+    """Whether it is a size, or made of sizes, rather than a tensor."""
+    if node.op == "call_method":
+        return node.target in ("size", "dim")
+    if node.op != "call_function":
+        return False
+    if node.target is getattr:
+        return node.args[1] in ("shape", "ndim", "device", "dtype")
+    return node.target.__module__ == "_operator" and bool(node.all_input_nodes) and all(map(is_number, node.all_input_nodes))
+
+
+def draws(node: torch.fx.Node) -> bool:
+    """Whether it is a function that draws random numbers, whatever mode the model is in."""
+    return node.op == "call_function" and ("dropout" in getattr(node.target, "__name__", "") or bool(node.kwargs.get("dropout_p")))
+
+
+@contextmanager
+def _making_nodes() -> Iterator[None]:
+    """Inside, functions that make tensors become nodes where a size is one."""
+    kept = {name: getattr(torch, name) for name in MAKERS}
+    try:
+        for name, function in kept.items():
+            setattr(torch, name, _node_or_call(function))
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(torch, name, function)
+
+
+def _node_or_call(function: Callable) -> Callable:
+    @wraps(function)
+    def called(*given, **named):
+        proxies = [each for each in (*given, *named.values()) if isinstance(each, torch.fx.Proxy)]
+        return proxies[0].tracer.create_proxy("call_function", function, given, named) if proxies else function(*given, **named)
+
+    return called

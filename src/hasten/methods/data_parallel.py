@@ -1,0 +1,59 @@
+"""Threads of one process share every batch out among the GPUs of a machine: torch's DataParallel, for comparison with ``ddp``.
+
+Every step copies the model to all GPUs and gathers the outputs on the first, while one interpreter drives them all; torch itself advises against it
+(https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html). It needs no second process, and that is its use.
+"""
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.errors import Notice, Refusal
+from hasten.contract.method import Method
+from hasten.contract.replicas import notice_batch_norm
+
+WARNING = (
+    "data_parallel copies the model to every GPU in every step; ddp (--processes) does the same training with less, nearly always faster"
+)
+
+
+@dataclass(frozen=True)
+class DataParallel(Method):
+    card = Card(
+        summary="the batch shared out among the GPUs of one process, by threads",
+        exactness=Exactness.SAME_MATHS,
+        source="torch.nn.DataParallel",
+        gain_when="there are several GPUs and no way to start several processes",
+        speeds={"forward", "backward"},
+        applies_to={"cuda"},
+        needs={"whole forward pass"},
+        order=Order.FIRST,
+        replaces={"shard"},
+    )
+
+    def shard(self, model, run):
+        if not run.ranks.alone:
+            raise Refusal("data_parallel is for one process; with several take ddp")
+        if why := _nothing(run):
+            run.nothing_to_do(self, why)
+            return model
+        warnings.warn(WARNING, Notice, stacklevel=2)
+        notice_batch_norm(model)
+        return torch.nn.DataParallel(model, device_ids=[run.device, *_others(run.device)])
+
+    def export(self, model, run):
+        return model if _nothing(run) else model.module
+
+
+def _nothing(run) -> str | None:
+    """Why there is nothing to share a batch out among, if so."""
+    if run.device.type != "cuda":
+        return f"it is for GPUs; this run is on {run.device}"
+    return None if torch.cuda.device_count() > 1 else "there is one GPU only"
+
+
+def _others(device: torch.device) -> list[torch.device]:
+    own = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.device("cuda", number) for number in range(torch.cuda.device_count()) if number != own]

@@ -1,0 +1,338 @@
+"""Layers cut among the processes: some hold one copy of the model between them (Shoeybi et al. 2019, arXiv 1909.08053).
+
+A block is some Linear layers whose outputs meet in one Linear and nowhere else: two layers with an activation between them, a gated pair and the
+layer that joins it, or the queries, keys and values of an attention with its last layer. The first ones are cut by their outputs ("columns"),
+each process computes its share of what is between, and the last one is cut by its inputs ("rows"): one sum over the processes makes the
+block's output whole. Blocks are found by tracing the model with torch.fx, and each has to prove on a sample that output and gradients are those
+of the model as it was. Everything else of the model is on every process, computes the same there, and stays alike.
+
+More processes than ``degree`` hold copies, whose gradients are averaged. While the run is being built every process has
+the whole model, and a copy of it for the proof.
+"""
+
+import copy
+import operator
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+import torch.fx
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from hasten.contract import batch as batches
+from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.errors import Progress, Refusal, one_line
+from hasten.contract.method import Method, setting
+from hasten.contract.replicas import averaged_over_copies, degree_of, make_alike, mesh_of, notice_batch_norm
+from hasten.contract.sharded import whole
+from hasten.contract.tracing import draws, is_number, traced
+
+FUNCTIONS = nn.functional
+ELEMENTWISE = {
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Hardswish, nn.Hardtanh,
+    nn.Identity, nn.Dropout,
+    FUNCTIONS.relu, FUNCTIONS.leaky_relu, FUNCTIONS.elu, FUNCTIONS.gelu, FUNCTIONS.silu, FUNCTIONS.mish, FUNCTIONS.softplus, FUNCTIONS.tanh,
+    torch.relu, torch.tanh, torch.sigmoid, torch.square, operator.mul, operator.add, operator.sub, operator.neg, torch.mul, torch.add,
+    "relu", "tanh", "sigmoid", "square", "mul", "add",
+}  # fmt: skip
+COMPUTES = ("call_function", "call_method", "call_module")
+LOOKED_FOR = "Linear layers whose outputs meet in one Linear alone, through element-wise functions or an attention over separate heads"
+SAMPLES = 8  # that a block proves itself on
+CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3}  # to the model as it was, relative; of lower precisions 3e-2
+
+
+@dataclass(frozen=True)
+class Block:
+    """Linear layers that are cut together: ``first`` by columns, ``last`` by rows, and the dropouts that stand between them."""
+
+    first: tuple[str, ...]
+    last: str
+    elementwise: bool
+    dropouts: tuple[str, ...] = ()
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        return (*self.first, self.last)
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.first)} by columns, {self.last} by rows"
+
+
+@dataclass(frozen=True)
+class TensorParallel(Method):
+    card = Card(
+        summary="the layers of one copy of the model cut among processes, by columns and rows",
+        exactness=Exactness.SAME_MATHS,
+        source="Shoeybi et al. 2019, arXiv 1909.08053; torch.distributed.tensor.parallel",
+        gain_when="the model does not fit a device together with its gradients and optimizer, and the processes are joined by something much faster than a network",
+        speeds={"forward", "backward", "update"},
+        applies_to={"several processes"},
+        breaks={"whole weights"},
+        order=Order.FIRST,
+        replaces={"shard"},
+    )
+    degree: int = setting(0, at_least=0)  # processes that hold one copy of the model between them; 0: all
+
+    def loop(self, loop, run):
+        if not run.ranks.alone:
+            run.replica = degree_of(self, run.ranks.world)
+        return loop
+
+    def shard(self, model, run):
+        if run.ranks.alone:
+            run.nothing_to_do(self, "there is one process only; say --processes")
+            return model
+        if run.replica < run.ranks.world:
+            notice_batch_norm(model)
+        make_alike(model)
+        mesh = mesh_of(run)["shards"]
+        found, doubts = blocks_of(model, run.replica)
+        blocks, more = _proven(model, found, mesh, run)
+        doubts += more
+        if not blocks:
+            raise Refusal(
+                f"tensor_parallel can cut no layer of this model among {run.replica} processes. It looked for {LOOKED_FOR}, of sizes that "
+                f"{run.replica} divides; {'; '.join(doubts[:3]) or 'there are none'}"
+            )
+        if run.ranks.leads:
+            _tell(model, blocks, doubts)
+        _cut(model, blocks, mesh)
+        run.joint = True
+        return model
+
+    def optimizer(self, make, run):
+        if run.ranks.alone:
+            return make
+
+        def of_parts(model):
+            with _as_parts(model, mesh_of(run)["shards"]):
+                return make(model)
+
+        return of_parts
+
+    def gradients(self, gradients, run):
+        return averaged_over_copies(gradients, run)
+
+    def update(self, update, run):
+        if run.ranks.alone:
+            return update
+        parts = [part for group in run.optimizer.param_groups for part in group["params"] if hasattr(part, "whole")]
+
+        def updated():
+            for part in parts:
+                part.grad = None if part.whole.grad is None else _replicated(part.whole.grad, part.device_mesh)
+            update()
+
+        return updated
+
+    def clear(self, clear, run):
+        if run.ranks.alone:
+            return clear
+
+        def cleared():
+            clear()
+            run.module.zero_grad()
+
+        return cleared
+
+
+def blocks_of(model: nn.Module, degree: int) -> tuple[list[Block], list[str]]:
+    """The blocks of a model, as far as it can be traced, and why others are none."""
+    users = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
+    found, doubts = [], []
+    for prefix, root, graph in _graphs(model):
+        modules = dict(root.named_modules())
+        calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
+        for node in graph.nodes:
+            block = _ending_at(node, modules) if _is_linear(node, modules) else None
+            if block is None:
+                continue
+            layers = [modules[name] for name in block.layers]
+            named = Block(*_with(prefix, block))
+            if any(calls[name] > 1 for name in block.layers) or any(users[id(w)] > 1 for layer in layers for w in layer.parameters()):
+                doubts.append(f"{named}: a layer is used more than once")
+            elif odd := [size for size in (*(layer.out_features for layer in layers[:-1]), layers[-1].in_features) if size % degree]:
+                doubts.append(f"{named}: {degree} does not divide {odd[0]}")
+            else:
+                found.append(named)
+    return found, doubts
+
+
+def _with(prefix: str, block: Block) -> tuple:
+    def outer(names):
+        return tuple(prefix + name for name in names)
+
+    return outer(block.first), prefix + block.last, block.elementwise, outer(block.dropouts)
+
+
+def _graphs(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module, torch.fx.Graph]]:
+    """The graphs of a model; of one that cannot be traced, those of its parts."""
+    graph = traced(module)
+    if graph is not None:
+        yield prefix, module, graph
+        return
+    for name, child in module.named_children():
+        yield from _graphs(child, f"{prefix}{name}.")
+
+
+def _is_linear(node: torch.fx.Node, modules: dict) -> bool:
+    module = modules.get(node.target) if node.op == "call_module" else None
+    return type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks
+
+
+def _ending_at(last: torch.fx.Node, modules: dict) -> Block | None:
+    """The block of which a Linear is the last layer, if it is one."""
+    first, between, waiting = [], [], list(last.all_input_nodes)
+    while waiting:
+        node = waiting.pop()
+        if node in first or node in between or is_number(node):
+            continue
+        if _is_linear(node, modules):
+            first.append(node)
+        elif (node.op == "call_module" and any(True for _ in modules[node.target].parameters())) or node.op not in COMPUTES or draws(node):
+            return None
+        else:
+            between.append(node)
+            waiting += node.all_input_nodes
+    inside = {*first, *between, last}
+    elementwise = all(_what(node, modules) in ELEMENTWISE for node in between)
+    known = inside if elementwise else inside | {user for node in inside for user in node.users if is_number(user)}
+    alike = len({modules[node.target].out_features for node in first} | {modules[last.target].in_features}) == 1
+    if not first or any(user not in known for node in (*first, *between) for user in node.users) or (elementwise and not alike):
+        return None
+    dropouts = [node.target for node in between if node.op == "call_module" and type(modules[node.target]) is nn.Dropout]
+    order = {name: place for place, name in enumerate(modules)}
+    return Block(tuple(sorted((node.target for node in first), key=order.get)), last.target, elementwise, tuple(dropouts))
+
+
+def _what(node: torch.fx.Node, modules: dict):
+    return type(modules[node.target]) if node.op == "call_module" else node.target
+
+
+def _proven(model, found: list[Block], mesh, run) -> tuple[list[Block], list[str]]:
+    """The blocks that compute what the model computes; of those that do not, why. All together first, else each by itself."""
+    if not found:
+        return [], []
+    batch = run.sample()
+    few = batches.pieces(batch, max(1, batches.size(batch) // SAMPLES))[0]
+    own = run.task.loss is None
+    right = _outcome(copy.deepcopy(model), few, own)
+    doubt = partial(_doubt, model=model, mesh=mesh, batch=few, own=own, right=right, run=run)
+    if doubt(found) is None:
+        return found, []
+    doubts = {block: doubt([block]) for block in found}
+    proven = [block for block, why in doubts.items() if why is None]
+    if proven and (why := doubt(proven)):
+        raise Refusal(f"tensor_parallel finds each block right by itself and all together wrong: {why}")
+    return proven, [f"{block}: {why}" for block, why in doubts.items() if why]
+
+
+def _doubt(blocks: list[Block], model, mesh, batch, own: bool, right: tuple, run) -> str | None:
+    """Why the model with these blocks cut is not the same; None where it is."""
+    parallel = copy.deepcopy(model)
+    try:
+        _cut(parallel, blocks, mesh)
+        outputs, gradients = map(_differing, _outcome(parallel, batch, own), right)
+        why = f"{outputs} is another" if outputs else f"the gradient of {gradients} is another" if gradients else None
+    except Exception as error:
+        why = f"what is between cannot be cut ({one_line(error, 100)})"
+    return (why or "it goes wrong on another process") if run.agree(why is not None) else None
+
+
+def _outcome(model, batch, own: bool) -> tuple[dict, dict]:
+    """The outputs for a batch, and the gradients of the mean of their squares."""
+    model.eval()
+    if own:
+        output = model(**batch) if hasattr(batch, "keys") else model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    else:
+        inputs, named, _ = batches.split(batch)
+        output = model(*inputs, **named)
+    outputs = [tensor for tensor in batches.tensors(output) if tensor.is_floating_point()]
+    sum(tensor.square().mean() for tensor in outputs if tensor.requires_grad).backward()
+    gradients = {name: whole(weight.grad) for name, weight in model.named_parameters() if weight.grad is not None}
+    return {f"output {number}": tensor.detach() for number, tensor in enumerate(outputs)}, gradients
+
+
+def _differing(ours: dict, right: dict) -> str | None:
+    """The first tensor that is another, held against the greatest of all: some gradients are rounding alone."""
+    if odd := ours.keys() ^ right.keys():
+        return min(odd)
+    greatest = max((tensor.abs().max() for tensor in right.values()), default=0.0)
+    for name, tensor in right.items():
+        if ours[name].shape != tensor.shape or not (ours[name] - tensor).abs().max() <= CLOSE.get(tensor.dtype, 3e-2) * greatest:
+            return name
+    return None
+
+
+def _tell(model, blocks: list[Block], doubts: list[str]) -> None:
+    total = sum(weight.numel() for weight in model.parameters())
+    cut = sum(model.get_submodule(name).weight.numel() for block in blocks for name in block.layers)
+    for line in [*blocks, *(f"left whole: {doubt}" for doubt in doubts), f"{cut / total:.0%} of the weights are cut"]:
+        warnings.warn(f"tensor_parallel: {line}", Progress, stacklevel=4)
+
+
+def _cut(model, blocks: list[Block], mesh) -> None:
+    """Cuts the layers of the blocks, in place."""
+    if mesh.device_type == "cpu" and not all(block.elementwise for block in blocks):
+        _teach_attention_by_heads()
+    for block in blocks:
+        by_columns = ColwiseParallel(use_local_output=block.elementwise)
+        by_rows = RowwiseParallel()
+        parallelize_module(model, mesh, dict.fromkeys(block.first, by_columns) | {block.last: by_rows})
+        for name in block.dropouts:
+            dropout = model.get_submodule(name)
+            dropout.forward = partial(_dropped, dropout, mesh)
+
+
+def _dropped(dropout: nn.Dropout, mesh, cut: torch.Tensor) -> torch.Tensor:
+    """Dropout of a tensor that is cut: every process draws for all of it, as one process would, and takes its part of what it drew."""
+    if not dropout.training or not dropout.p:
+        return cut
+    dim = cut.placements[0].dim if isinstance(cut, DTensor) else cut.ndim - 1
+    own = cut.to_local() if isinstance(cut, DTensor) else cut
+    shape = [size * (mesh.size() if place == dim else 1) for place, size in enumerate(own.shape)]
+    drawn = FUNCTIONS.dropout(own.new_ones(shape), dropout.p).chunk(mesh.size(), dim)[mesh.get_local_rank()]
+    return cut * (DTensor.from_local(drawn, mesh, cut.placements, run_check=False) if isinstance(cut, DTensor) else drawn)
+
+
+@cache
+def _teach_attention_by_heads() -> None:
+    """Tells torch, which knows it of GPUs only, that its attention for the CPU computes every head by itself."""
+    heads = Shard(1)
+
+    @register_sharding(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default)
+    def forward(query, key, value, dropout_p=0.0, is_causal=False, attn_mask=None, scale=None):
+        return [([heads] * 2, [heads] * 3 + [None, None, None if attn_mask is None else Replicate(), None])]
+
+    @register_sharding(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+    def backward(grad, query, key, value, out, logsumexp, dropout_p, is_causal, attn_mask=None, scale=None):
+        return [([heads] * 3, [heads] * 6 + [None, None, None if attn_mask is None else Replicate(), None])]
+
+
+@contextmanager
+def _as_parts(model, mesh):
+    """Inside, weights that are not cut look as if they were, so that an optimizer sees weights of one kind; what it does to them it does to the weights."""
+    parts, places = {}, []
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None and not isinstance(weight, DTensor):
+                part = parts.setdefault(id(weight), nn.Parameter(_replicated(weight.detach(), mesh), weight.requires_grad))
+                part.whole = weight
+                places.append((module, name, weight))
+                module._parameters[name] = part
+    try:
+        yield
+    finally:
+        for module, name, weight in places:
+            module._parameters[name] = weight
+
+
+def _replicated(tensor, mesh):
+    return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)

@@ -1,0 +1,165 @@
+"""One copy of the model over several ranks: the same training, whatever is cut and wherever."""
+
+import warnings
+from contextlib import suppress
+
+import pytest
+import rank_tasks
+from ranks import together, training
+from test_ddp import CLOSE, broken_off, farthest, losses, taken_up, training_of
+
+from hasten.contract.errors import Failure, Progress, Refusal
+from hasten.engine.find import make_method
+from hasten.engine.plan import build
+from hasten.engine.ranks import joined
+from hasten.engine.train import train
+from hasten.testing import tasks
+
+BY_WORLD = [("tensor_parallel", 2), ("tensor_parallel", 4), ("tensor_parallel:degree=2", 4), ("pipeline", 2), ("pipeline", 4),
+            ("pipeline:schedule=gpipe,microbatches=3", 2), ("pipeline:schedule=interleaved,degree=2", 4), ("pipeline:schedule=zero_bubble", 2)]  # fmt: skip
+STRATEGIES = ["tensor_parallel", "pipeline"]
+
+
+@pytest.mark.parametrize(("strategy", "world"), BY_WORLD)
+def test_a_strategy_trains_what_one_process_trains(tmp_path, strategy, world):
+    make = rank_tasks.tower
+    alone = train(make(), device="cpu", out=tmp_path / "alone")
+    answers = together(world, training_of, make, strategy, tmp_path / "shared")
+    assert [type(answer) for answer in answers] == [dict] * world, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=CLOSE)
+    assert {answer["metric"] for answer in answers} == {alone["metric"]}
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("tensor_parallel:degree=2", 4), ("pipeline:degree=2,microbatches=5", 4), ("pipeline", 3)])
+def test_batches_that_nothing_divides(tmp_path, strategy, world):
+    train(rank_tasks.uneven_tower(), device="cpu", out=tmp_path / "alone")
+    answers = together(world, training_of, rank_tasks.uneven_tower, strategy, tmp_path / "shared")
+    assert [type(answer) for answer in answers] == [dict] * world, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=CLOSE)
+
+
+@pytest.mark.parametrize("strategy", ["tensor_parallel", "pipeline:schedule=gpipe,microbatches=1"])
+def test_batch_normalisation_sees_the_whole_batch_where_it_is_not_cut(tmp_path, strategy):
+    train(rank_tasks.norming(), device="cpu", out=tmp_path / "alone")
+    answers = together(2, training_of, rank_tasks.norming, strategy, tmp_path / "shared")
+    assert [type(answer) for answer in answers] == [dict] * 2, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+
+
+@pytest.mark.parametrize("strategy", ["tensor_parallel", "pipeline:cuts=2-3"])
+def test_a_run_that_was_broken_off_goes_on_bit_by_bit(tmp_path, strategy):
+    make = rank_tasks.dropping_tower
+    together(2, training_of, make, strategy, tmp_path / "whole")
+    together(2, broken_off_early, make, tmp_path / "broken", strategy)
+    answers = together(2, taken_up, make, tmp_path / "broken", strategy)
+    assert [type(answer) for answer in answers] == [dict] * 2, answers
+    assert farthest(tmp_path / "broken", tmp_path / "whole") == 0
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("method", ["gradient_accumulation:pieces=3", "gradient_clipping:max_norm=0.1", "gradient_centralization",
+                                    "activation_checkpointing", "batched_fetch", "fused_optimizer"])  # fmt: skip
+def test_methods_go_with_a_strategy(tmp_path, strategy, method):
+    make = rank_tasks.tower
+    train(make(), method, device="cpu", out=tmp_path / "alone")
+    answers = together(2, training_of, make, f"{strategy} + {method}", tmp_path / "shared")
+    assert [type(answer) for answer in answers] == [dict] * 2, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+
+
+@pytest.mark.parametrize(("first", "then", "world"), [
+    ("tensor_parallel", "pipeline", 2), ("pipeline", "tensor_parallel:degree=2", 4), ("pipeline", "zero:stage=3", 2),
+    ("zero:stage=2", "pipeline:schedule=interleaved", 2), ("ddp", "tensor_parallel", 2), ("pipeline", "pipeline", 3),
+])  # fmt: skip
+def test_another_strategy_goes_on_at_another_size(tmp_path, first, then, world):
+    make = rank_tasks.longer_tower
+    train(make(), device="cpu", out=tmp_path / "alone")
+    broken = together(2, broken_off, make, tmp_path / "shared", first)
+    assert all(isinstance(answer, Exception) for answer in broken), broken
+    answers = together(world, taken_up, make, tmp_path / "shared", then)
+    assert [type(answer) for answer in answers] == [dict] * world, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_process_goes_on_with_what_a_strategy_began(tmp_path, strategy):
+    train(rank_tasks.longer_tower(), device="cpu", out=tmp_path / "alone")
+    together(2, broken_off, rank_tasks.longer_tower, tmp_path / "shared", strategy)
+    taken_up(0, rank_tasks.longer_tower, tmp_path / "shared", "baseline")
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+
+
+def test_dropout_between_cut_layers_is_that_of_one_process(tmp_path):
+    train(rank_tasks.dropping_tower(), device="cpu", out=tmp_path / "alone")
+    together(2, training_of, rank_tasks.dropping_tower, "tensor_parallel", tmp_path / "shared")
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+
+
+@pytest.mark.parametrize(("strategy", "world", "make", "says"), [
+    ("tensor_parallel:degree=2", 3, rank_tasks.tower, "degree=2 does not divide 3 processes; take 3"),
+    ("pipeline:degree=1", 2, rank_tasks.tower, "degree=1 leaves every process a whole copy"),
+    ("tensor_parallel", 3, rank_tasks.samples, "0 by columns, 4 by rows: 3 does not divide 8"),
+    ("tensor_parallel", 2, rank_tasks.scalar, "It looked for Linear layers whose outputs meet in one Linear alone"),
+    ("pipeline:schedule=interleaved", 2, rank_tasks.samples, "has 4 stages to fill and found a chain of 2 that have weights in this model"),
+    ("pipeline:microbatches=1", 2, rank_tasks.tower, "microbatches=1 leaves some of 2 processes idle with schedule=1f1b; take 2"),
+    ("pipeline:schedule=zero_bubble,microbatches=5", 2, rank_tasks.tower, "microbatches=5 does not fill rounds of schedule=zero_bubble; take 6"),
+    ("pipeline:cuts=3-3", 2, rank_tasks.tower, "cuts=3-3 must be 2 lengths that make up the chain of 5"),
+    ("data_parallel", 2, rank_tasks.tower, "data_parallel is for one process"),
+    ("pipeline", 2, rank_tasks.tied, "stages 1 and 2 both use 0.weight; untie it"),
+    ("pipeline", 2, rank_tasks.losing_itself, "pipeline needs the loss apart from the model"),
+])  # fmt: skip
+def test_what_cannot_be_cut_is_told(strategy, world, make, says):
+    told = together(world, training_of, make, strategy, None)
+    assert all(isinstance(answer, Refusal) and says in str(answer) for answer in told), told
+
+
+@pytest.mark.parametrize("method", ["bfloat16", "ema", "float16", "compile"])
+def test_methods_that_need_the_whole_are_refused(method):
+    told = together(2, training_of, rank_tasks.tower, f"pipeline + {method}", None)
+    assert all(isinstance(answer, Refusal) and "which pipeline takes away" in str(answer) for answer in told), told
+
+
+def test_a_rank_of_a_pipeline_has_the_weights_of_its_stage_alone():
+    one, other = together(2, weights_held)
+    assert one | other == {name for name, _ in rank_tasks.Tower().named_parameters()} and not one & other
+
+
+def test_blocks_that_fail_the_proof_are_left_whole():
+    """Queries, keys and values in one layer cannot be cut by columns: its halves are no heads. The other layers can."""
+    told, _ = together(2, told_while_building, "tensor_parallel", tasks.transformer)
+    kept, dropped = (f"tensor_parallel: {how}blocks.0." for how in ("", "left whole: "))
+    assert f"{kept}mix.0 by columns, blocks.0.mix.2 by rows" in told
+    assert any(line.startswith(f"{dropped}queries_keys_values by columns") for line in told), told
+
+
+def test_the_plan_is_told():
+    first, second = together(2, told_while_building, "tensor_parallel")
+    assert first[0] == "tensor_parallel: layers.0.query, layers.0.value, layers.0.key by columns, layers.0.mix by rows"
+    assert first[1] == "tensor_parallel: layers.0.gate, layers.0.up by columns, layers.0.down by rows"
+    assert first[-1].endswith("% of the weights are cut") and len(first) == 7 and not second
+    first, second = together(2, told_while_building, "pipeline")
+    assert first[0].startswith("pipeline: stage 1 of 2 is ") and len(first) == 2 and not second
+
+
+def broken_off_early(rank: int, make, out, recipe) -> None:
+    def break_off(records):
+        if any(record["step"] >= 12 for record in records):
+            raise Failure("broken off")
+
+    with suppress(Failure):
+        training(rank, make(), recipe, out=out, checkpoint_seconds=0, observers=[break_off])
+
+
+def weights_held(rank: int) -> set[str]:
+    with joined("cpu") as ranks:
+        program = build(rank_tasks.tower(), [make_method("pipeline")], ranks=ranks)
+        return {name for name, weight in program.run.module.named_parameters() if not weight.is_meta}
+
+
+def told_while_building(rank: int, strategy: str, make=rank_tasks.tower) -> list[str]:
+    with joined("cpu") as ranks, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        build(make(), [make_method(strategy)], ranks=ranks)
+    return [str(each.message) for each in told if isinstance(each.message, Progress)]

@@ -1,0 +1,74 @@
+"""Where a pipeline is cut, and how a batch is laid into pieces."""
+
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from hasten.contract.errors import Refusal
+from hasten.methods.pipeline import _chain, _part, _places, cuts
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 6])
+def test_cuts_share_out_the_time_as_evenly_as_may_be(stages):
+    costs = torch.rand(6, generator=torch.Generator().manual_seed(stages)).tolist()
+
+    def dearest(ends):
+        return max(sum(costs[first:end]) for first, end in pairwise([0, *ends]))
+
+    ways = [(*inner, 6) for inner in combinations(range(1, 6), stages - 1)]
+    assert dearest(cuts(costs, stages)) == min(map(dearest, ways)) and tuple(cuts(costs, stages)) in ways
+
+
+@pytest.mark.parametrize(("rows", "pieces"), [(10, 4), (8, 4), (7, 4), (2, 4), (1, 3)])
+def test_every_row_is_in_one_piece(rows, pieces):
+    places = _places(rows, pieces)
+    assert places[places >= 0].tolist() == list(range(rows))
+    assert len(places) == pieces * -(-rows // pieces)
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.relu() * self.scale
+
+
+def test_a_chain_is_cut_where_one_tensor_goes_on():
+    model = Residual()
+    graph, members = _chain(model, 4)
+    assert [[node.name for node in member] for member in members] == [
+        ["layers_0", "add"],
+        ["layers_1", "add_1"],
+        ["layers_2", "add_2", "relu"],
+        ["mul"],
+    ]
+    x = torch.randn(3, 4)
+    value = x
+    for member in members:
+        value = _part(model, graph, [member])(value)
+    assert torch.equal(value, model(x))
+
+
+def test_a_skip_over_all_leaves_no_place_to_cut():
+    class Skipping(Residual):
+        def forward(self, x):
+            return super().forward(x) + x
+
+    with pytest.raises(Refusal, match="2 stages to fill and found a chain of 1 that have weights"):
+        _chain(Skipping(), 2)
+
+
+def test_what_is_other_in_evaluation_is_no_chain():
+    class Moody(Residual):
+        def forward(self, x):
+            return super().forward(nn.functional.dropout(x, 0.5, self.training))
+
+    with pytest.raises(Refusal, match="found no such chain in this model; it looked for"):
+        _chain(Moody(), 2)

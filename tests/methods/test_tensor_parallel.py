@@ -1,0 +1,66 @@
+"""Which layers are cut together: found by what the model computes, never by names."""
+
+import pytest
+import torch
+from torch import nn
+
+from hasten.methods.tensor_parallel import Block, blocks_of
+
+
+class Uses(nn.Module):
+    """Two layers and what is done between and around them."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.first, self.last, self.norm = nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(8)
+        self.how = forward
+
+    def forward(self, x):
+        return self.how(self, x)
+
+
+PAIR = Block(("first",), "last", elementwise=True)
+BY_USE = {
+    "an activation": (lambda m, x: m.last(m.first(x).relu()), [PAIR]),
+    "nothing": (lambda m, x: m.last(m.first(x)), [PAIR]),
+    "numbers": (lambda m, x: m.last(2 * nn.functional.gelu(m.first(x)) + 1), [PAIR]),
+    "a size of another tensor": (lambda m, x: m.last(m.first(x) * x.shape[0]), [PAIR]),
+    "its own size": (lambda m, x: m.last((h := m.first(x)) * h.shape[1]), []),
+    "a function over the units": (lambda m, x: m.last(m.first(x).softmax(-1)), [Block(("first",), "last", elementwise=False)]),
+    "a layer with weights": (lambda m, x: m.last(m.norm(m.first(x))), []),
+    "random numbers": (lambda m, x: m.last(nn.functional.dropout(m.first(x), 0.5)), []),
+    "another tensor": (lambda m, x: m.last(m.first(x) + x.sum()), []),
+    "a second use of what is between": (lambda m, x: m.last(h := m.first(x)).sum() + h.sum(), []),
+    "a second use of a layer": (lambda m, x: m.last(m.first(m.last(m.first(x)))), []),
+    "a way that depends on numbers": (lambda m, x: m.last(m.first(x)) if x.sum() > 0 else x, []),
+}
+
+
+@pytest.mark.parametrize("between", BY_USE)
+def test_what_is_between_decides(between):
+    forward, expected = BY_USE[between]
+    assert blocks_of(Uses(forward), 2)[0] == expected
+
+
+def test_parts_of_a_model_that_cannot_be_traced():
+    class Untraceable(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 4))
+
+        def forward(self, x):
+            return self.inner(x) if x.sum() > 0 else x
+
+    assert blocks_of(Untraceable(), 2)[0] == [Block(("inner.0",), "inner.2", elementwise=True, dropouts=("inner.1",))]
+
+
+def test_sizes_that_do_not_divide_are_told():
+    blocks, doubts = blocks_of(nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 4)), 2)
+    assert not blocks and doubts == ["0 by columns, 2 by rows: 2 does not divide 9"]
+
+
+def test_tracing_leaves_torch_and_the_model_as_they_were():
+    model, arange = Uses(lambda m, x: m.last(m.first(x) + torch.arange(x.shape[1]))), torch.arange
+    model.norm.eval()
+    blocks_of(model, 2)
+    assert torch.arange is arange and model.training and not model.norm.training
