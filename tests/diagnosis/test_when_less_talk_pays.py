@@ -2,7 +2,7 @@
 
 import pytest
 
-from hasten.diagnosis.less_talk import pays_below, worth_it
+from hasten.diagnosis.less_talk import of_rounding, pays_below, worth_it
 
 USUAL = {"size": 84e6, "saved_share": 0.5, "codec_seconds": 0.073, "latency": 1e-3}
 
@@ -40,3 +40,12 @@ def test_latency_is_not_saved():
 def test_what_cannot_be_is_refused(wrong):
     with pytest.raises(ValueError):
         worth_it(**USUAL | {"bandwidth": 1e9, "exposed_seconds": 1.0} | wrong)
+
+
+@pytest.mark.parametrize(("seconds", "gain"), [(0.100, 100 / 60), (0.004, 100 / 108)])
+def test_rounding_is_advised_where_the_bytes_saved_take_longer_than_rounding(seconds, gain):
+    """A step of 100 ms, all of whose talk is exposed; rounding takes 10 ms."""
+    talk = {"bytes": 40_000_000, "seconds": seconds, "exposed": seconds}
+    found, why = of_rounding(talk, 0.010, 0.100)
+    assert found == pytest.approx(gain)
+    assert ("at most" in why) is (gain > 1) and "rounding 40 MB takes 10 ms" in why

@@ -26,6 +26,7 @@ from hasten.contract.task import Task
 from hasten.contract.watch import Watch, silent
 from hasten.diagnosis.advise import advise
 from hasten.diagnosis.facts import facts_of
+from hasten.diagnosis.less_talk import ROUNDING, of_rounding, rounding_seconds
 from hasten.diagnosis.replacements import ReplayedBatch, outside_name, taken_away
 from hasten.diagnosis.skew import phases_of_the_slowest, ranks_of, skew_of, straggler_of
 from hasten.diagnosis.talk import communication_of, verdict_of
@@ -107,7 +108,7 @@ def _diagnosed(probe: RankProbe, ranks: Ranks, budget: float, watch: Watch) -> d
     rows = ranks_of(told)
     talk = communication_of(step, ceilings.get(EXCHANGE), probe.buckets(), exchanges)
     straggler = straggler_of(rows, told, step, links, talk["exposed"])
-    advice, against = _advice(probe, ceilings, phases_of_the_slowest(rows, step))
+    advice, against = _advice(probe, ceilings, phases_of_the_slowest(rows, step), talk, step)
     not_measured = ({} if EXCHANGE in ceilings else {EXCHANGE: NOT_SHARED_SO, "straggler": NOT_SHARED_SO}) | why_not
     return {
         "verdict": verdict_of(straggler, ceilings, talk, rows, step),
@@ -286,14 +287,20 @@ def _of_the_slowest(told: list[dict], kind: str, what: str) -> list[float]:
     return [max(block[what] for block in blocks) for blocks in zip(*(each[kind] for each in told), strict=True)]
 
 
-def _advice(probe: RankProbe, ceilings: dict[str, Ratio], phases: dict[str, float]) -> tuple[list[dict], list[dict]]:
-    """Methods that change how ranks talk can give at most what it would be not to talk."""
+def _advice(
+    probe: RankProbe, ceilings: dict[str, Ratio], phases: dict[str, float], talk: dict, step: float
+) -> tuple[list[dict], list[dict]]:
+    """Methods that change how ranks talk can give at most what it would be not to talk; of rounding more is known."""
     cards = {name: method_class(name).card for name in method_names() if name not in probe.plain.methods}
     talking = {name for name, card in cards.items() if FACT in card.applies_to} if EXCHANGE in ceilings else ()
     measured = {name: max(1.0, ratio.median) for name, ratio in ceilings.items()}
-    headroom = {INPUT: measured[INPUT]} | dict.fromkeys(talking, measured.get(EXCHANGE))
+    headroom, told = {INPUT: measured[INPUT]} | dict.fromkeys(talking, measured.get(EXCHANGE)), {}
+    if ROUNDING in talking and talk["seconds"] and talk["exposed"] is not None:
+        codec = rounding_seconds(talk["bytes"], probe.program.run.device)
+        headroom[ROUNDING], told[ROUNDING] = of_rounding(talk, codec, step)
     advice, against = advise(phases, headroom, facts_of(probe.program), cards)
-    for row in advice:
+    for row in (*advice, *against):
+        row["why"] = told.get(row["method"], row["why"])
         if row["method"] == USUAL_STRATEGY and talking:
             row["why"] += "; it is in use, so that is for its settings"
     return advice, against
