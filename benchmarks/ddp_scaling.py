@@ -4,7 +4,8 @@ All arms live in the same two processes and take turns, a leg of some steps each
 
 * *one process*: rank 0 trains alone, the other sleeps. Efficiency is its time for a step against that of two processes, which see twice as many samples.
 * *both, without a word*: each trains for itself. What two processes on this machine cost each other anyway is the bound.
-* *hasten*: ``ddp`` as the engine builds it. *torch*: DistributedDataParallel in a loop by hand. *accelerate*: its own loop.
+* *hasten*: ``ddp`` as the engine builds it. *torch*: DistributedDataParallel in a loop by hand. *accelerate*, *lightning* (Fabric) and *deepspeed* (stage 0): their own loops.
+  Ray Train is not among them: it starts processes of its own, in which DistributedDataParallel trains.
 
 Figure: efficiency of at least 0.93, and never behind torch's own by more than 1 %.
 """
@@ -100,6 +101,40 @@ def accelerate() -> Iterator:
     return by_hand(net, loader, accelerator.backward, lambda _: update)
 
 
+def lightning() -> Iterator:
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy="ddp")
+    fabric.launch()
+    net = model()
+    net, update = fabric.setup(net, optimizer(net))
+    loader = fabric.setup_dataloaders(DataLoader(data(), batch_size=BATCH, shuffle=True))
+    return by_hand(net, loader, lambda loss: fabric.backward(loss), lambda _: update)
+
+
+def deepspeed() -> Iterator:
+    import deepspeed
+
+    net, dataset = model(), data()
+    config = {"train_micro_batch_size_per_gpu": BATCH, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 0}}
+    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer(net), config=config, dist_init_required=False)
+    loader = DataLoader(dataset, batch_size=BATCH, sampler=DistributedSampler(dataset))
+    return by_hand(engine, loader, engine.backward, lambda _: _Steps(engine))
+
+
+class _Steps:
+    """DeepSpeed's engine as an optimizer: it zeroes the gradients itself."""
+
+    def __init__(self, engine):
+        self.step = engine.step
+
+    def zero_grad(self) -> None:
+        pass
+
+
+PEERS = {"accelerate": accelerate, "lightning": lightning, "deepspeed": deepspeed}
+
+
 def main() -> int:
     if "RANK" not in os.environ:
         return both()
@@ -112,9 +147,9 @@ def main() -> int:
 
     with joined("cpu") as ranks:
         arms = {ONE: alone(), BOUND: alone(), OURS: hasten(ranks), THEIRS: torch_ddp()}
-        why = installed("accelerate")
-        if why is None:
-            arms["accelerate"] = accelerate()
+        missing = {name: why for name in PEERS if (why := installed(name)) is not None}
+        for name in (name for name in PEERS if name not in missing):  # in one order on all ranks
+            arms[name] = PEERS[name]()
         ways = {name: lambda name=name: leg(arms[name], options.steps, ranks, idle=name == ONE and not ranks.leads) for name in arms}
         for way in ways.values():
             way()
@@ -122,7 +157,7 @@ def main() -> int:
             sys.stderr = open(os.devnull, "w")  # noqa: SIM115  rank 0 speaks
         taken = in_turns(ways, options.rounds)
         if ranks.leads:
-            Path(os.environ[ANSWER]).write_text(str(told(options, taken, why, ranks.world)))
+            Path(os.environ[ANSWER]).write_text(str(told(options, taken, missing, ranks.world)))
     return 0
 
 
@@ -136,11 +171,11 @@ def leg(arm: Iterator, steps: int, ranks, idle: bool) -> float:
     return ranks.most([0.0 if idle else (perf_counter() - began) / steps])[0]
 
 
-def told(options, taken: dict[str, list[float]], why: str | None, world: int) -> int:
+def told(options, taken: dict[str, list[float]], missing: dict[str, str], world: int) -> int:
     efficiency = {name: interval(one / many for one, many in zip(taken[ONE], legs, strict=True)) for name, legs in taken.items()}
     behind = interval(ours / theirs - 1 for ours, theirs in zip(taken[OURS], taken[THEIRS], strict=True))
     rows = [(name, f"{1e3 * interval(legs).median:.1f}", f"{efficiency[name]:.3f}" if name != ONE else "") for name, legs in taken.items()]
-    show(("arm", "ms a step", f"efficiency of {world} processes"), [*rows, *([("accelerate", why, "")] if why else [])])
+    show(("arm", "ms a step", f"efficiency of {world} processes"), [*rows, *((name, why, "") for name, why in missing.items())])
     say(f"\nhasten against torch's own: {100 * behind.median:+.2f} % ({100 * behind.low:+.2f} to {100 * behind.high:+.2f})")
     figure = f"efficiency of at least {WANTED:g} and at most {100 * BEHIND:g} % behind torch; it is {efficiency[OURS]:.3f} (bound: {efficiency[BOUND]:.3f}), {100 * behind.median:+.2f} %"
     reached = efficiency[OURS].median >= WANTED and behind.median <= BEHIND

@@ -7,7 +7,7 @@ import rank_tasks
 from ranks import together
 from test_ddp import CLOSE, broken_off, farthest, losses, taken_up, training_of
 
-from hasten.contract.errors import Aftermath, Failure, Notice, Refusal
+from hasten.contract.errors import Failure, Notice, Refusal
 from hasten.contract.sharded import PIECE
 from hasten.engine.checkpoint import loaded
 from hasten.engine.train import train
@@ -85,7 +85,7 @@ def test_ranks_write_what_they_have(tmp_path):
 def test_one_rank_writes_the_whole_where_the_others_do_not_see_its_folder(tmp_path):
     """As on machines without a common disk."""
     answers = together(2, saved_in_a_folder_of_its_own, tmp_path)
-    assert [type(answer) for answer in answers] == [Failure, Aftermath], answers
+    assert all(isinstance(answer, Failure) for answer in answers), answers
     names = sorted(path.name for path in (tmp_path / "rank-0/checkpoints").iterdir())
     assert names == ["step-0000000028.pt", "step-0000000029.pt"]
     assert loaded(tmp_path / "rank-0/checkpoints" / names[1])["model"]["1.0.weight"].shape == (801, 9)

@@ -18,7 +18,13 @@ NEVER_SOONER = {
 }
 MOST_WORKERS = 16  # that somebody would set by hand, however many cores there are
 BY_HAND = ("fused_optimizer", "tf32")
-FEWEST_STEPS_FIRST = ("compressed_schedule", "batch_size")  # what shortens all trials after it comes first
+SHORTEST_RUNS_FIRST = (
+    "local_sgd",
+    "diloco",
+    "powersgd",
+    "compressed_schedule",
+    "batch_size",
+)  # what shortens all trials after it comes first
 
 
 @dataclass
@@ -95,11 +101,23 @@ def competent_recipes(device: str, cores: int) -> list[Recipe]:
 
 
 def _rank(each: Candidate) -> tuple:
-    """Offered ones first; then exact before inexact, strategies, what everybody sets by hand, high bounds, quick starts, and fewer steps."""
+    """Offered ones first; then exact before inexact, strategies, what everybody sets by hand, high bounds, quick starts, and shorter runs."""
     classes = (*EXACT, Exactness.FEWER_BITS, Exactness.OTHER_MATHS)
     kind = 0 if each.card.exactness in EXACT else classes.index(each.card.exactness)
-    first = FEWEST_STEPS_FIRST.index(each.name) if each.name in FEWEST_STEPS_FIRST else len(FEWEST_STEPS_FIRST)
+    first = SHORTEST_RUNS_FIRST.index(each.name) if each.name in SHORTEST_RUNS_FIRST else len(SHORTEST_RUNS_FIRST)
     claimed = each.card.gain[1] if each.card.gain else 1.0
     by_hand = each.name not in BY_HAND  # measured already, for the competent baseline
     strategy = "shard" in each.card.replaces  # all others are measured with it
-    return (not each.offered, kind, not strategy, each.card.slow_start, by_hand, first, -(each.bound or 1.0), -claimed, each.name)
+    for_memory = "whole weights" in each.card.breaks  # it talks more than the original, and pays where that does not fit
+    return (
+        not each.offered,
+        kind,
+        for_memory,
+        not strategy,
+        each.card.slow_start,
+        by_hand,
+        first,
+        -(each.bound or 1.0),
+        -claimed,
+        each.name,
+    )
