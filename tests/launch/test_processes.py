@@ -77,6 +77,7 @@ def test_launch_hands_on_what_is_said_before_the_command(folder):
         ("launch --processes 2 -- train x --restarts=4", "say --restarts before the command"),
         ("train digits --processes 2 --restarts often", "from 0 to"),
         ("train digits --processes 2 --restarts -1", "from 0 to"),
+        ("train digits --processes 4096", "4096 processes take 819 GB before they begin"),
         ("launch --processes 5000 -- train digits", "at most 4096"),
         (
             "launch --processes 1 --nodes 2 --rendezvous no.such.machine:2000 -- train digits",

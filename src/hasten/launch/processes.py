@@ -30,12 +30,13 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, create_handler
 
 from hasten.contract.errors import Failure, Notice, Refusal, one_line
-from hasten.engine.budget import usable_cores
+from hasten.engine.budget import free_memory, usable_cores
 from hasten.launch.elastic import ENDED, Agent, codes_of, how_lost, refuse_another_shape, say_farewell
 from hasten.launch.endings import FOLDER, GOES_ON, left
 from hasten.launch.meeting import HERE, PATIENCE, interface_of, is_host, own_address
 
 MEETING = 900  # seconds that the machines have to find each other, and a machine that was lost to come back
+OF_A_RANK = 200_000_000  # bytes of a process that has imported torch
 ANSWER = 30  # seconds that a store has to say that it is one
 LAST_CALL = 10  # seconds that fewer machines than could come wait for more
 LOST = (RendezvousConnectionError, dist.DistError)  # whoever has the store is gone
@@ -52,6 +53,7 @@ def start(words: list[str], processes: int, nodes: tuple[int, int] = (1, 1), ren
     Raises:
         Refusal, Failure: what the first rank that failed had to say, and which it was.
     """
+    _refuse_what_does_not_fit(processes)
     _silence_the_agent()
     address = HERE if rendezvous is None else own_address(rendezvous)
     with tempfile.TemporaryDirectory(prefix="hasten-job-") as folder, _environment(folder, processes, address):
@@ -71,6 +73,15 @@ def start(words: list[str], processes: int, nodes: tuple[int, int] = (1, 1), ren
         if result.state in ENDED:
             raise _verdict(folder, codes_of(result))
         return max((ending.code for ending in left(folder).values()), default=0)
+
+
+def _refuse_what_does_not_fit(processes: int) -> None:
+    """So many that the machine would be lost before any of them could say that a batch has fewer samples."""
+    if processes * OF_A_RANK > (free := free_memory()):
+        raise Refusal(
+            f"{processes} processes take {processes * OF_A_RANK / 1e9:.3g} GB before they begin, and {free / 1e9:.3g} are free; "
+            f"take {free // OF_A_RANK} or fewer"
+        )
 
 
 def _elastic(words, processes: int, nodes: tuple[int, int], rendezvous, restarts: int, address: str, hosts: bool, folder: str) -> RunResult:
