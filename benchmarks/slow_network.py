@@ -25,8 +25,10 @@ TASK = f"{HERE / 'slow_network_task.py'}:task"
 def on_the_cable(*words: str) -> dict:
     """The answer of a command there."""
     command = [sys.executable, str(HERE / "slow_cable.py"), MEGABITS, MILLISECONDS, sys.executable, "-m", "hasten", *words, "--json"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout)
+    told = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout)
+    if "error" in told:
+        sys.exit(f"{' '.join(words)}: {told['error']}")
+    return told
 
 
 def main() -> int:

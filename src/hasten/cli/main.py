@@ -19,7 +19,7 @@ from hasten.cli import compare, data, diagnose, eject, launch, methods, network,
 from hasten.cli.answer import Answer, show, stdout_kept_for_the_answer, strict_json
 from hasten.cli.progress import tell, watching
 from hasten.contract.errors import Aftermath, Failure, Notice, Progress, Refusal, nearest, one_line
-from hasten.launch.endings import Ending, is_rank, leave, speaks
+from hasten.launch.endings import Ending, end_with_the_parent, is_rank, leave, speaks
 
 VERBS = {
     "methods": methods,
@@ -48,6 +48,8 @@ def main(words: list[str] | None = None) -> int:
     mute = not speaks() and any(word in launch.COMMANDS for word in words)  # rank 0 answers for all
     if own_process:
         _end_as_by_ctrl_c()
+    if is_rank() and own_process:
+        end_with_the_parent()
     try:
         _refuse_a_folder_that_is_gone()
         answer = _answer(words)

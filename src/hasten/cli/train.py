@@ -58,7 +58,7 @@ def run(options, watch) -> Answer:
         raise Refusal(_no_such_folder(Path(options.out)))
     recipe = values.recipe(options) if options.recipe is not None or options.methods else None
     options.out = options.out or _new_folder(options.task)
-    if is_rank():
+    if is_rank() and speaks():  # the folder is the first rank's, on its machine
         note_run(options.out)
     try:
         result = train(

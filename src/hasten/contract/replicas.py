@@ -54,11 +54,12 @@ def averaged_over_copies(gradients: Callable, run: Run) -> Callable:
     """``gradients``, and then the mean over the copies of the model, where there are several."""
     if run.replica == run.ranks.world:
         return gradients
-    weights, copies = list(run.module.parameters()), mesh_of(run)["copies"].get_group()
+    weights = [weight for weight in run.module.parameters() if weight.requires_grad and not weight.is_meta]
+    copies = mesh_of(run)["copies"].get_group()
 
     def averaged():
         gradients()
-        average((own_part(weight.grad) for weight in weights if weight.grad is not None), copies)
+        average_gradients(weights, copies)
 
     return averaged
 
@@ -112,7 +113,8 @@ class Gradients:
     def __init__(self, weights: Sequence[torch.nn.Parameter]):
         self.weights = weights
         self.tensors = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights]
-        self.shares = weights[0].new_tensor([weight.grad is not None for weight in weights])
+        like = own_part(weights[0])
+        self.shares = like.new_tensor([weight.grad is not None for weight in weights])
 
     def handed_back(self) -> None:
         """Gives the weights what has become of their gradients; one that nobody has a gradient of stays without."""
@@ -121,10 +123,12 @@ class Gradients:
                 weight.grad = gradient
 
 
-def average_gradients(weights: Sequence[torch.nn.Parameter]) -> None:
-    """Makes the gradient of each weight its mean over all ranks, in few messages."""
+def average_gradients(weights: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
+    """Makes the gradient of each weight, or this rank's part of it, its mean over all ranks, or those of a group, in few messages."""
+    if not weights:
+        return
     gradients = Gradients(weights)
-    average([*gradients.tensors, gradients.shares])
+    average([*map(own_part, gradients.tensors), gradients.shares], group)
     gradients.handed_back()
 
 
@@ -171,7 +175,7 @@ def mean_of(state, run: Run):
     built = crc32(repr([(tensor.shape, tensor.dtype) for tensor in tensors]).encode())
     most, least = run.ranks.most([built, -built])
     if most == -least:
-        average(tensor for tensor in tensors if tensor.is_floating_point())
+        average(filter(is_real_or_complex, tensors))
     return state
 
 
@@ -179,8 +183,13 @@ def mean_model(model: torch.nn.Module) -> torch.nn.Module:
     """A copy of the model whose weights and statistics are their mean over all ranks, which have to ask at once."""
     model = copy.deepcopy(model)
     tensors = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    average(tensor for tensor in tensors.values() if tensor.is_floating_point())
+    average(filter(is_real_or_complex, tensors.values()))
     return model
+
+
+def is_real_or_complex(tensor: torch.Tensor) -> bool:
+    """Whether its numbers have a mean of their own type."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def talking_last(micro: Callable, clock: Clock, silence: Callable[[], AbstractContextManager]) -> Callable:

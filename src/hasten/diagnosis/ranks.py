@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from hasten.contract.card import Card
 from hasten.contract.errors import Failure, Refusal
 from hasten.contract.ranks import ALONE, Ranks
 from hasten.contract.recipe import Recipe
@@ -277,7 +278,7 @@ def _single(probe: RankProbe, ranks: Ranks) -> tuple[Arm | None, dict[str, str]]
                 raise Failure("there may be too little memory to try one process")
             single = Arm(probe.task, methods, probe.device, probe.seed, ALONE)
             single.build()
-        except (Refusal, RuntimeError, MemoryError) as error:
+        except Exception as error:  # whatever a second copy of the task meets: the diagnosis is of the job
             single, why = None, str(error) or type(error).__name__
     why = ranks.first(why.encode()).decode()
     return single, {"speedup": why} if why else {}
@@ -287,12 +288,17 @@ def _of_the_slowest(told: list[dict], kind: str, what: str) -> list[float]:
     return [max(block[what] for block in blocks) for blocks in zip(*(each[kind] for each in told), strict=True)]
 
 
+def _talks_less(card: Card) -> bool:
+    """Whether a method changes how gradients travel, rather than what a process keeps."""
+    return FACT in card.applies_to and "backward" in card.speeds and "whole weights" not in card.breaks
+
+
 def _advice(
     probe: RankProbe, ceilings: dict[str, Ratio], phases: dict[str, float], talk: dict, step: float
 ) -> tuple[list[dict], list[dict]]:
     """Methods that change how ranks talk can give at most what it would be not to talk; of rounding more is known."""
     cards = {name: method_class(name).card for name in method_names() if name not in probe.plain.methods}
-    talking = {name for name, card in cards.items() if FACT in card.applies_to} if EXCHANGE in ceilings else ()
+    talking = {name for name, card in cards.items() if _talks_less(card)} if EXCHANGE in ceilings else ()
     measured = {name: max(1.0, ratio.median) for name, ratio in ceilings.items()}
     headroom, told = {INPUT: measured[INPUT]} | dict.fromkeys(talking, measured.get(EXCHANGE)), {}
     if ROUNDING in talking and talk["seconds"] and talk["exposed"] is not None:

@@ -48,7 +48,8 @@ class Checkpoints:
         write_whole(path, lambda file: torch.save(state, file))
         if not self.whole:
             self._warn_if_unloadable(path)
-        self.whole = [*(known for known in self.whole if known != path), path][-KEPT:]
+        kept = KEPT if state["parts"] == 1 else KEPT + 1  # of the newest, other ranks may still be writing their parts
+        self.whole = [*(known for known in self.whole if known != path), path][-kept:]
         if rank == 0:
             self._forget_all_but({known.stem for known in self.whole})
 
@@ -81,7 +82,10 @@ class Checkpoints:
             return state
         if missing := next((path.name for path in others if not path.exists()), None):
             raise ValueError(f"{missing} is not there")
-        return state | put_together([{name: part[name] for name in SHARED_OUT} for part in (state, *map(loaded, others))])
+        parts = [loaded(path) for path in others]
+        if any(part["save"] != state["save"] for part in parts):
+            raise ValueError("its parts are of different saves")
+        return state | put_together([{name: part[name] for name in SHARED_OUT} for part in (state, *parts)])
 
     def _forget_all_but(self, kept: set[str]) -> None:
         """Takes away the files of other steps, whichever rank wrote them."""
@@ -129,7 +133,7 @@ def state_of(program: Program, in_parts: bool = False) -> dict:
     everybodys = [own] if ranks.alone else [unpacked(state) for state in ranks.every(packed(own))]
     shared_out = {
         "model": run.mean(run.module.state_dict()),
-        "optimizer": run.mean(run.optimizer.state_dict()),
+        "optimizer": run.mean(_optimizer_state(run)),
         "kept": {name: thing.state_dict() for name, thing in run.kept.items()},
     }
     if not ranks.alone:
@@ -141,7 +145,17 @@ def state_of(program: Program, in_parts: bool = False) -> dict:
         "other ranks": [state["random"] for state in everybodys[1:]],
         "own": [state["own"] for state in everybodys],
         "parts": ranks.world if in_parts else 1,
+        "save": ranks.first(os.urandom(8)).hex(),  # what tells its parts from those of another
     }
+
+
+def _optimizer_state(run: Run) -> dict:
+    """What this rank knows of the weights that it has."""
+    state = run.optimizer.state_dict()
+    if run.apart:
+        own = {number for weight, number in _numbered(run.optimizer, state) if not weight.is_meta}
+        state["state"] = {number: known for number, known in state["state"].items() if number in own}
+    return state
 
 
 def is_shared_out(run: Run) -> bool:
@@ -260,17 +274,16 @@ def draw_alike(ranks: Ranks, batches: Batches) -> None:
         restore_random(batches, unpacked(ranks.first(packed(random_now(batches)))))
 
 
-def random_of(ranks: Ranks, state: dict, seed: int) -> dict:
-    """This rank's random state in a checkpoint; a rank that there was not then begins with one of its own."""
-    if ranks.leads:
-        return state["random"]
+def random_of(run: Run, state: dict) -> dict:
+    """This rank's random state in a checkpoint; a rank that there was not then begins with one of its own. Those of one copy draw alike."""
+    rank = run.ranks.rank if run.apart else run.ranks.rank - run.ranks.rank % run.replica
     others = state.get("other ranks", [])
-    if ranks.rank <= len(others):
-        return others[ranks.rank - 1]
+    if rank <= len(others):
+        return [state["random"], *others][rank]
     if state["start of pass"] is not None:  # the source cannot be sought, and all draw alike from it
         return state["random"]
     with undisturbed():
-        set_seeds(derived(seed, ranks.rank, state["clock"]["step"]))
+        set_seeds(derived(run.seed, rank, state["clock"]["step"]))
         return {"process": random_state(), "generators": state["random"]["generators"]}
 
 

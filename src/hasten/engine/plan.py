@@ -120,7 +120,7 @@ def build(task: Task, methods: list[Method] = (), *, device: str = "cpu", seed: 
             validation=validation,
             move=move,
             forward=forward,
-            micro=_accumulated(micro, loop.microbatches, clock) if cut else micro,
+            micro=_accumulated(micro, loop.microbatches, clock, readers.world) if cut else micro,
             gradients=fold("gradients", _nothing),
             update=fold("update", run.optimizer.step),
             clear=fold("clear", run.optimizer.zero_grad),
@@ -160,12 +160,13 @@ def refuse_conflicts(methods: list[Method]) -> None:
                 raise Refusal(f"{one.name} needs {', '.join(sorted(lost))}, which {other.name} takes away; choose one of them")
 
 
-def _accumulated(micro, count: int, clock):
-    """Forward and backward on ``count`` pieces of the batch, each weighted by its share of the samples."""
+def _accumulated(micro, count: int, clock, readers: int):
+    """Forward and backward on ``count`` pieces of the batch, each weighted by its share of the samples; all ranks have as many."""
 
     def micro_by_micro(batch):
         total, whole = batches.size(batch), 0.0
-        pieces = batches.pieces(batch, count)
+        fewest = total if clock.whole < readers else clock.whole // readers
+        pieces = batches.pieces(batch, min(count, fewest))
         for number, piece in enumerate(pieces, 1):
             clock.share, clock.last_piece = batches.size(piece) / total, number == len(pieces)
             whole = whole + micro(piece).detach() * clock.share

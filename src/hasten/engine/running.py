@@ -196,6 +196,7 @@ class Training:
         self._fetch_losses()
         self.list_skipped()
         self.pauses.saved = began = perf_counter()
+        self.saving.finish()  # on all ranks, before any begins the next
         if self.ranks.agree(not health.weights_are_finite(self.run.model)):
             return  # the next loss will say so; the newest good checkpoint stays
         state = checkpoint.state_of(self.program, self.in_parts)
@@ -242,7 +243,7 @@ class Training:
         self.list_skipped()
         self.run.chosen.update(state["chosen"])
         self.start_of_pass = state["start of pass"]
-        self.interrupted = checkpoint.taken_up(self.source, self.start_of_pass, checkpoint.random_of(self.ranks, state, self.run.seed))
+        self.interrupted = checkpoint.taken_up(self.source, self.start_of_pass, checkpoint.random_of(self.run, state))
 
     def _newest(self) -> dict | None:
         """The newest whole checkpoint in the folder, whose log is cut to where that was made."""

@@ -7,14 +7,17 @@ updates where nobody sees it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event
 from time import thread_time
 
 import torch
 
-from hasten.contract.batch import map_tensors, tensors
+from hasten.contract.errors import Notice, one_line
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # others may have their numbers elsewhere
 
 
 class Saving:
@@ -43,14 +46,15 @@ class Saving:
             Failure: the save before this one could not be written.
         """
         self.finish()
-        found = {_address(tensor): tensor.detach() for tensor in tensors(state)}
+        found: dict[tuple, torch.Tensor] = {}
+        _mapped(lambda tensor: found.setdefault(_address(tensor), tensor.detach()), state)
         self.aside = {key: _room(self.aside.get(key), tensor) for key, tensor in found.items()}
         resting = {_address(tensor) for tensor in resting if tensor.device.type == "cpu" and not self.restless}
         for key in found.keys() - resting:
             self.aside[key].copy_(found[key])
         later = {key: found[key] for key in found.keys() & resting}
         versions = [tensor._version for tensor in later.values()]
-        copy = map_tensors(lambda tensor: self.aside[_address(tensor)], state)
+        copy = _mapped(lambda tensor: self.aside[_address(tensor)], state)
         self.copied.clear()
         self.running = self.thread.submit(self._save, later, versions, copy, write)
 
@@ -70,25 +74,41 @@ class Saving:
             running.result()
 
     def close(self) -> None:
+        """Waits, too; of a run that failed, what could not be written is worth a notice only."""
         self.thread.shutdown()
+        if self.running is not None and (error := self.running.exception()):
+            warnings.warn(f"the newest checkpoint is missing: {one_line(error)}", Notice, stacklevel=2)
 
     def _save(self, later: dict, versions: list[int], copy: dict, write: Callable[[dict], None]) -> None:
         began = thread_time()
         try:
             for key, tensor in later.items():
                 self.aside[key].copy_(tensor)
-            self.restless = versions != [tensor._version for tensor in later.values()]
+            torn = versions != [tensor._version for tensor in later.values()]
+            self.restless = self.restless or torn
         finally:
             self.copied.set()
-        if not self.restless:  # else the next one is copied at once, and this one is of no single moment
+        if not torn:  # else the next ones are copied at once, and this one is of no single moment
             write(copy)
         self.seconds = thread_time() - began
 
 
 def _address(tensor: torch.Tensor) -> tuple:
     """The same for tensors that are one in memory."""
-    return tensor.data_ptr() if tensor.numel() else id(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    if type(tensor) not in PLAIN or tensor.layout != torch.strided or not tensor.numel():
+        return (id(tensor),)
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _room(before: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, device="cpu") if before is None else before
+    usable = before is not None and before.layout == torch.strided and before.shape == tensor.shape and before.dtype == tensor.dtype
+    return before if usable else torch.empty_like(tensor, device="cpu")
+
+
+def _mapped(function: Callable[[torch.Tensor], torch.Tensor], state):
+    """A state with ``function`` applied to every tensor in it, in plain dicts and lists."""
+    if isinstance(state, torch.Tensor):
+        return function(state)
+    if isinstance(state, Mapping):
+        return {key: _mapped(function, value) for key, value in state.items()}
+    return type(state)(_mapped(function, value) for value in state) if type(state) in (list, tuple) else state

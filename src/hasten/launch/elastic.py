@@ -58,7 +58,8 @@ class Agent(LocalElasticAgent):
             if any(ending.line and not ending.aftermath for ending in endings.values()):
                 self._remaining_restarts = 0
             elif self._remaining_restarts:
-                lost = how_lost(endings, codes_of(result)) or "ranks of another machine were lost"
+                elsewhere = "ranks of another machine were lost" if worker_group.group_world_size > 1 else "a rank was asked to end"
+                lost = how_lost(endings, codes_of(result)) or elsewhere
                 most = worker_group.spec.max_restarts
                 which = f"restart {most - self._remaining_restarts + 1} of {most}"
                 warnings.warn(f"{lost}; all meet again to go on from the newest checkpoint, {which}", Notice, stacklevel=2)

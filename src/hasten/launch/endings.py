@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
 FOLDER = "HASTEN_JOB"  # the environment's name for the folder of the job
 GOES_ON = "HASTEN_GOES_ON"  # and for that of the run, where the job goes on with it
 _ours = os.environ.pop(FOLDER, None)  # a program that the task starts is no rank
@@ -44,6 +48,14 @@ def in_job() -> bool:
 def speaks() -> bool:
     """Whether this process has the word: it is alone, or rank 0, whoever started it."""
     return not in_job() or os.environ.get("RANK", "0") == "0"
+
+
+def end_with_the_parent() -> None:
+    """Asks the system for SIGTERM when whoever started this rank is gone: nobody would be left to tell, or to end it."""
+    with suppress(OSError, AttributeError):  # not Linux
+        ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+    if os.getppid() == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def leave(ending: Ending) -> None:

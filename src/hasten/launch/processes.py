@@ -90,7 +90,7 @@ def _elastic(words, processes: int, nodes: tuple[int, int], rendezvous, restarts
         "c10d", rendezvous or f"{HERE}:0", "hasten", *nodes, address, is_host=hosts, join_timeout=MEETING, last_call_timeout=LAST_CALL
     )
     backend, store = _backend(parameters)
-    refuse_another_shape(store, {"--nodes": ":".join(map(str, nodes)), "--processes": str(processes)})
+    refuse_another_shape(store, {"--nodes": ":".join(map(str, nodes)), "--processes": str(processes), "--restarts": str(restarts)})
     handler = create_handler(store, backend, parameters)
     spec = WorkerSpec(
         "hasten", processes, handler, entrypoint=sys.executable, args=("-m", "hasten", *words), max_restarts=restarts, monitor_interval=0.1
@@ -142,12 +142,15 @@ def _backend(parameters: RendezvousParameters) -> tuple[RendezvousBackend, dist.
 def _verdict(folder: str, codes: dict[int, int], otherwise: str = "the ranks ended without a word") -> Exception:
     """What the rank has to say that failed first, by its own fault; of one that could not speak, how it ended."""
     endings = left(folder)
-    if lost := how_lost(endings, codes):
-        return Failure(f"{lost}; the other ranks were ended")
     failed = [(rank, ending) for rank, ending in endings.items() if ending.line]
+    by_itself = any(not ending.aftermath for _, ending in failed)
+    if not by_itself and (lost := how_lost(endings, codes)):
+        return Failure(f"{lost}; the other ranks were ended")
     if not failed:
         return Failure(otherwise)
-    rank, first = min(failed, key=lambda each: (each[1].aftermath, each[1].when))
+    rank, first = min(failed, key=lambda each: (each[1].aftermath, each[1].when) if by_itself else each[0])
+    if not by_itself:  # they were all asked to end
+        return Failure(first.line)
     if first.code == 2:  # most often what all were asked for
         return Refusal(f"{first.line} (rank {rank})" if rank else first.line)
     return Failure(f"rank {rank}: {first.line}")

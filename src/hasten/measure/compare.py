@@ -175,7 +175,7 @@ def take_turns(
         ready = time.monotonic()
         while True:
             while _evaluation_is_due(sides, budget):
-                _take_evaluations(arms, sides)
+                _take_evaluations(arms, sides, patience + budget)
             pairs = len(sides[0].blocks)
             for turn in (0, 1) if pairs % 2 == 0 else (1, 0):
                 sides[turn].blocks.append(_block(arms[turn], lengths[turn], patience + budget))
@@ -242,10 +242,10 @@ def _times(side: Side) -> tuple[list[float], list[float]]:
     return side.evaluations, [block["seconds"] for block in side.blocks]
 
 
-def _take_evaluations(arms: list, sides: list[Side]) -> None:
+def _take_evaluations(arms: list, sides: list[Side], patience: float) -> None:
     """One of each arm, in turns which goes first."""
     for turn in (0, 1) if len(sides[0].evaluations) % 2 == 0 else (1, 0):
-        sides[turn].evaluations.append(arms[turn].call("evaluate"))
+        sides[turn].evaluations.append(arms[turn].call("evaluate", timeout=patience))
         arms[turn].freeze()
 
 

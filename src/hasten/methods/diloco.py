@@ -72,7 +72,7 @@ class Outer:
         self.velocity: list[torch.Tensor] = []
 
     def begin(self) -> None:
-        """In the first step, or the first that another number of processes goes on with."""
+        """In the first step, or the first after one process trained alone."""
         if not self.began:
             self.began = [weight.detach().clone() for weight in self.weights]
             self.velocity = [torch.zeros_like(weight) for weight in self.began]

@@ -15,7 +15,16 @@ import torch.distributed as dist
 from hasten.contract.card import Card, Exactness, Order
 from hasten.contract.errors import Refusal
 from hasten.contract.method import Method, setting
-from hasten.contract.replicas import average, average_gradients, let_copies_differ, make_alike, mean_model, notice_batch_norm, refuse_sparse
+from hasten.contract.replicas import (
+    average,
+    average_gradients,
+    is_real_or_complex,
+    let_copies_differ,
+    make_alike,
+    mean_model,
+    notice_batch_norm,
+    refuse_sparse,
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,7 @@ class LocalSGD(Method):
     def update(self, update, run):
         if run.ranks.alone:
             return update
-        weights, clock = list(run.module.parameters()), run.clock
+        weights, clock = list(filter(is_real_or_complex, run.module.parameters())), run.clock
         group = dist.new_subgroups(self.inner)[0] if self.inner else None
 
         def averaged():

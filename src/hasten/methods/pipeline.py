@@ -86,7 +86,7 @@ class Pipeline(Method):
         if run.ranks.leads:
             _tell(parts)
         stages = {number: part for number, part in enumerate(parts) if number % run.replica == own}
-        _forget_all_but(model, list(stages.values()))
+        _forget_all_but(model, list(stages.values()), parts, keeps_unused=own == 0)
         run.joint = run.apart = True
         return Piped(model, stages, count, ring, SCHEDULES[self.schedule][0], pieces, run)
 
@@ -328,9 +328,11 @@ def _refuse_shared_weights(model: nn.Module, parts: list) -> None:
                 raise Refusal(f"pipeline cannot cut this model: stages {other + 1} and {number + 1} both use {names[id(weight)]}; untie it")
 
 
-def _forget_all_but(model: nn.Module, parts: list) -> None:
-    """Moves the weights and buffers that none of the parts uses to the meta device, which holds nothing."""
-    kept = {id(tensor) for part in parts for tensor in (*part.parameters(), *part.buffers())}
+def _forget_all_but(model: nn.Module, own: list, parts: list, keeps_unused: bool) -> None:
+    """Moves the weights and buffers of the parts that are not our own to the meta device, which holds nothing; one process keeps what no part uses."""
+    of_own, used = ({id(tensor) for part in some for tensor in (*part.parameters(), *part.buffers())} for some in (own, parts))
+    unused = {id(tensor) for tensor in (*model.parameters(), *model.buffers())} - used
+    kept = of_own | unused if keeps_unused else of_own
     gone: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for name, weight in module._parameters.items():

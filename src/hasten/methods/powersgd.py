@@ -69,7 +69,7 @@ class PowerSGD(Method):
         return exchanged
 
     def _shortens(self, weight: torch.Tensor) -> bool:
-        if weight.ndim < 2 or not weight.numel() or not weight.requires_grad:
+        if weight.ndim < 2 or not weight.numel() or not weight.requires_grad or weight.is_complex():
             return False
         rows, columns = len(weight), weight.numel() // len(weight)
         return rows * columns >= self.saves * min(self.rank, rows, columns) * (rows + columns)
@@ -89,7 +89,10 @@ def _exchange(gradients: Gradients, short: list[int], bases: "Tensors", rests: "
     spans = [torch.linalg.qr(columns).Q for columns in seen]
     bases.tensors = [matrix.T @ span for matrix, span in zip(matrices, spans, strict=True)]
     average(bases.tensors)
-    for gradient, matrix, span, basis, rest in zip(chosen, matrices, spans, bases.tensors, rests.tensors, strict=True):
+    used = [gradients.shares[number] > 0 for number in short]
+    for has_one, gradient, matrix, span, basis, rest in zip(used, chosen, matrices, spans, bases.tensors, rests.tensors, strict=True):
+        if not has_one:
+            continue  # nobody has a gradient that the rest could travel with
         sent = span @ basis.T
         torch.sub(matrix, sent, out=rest)
         gradient.copy_(sent.view_as(gradient))

@@ -10,6 +10,7 @@ from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d
 
 from hasten.contract.batch_norm import Parts, over_all
 from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.errors import Refusal
 from hasten.contract.method import Method
 
 
@@ -29,6 +30,12 @@ class SyncBatchNorm(Method):
         norms = [part for part in model.modules() if type(part) in (BatchNorm1d, BatchNorm2d, BatchNorm3d)]
         if run.ranks.alone:
             run.nothing_to_do(self, "there is one process only; say --processes")
+        elif run.replica == run.ranks.world:
+            run.nothing_to_do(self, "every process sees the whole batch already")
+        elif run.replica > 1:
+            raise Refusal(
+                "sync_batch_norm is not for copies of the model that several processes hold each; leave it out, or make degree the number of processes"
+            )
         elif not norms:
             run.nothing_to_do(self, "the model has no batch normalisation")
         else:

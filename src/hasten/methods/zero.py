@@ -59,6 +59,8 @@ class Zero(Method):
             raise Refusal(
                 f"the weight {scalar} has no dimension, and stages 2 and 3 cut along the first; give it the shape (1,), or take stage 1"
             )
+        if len(types := {str(weight.dtype).removeprefix("torch.") for weight in model.parameters()}) > 1:
+            raise Refusal(f"the weights are of several types ({', '.join(sorted(types))}), and stages 2 and 3 want one; take stage 1")
         make_alike(model)
         run.joint = True
         return _sharded(model, _mesh(run, self.shards), keep_whole=self.stage == 2, offload=self.offload)
@@ -166,7 +168,7 @@ def _as_part(tensor, mesh):
 def _gather(parts, ranks):
     """Everybody's parts of some weights, put into the weights."""
     rows = [-(-len(part) // ranks.world) for part in parts]  # of a rank, but for the last ones
-    lengths = [count * part[0].numel() for count, part in zip(rows, parts, strict=True)]
+    lengths = [count * part.shape[1:].numel() for count, part in zip(rows, parts, strict=True)]
     own = torch.zeros(sum(lengths), dtype=parts[0].dtype, device=parts[0].device)
     for room, part in zip(own.split(lengths), parts, strict=True):
         local = part.to_local()

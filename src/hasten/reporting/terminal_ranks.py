@@ -55,7 +55,12 @@ def _facts(result: dict) -> list[tuple[str, str]]:
         rows.append((what, f"{more}: {words.with_interval(ratio)} as fast"))
     if result["speedup"]:
         gain = words.with_interval(result["speedup"])
-        rows.append((f"{result['processes']} processes", f"train {gain} as fast as one: efficiency {result['efficiency']:.2f}"))
+        rows.append(
+            (
+                f"{result['processes']} processes",
+                f"train {gain} as fast as one with the threads of one: efficiency {result['efficiency']:.2f}",
+            )
+        )
     slowest = max(result["links"], key=lambda link: link["seconds"])
     rows.append(("slowest link", f"rank {slowest['from']} to {slowest['to']}: {size(slowest['bytes'] / slowest['seconds'])}/s"))
     return rows + [(name, f"not measured: {why}") for name, why in result["not_measured"].items()]
