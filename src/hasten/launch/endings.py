@@ -54,8 +54,6 @@ def end_with_the_parent() -> None:
     """Asks the system for SIGTERM when whoever started this rank is gone: nobody would be left to tell, or to end it."""
     with suppress(OSError, AttributeError):  # not Linux
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
-    if os.getppid() == 1:
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def leave(ending: Ending) -> None:
