@@ -238,6 +238,17 @@ def dropping_tower() -> Task:
     return tower(model=lambda: Tower(dropout=0.3).double())
 
 
+def tower_with_a_mask() -> Task:
+    """A buffer that nobody uses, and an optimizer that counts steps from the beginning."""
+
+    def model():
+        made = Tower().double()
+        made.register_buffer("mask", torch.ones(3, dtype=torch.float64))
+        return made
+
+    return tower(model=model, optimizer=lambda model: torch.optim.Adagrad(model.parameters(), lr=1e-2, lr_decay=0.1))
+
+
 def norming() -> Task:
     """The weights before the norm have no biases: their gradients would be rounding alone."""
 

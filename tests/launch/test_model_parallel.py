@@ -163,3 +163,21 @@ def told_while_building(rank: int, strategy: str, make=rank_tasks.tower) -> list
         warnings.simplefilter("always")
         build(make(), [make_method(strategy)], ranks=ranks)
     return [str(each.message) for each in told if isinstance(each.message, Progress)]
+
+
+def test_ranks_of_one_copy_draw_alike_after_one_process_has_begun(tmp_path):
+    train(rank_tasks.dropping_tower(), device="cpu", out=tmp_path / "alone")
+    broken_off_early(0, rank_tasks.dropping_tower, tmp_path / "shared", "baseline")
+    answers = together(2, taken_up, rank_tasks.dropping_tower, tmp_path / "shared", "tensor_parallel")
+    assert [type(answer) for answer in answers] == [dict] * 2, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+
+
+@pytest.mark.parametrize("then", ["pipeline", "ddp"])
+def test_stages_keep_what_no_stage_uses_and_what_an_optimizer_makes_at_once(tmp_path, then):
+    make = rank_tasks.tower_with_a_mask
+    train(make(), device="cpu", out=tmp_path / "alone")
+    together(2, broken_off_early, make, tmp_path / "shared", "pipeline")
+    answers = together(2, taken_up, make, tmp_path / "shared", then)
+    assert [type(answer) for answer in answers] == [dict] * 2, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE

@@ -4,6 +4,7 @@ import os
 
 import pytest
 import rank_tasks
+import torch
 from ranks import together
 from test_ddp import CLOSE, broken_off, farthest, losses, taken_up, training_of
 
@@ -96,3 +97,21 @@ def saved_in_a_folder_of_its_own(rank: int, folder) -> dict:
     (folder / f"rank-{rank}").mkdir()
     os.chdir(folder / f"rank-{rank}")
     return broken_off(rank, rank_tasks.blocks, ".", "zero:stage=3")
+
+
+def test_ranks_with_fewer_samples_cut_them_into_as_many_pieces(tmp_path):
+    """Sharded gradients travel after every piece."""
+    make, pieces = rank_tasks.uneven_batches, "gradient_accumulation:pieces=3"
+    train(make(), pieces, device="cpu", out=tmp_path / "alone")
+    answers = together(2, training_of, make, f"zero:stage=2 + {pieces}", tmp_path / "shared")
+    assert [type(answer) for answer in answers] == [dict] * 2, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+
+
+def test_parts_of_different_saves_are_not_put_together(tmp_path):
+    """As of a job that had more ranks, and saved at the same step."""
+    together(2, broken_off, rank_tasks.blocks, tmp_path / "shared", "zero:stage=3")
+    part = tmp_path / "shared/checkpoints/step-0000000029-of-rank-1.pt"
+    torch.save(loaded(part) | {"save": "another"}, part)
+    with pytest.warns(Notice, match=r"step-0000000029.pt is passed over: ValueError: its parts are of different saves"):
+        taken_up(0, rank_tasks.blocks, tmp_path / "shared", "baseline")
