@@ -49,6 +49,18 @@ class Raising(Method):
         return raising
 
 
+class RaisingFirst(Method):
+    card = Card(summary="the first rank raises", exactness=Exactness.BIT_EXACT, speeds={"update"})
+
+    def update(self, update, run):
+        def raising() -> None:
+            if run.ranks.leads and run.clock.step == AT_STEP:
+                raise RuntimeError("planted")
+            update()
+
+        return raising
+
+
 class Wakeful(Method):
     """Nobody sleeps: what a slow dataset loses is won."""
 

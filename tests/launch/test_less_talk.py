@@ -18,7 +18,7 @@ from hasten.engine.plan import build
 from hasten.engine.train import train
 
 APART = ["local_sgd:period=4,start=10", "local_sgd:period=7,inner=1,inner_period=2", "diloco:period=4"]
-LESS = [*APART, "powersgd:rank=1,saves=1.7,start=7", "ddp + compressed_gradients"]
+LESS = [*APART, "parameter_server:staleness=0", "powersgd:rank=1,saves=1.7,start=7", "ddp + compressed_gradients"]
 
 
 class ByHand:

@@ -1,0 +1,125 @@
+"""The parameter server against averaging all gradients in a ring (``ddp``): seconds a step on 2 and on 4 processes, one thread each.
+
+All arms live in the same processes and take turns, a leg of some steps each, by the slowest rank's watch; the network is that of one machine. Three cases:
+
+* *nobody is slow*;
+* *one is*: rank 1 sleeps 20 ms in every third step. Nobody can end before it does, so that nothing is to be won but by speaking less;
+* *in turns*: every rank sleeps 20 ms in every third step, another one each time. ddp waits in each of these steps, a server in few.
+
+Figure: with two processes slow in turns, 2 steps of staleness at least 1.1x as fast as ddp. The other cases are told as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from _common import finish, in_turns, interval, parser, say, show, tell
+from ddp_scaling import ANSWER, BATCH, data, leg, model, optimizer
+from torch.nn.functional import cross_entropy
+
+WANTED, SLEEP, EVERY = 1.1, 0.020, 3
+RING, BEST, ROOM = "ddp", "parameter_server:staleness=2", "parameter_server:staleness=8"
+RECIPES = (RING, "parameter_server:staleness=0", BEST, ROOM)
+TURNS = "in turns"
+CASES = {
+    "nobody is slow": lambda rank, step: False,
+    "one is": lambda rank, step: rank == 1 and step % EVERY == 0,
+    TURNS: lambda rank, step: step % EVERY == rank % EVERY,
+}
+
+
+def program_of(recipe: str, ranks):
+    from hasten import Task
+    from hasten.contract.recipe import Recipe
+    from hasten.engine.find import make_methods
+    from hasten.engine.plan import build
+
+    task = Task(
+        model=model, train_data=data(), loss=cross_entropy, optimizer=optimizer, metric="accuracy",
+        batch_size=BATCH * ranks.world, epochs=10**6,
+    )  # fmt: skip
+    return build(task, make_methods(Recipe.read(recipe)), ranks=ranks)
+
+
+def sleeping(steps, slow, rank: int):
+    """The steps, before some of which this rank sleeps."""
+    for number, _ in enumerate(steps):
+        if slow(rank, number):
+            time.sleep(SLEEP)
+        yield
+
+
+def rank_of_a_job(options) -> None:
+    """Measures every recipe in every case, and leaves the numbers where the first process finds them."""
+    from contextlib import ExitStack
+
+    from hasten.engine.loop import steps
+    from hasten.engine.ranks import joined
+
+    torch.set_num_threads(1)
+    with joined("cpu") as ranks, ExitStack() as stack:
+        if not ranks.leads:
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115  rank 0 speaks
+        taken = {}
+        programs = {recipe: program_of(recipe, ranks) for recipe in RECIPES}
+        for program in programs.values():
+            stack.enter_context(program.process())
+        trainings = {recipe: steps(program) for recipe, program in programs.items()}
+        for case, slow in CASES.items():
+            arms = {recipe: sleeping(training, slow, ranks.rank) for recipe, training in trainings.items()}
+            ways = {recipe: lambda arm=arm: leg(arm, options.steps, ranks, idle=False) for recipe, arm in arms.items()}
+            for way in ways.values():
+                way()
+            tell(f"{ranks.world} processes, {case}")
+            taken[case] = in_turns(ways, options.rounds)
+        if ranks.leads:
+            Path(os.environ[ANSWER]).write_text(json.dumps(taken))
+
+
+def measured(world: int) -> dict[str, dict[str, list[float]]]:
+    """What so many processes, started with torchrun, have taken: by case and recipe."""
+    with tempfile.NamedTemporaryFile("r") as answer:
+        agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+        subprocess.run([*agent, *sys.argv], env=os.environ | {"OMP_NUM_THREADS": "1", ANSWER: answer.name}, check=True)
+        return json.loads(answer.read())
+
+
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("--rounds", type=int, default=15)
+    options.add_argument("--steps", type=int, default=24, help="of a leg")
+    options.add_argument("--processes", type=int, nargs="+", default=[2, 4])
+    options = options.parse_args()
+    if "RANK" in os.environ:
+        rank_of_a_job(options)
+        return 0
+    taken = {world: measured(world) for world in options.processes}
+    faster = {
+        world: {
+            case: {recipe: interval(ring / own for ring, own in zip(legs[RING], legs[recipe], strict=True)) for recipe in RECIPES[1:]}
+            for case, legs in cases.items()
+        }
+        for world, cases in taken.items()
+    }
+    rows = [
+        (world, case, recipe, f"{1e3 * interval(times).median:.1f}", f"{faster[world][case][recipe]:.2f}" if recipe != RING else "")
+        for world, cases in taken.items()
+        for case, legs in cases.items()
+        for recipe, times in legs.items()
+    ]
+    show(("processes", "who is slow", "recipe", "ms a step", "times as fast as ddp"), rows)
+    best = faster[2][TURNS][BEST] if 2 in faster else None
+    say()
+    figure = f"with two processes slow in turns, at least {WANTED:g}x as fast as ddp; it is {best or 'unknown'}"
+    return finish(options, figure, best and best.median >= WANTED, {"seconds a step": taken, "times as fast": faster})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

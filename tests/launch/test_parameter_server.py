@@ -1,0 +1,178 @@
+"""The parameter server: what its definition says, in any order of arrival; and a job with it begins, goes on and ends as any other."""
+
+import random
+import threading
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import rank_tasks
+import torch
+from ranks import together, training
+from test_ddp import CLOSE, broken_off, farthest, taken_up, training_of
+from test_less_talk import sparse, with_a_spare
+
+from hasten.contract.errors import Aftermath, Failure, Refusal
+from hasten.engine.train import train
+from hasten.methods.parameter_server import Server
+
+HERE = Path(__file__).parent
+SOON = 30.0  # seconds, on a busy machine; a job that hangs takes for ever
+
+
+def server_of(size: int, world: int, staleness: int, rate: float = 1.0, momentum: float = 0.0) -> Server:
+    weight = torch.nn.Parameter(torch.zeros(size, dtype=torch.float64))
+    return Server([weight], torch.optim.SGD([weight], lr=rate, momentum=momentum), world, staleness)
+
+
+def message(gradient: torch.Tensor) -> torch.Tensor:
+    return torch.cat([gradient, gradient.new_ones(1)])
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+@pytest.mark.parametrize("staleness", [1, 2, 5])
+def test_any_order_of_arrival_is_what_the_definition_says(world, staleness):
+    """Gradients depend on the weights that their rank had; momentum and falling rates show which update is which."""
+    chance, steps = random.Random(world), 200
+    wanted = torch.randn(world, steps, 4, generator=torch.Generator().manual_seed(staleness), dtype=torch.float64)
+    server = server_of(4, world, staleness, momentum=0.9)
+    weight = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    optimizer, after = torch.optim.SGD([weight], lr=1.0, momentum=0.9), [weight.detach().clone()]
+    came, had, aheads = defaultdict(dict), [0] * world, set()
+    while min(server.pushed) < steps:
+        worker = chance.choice([each for each in range(world) if server.pushed[each] < steps and ahead(server.pushed, each) <= staleness])
+        step = server.pushed[worker]
+        settings = [{"lr": 0.5 / (1 + step)}]
+        came[step][worker] = after[had[worker]] - wanted[worker, step]
+        if len(came[step]) == world:
+            optimizer.param_groups[0].update(settings[0])
+            weight.grad = sum(came[step].values()) / world
+            optimizer.step()
+            after.append(weight.detach().clone())
+        newest = server.exchange(worker, message(came[step][worker]), settings if worker == 0 else None)
+        torch.testing.assert_close(newest, after[-1], rtol=1e-12, atol=1e-12)
+        had[worker] = len(after) - 1
+        aheads.add(step + 1 - had[worker])
+    assert max(aheads) == staleness, "the bound was never tried"
+    assert server.version == steps and not server.sums and not server.settings
+
+
+def ahead(pushed: list[int], worker: int) -> int:
+    """How far ahead of the slowest a worker would be with one more step."""
+    there = [*pushed[:worker], pushed[worker] + 1, *pushed[worker + 1 :]]
+    return there[worker] - min(there)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 4])
+def test_every_gradient_counts_once_and_nobody_is_too_far_ahead(staleness):
+    """Each gradient moves a weight of its own."""
+    world, steps = 4, 30
+    server = server_of(world * steps, world, staleness)
+
+    def work(worker: int) -> None:
+        chance = random.Random(worker)
+        for step in range(steps):
+            time.sleep(chance.random() * 0.002)
+            own = torch.zeros(world, steps, dtype=torch.float64)
+            own[worker, step] = 1.0
+            newest = server.exchange(worker, message(own.flatten()), [{"lr": 1.0}] if worker == 0 else None)
+            updates = (newest.view(world, steps) == -1 / world).all(0)
+            assert updates[: max(step + 1 - staleness, 0)].all(), "weights are too old"
+            assert step + 1 - min(server.pushed) <= staleness
+
+    with ThreadPoolExecutor(world) as threads:
+        list(threads.map(work, range(world)))
+    assert torch.equal(server.newest, torch.full((world * steps,), -1 / world, dtype=torch.float64))
+
+
+def test_a_worker_that_went_is_missed_only_where_it_is_waited_for():
+    server = server_of(1, 3, 1)
+    for worker in (0, 1):
+        server.exchange(worker, message(torch.ones(1, dtype=torch.float64)), [{}] if worker == 0 else None)
+    server.lose(2)
+    with pytest.raises(Aftermath, match="rank 2 has ended without a word"):
+        server.exchange(0, message(torch.ones(1, dtype=torch.float64)), [{}])
+    server = server_of(1, 2, 1)
+    server.exchange(1, message(torch.ones(1, dtype=torch.float64)))
+    server.lose(1)
+    assert server.exchange(0, message(torch.ones(1, dtype=torch.float64)), [{}]).item() == -1
+
+
+def test_an_update_that_raises_is_told_to_all():
+    server = server_of(1, 2, 1)
+    server.optimizer.step = lambda: 1 / 0
+    server.exchange(0, message(torch.ones(1, dtype=torch.float64)), [{}])
+    for worker in (1, 0):
+        with pytest.raises(ZeroDivisionError):
+            server.exchange(worker, message(torch.ones(1, dtype=torch.float64)), [{}])
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("make", [rank_tasks.samples, rank_tasks.rates_by_name_and_schedule, rank_tasks.stream, with_a_spare])
+def test_without_staleness_it_trains_what_one_process_trains(tmp_path, make, world):
+    train(make(), device="cpu", out=tmp_path / "alone")
+    answers = together(world, training_of, make, "parameter_server:staleness=0", tmp_path / "shared")
+    assert [type(answer) for answer in answers] == [dict] * world, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+
+
+def test_the_optimizer_is_that_which_other_methods_made(tmp_path):
+    train(rank_tasks.samples(), device="cpu", out=tmp_path / "alone")
+    answers = together(2, training_of, rank_tasks.samples, "parameter_server:staleness=0 + fused_optimizer", tmp_path / "shared")
+    assert [type(answer) for answer in answers] == [dict] * 2, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_with_staleness_it_trains_too(tmp_path, world):
+    """One rank is late in every step; all leave the same run, without a thread of theirs."""
+    recipe = f"parameter_server:staleness=3 + {HERE / 'rank_methods.py'}:Dozing"
+    train(rank_tasks.samples(), device="cpu", out=tmp_path / "alone")
+    answers = together(world, threads_after, rank_tasks.samples, recipe, tmp_path / "shared")
+    assert all(threads == ["MainThread"] for _, threads in answers), answers
+    assert {(answer["steps"], answer["metric"]) for answer, _ in answers} == {(46, answers[0][0]["metric"])}
+    assert answers[0][0]["metric"] > 0.8
+    assert farthest(tmp_path / "shared", tmp_path / "alone") > CLOSE, "no gradient was ever taken at older weights"
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_run_goes_on_with_what_the_server_had(tmp_path, world):
+    make, recipe = rank_tasks.rates_by_name_and_schedule, "parameter_server:staleness=2"
+    broken = together(2, broken_off, make, tmp_path / "run", recipe)
+    assert all(isinstance(answer, Failure) for answer in broken), broken
+    answers = together(world, taken_up, make, tmp_path / "run") if world > 1 else [taken_up(0, make, tmp_path / "run")]
+    assert [type(answer) for answer in answers] == [dict] * world, answers
+    assert answers[0]["steps"] == 46 and answers[0]["metric"] > 0.8
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_raises_ends_all_at_once(staleness, rank):
+    recipe = f"parameter_server:staleness={staleness} + {HERE / 'rank_methods.py'}:{['RaisingFirst', 'Raising'][rank]}"
+    began = time.monotonic()
+    told = together(3, training, rank_tasks.samples(), recipe)
+    assert time.monotonic() - began < SOON
+    assert "planted" in str(told[rank])
+    assert all(isinstance(answer, Aftermath) for number, answer in enumerate(told) if number != rank), told
+
+
+@pytest.mark.parametrize(("recipe", "says"), [
+    ("parameter_server + ddp", "both replace shard"),
+    ("parameter_server + ema", "ema needs like weights, which parameter_server takes away"),
+    ("parameter_server:staleness=-1", "staleness must be at least 0"),
+])  # fmt: skip
+def test_what_cannot_be_is_told(recipe, says):
+    told = together(2, training, rank_tasks.samples(), recipe)
+    assert all(isinstance(answer, Refusal) and says in str(answer) for answer in told), told
+
+
+def test_sparse_gradients_are_refused():
+    told = together(2, training, sparse(), "parameter_server")
+    assert all(isinstance(answer, Refusal) and "those of 0 are sparse" in str(answer) for answer in told), told
+
+
+def threads_after(rank: int, make, recipe, out) -> tuple[dict, list[str]]:
+    answer = training_of(rank, make, recipe, out)
+    return answer, [thread.name for thread in threading.enumerate()]
