@@ -10,7 +10,10 @@ from hasten.contract.method import BOUNDS
 from hasten.contract.recipe import Recipe
 from hasten.engine.find import make_method, make_methods, method_class, method_names
 
-FREE = {("compile", "backend")}  # torch knows the names of its backends, and says so
+FREE = {  # who knows what they may be says so: torch the names of its backends, the model where it can be cut
+    ("compile", "backend"),
+    ("pipeline", "cuts"),
+}
 STATED = [
     (name, field)
     for name in method_names()
