@@ -64,3 +64,11 @@ def test_tracing_leaves_torch_and_the_model_as_they_were():
     model.norm.eval()
     blocks_of(model, 2)
     assert torch.arange is arange and model.training and not model.norm.training
+
+
+def test_layers_in_a_row_are_cut_two_by_two():
+    """The middle one of three is the last of one block, and cannot be the first of another."""
+    model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
+    found, doubts = blocks_of(model, 2)
+    assert [str(block) for block in found] == ["0 by columns, 2 by rows"]
+    assert doubts == ["2 by columns, 4 by rows: 2 is in the block before it"]

@@ -38,7 +38,8 @@ class Training:
     ):
         self.run, self.recipe, self.folder = program.run, recipe, folder
         self.ranks: Ranks = program.run.ranks
-        self.keeps = self.ranks.agree(folder is not None)  # the first rank writes, and all have a part in it
+        self.out = self.ranks.first(b"" if folder is None else str(folder.path).encode()).decode()
+        self.keeps = bool(self.out)  # the first rank writes, and all have a part in it
         self.observers = [*([folder.log] if folder else []), *observers]
         self.began, self.earlier = began, 0.0  # seconds that runs before this resumption took
         self.split = {"start": 0.0, "evaluation": 0.0, "checkpoints": 0.0}
@@ -327,4 +328,4 @@ class Training:
     def _how_to_go_on(self) -> str:
         if not self.keeps:
             return "; nothing was kept, give --out to be able to go on"
-        return f"; go on with {f'--out {self.folder.path} ' if self.folder else ''}--resume"
+        return f"; go on with --out {self.out} --resume"

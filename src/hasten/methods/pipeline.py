@@ -277,7 +277,9 @@ def _ends_of(asked: str, stages: int, members: int) -> list[int]:
     """
     lengths = [int(word) if word.isdecimal() else 0 for word in asked.split("-")]
     if len(lengths) != stages or not all(lengths) or sum(lengths) != members:
-        raise Refusal(f"pipeline:cuts={asked} must be {stages} lengths that make up the chain of {members}, such as 2-1-3")
+        raise Refusal(
+            f"pipeline:cuts={asked} must be {stages} lengths that make up the chain of {members}, such as {'-'.join(['1'] * (stages - 1) + [str(members - stages + 1)])}"
+        )
     return list(accumulate(lengths))
 
 

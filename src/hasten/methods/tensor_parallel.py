@@ -146,7 +146,7 @@ class TensorParallel(Method):
 def blocks_of(model: nn.Module, degree: int) -> tuple[list[Block], list[str]]:
     """The blocks of a model, as far as it can be traced, and why others are none."""
     users = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
-    found, doubts = [], []
+    found, doubts, taken = [], [], set()
     for prefix, root, graph in _graphs(model):
         modules = dict(root.named_modules())
         calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
@@ -156,12 +156,15 @@ def blocks_of(model: nn.Module, degree: int) -> tuple[list[Block], list[str]]:
                 continue
             layers = [modules[name] for name in block.layers]
             named = Block(*_with(prefix, block))
-            if any(calls[name] > 1 for name in block.layers) or any(users[id(w)] > 1 for layer in layers for w in layer.parameters()):
+            if shared := taken.intersection(named.layers):
+                doubts.append(f"{named}: {min(shared)} is in the block before it")
+            elif any(calls[name] > 1 for name in block.layers) or any(users[id(w)] > 1 for layer in layers for w in layer.parameters()):
                 doubts.append(f"{named}: a layer is used more than once")
             elif odd := [size for size in (*(layer.out_features for layer in layers[:-1]), layers[-1].in_features) if size % degree]:
                 doubts.append(f"{named}: {degree} does not divide {odd[0]}")
             else:
                 found.append(named)
+                taken.update(named.layers)
     return found, doubts
 
 
