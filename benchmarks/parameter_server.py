@@ -117,7 +117,8 @@ def main() -> int:
     show(("processes", "who is slow", "recipe", "ms a step", "times as fast as ddp"), rows)
     best = faster[2][TURNS][BEST] if 2 in faster else None
     say()
-    figure = f"with two processes slow in turns, at least {WANTED:g}x as fast as ddp; it is {best or 'unknown'}"
+    told = f"{best:.2f}" if best else "unknown"
+    figure = f"with two processes slow in turns, at least {WANTED:g}x as fast as ddp; it is {told}"
     return finish(options, figure, best and best.median >= WANTED, {"seconds a step": taken, "times as fast": faster})
 
 
