@@ -50,9 +50,9 @@ def diagnosed(task, world: int = 2) -> dict:
     ("task", "cause", "works"),
     [
         (waiting_tasks.late_data, "data", False),
-        (waiting_tasks.late_stream, "data", False),
+        pytest.param(waiting_tasks.late_stream, "data", False, marks=pytest.mark.slow),
         (waiting_tasks.more_to_compute, "compute", True),
-        (waiting_tasks.kept_waiting, "compute", False),
+        pytest.param(waiting_tasks.kept_waiting, "compute", False, marks=pytest.mark.slow),
     ],
 )
 def test_who_is_waited_for_and_why(task, cause, works):
@@ -68,6 +68,7 @@ def test_who_is_waited_for_and_why(task, cause, works):
     assert found["verdict"].startswith("Rank 1 makes the others wait")
 
 
+@pytest.mark.slow
 def test_of_three_ranks_one_is_late():
     assert diagnosed(waiting_tasks.late_data, world=3)["straggler"]["rank"] == 1
 

@@ -197,6 +197,7 @@ def test_a_run_that_was_broken_off_goes_on_bit_by_bit(tmp_path, recipe):
     assert (tmp_path / "broken/log.jsonl").read_bytes() == (whole / "log.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 4])
 @pytest.mark.parametrize("recipe", LESS)
 def test_a_run_goes_on_at_another_size(tmp_path, recipe, world):

@@ -31,6 +31,7 @@ def test_a_strategy_trains_what_one_process_trains(tmp_path, strategy, world):
     assert {answer["metric"] for answer in answers} == {alone["metric"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "world"), [("tensor_parallel:degree=2", 4), ("pipeline:degree=2,microbatches=5", 4), ("pipeline", 3)])
 def test_batches_that_nothing_divides(tmp_path, strategy, world):
     train(rank_tasks.uneven_tower(), device="cpu", out=tmp_path / "alone")
@@ -58,6 +59,7 @@ def test_a_run_that_was_broken_off_goes_on_bit_by_bit(tmp_path, strategy):
     assert farthest(tmp_path / "broken", tmp_path / "whole") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("method", ["gradient_accumulation:pieces=3", "gradient_clipping:max_norm=0.1", "gradient_centralization",
                                     "activation_checkpointing", "batched_fetch", "fused_optimizer"])  # fmt: skip
@@ -69,6 +71,7 @@ def test_methods_go_with_a_strategy(tmp_path, strategy, method):
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "then", "world"), [
     ("tensor_parallel", "pipeline", 2), ("pipeline", "tensor_parallel:degree=2", 4), ("pipeline", "zero:stage=3", 2),
     ("zero:stage=2", "pipeline:schedule=interleaved", 2), ("ddp", "tensor_parallel", 2), ("pipeline", "pipeline", 3),

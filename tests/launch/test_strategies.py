@@ -16,7 +16,7 @@ from hasten.engine.train import train
 STRATEGIES = ["ddp", "zero:stage=1", "zero:stage=2", "zero:stage=3"]
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "zero:stage=3,shards=1"])
 @pytest.mark.parametrize("name", ["blocks", "rates_by_name_and_schedule"])
 def test_a_strategy_trains_what_one_process_trains(tmp_path, name, strategy, world):
@@ -50,6 +50,7 @@ def test_one_process_goes_on_with_what_a_strategy_began(tmp_path, strategy):
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("method", ["gradient_accumulation:pieces=3", "gradient_clipping:max_norm=0.1", "gradient_centralization",
                                     "activation_checkpointing", "batched_fetch", "fused_optimizer"])  # fmt: skip

@@ -16,7 +16,7 @@ PIECE = "piece of a tensor"
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has of a tensor: all of one that is not shared out."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # by its face: scripts that are written out name no DTensor
 
 
 def whole(state, keep: bool = True):

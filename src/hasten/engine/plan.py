@@ -160,7 +160,7 @@ def refuse_conflicts(methods: list[Method]) -> None:
                 raise Refusal(f"{one.name} needs {', '.join(sorted(lost))}, which {other.name} takes away; choose one of them")
 
 
-def _accumulated(micro, count: int, clock, readers: int):
+def _accumulated(micro, count: int, clock, readers: int = 1):
     """Forward and backward on ``count`` pieces of the batch, each weighted by its share of the samples; all ranks have as many."""
 
     def micro_by_micro(batch):
