@@ -107,6 +107,7 @@ def build(task: Task, methods: list[Method] = (), *, device: str = "cpu", seed: 
             return loss
 
         micro = fold("micro", micro)
+        run.sample = None  # or the run and its batches would hold each other, and worker processes live on
         drawer = ranks.rank if run.apart else readers.rank
         if drawer and train.seekable:  # what the model draws differs by rank; sources that cannot be sought draw alike
             set_seeds(derived(seed, drawer))
