@@ -40,6 +40,7 @@ def test_keeping_the_place(tmp_path):
     assert len(told["micro"]["hasten, place kept"]) == 5 and told["extra"]["hasten, place kept"]["median"] < 100
 
 
+@pytest.mark.slow
 def test_the_wait_for_data(tmp_path, monkeypatch):
     """The textbook's loader waits for most of a step of digits, whole batches for little of it; and the shares are shares."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "kill_and_resume.py"
 
 
+@pytest.mark.slow
 def test_one_kill(tmp_path):
     words = [sys.executable, str(SCRIPT), "--kills", "1", "--json", str(tmp_path / "kills.json")]
     done = subprocess.run(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False)

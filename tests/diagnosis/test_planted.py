@@ -33,6 +33,7 @@ def test_a_slow_dataset():
     assert result["phases"]["input"] == pytest.approx(1 - 1 / gain, abs=0.1)
 
 
+@pytest.mark.slow
 def test_an_item_in_every_step():
     result = diagnose(planted_tasks.item_every_step(), budget=2.0)  # what is counted needs no long look
     assert result["causes"]["host_reads_per_step"] == 1

@@ -4,6 +4,12 @@ import os
 import socket
 import traceback
 
+import torch._dynamo  # these, too, so that not every rank of every test takes seconds for them
+import torch.distributed.fsdp
+import torch.distributed.optim
+import torch.distributed.pipelining
+import torch.distributed.tensor.experimental
+import torch.distributed.tensor.parallel  # noqa: F401
 from forked import FORK, PATIENCE
 
 from hasten.engine.train import train

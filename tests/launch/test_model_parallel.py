@@ -15,7 +15,7 @@ from hasten.engine.ranks import joined
 from hasten.engine.train import train
 from hasten.testing import tasks
 
-BY_WORLD = [("tensor_parallel", 2), ("tensor_parallel", 4), ("tensor_parallel:degree=2", 4), ("pipeline", 2), ("pipeline", 4),
+BY_WORLD = [("tensor_parallel", 2), pytest.param("tensor_parallel", 4, marks=pytest.mark.slow), ("tensor_parallel:degree=2", 4), ("pipeline", 2), ("pipeline", 4),
             ("pipeline:schedule=gpipe,microbatches=3", 2), ("pipeline:schedule=interleaved,degree=2", 4), ("pipeline:schedule=zero_bubble", 2)]  # fmt: skip
 STRATEGIES = ["tensor_parallel", "pipeline"]
 

@@ -148,7 +148,14 @@ def test_a_run_goes_on_with_what_the_server_had(tmp_path, world):
     assert answers[0]["steps"] == 46 and answers[0]["metric"] > 0.8
 
 
-@pytest.mark.parametrize(("rank", "method", "staleness"), [(0, "RaisingFirst", 0), (0, "RaisingFirst", 2), (1, "Raising", 2)])
+@pytest.mark.parametrize(
+    ("rank", "method", "staleness"),
+    [
+        pytest.param(0, "RaisingFirst", 0, marks=pytest.mark.slow),
+        pytest.param(0, "RaisingFirst", 2, marks=pytest.mark.slow),
+        (1, "Raising", 2),
+    ],
+)
 def test_a_rank_that_raises_ends_the_job(tmp_path, rank, method, staleness):
     """As a user starts it; nobody waits for an answer that will not come."""
     recipe = f"--with parameter_server:staleness={staleness} --with {HERE / 'rank_methods.py'}:{method}"

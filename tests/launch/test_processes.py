@@ -121,7 +121,7 @@ def test_a_rank_that_is_killed_is_named_where_no_restart_is_left(folder):
     assert time.monotonic() - killed < 20 and not jobs_left()
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_job_that_is_asked_to_stop_saves_first(folder, how):
     job = subprocess.Popen(words("slow", "--out", "run"), cwd=folder, stderr=subprocess.PIPE, text=True)
     wait_until_it_trains(Job(job), folder / "run")

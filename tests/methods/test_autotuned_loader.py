@@ -69,7 +69,7 @@ def test_the_same_bits_and_nothing_left(name, tmp_path, quick):
     assert result["idle"] == [] and nothing_left(before)
 
 
-@pytest.mark.parametrize("name", ["dataset", "pipeline"])
+@pytest.mark.parametrize("name", ["dataset", pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_a_slow_source_gets_workers_and_the_recipe_says_so(name, tmp_path, monkeypatch):
     monkeypatch.setattr(looking, "LEAST_SECONDS", 0.1)  # so that it can climb once more where the machine stumbles
     task = getattr(loader_tasks, name)(epochs=60)
@@ -131,7 +131,8 @@ def run(name, out, end):
     hasten.train(getattr(loader_tasks, name)(), words, out=out, resume=True, device="cpu", checkpoint_seconds=0, observers=[wait])
 
 
-@pytest.mark.parametrize("name", ["dataset", *(pytest.param(name, marks=pytest.mark.slow) for name in ("loader", "pipeline"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dataset", "loader", "pipeline"])
 def test_killed_at_any_moment_it_goes_on_to_the_same_bits(name, tmp_path):
     for pause in (0.15, 0.3):
         process = forked(run, name, tmp_path / "killed", "to be killed")

@@ -102,6 +102,7 @@ def search(task, out):
     return hasten.tune(task, budget=BUDGET, consider=["tf32"], out=out)
 
 
+@pytest.mark.slow
 def test_a_killed_search_goes_on_and_loses_no_finished_trial(task, tmp_path, short):
     trials, process, deadline = tmp_path / "out" / "trials.jsonl", forked(search, task, tmp_path / "out"), time.monotonic() + BUDGET
     while (not trials.exists() or trials.read_text().count("\n") < 4) and process.is_alive() and time.monotonic() < deadline:
