@@ -5,7 +5,7 @@ All arms live in the same two processes and take turns, a leg of some steps each
 * *one process*: rank 0 trains alone, the other sleeps. Efficiency is its time for a step against that of two processes, which see twice as many samples.
 * *both, without a word*: each trains for itself. What two processes on this machine cost each other anyway is the bound.
 * *hasten*: ``ddp`` as the engine builds it. *torch*: DistributedDataParallel in a loop by hand. *accelerate*, *lightning* (Fabric) and *deepspeed* (stage 0): their own loops.
-  Ray Train is not among them: it starts processes of its own, in which DistributedDataParallel trains.
+* *ray*: Ray Train starts two processes of its own, which sleep until it is their turn, and wait for the file that says so.
 
 Figure: efficiency of at least 0.93, and never behind torch's own by more than 1 %.
 """
@@ -19,7 +19,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from itertools import count, islice
 from pathlib import Path
-from time import perf_counter
+from threading import Thread
+from time import perf_counter, sleep
 
 import torch
 from _common import finish, in_turns, installed, interval, parser, say, show
@@ -31,6 +32,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 BATCH, SAMPLES, CLASSES = 32, 2048, 10
 WANTED, BEHIND = 0.93, 0.01
 ONE, BOUND, OURS, THEIRS = "one process", "both, without a word", "hasten", "torch"
+RAY, POLLED = "ray", 0.01  # seconds between two looks whether it is its turn
 ANSWER = "DDP_SCALING_ANSWER"  # where rank 0 leaves the exit code
 
 
@@ -135,6 +137,53 @@ class _Steps:
 PEERS = {"accelerate": accelerate, "lightning": lightning, "deepspeed": deepspeed}
 
 
+class Ray:
+    """Two workers of Ray Train, and a folder through which rank 0 tells them when it is their turn."""
+
+    def __init__(self, folder: str, steps: int):
+        import ray
+        from ray.train import RunConfig, ScalingConfig
+        from ray.train.torch import TorchTrainer
+
+        self.folder, self.turn = Path(folder), 0
+        here = {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "RAY_TRAIN_V2_ENABLED": "1"}}
+        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env=here)
+        trainer = TorchTrainer(
+            _in_rays_worker,
+            train_loop_config={"folder": folder, "steps": steps},
+            scaling_config=ScalingConfig(num_workers=2),
+            run_config=RunConfig(storage_path=f"{folder}/results"),
+        )
+        Thread(target=trainer.fit, daemon=True).start()
+
+    def leg(self) -> float:
+        """Seconds of a step, on the slower worker."""
+        (self.folder / f"go-{self.turn}").touch()
+        answers = [self.folder / f"{self.turn}-of-{rank}" for rank in range(2)]
+        while not all(answer.exists() for answer in answers):
+            sleep(POLLED)
+        self.turn += 1
+        return max(float(answer.read_text()) for answer in answers)
+
+
+def _in_rays_worker(config: dict) -> None:
+    import ray.train.torch
+
+    torch.set_num_threads(1)
+    net = ray.train.torch.prepare_model(model())
+    loader = ray.train.torch.prepare_data_loader(DataLoader(data(), batch_size=BATCH, shuffle=True))
+    steps, rank = by_hand(net, loader), ray.train.get_context().get_world_rank()
+    for turn in count():
+        while not Path(config["folder"], f"go-{turn}").exists():
+            sleep(POLLED)
+        began = perf_counter()
+        for _ in islice(steps, config["steps"]):
+            pass
+        unfinished = Path(config["folder"], f"unfinished-{rank}")
+        unfinished.write_text(str((perf_counter() - began) / config["steps"]))
+        unfinished.rename(Path(config["folder"], f"{turn}-of-{rank}"))
+
+
 def main() -> int:
     if "RANK" not in os.environ:
         return both()
@@ -145,12 +194,17 @@ def main() -> int:
     torch.set_num_threads(1)
     from hasten.engine.ranks import joined
 
-    with joined("cpu") as ranks:
+    with joined("cpu") as ranks, tempfile.TemporaryDirectory() as folder:
         arms = {ONE: alone(), BOUND: alone(), OURS: hasten(ranks), THEIRS: torch_ddp()}
         missing = {name: why for name in PEERS if (why := installed(name)) is not None}
         for name in (name for name in PEERS if name not in missing):  # in one order on all ranks
             arms[name] = PEERS[name]()
         ways = {name: lambda name=name: leg(arms[name], options.steps, ranks, idle=name == ONE and not ranks.leads) for name in arms}
+        if (why := installed(RAY)) is None:
+            ray = Ray(folder, options.steps) if ranks.leads else None
+            ways[RAY] = lambda: ranks.most([ray.leg() if ray else 0.0])[0]
+        else:
+            missing[RAY] = why
         for way in ways.values():
             way()
         if not ranks.leads:
