@@ -112,6 +112,24 @@ def test_another_run_is_refused_by_its_difference(again, words, tmp_path):
     assert (tmp_path / "log.jsonl").read_bytes() == log
 
 
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("left", ["checkpoints/step-0000000004.pt", "result.json", "log.jsonl", "model.safetensors"])
+def test_what_was_left_of_a_run_is_no_run(left, resume, tmp_path):
+    path = tmp_path / left
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("{}")
+    with pytest.raises(Refusal, match="holds no run; choose another --out"):
+        hasten.train(engine_tasks.map_style(), out=tmp_path, device="cpu", resume=resume)
+    assert path.read_text() == "{}"
+
+
+def test_a_run_that_was_killed_before_it_had_begun_begins(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    for name in ("log.jsonl", "times.jsonl", "recipe.toml", "environment.json.part"):
+        (tmp_path / name).write_text("")
+    assert hasten.train(engine_tasks.map_style(), out=tmp_path, device="cpu")["steps"]
+
+
 def test_a_folder_of_something_else_is_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("do not touch")
     for resume in (False, True):

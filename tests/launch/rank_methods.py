@@ -37,6 +37,17 @@ class Hanging(Method):
         return never
 
 
+class Stuck(Method):
+    """Rank 1 never comes to its first step."""
+
+    card = Card(summary="a rank that hangs while it is built", exactness=Exactness.BIT_EXACT, speeds={"update"})
+
+    def model(self, model, run):
+        while run.ranks.rank == 1:
+            time.sleep(1)
+        return model
+
+
 class Raising(Method):
     card = Card(summary="a rank that raises", exactness=Exactness.BIT_EXACT, speeds={"update"})
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 import rank_tasks
@@ -11,10 +12,13 @@ from safetensors.torch import load_file
 from test_ddp import CLOSE, broken_off, farthest, taken_up, training_of
 from torch import nn
 
+from hasten.contract.batch import map_tensors
 from hasten.contract.errors import Failure, Refusal
 from hasten.contract.ranks import Ranks
+from hasten.contract.replicas import mean_of
 from hasten.engine.checkpoint import loaded
 from hasten.engine.plan import build
+from hasten.engine.ranks import joined
 from hasten.engine.train import train
 
 APART = ["local_sgd:period=4,start=10", "local_sgd:period=7,inner=1,inner_period=2", "diloco:period=4"]
@@ -323,7 +327,6 @@ def sparse():
 
 def rests_after_an_overflow(rank: int) -> bool:
     from hasten.engine.find import make_method
-    from hasten.engine.ranks import joined
 
     with joined("cpu") as ranks:
         program = build(plain(), [make_method("powersgd", {"rank": 1, "saves": 1.0})], ranks=ranks)
@@ -332,3 +335,17 @@ def rests_after_an_overflow(rank: int) -> bool:
         program.gradients()
         rests = program.run.own["powersgd"].tensors
         return not any(rest.any() for rest in rests) and all(not w.grad.isfinite().any() for w in program.run.module.parameters())
+
+
+def test_the_mean_of_states_that_are_not_built_alike_is_that_of_what_they_have_in_common():
+    """As where a weight had no gradient on one rank yet: its optimizer knows nothing of it."""
+
+    def mean(rank: int) -> dict:
+        state = {0: {"step": torch.tensor(3), "momentum": torch.full((2,), float(rank))}, 1: {"momentum": torch.full((1 + rank,), 7.0)}}
+        with joined("cpu") as ranks:
+            found = mean_of({"state": state if rank else {5: {"momentum": torch.ones(2)}} | state}, SimpleNamespace(ranks=ranks))
+            return map_tensors(torch.Tensor.tolist, found["state"])
+
+    first, second = together(2, mean)
+    assert all(each[0]["momentum"] == [0.5, 0.5] and each[0]["step"] == 3 for each in (first, second))
+    assert first[5]["momentum"] == [1.0, 1.0] and first[1]["momentum"] == [7.0]

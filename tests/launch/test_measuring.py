@@ -13,6 +13,7 @@ from hasten import Failure, Recipe, Refusal
 from hasten.cli.main import main
 from hasten.contract.errors import Notice
 from hasten.contract.watch import silent
+from hasten.diagnosis.anatomy import examine
 from hasten.engine.tasks import TaskRef
 from hasten.measure.compare import block_steps, take_turns
 from hasten.measure.ratio import Ratio
@@ -128,13 +129,25 @@ def test_the_gradients_of_a_job_are_held_against_each_other(tmp_path):
 def test_a_search_goes_on_after_a_rank_that_hangs_and_one_that_raises(tmp_path):
     """The first by its proof, which comes first where a method is from outside; then by its pace, as if it were ours."""
     of, ladder = study_of(tmp_path, "slow"), Ladder()
-    names = [method(name) for name in ("Hanging", "Raising", "Wakeful")]
+    names = [method(name) for name in ("Hanging", "Stuck", "Raising", "Wakeful")]
     systems(of, ladder, [candidate(names[0], offered=True), *map(candidate, names)], 100_000, 1.0)
     verdicts = [(trial["what"].rpartition(":")[2], trial["verdict"]) for trial in of.trials]
-    assert verdicts == [("Hanging", "failed"), ("Hanging", "failed"), ("Raising", "failed"), ("Wakeful", "kept")], of.trials
-    assert [trial["why"].startswith("took longer than ") for trial in of.trials] == [True, True, False, False]
-    assert of.trials[2]["why"].startswith("rank 1: ")
-    assert ladder.best == Recipe().with_method(names[2])
+    lost = [(name, "failed") for name in ("Hanging", "Hanging", "Stuck", "Raising")]
+    assert verdicts == [*lost, ("Wakeful", "kept")], of.trials
+    assert [trial["why"].startswith("took longer than ") for trial in of.trials] == [True, True, True, False, False]
+    assert of.trials[3]["why"].startswith("rank 1: ")
+    assert ladder.best == Recipe().with_method(names[3])
+
+
+def test_what_hangs_while_it_is_built_is_ended_wherever_it_is_looked_at(tmp_path):
+    ref, stuck = TaskRef.of(TASK), Recipe.read(method("Stuck"))
+    began = time.monotonic()
+    with pytest.raises(Failure, match=r"^took longer than 2 s"):
+        examine(ref, stuck, device="cpu", seed=0, budget=1.0, processes=2, patience=2.0)
+    of = study_of(tmp_path)
+    of.patience = 2.0
+    assert of.anatomy(stuck) == {}
+    assert time.monotonic() - began < 30
 
 
 def test_strategies_are_candidates_where_several_processes_train():

@@ -5,7 +5,7 @@ import os
 import pytest
 import rank_tasks
 import torch
-from ranks import together
+from ranks import together, training
 from test_ddp import CLOSE, broken_off, farthest, losses, taken_up, training_of
 
 from hasten.contract.errors import Failure, Notice, Refusal
@@ -116,3 +116,31 @@ def test_parts_of_different_saves_are_not_put_together(tmp_path):
     torch.save(loaded(part) | {"save": "another"}, part)
     with pytest.warns(Notice, match=r"step-0000000029.pt is passed over: ValueError: its parts are of different saves"):
         taken_up(0, rank_tasks.blocks, tmp_path / "shared", "baseline")
+
+
+@pytest.mark.parametrize(("stage", "name"), [(1, "Adafactor"), (2, "Rprop")])
+def test_an_optimizer_that_takes_no_parts_of_weights_is_refused_before_it_trains(stage, name):
+    task = rank_tasks.task(optimizer=lambda model: getattr(torch.optim, name)(model.parameters()))
+    told = together(2, training, task, f"zero:stage={stage}")
+    line = f"zero gives the optimizer parts of weights, and {name} cannot update them; take Adam, "
+    assert all(isinstance(answer, Refusal) and str(answer).startswith(line) for answer in told), told
+
+
+class Forked(torch.nn.Module):
+    """Two branches of one size; the first sample decides which of them its batch goes through."""
+
+    def __init__(self):
+        super().__init__()
+        self.branches = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(6, 2000), torch.nn.Tanh(), torch.nn.Linear(2000, 2)) for _ in range(2)
+        )
+
+    def forward(self, x):
+        return self.branches[int(x[0, 0] > 0)](x)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_that_go_through_different_layers_do_not_mix_them(stage):
+    task = rank_tasks.task(model=lambda: Forked().double())
+    told = together(2, training, task, f"zero:stage={stage}")
+    assert all(isinstance(answer, Failure) and "through different layers" in str(answer) for answer in told), told

@@ -15,6 +15,7 @@ def arguments(parser) -> None:
         help="a method from outside that a recipe file may name; may be given several times",
     )  # fmt: skip
     values.add_processes(parser, "compare whole jobs of N processes on this machine")
+    values.add_patience_of_measuring(parser, "2m")
     parser.add_argument(
         "--budget", type=values.seconds, default=60.0, metavar="TIME", help="time to spend, such as 90s or 10m; 60s unless said"
     )
@@ -28,8 +29,9 @@ def run(options, watch) -> Answer:
     extra = Recipe.parse(options.extra)
     a, b = (values.named_recipe(what, extra) for what in (options.a, options.b))
     result = compare(
-        options.task, a, b, budget=options.budget, processes=options.processes, device=options.device, seed=options.seed, watch=watch
-    )
+        options.task, a, b, budget=options.budget, processes=options.processes, patience=options.patience,
+        device=options.device, seed=options.seed, watch=watch,
+    )  # fmt: skip
 
     def page():
         from hasten.reporting.terminal import compare_answer

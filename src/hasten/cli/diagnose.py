@@ -15,6 +15,7 @@ def arguments(parser) -> None:
     parser.add_argument(
         "--processes", type=values.processes, default=1, metavar="N", help="share every batch out among N processes on this machine (ddp)"
     )
+    values.add_patience(parser)
     parser.add_argument(
         "--budget", type=values.seconds, default=60.0, metavar="TIME", help="time to spend, such as 90s or 10m; 60s unless said"
     )
@@ -26,7 +27,9 @@ def run(options, watch) -> Answer:
 
         return Answer(None, elsewhere=partial(start, options.words, options.processes))
     if in_job():
-        from hasten.diagnosis.ranks import diagnose_ranks as diagnose
+        from hasten.diagnosis.ranks import diagnose_ranks
+
+        diagnose = partial(diagnose_ranks, patience=options.patience)
     else:
         from hasten.diagnosis.diagnose import diagnose
 

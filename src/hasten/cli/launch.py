@@ -14,7 +14,7 @@ from hasten.contract.errors import Refusal
 HELP = "run a command in several processes, on one machine or many"
 FORM = "hasten launch --processes N [--nodes M --rendezvous HOST:PORT] -- train TASK ..."
 COMMANDS = ("train", "diagnose", "network")
-BEFORE = ("--processes", "--restarts")  # and not in the command
+BEFORE = ("--processes", "--restarts", "--patience")  # and not in the command
 
 
 def arguments(parser) -> None:
@@ -27,6 +27,7 @@ def arguments(parser) -> None:
         help="machines in all, 1 unless said; MIN:MAX goes on with fewer when some are lost, and takes in who comes",
     )
     values.add_restarts(parser)
+    values.add_patience(parser)
     parser.add_argument("--rendezvous", type=_address, metavar="HOST:PORT", help="where the machines meet; one of them is HOST")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- train TASK ...")
 
@@ -42,6 +43,7 @@ def run(options, watch) -> Answer:
     from hasten.launch.processes import start
 
     restarts = options.restarts if command[0] == "train" else 0  # the others keep nothing to go on from
+    command += ["--patience", str(options.patience)]
     command += [f"--{name}" for name in ("json", "quiet") if getattr(options, name)]
     command += [word for name in ("device", "seed") if (said := getattr(options, name)) for word in (f"--{name}", str(said))]
     return Answer(None, elsewhere=partial(start, command, options.processes, options.nodes, options.rendezvous, restarts))

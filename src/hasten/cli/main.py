@@ -18,8 +18,8 @@ from hasten import __version__
 from hasten.cli import compare, data, diagnose, eject, launch, methods, network, report, train, tune, values
 from hasten.cli.answer import Answer, show, stdout_kept_for_the_answer, strict_json
 from hasten.cli.progress import tell, watching
-from hasten.contract.errors import Aftermath, Failure, Notice, Progress, Refusal, nearest, one_line
-from hasten.launch.endings import Ending, end_with_the_parent, is_rank, leave, speaks
+from hasten.contract.errors import Aftermath, Failure, Notice, Progress, Refusal, Silence, nearest, one_line
+from hasten.launch.endings import Ending, end_with_the_parent, is_rank, leave, speaks, trouble_of_the_others
 
 VERBS = {
     "methods": methods,
@@ -56,12 +56,15 @@ def main(words: list[str] | None = None) -> int:
         if answer is None:
             return 0
         if answer.elsewhere is None and not mute:
+            if is_rank() and (trouble := trouble_of_the_others()):  # or two would answer
+                raise Aftermath(trouble)
             _show_to_whoever_reads(answer, as_json)
-        code, line, aftermath = answer.elsewhere() if answer.elsewhere else answer.code, None, False
+        code, line, aftermath, waited = answer.elsewhere() if answer.elsewhere else answer.code, None, False, 0.0
     except BaseException as error:  # a task's own code may raise anything
         (code, line), aftermath = _verdict(error), isinstance(error, (Aftermath, KeyboardInterrupt))  # who started a rank may end it
+        waited = error.seconds if isinstance(error, Silence) else 0.0
     if is_rank():  # whoever started it tells what there is to tell
-        leave(Ending(code, line, aftermath))
+        leave(Ending(code, line, aftermath, waited))
         code = 0 if line is None else code
         return _end_now(code) if own_process else code
     if own_process:  # Ctrl-C once more would end us by the signal while torch clears up, under any handler but this one

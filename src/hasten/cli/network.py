@@ -14,6 +14,7 @@ HELP = "latency and bandwidth between processes, by collective and size"
 
 def arguments(parser) -> None:
     parser.add_argument("--processes", type=values.processes, default=2, metavar="N", help="on this machine; 2 unless said")
+    values.add_patience(parser)
 
 
 def run(options, watch) -> Answer:
@@ -23,7 +24,7 @@ def run(options, watch) -> Answer:
         return Answer(None, elsewhere=partial(start, options.words, options.processes))
     from hasten.launch.network import network
 
-    result = network(options.device, watch=watch)
+    result = network(options.device, watch=watch, patience=options.patience)
 
     def page():
         from hasten.reporting.terminal_network import network_answer

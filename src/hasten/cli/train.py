@@ -21,6 +21,7 @@ def arguments(parser) -> None:
     values.add_recipe(parser)
     values.add_processes(parser, "share every batch out among N processes on this machine (ddp)")
     values.add_restarts(parser)
+    values.add_patience(parser)
     parser.add_argument("--out", type=values.folder, metavar="DIR", help="the run's folder; a new one, runs/train-TASK, unless said")
     parser.add_argument(
         "--resume",
@@ -63,7 +64,7 @@ def run(options, watch) -> Answer:
     try:
         result = train(
             options.task, recipe, out=options.out, resume=options.resume, device=options.device, seed=options.seed,
-            skip_bad=options.skip_bad, watch=watch, checkpoint_seconds=options.checkpoint_every,
+            skip_bad=options.skip_bad, watch=watch, checkpoint_seconds=options.checkpoint_every, patience=options.patience,
         )  # fmt: skip
     except KeyboardInterrupt:
         raise (Aftermath if is_rank() else Failure)(_how_to_go_on(options)) from None  # who started a rank may end it

@@ -10,6 +10,7 @@ HELP = "find a faster recipe of equal quality, with evidence"
 def arguments(parser) -> None:
     parser.add_argument("task", metavar="TASK")
     values.add_processes(parser, "find a recipe for N processes on this machine; strategies such as ddp are tried with other settings")
+    values.add_patience_of_measuring(parser, "an eighth of the budget, or two runs of the task,")
     parser.add_argument(
         "--budget", type=values.seconds, metavar="TIME", help="time for the search, such as 10m; a few runs of the task unless said"
     )
@@ -37,7 +38,8 @@ def run(options, watch) -> Answer:
     try:
         result = tune(
             options.task, budget=options.budget, margin=options.margin, consider=options.consider, extra=tuple(options.extra),
-            out=options.out, runs=options.runs, processes=options.processes, device=options.device, seed=options.seed, watch=watch,
+            out=options.out, runs=options.runs, processes=options.processes, patience=options.patience,
+            device=options.device, seed=options.seed, watch=watch,
         )  # fmt: skip
     except KeyboardInterrupt:
         raise Failure("stopped; the same command goes on where it was, and no finished trial is lost") from None

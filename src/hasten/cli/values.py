@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hasten.contract.errors import Refusal
+from hasten.contract.ranks import PATIENCE
 from hasten.contract.spans import seconds_of
 
 if TYPE_CHECKING:
@@ -25,6 +26,13 @@ def seconds(text: str) -> float:
         return seconds_of(text)
     except Refusal as why:
         raise ArgumentTypeError(str(why)) from None
+
+
+def patience(text: str) -> float:
+    """A time of a second or more."""
+    if (value := seconds(text)) < 1:
+        raise ArgumentTypeError(f"must be at least 1s, not {text!r}")
+    return value
 
 
 def count(text: str) -> int:
@@ -108,6 +116,22 @@ def add_restarts(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--restarts", type=restarts, default=RESTARTS, metavar="K",
         help=f"go on from the newest checkpoint, up to K times, when a process is lost without a word; {RESTARTS} unless said",
+    )  # fmt: skip
+
+
+def add_patience(parser: ArgumentParser) -> None:
+    """The option that says when a rank hangs."""
+    parser.add_argument(
+        "--patience", type=patience, default=PATIENCE, metavar="TIME",
+        help="a process that keeps the others waiting for so long counts as lost; 30m unless said, and longer than one evaluation has to be",
+    )  # fmt: skip
+
+
+def add_patience_of_measuring(parser: ArgumentParser, usual: str) -> None:
+    """The same of a job that is measured."""
+    parser.add_argument(
+        "--patience", type=patience, metavar="TIME",
+        help=f"a job that says nothing for so long, beyond the budget, counts as hanging; {usual} unless said, and longer than one evaluation",
     )  # fmt: skip
 
 

@@ -19,6 +19,17 @@ class Aftermath(Failure):
     """What comes of the failure of another rank, which tells it itself."""
 
 
+class Silence(Aftermath):
+    """Another rank was waited for in vain. It cannot tell so itself, and nobody here knows which it is."""
+
+    def __init__(self, seconds: float):
+        super().__init__(seconds)
+        self.seconds = seconds
+
+    def __str__(self) -> str:
+        return f"another rank has said nothing for {self.seconds:g} s"
+
+
 class Notice(UserWarning):
     """Something that the user ought to know although the run goes on; the command line shows it as one line."""
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+PATIENCE = 1800.0  # seconds for a rank that says nothing, and may be evaluating; one that died is noticed at once
+
 
 def _own(answer: bytes) -> list[bytes]:
     return [answer]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -164,19 +164,23 @@ def _beside(there, value):
 
 
 def mean_of(state, run: Run):
-    """A copy of a state of any nesting, whose real numbers are their mean over all ranks, which ask at once; where it is not built alike on all, it stays."""
-    tensors = []
-
-    def copied(tensor: torch.Tensor) -> torch.Tensor:
-        tensors.append(tensor.detach().clone())
-        return tensors[-1]
-
-    state = map_tensors(copied, state)
-    built = crc32(repr([(tensor.shape, tensor.dtype) for tensor in tensors]).encode())
-    most, least = run.ranks.most([built, -built])
-    if most == -least:
-        average(filter(is_real_or_complex, tensors))
+    """A copy of a state of any nesting, whose real numbers are their mean over all ranks, which ask at once; what not all of them have alike stays."""
+    state = map_tensors(lambda tensor: tensor.detach().clone(), state)
+    own = dict(_named(state))
+    told = json.dumps({name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in own.items()})
+    first, *others = map(json.loads, run.ranks.every(told.encode()))
+    alike = [name for name, built in first.items() if all(other.get(name) == built for other in others)]
+    average(filter(is_real_or_complex, map(own.get, alike)))
     return state
+
+
+def _named(state, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a state, by the keys that lead to them."""
+    if isinstance(state, torch.Tensor):
+        yield name, state
+    elif isinstance(state, (Mapping, list, tuple)):
+        for key, value in state.items() if isinstance(state, Mapping) else enumerate(state):
+            yield from _named(value, f"{name}/{key}")
 
 
 def mean_model(model: torch.nn.Module) -> torch.nn.Module:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 import torch
+
+from hasten.contract.errors import Refusal
 
 try:
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -12,11 +16,37 @@ except ImportError:  # a torch that was built without torch.distributed
     DTensor = ()
 
 PIECE = "piece of a tensor"
+SHAREABLE = "Adam, AdamW, SGD, RMSprop or Adagrad"  # optimizers that are known to work on parts of weights
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has of a tensor: all of one that is not shared out."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # by its face: scripts that are written out name no DTensor
+
+
+def refuse_unshareable(optimizer, who: str) -> None:
+    """Refuses an optimizer that cannot update its part of a weight, now and not in the first step: tried on tiny weights, shared out and whole."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"] if isinstance(weight, DTensor)]
+    for weight in {weight.ndim: weight for weight in weights}.values():
+        own = torch.zeros([1, 2, 2, 2, 2, 2][: weight.ndim], dtype=weight.dtype, device=weight.to_local().device)
+        part = DTensor.from_local(own, weight.device_mesh, weight.placements, run_check=False)
+        if not _can_step(optimizer, part) and _can_step(optimizer, own):
+            raise Refusal(
+                f"{who} gives the optimizer parts of weights, and {type(optimizer).__name__} cannot update them; take {SHAREABLE}, or ddp"
+            )
+
+
+def _can_step(optimizer, tensor: torch.Tensor) -> bool:
+    """Whether an optimizer can update a weight; neither its state nor its own weights are touched."""
+    weight = torch.nn.Parameter(tensor.clone())
+    weight.grad = torch.ones_like(weight)
+    try:
+        trial = copy.copy(optimizer)
+        trial.state, trial.param_groups = defaultdict(dict), [{**optimizer.param_groups[0], "params": [weight]}]
+        type(trial).step(trial)
+    except Exception:  # whatever torch's operations, or a custom optimizer's, have against it
+        return False
+    return True
 
 
 def whole(state, keep: bool = True):

@@ -75,6 +75,7 @@ def examine(
     budget: float,
     ceilings: bool = False,
     processes: int = 1,
+    patience: float | None = None,
     watch: Watch = silent,
 ) -> Anatomy:
     """The anatomy of a task under a recipe, from about ``budget`` seconds of its real steps.
@@ -82,13 +83,15 @@ def examine(
     Args:
         ceilings: whether to measure too what it would be to do without a phase; takes the larger part of the budget.
         processes: that train together; the phases are those of rank 0.
+        patience: seconds of silence after which they count as hanging.
 
     Raises:
         Failure: the run could not be built or trained.
     """
     methods = {**recipe.methods, **{outside_name(method): {} for method in (Timeline, ReplayedBatch, NoUpdate)}}
     watch("building the run", 0.0, None)
-    with started(processes, "hasten.diagnosis.probe:Probe", task=task.to_json(), methods=methods, device=device, seed=seed) as probe:
+    where = {"task": task.to_json(), "device": device, "seed": seed}
+    with started(processes, "hasten.diagnosis.probe:Probe", patience, methods=methods, **where) as probe:
         began = time.monotonic()
         plan = probe.call("build")
         plan["build_seconds"] = time.monotonic() - began

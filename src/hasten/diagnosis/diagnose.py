@@ -22,7 +22,15 @@ INSIDE = 0.6  # of the budget, for what one process can tell; another allocator 
 
 
 def diagnose(
-    task, *, recipe=None, budget: float | str = 60.0, processes: int = 1, device: str | None = None, seed: int = 0, watch: Watch = silent
+    task,
+    *,
+    recipe=None,
+    budget: float | str = 60.0,
+    processes: int = 1,
+    patience: float | None = None,
+    device: str | None = None,
+    seed: int = 0,
+    watch: Watch = silent,
 ) -> dict:
     """Where a task's time goes and what could be gained.
 
@@ -31,6 +39,7 @@ def diagnose(
         recipe: what it is trained with: a Recipe, a ``.toml`` file or ``--with`` text; None for the task as it is.
         budget: seconds to spend, or a text such as "10m"; exceeded by one experiment at most.
         processes: that train together. Of several no phase is taken away, so the timeline alone bounds what could be gained.
+        patience: seconds of silence after which several processes count as hanging.
 
     Returns:
         Plain data: ``verdict`` (a sentence), ``phases`` (share of the wall clock; they sum to 1), ``headroom``
@@ -45,7 +54,9 @@ def diagnose(
     cards = {name: method_class(name).card for name in method_names() if name not in recipe.methods}
     began = time.monotonic()
     where = {"device": device, "seed": seed, "processes": processes}
-    anatomy = examine(task, recipe, **where, budget=budget * INSIDE, ceilings=processes == 1, watch=_part(watch, 0.0, INSIDE))
+    anatomy = examine(
+        task, recipe, **where, budget=budget * INSIDE, ceilings=processes == 1, patience=patience, watch=_part(watch, 0.0, INSIDE)
+    )
     left = budget - (time.monotonic() - began)
     outside = exchange_allocator(
         task, recipe, anatomy.system_share, **where, budget=left, plan=anatomy.plan, watch=_part(watch, INSIDE, 1.0)

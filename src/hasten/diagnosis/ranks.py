@@ -11,7 +11,8 @@ import dataclasses
 import json
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from statistics import median
 
 import torch
@@ -20,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hasten.contract.card import Card
 from hasten.contract.errors import Failure, Refusal
-from hasten.contract.ranks import ALONE, Ranks
+from hasten.contract.ranks import ALONE, PATIENCE, Ranks
 from hasten.contract.recipe import Recipe
 from hasten.contract.spans import budget_of
 from hasten.contract.task import Task
@@ -32,6 +33,7 @@ from hasten.diagnosis.replacements import ReplayedBatch, outside_name, taken_awa
 from hasten.diagnosis.skew import phases_of_the_slowest, ranks_of, skew_of, straggler_of
 from hasten.diagnosis.talk import communication_of, verdict_of
 from hasten.diagnosis.timeline import Timeline
+from hasten.engine.budget import threads_alone
 from hasten.engine.devices import pick_device
 from hasten.engine.failures import explained
 from hasten.engine.find import make_methods, method_class, method_names
@@ -57,23 +59,32 @@ NOT_SHARED_SO = "the ranks do not train by ddp, and cannot train without talking
 
 
 def diagnose_ranks(
-    task, *, recipe=None, budget: float | str = 60.0, device: str | None = None, seed: int = 0, watch: Watch = silent
+    task,
+    *,
+    recipe=None,
+    budget: float | str = 60.0,
+    device: str | None = None,
+    seed: int = 0,
+    watch: Watch = silent,
+    patience: float = PATIENCE,
 ) -> dict:
     """What the ranks of the job that this process is in lose to each other.
 
     Args:
         as ``diagnose`` has them.
+        patience: seconds to wait for another rank that says nothing.
 
     Returns:
         Plain data: ``verdict`` (a sentence), ``ranks`` (seconds of a step by phase, of each), ``skew``, ``communication`` (seconds of a step:
         the exchange by itself, exposed and hidden), ``straggler`` (who, how long, why; or None), ``links``, ``ceilings`` (time with / time
-        without, with intervals), ``speedup`` over one process and the ``efficiency``, ``advice`` and ``not_advised``.
+        without, with intervals), ``speedup`` over one process as the user would start it, with its ``threads``, and the ``efficiency`` (of the speed-up that
+        so many devices or threads more would give at best), ``advice`` and ``not_advised``.
 
     Raises:
         Refusal: a wrong request, or this process is alone. Failure: the task could not run.
     """
     task, recipe, device, budget = TaskRef.of(task), Recipe.read(recipe), pick_device(device), budget_of(budget)
-    with joined(device) as ranks:
+    with joined(device, patience) as ranks:
         if ranks.alone:
             raise Refusal(NOBODY_ELSE)
         refuse_conflicts(in_order(make_methods(recipe)))
@@ -122,7 +133,8 @@ def _diagnosed(probe: RankProbe, ranks: Ranks, budget: float, watch: Watch) -> d
         "links": [{"from": rank, "to": (rank + 1) % ranks.world, "bytes": LINK_BYTES, "seconds": each} for rank, each in enumerate(links)],
         "ceilings": {name: ratio.to_json() for name, ratio in ceilings.items()},
         "speedup": speedup and speedup.to_json(),
-        "efficiency": speedup and speedup.median / ranks.world,
+        "threads": {"each": torch.get_num_threads(), "alone": threads_alone()},
+        "efficiency": speedup and speedup.median / _times_as_much(probe, ranks),
         "not_measured": not_measured,
         "advice": advice,
         "not_advised": against,
@@ -257,7 +269,8 @@ def _rounds(
         if exchange:
             exchanges.append(seconds_of(exchange, EXCHANGES, ranks, probe.program.run.device))
         if single:  # the others wait for the first rank
-            block = single.train(max(1, count // ranks.world))
+            with _threads_of_one():
+                block = single.train(max(1, count // ranks.world))
             blocks["alone"].append({"pace": block["seconds"] / block["samples"]})
         now = time.monotonic()
         left = min(until - now, (now - began) / number * (MOST_ROUNDS - number))
@@ -277,11 +290,29 @@ def _single(probe: RankProbe, ranks: Ranks) -> tuple[Arm | None, dict[str, str]]
             if probe.program.run.free_memory() < needed:
                 raise Failure("there may be too little memory to try one process")
             single = Arm(probe.task, methods, probe.device, probe.seed, ALONE)
-            single.build()
+            with _threads_of_one():
+                single.build()
         except Exception as error:  # whatever a second copy of the task meets: the diagnosis is of the job
             single, why = None, str(error) or type(error).__name__
     why = ranks.first(why.encode()).decode()
     return single, {"speedup": why} if why else {}
+
+
+@contextmanager
+def _threads_of_one() -> Iterator[None]:
+    """Inside, this rank has the threads that one process would have; the other ranks wait, and take none."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads_alone())
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _times_as_much(probe: RankProbe, ranks: Ranks) -> float:
+    """How many times the devices, or the threads, of one process the job has."""
+    on_cpu = probe.program.run.device.type == "cpu"
+    return ranks.world * (torch.get_num_threads() / threads_alone() if on_cpu else 1)
 
 
 def _of_the_slowest(told: list[dict], kind: str, what: str) -> list[float]:

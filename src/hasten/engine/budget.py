@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+import torch
 
 from hasten.engine.environment import cores
 
+OUR_THREADS = "HASTEN_THREADS"  # the environment's name for OMP_NUM_THREADS where we have said it, and not the user
 MEMBERSHIP, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 FILES = {  # where control groups tell their limit, use, and statistics: of version 1, and of version 2
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
@@ -30,6 +32,11 @@ def free_memory() -> int:
 def usable_cores() -> int:
     """Processors that this process may keep busy: its part of them, as with the memory; at least one."""
     return max(1, math.floor(min([cores(), *_quotas()])) // _ranks())
+
+
+def threads_alone() -> int:
+    """Threads that this process would have if it trained alone: as many as the user says, or all cores; torch asks no control group."""
+    return cores() if OUR_THREADS in os.environ else torch.get_num_threads()
 
 
 def _ranks() -> int:

@@ -25,7 +25,7 @@ from hasten.contract.errors import Failure, Refusal
 from hasten.contract.recipe import Recipe
 from hasten.engine.failures import disk_trouble
 
-OURS = {"recipe.toml", "environment.json", "log.jsonl", "times.jsonl", "skipped.jsonl", "checkpoints", "model.safetensors", "result.json"}
+BEFORE_IT_BEGINS = {"recipe.toml", "log.jsonl", "times.jsonl", "checkpoints"}  # the last three empty: environment.json makes it a run
 TEMPORARY = ".part"
 GO_ON = "what was saved before is whole; free the disk and go on with --resume"
 
@@ -48,10 +48,11 @@ class RunFolder:
         self.environment: dict = {}  # of the run that is gone on with
         try:
             found = set(os.listdir(self.path)) if self.path.exists() else set()
+            self.begun = begun = "environment.json" in found
+            strange = not begun and any(map(self._is_strange, found))
         except OSError as error:
             raise Refusal(f"cannot use {self.path} as a run's folder: {error.strerror}; choose another --out") from None
-        self.begun = begun = "environment.json" in found
-        if not begun and {name for name in found if name.removesuffix(TEMPORARY) not in OURS}:
+        if strange:
             raise Refusal(f"{self.path} is not empty and holds no run; choose another --out")
         if begun and not resume:
             raise Refusal(f"{self.path} already holds a run; go on with it with --resume, or choose another --out")
@@ -120,6 +121,13 @@ class RunFolder:
         with disk_trouble(Path(file.name), GO_ON):
             while left:
                 left = left[file.write(left) :]
+
+    def _is_strange(self, name: str) -> bool:
+        """Whether a run that was killed before it had begun cannot have left this."""
+        path, final = self.path / name, name.removesuffix(TEMPORARY)
+        if final != name or name not in BEFORE_IT_BEGINS:
+            return final not in BEFORE_IT_BEGINS | {"environment.json"}
+        return any(path.iterdir()) if path.is_dir() else path.stat().st_size > 0 and name != "recipe.toml"
 
     def _go_on_with(self, recipe: Recipe | None) -> None:
         """The run that is there, if it is the one asked for: under the recipe that it was begun with, what this came to, or none at all."""

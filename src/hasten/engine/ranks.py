@@ -17,38 +17,38 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hasten.contract.errors import Aftermath, Failure, Refusal, one_line
-from hasten.contract.ranks import Ranks
+from hasten.contract.errors import Aftermath, Failure, Refusal, Silence, one_line
+from hasten.contract.ranks import PATIENCE, Ranks
 
-PATIENCE = timedelta(minutes=30)  # for a rank that says nothing, and may be evaluating; one that died is noticed at once
 LEFT_ALONE = "another rank has ended without a word"
-SILENCE = ("closed by peer", "reset by peer", "Broken pipe", "pair closure", "remote process exited")
+GONE = ("closed by peer", "reset by peer", "Broken pipe", "pair closure", "remote process exited")  # in the words of gloo or NCCL
+WAITED = ("Timed out waiting", "imeout caused pair closure", "ait timeout after", "Socket Timeout", "before timing out")
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @contextmanager
-def joined(device: str) -> Iterator[Ranks]:
+def joined(device: str, patience: float = PATIENCE) -> Iterator[Ranks]:
     """The ranks of the job that this process was started in; itself alone where there is none.
+
+    Args:
+        patience: seconds to wait for a rank that says nothing.
 
     Raises:
         Refusal: the environment tells half of a job.
-        Aftermath: the others cannot be reached.
+        Aftermath: the others cannot be reached, or one of them has gone, or says nothing.
     """
     world = os.environ.get("WORLD_SIZE", "1")
     if not dist.is_initialized() and world == "1":
         yield Ranks()
         return
     own_group = not dist.is_initialized()
-    with _ended_at_once():
+    with _ended_at_once(), _told_as_ours(patience):
         if own_group:
-            _join(device)
-        group = _reached(lambda: dist.new_group(backend="gloo", timeout=PATIENCE))
+            _join(device, patience)
+        group = _reached(lambda: dist.new_group(backend="gloo", timeout=timedelta(seconds=patience)))
     try:
-        yield _ranks(group)
-    except Exception as error:
-        if tells_of_another(error):
-            raise Aftermath(LEFT_ALONE) from error
-        raise
+        with _told_as_ours(patience), _as_patient(patience):
+            yield _ranks(group)
     finally:
         with suppress(RuntimeError, ValueError):  # of a group whose other ranks are gone
             dist.destroy_process_group(group)
@@ -95,23 +95,54 @@ def refuse_strangers(ranks: Ranks, told: dict[str, str]) -> None:
 
 
 def tells_of_another(error: BaseException) -> bool:
-    """Whether an error says no more than that another rank has gone."""
-    return _is_silence(error) or _is_silence(error.__cause__)
+    """Whether an error says no more than that another rank has gone, or says nothing."""
+    return _speaks_of(GONE + WAITED, error)
 
 
-def _is_silence(error: BaseException | None) -> bool:
-    """Whether it says that another rank has gone, in the words of gloo or NCCL."""
-    told = isinstance(error, (Failure, Refusal))  # by us, of something else: a dataset's own connection
-    return isinstance(error, (RuntimeError, dist.DistError)) and not told and any(word in str(error) for word in SILENCE)
+def _speaks_of(words: Sequence[str], error: BaseException) -> bool:
+    """Whether these words of gloo or NCCL are all that an error says."""
+
+    def says_so(error: BaseException | None) -> bool:
+        told = isinstance(error, (Failure, Refusal))  # by us, of something else: a dataset's own connection
+        return isinstance(error, (RuntimeError, dist.DistError)) and not told and any(word in str(error) for word in words)
+
+    return says_so(error) or says_so(error.__cause__)
 
 
-def _join(device: str) -> None:
+@contextmanager
+def _told_as_ours(patience: float) -> Iterator[None]:
+    """What gloo or NCCL say of another rank, in our words."""
+    try:
+        yield
+    except Exception as error:
+        if _speaks_of(WAITED, error):
+            raise Silence(patience) from error
+        if _speaks_of(GONE, error):
+            raise Aftermath(LEFT_ALONE) from error
+        raise
+
+
+@contextmanager
+def _as_patient(patience: float) -> Iterator[None]:
+    """Inside, the groups that torch makes for a mesh of ranks wait no longer than ours: they cannot be told so one by one."""
+    names = ("default_pg_timeout", "default_pg_nccl_timeout")
+    before = {name: getattr(dist.distributed_c10d, name) for name in names}
+    try:
+        for name in names:
+            setattr(dist.distributed_c10d, name, timedelta(seconds=patience))
+        yield
+    finally:
+        for name, usual in before.items():
+            setattr(dist.distributed_c10d, name, usual)
+
+
+def _join(device: str, patience: float) -> None:
     if missing := [name for name in NAMES if name not in os.environ]:
         raise Refusal(
             f"WORLD_SIZE says that this is one process of several, but {missing[0]} is not set; start them with hasten or torchrun"
         )
     backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
-    _reached(lambda: dist.init_process_group(backend, timeout=PATIENCE))
+    _reached(lambda: dist.init_process_group(backend, timeout=timedelta(seconds=patience)))
 
 
 def _reached(connect: Callable):
@@ -119,6 +150,8 @@ def _reached(connect: Callable):
     try:
         return connect()
     except Exception as error:
+        if _speaks_of(WAITED, error):
+            raise
         raise Aftermath(f"rank {os.environ['RANK']} does not reach the others: {one_line(error)}") from None
 
 

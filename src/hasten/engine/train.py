@@ -17,7 +17,7 @@ import torch
 from hasten.contract.card import Exactness
 from hasten.contract.errors import Failure, Notice, Refusal
 from hasten.contract.method import Method
-from hasten.contract.ranks import Ranks
+from hasten.contract.ranks import PATIENCE, Ranks
 from hasten.contract.recipe import Recipe
 from hasten.contract.task import Task
 from hasten.contract.watch import Watch, silent
@@ -54,6 +54,7 @@ def train(
     watch: Watch = silent,
     checkpoint_seconds: float = 30.0,
     observers: Sequence[Observer] = (),
+    patience: float = PATIENCE,
 ) -> dict:
     """Trains a task under a recipe and says how it went.
 
@@ -69,6 +70,7 @@ def train(
         watch: told the progress, ten times a second at most.
         checkpoint_seconds: between two checkpoints; stretched so that saving costs less than 1 % of the run. 0: after every step.
         observers: told the records of the log, see ``engine/observers.py``.
+        patience: seconds to wait for another rank that says nothing, where several train.
 
     Returns:
         metric, metric_name, best_metric, steps, samples, seconds, split (seconds by part), seconds_to_target and samples_to_target
@@ -81,7 +83,7 @@ def train(
     """
     began = perf_counter()
     device = pick_device(device)
-    with joined(device) as ranks:
+    with joined(device, patience) as ranks:
         device = device_of(ranks, device)
         return _train(task, recipe, out, resume, device, seed, skip_bad, watch, checkpoint_seconds, observers, began, ranks)
 

@@ -12,15 +12,17 @@ import signal
 import time
 import warnings
 from contextlib import suppress
+from subprocess import Popen
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from hasten.contract.errors import Notice, Refusal
-from hasten.launch.endings import GOES_ON, Ending, folder_of_the_run, forget, left
+from hasten.launch.endings import GOES_ON, Ending, folder_of_the_run, forget, leave_of, left
 
 GRACE = 60  # seconds that ranks have to save and to end when they are asked to
+TO_OWN_UP = 3.0  # seconds in which all but the rank that hangs say that they have waited in vain
 SIGN_OF_LIFE = 5.0  # seconds from one to the next
 SILENCE = 90.0  # seconds without one, after which a machine is given up; TCP takes twice as long as a cable was out
 FAREWELL = 5.0  # seconds for the other machines to read that the job is over
@@ -47,7 +49,34 @@ class Agent(LocalElasticAgent):
         self.heard = {}
         if self.store.check([OUT]):
             os.environ[GOES_ON] = self.store.get(OUT).decode()
-        return super()._start_workers(worker_group)
+        started = super()._start_workers(worker_group)
+        end_the_others = self._pcontext.close
+
+        def close(*how, **given) -> None:
+            self._end_the_silent(worker_group)
+            end_the_others(*how, **given)
+
+        self._pcontext.close = close
+        return started
+
+    def _end_the_silent(self, worker_group: WorkerGroup) -> None:
+        """Where ranks have waited in vain, those that still say nothing are ended now: torch would ask them to, and wait for half a minute."""
+        until = time.monotonic() + TO_OWN_UP
+        while (waited := max((ending.waited for ending in left(self.folder).values()), default=0)) and (
+            silent := self._silent(worker_group)
+        ):
+            if time.monotonic() > until:
+                for rank, process in silent.items():
+                    leave_of(rank, Ending(1, silent=waited), self.folder)
+                    os.killpg(process.pid, signal.SIGKILL)
+                return
+            time.sleep(0.05)
+
+    def _silent(self, worker_group: WorkerGroup) -> dict[int, Popen]:
+        """The ranks of this machine that are there and have not said what came of them."""
+        processes = {worker_group.workers[local].global_rank: each.proc for local, each in self._pcontext.subprocess_handlers.items()}
+        endings = left(self.folder)
+        return {rank: process for rank, process in processes.items() if rank not in endings and process.poll() is None}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
@@ -55,7 +84,8 @@ class Agent(LocalElasticAgent):
             result = RunResult(WorkerState.UNHEALTHY)
         if result.state in ENDED:
             endings = left(self.folder)
-            if any(ending.line and not ending.aftermath for ending in endings.values()):
+            by_its_own_fault = any(ending.line and not ending.aftermath for ending in endings.values())
+            if by_its_own_fault or (worker_group.group_world_size == 1 and waited_for_each_other(endings, codes_of(result))):
                 self._remaining_restarts = 0
             elif self._remaining_restarts:
                 elsewhere = "ranks of another machine were lost" if worker_group.group_world_size > 1 else "a rank was asked to end"
@@ -112,11 +142,19 @@ def say_farewell(store: dist.Store, machines: int, hosts: bool) -> None:
 
 def how_lost(endings: dict[int, Ending], codes: dict[int, int]) -> str | None:
     """Which rank ended without a word, and how; not by the SIGTERM with which the agent ends the others."""
+    if silent := {rank: ending.silent for rank, ending in sorted(endings.items()) if ending.silent}:
+        who = f"ranks {', '.join(map(str, silent))} have" if len(silent) > 1 else f"rank {next(iter(silent))} has"
+        return f"{who} said nothing for {max(silent.values()):g} s"
     for rank, code in sorted(codes.items()):
         if rank not in endings and code not in (0, -signal.SIGTERM):
             memory = " (out of memory?)" if code == -signal.SIGKILL else ""
             return f"rank {rank} was killed by {signal.Signals(-code).name}{memory}" if code < 0 else f"rank {rank} ended with code {code}"
     return None
+
+
+def waited_for_each_other(endings: dict[int, Ending], codes: dict[int, int]) -> bool:
+    """Whether all ranks were there, and none has heard what it waited for: they did not do the same."""
+    return any(ending.waited for ending in endings.values()) and how_lost(endings, codes) is None
 
 
 def codes_of(result: RunResult) -> dict[int, int]:

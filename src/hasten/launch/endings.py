@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
+import shutil
 import signal
+import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+PREFIX = "hasten-job-"  # of the folders of jobs
+NEW = 60.0  # seconds; a folder that has just been made may not be locked yet
+LAST_MOMENT = 60.0  # seconds that a rank which is done gives the others to be done, too
 SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
 FOLDER = "HASTEN_JOB"  # the environment's name for the folder of the job
 GOES_ON = "HASTEN_GOES_ON"  # and for that of the run, where the job goes on with it
@@ -26,12 +33,16 @@ class Ending:
         code: its exit code as a command.
         line: what it had to say, where something went wrong.
         aftermath: it failed because another did.
+        waited: seconds, in vain, for another that said nothing.
+        silent: seconds that others have waited for this one, in vain.
         when: seconds since the epoch.
     """
 
     code: int
     line: str | None = None
     aftermath: bool = False
+    waited: float = 0.0
+    silent: float = 0.0
     when: float = 0.0
 
 
@@ -58,9 +69,27 @@ def end_with_the_parent() -> None:
 
 def leave(ending: Ending) -> None:
     """What came of this rank, left for whoever started it."""
-    path = Path(_ours, f"rank-{os.environ['RANK']}.json")
+    leave_of(int(os.environ["RANK"]), ending, _ours)
+
+
+def leave_of(rank: int, ending: Ending, folder: str) -> None:
+    """The same of a rank that cannot speak, by who has seen it end."""
+    path = Path(folder, f"rank-{rank}.json")
     path.with_suffix(".part").write_text(json.dumps({**vars(ending), "when": time.time()}))
     path.with_suffix(".part").rename(path)
+
+
+def trouble_of_the_others() -> str | None:
+    """What another rank of this machine has to say that could not go on, as soon as all of them have ended, or none of them well."""
+    others, until = int(os.environ["LOCAL_WORLD_SIZE"]) - 1, time.monotonic() + LAST_MOMENT
+    while time.monotonic() < until:
+        endings = left(_ours)
+        if lines := [ending.line for ending in endings.values() if ending.line]:
+            return lines[0]
+        if len(endings) >= others:
+            break
+        time.sleep(0.01)
+    return None
 
 
 def note_run(out: str) -> None:
@@ -71,6 +100,33 @@ def note_run(out: str) -> None:
 def run_to_go_on_with() -> str | None:
     """The folder of the run, where the ranks of this job were started before and some were lost."""
     return _goes_on
+
+
+@contextmanager
+def folder_of_a_job() -> Iterator[str]:
+    """A folder for what ranks leave, which we have as long as we live. Those of jobs that were killed are taken away."""
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > NEW and _is_nobodys(path):
+                shutil.rmtree(path, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
+        held = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX)  # gone with the process, however it ends
+            yield folder
+        finally:
+            os.close(held)
+
+
+def _is_nobodys(path: Path) -> bool:
+    held = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(held)
+    return True
 
 
 def folder_of_the_run(folder: str) -> str | None:

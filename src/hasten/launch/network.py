@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hasten.contract.errors import Refusal
-from hasten.contract.ranks import Ranks
+from hasten.contract.ranks import PATIENCE, Ranks
 from hasten.contract.watch import Watch, silent
 from hasten.engine.devices import pick_device
 from hasten.engine.ranks import joined
@@ -31,7 +31,7 @@ TOO_LONG = 0.5  # seconds of a call, after which no larger one is tried
 MOST = 1000  # calls of one
 
 
-def network(device: str | None = None, sizes: tuple[int, ...] = SIZES, watch: Watch = silent) -> dict:
+def network(device: str | None = None, sizes: tuple[int, ...] = SIZES, watch: Watch = silent, patience: float = PATIENCE) -> dict:
     """Measures the collectives among the ranks of the job that this process is in.
 
     Returns:
@@ -41,7 +41,7 @@ def network(device: str | None = None, sizes: tuple[int, ...] = SIZES, watch: Wa
     Raises:
         Refusal: this process is alone.
     """
-    with joined(pick_device(device)) as ranks:
+    with joined(pick_device(device), patience) as ranks:
         if ranks.alone:
             raise Refusal("one process has nobody to talk to; say --processes 2, or more")
         return _measured(ranks, wire(ranks), sizes, watch)

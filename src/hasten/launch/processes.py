@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -30,15 +29,16 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, create_handler
 
 from hasten.contract.errors import Failure, Notice, Refusal, one_line
-from hasten.engine.budget import free_memory, usable_cores
-from hasten.launch.elastic import ENDED, Agent, codes_of, how_lost, refuse_another_shape, say_farewell
-from hasten.launch.endings import FOLDER, GOES_ON, left
+from hasten.engine.budget import OUR_THREADS, free_memory, usable_cores
+from hasten.launch.elastic import ENDED, Agent, codes_of, how_lost, refuse_another_shape, say_farewell, waited_for_each_other
+from hasten.launch.endings import FOLDER, GOES_ON, folder_of_a_job, left
 from hasten.launch.meeting import HERE, PATIENCE, interface_of, is_host, own_address
 
 MEETING = 900  # seconds that the machines have to find each other, and a machine that was lost to come back
 OF_A_RANK = 200_000_000  # bytes of a process that has imported torch
 ANSWER = 30  # seconds that a store has to say that it is one
 LAST_CALL = 10  # seconds that fewer machines than could come wait for more
+NOT_ALIKE = "they do not do the same, as where the data decide which layers a batch goes through"
 LOST = (RendezvousConnectionError, dist.DistError)  # whoever has the store is gone
 
 
@@ -56,7 +56,7 @@ def start(words: list[str], processes: int, nodes: tuple[int, int] = (1, 1), ren
     _refuse_what_does_not_fit(processes)
     _silence_the_agent()
     address = HERE if rendezvous is None else own_address(rendezvous)
-    with tempfile.TemporaryDirectory(prefix="hasten-job-") as folder, _environment(folder, processes, address):
+    with folder_of_a_job() as folder, _environment(folder, processes, address):
         patience = PATIENCE
         while True:
             hosts = rendezvous is None or is_host(rendezvous, patience)
@@ -71,7 +71,7 @@ def start(words: list[str], processes: int, nodes: tuple[int, int] = (1, 1), ren
                 f"{rendezvous} does not answer any more; waiting for the same command there, to go on together", Notice, stacklevel=2
             )
         if result.state in ENDED:
-            raise _verdict(folder, codes_of(result))
+            raise _verdict(folder, codes_of(result), here_alone=nodes[1] == 1)
         return max((ending.code for ending in left(folder).values()), default=0)
 
 
@@ -139,13 +139,16 @@ def _backend(parameters: RendezvousParameters) -> tuple[RendezvousBackend, dist.
         raise Refusal(f"the machines cannot meet at {parameters.endpoint}: another program has that port; {advice}") from None
 
 
-def _verdict(folder: str, codes: dict[int, int], otherwise: str = "the ranks ended without a word") -> Exception:
+def _verdict(folder: str, codes: dict[int, int], otherwise: str = "the ranks ended without a word", here_alone: bool = False) -> Exception:
     """What the rank has to say that failed first, by its own fault; of one that could not speak, how it ended."""
     endings = left(folder)
     failed = [(rank, ending) for rank, ending in endings.items() if ending.line]
     by_itself = any(not ending.aftermath for _, ending in failed)
     if not by_itself and (lost := how_lost(endings, codes)):
         return Failure(f"{lost}; the other ranks were ended")
+    if not by_itself and here_alone and waited_for_each_other(endings, codes):
+        waited = max(ending.waited for ending in endings.values())
+        return Failure(f"the ranks have waited for each other for {waited:g} s: {NOT_ALIKE}")
     if not failed:
         return Failure(otherwise)
     rank, first = min(failed, key=lambda each: (each[1].aftermath, each[1].when) if by_itself else each[0])
@@ -170,7 +173,8 @@ def _environment(folder: str, processes: int, address: str) -> Iterator[None]:
     os.environ.pop(GOES_ON, None)
     os.environ[FOLDER] = folder
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch keeps the address of a store even after its machine was lost
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes)))
+    if "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = os.environ[OUR_THREADS] = str(max(1, usable_cores() // processes))
     if interface := interface_of(address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # a machine's own name may lead elsewhere
     try:

@@ -178,13 +178,16 @@ class Arm:
             self.ranks.agree(False)
 
 
-def estimate(task: TaskRef, device: str, seed: int = 0, processes: int = 1) -> dict:
+def estimate(task: TaskRef, device: str, seed: int = 0, processes: int = 1, patience: float | None = None) -> dict:
     """Seconds that the task's own training will take, from a few steps and one evaluation of it.
+
+    Args:
+        patience: seconds of silence after which a job of several processes counts as hanging.
 
     Raises:
         Failure, Refusal: the task's own training does not run.
     """
-    with started(processes, "hasten.measure.arm:Arm", task=task.to_json(), methods={}, device=device, seed=seed) as worker:
+    with started(processes, "hasten.measure.arm:Arm", patience, task=task.to_json(), methods={}, device=device, seed=seed) as worker:
         plan = worker.call("build")
         if 0.0 < (plan["evaluation"] or 0.0) < LONG_EVALUATION:  # a run has many, and the machine may have stumbled over the one
             plan["evaluation"] = min(plan["evaluation"], *(worker.call("evaluate") for _ in range(WARM_UP_ROUNDS)))

@@ -109,6 +109,7 @@ def compare(
     *,
     budget: float | str = 60.0,
     processes: int = 1,
+    patience: float | None = None,
     device: str | None = None,
     seed: int = 0,
     watch: Watch = silent,
@@ -120,6 +121,7 @@ def compare(
         a, b: recipes: a Recipe, a ``.toml`` file, "baseline" or ``--with`` text.
         budget: seconds to spend at most on blocks, or a text such as "10m".
         processes: that train together, in either arm; both are whole jobs then.
+        patience: seconds of silence, beyond the budget, after which an arm counts as hanging; two minutes unless said.
 
     Returns:
         ``verdict`` ("faster": b is), ``ratio`` (time of a / time of b) with its interval, ``blocks`` and what they showed.
@@ -133,7 +135,10 @@ def compare(
     if processes > 1:
         with told_already():
             refuse_processes(task.load(), processes)
-    done = take_turns(task, *recipes, budget=budget, processes=(processes,) * 2, device=pick_device(device), seed=seed, watch=watch)
+    done = take_turns(
+        task, *recipes, budget=budget, processes=(processes,) * 2, patience=patience or PATIENCE,
+        device=pick_device(device), seed=seed, watch=watch,
+    )  # fmt: skip
     return {"task": str(task), **done.to_json()}
 
 
@@ -167,9 +172,10 @@ def take_turns(
             (b, a), reversed(processes), strict=True
         ):  # the newcomer first: one with nothing to act on is found out at once
             watch(f"building {recipe}", 0.0, None)
-            arm = started(ranks, "hasten.measure.arm:Arm", task=task.to_json(), methods=recipe.methods, device=device, seed=seed)
+            where = {"task": task.to_json(), "device": device, "seed": seed}
+            arm = started(ranks, "hasten.measure.arm:Arm", patience + budget, methods=recipe.methods, **where)
             arms.insert(0, stack.enter_context(arm))
-            sides.insert(0, Side(recipe, arm.call("build", timeout=patience + budget if ranks > 1 else None), ranks))
+            sides.insert(0, Side(recipe, arm.call("build"), ranks))
             arm.freeze()
         lengths = [block_steps(side.plan) for side in sides]
         ready = time.monotonic()

@@ -26,9 +26,12 @@ TO_AGREE = 1.0  # seconds in which the other ranks may say that they have failed
 TO_OWN_UP = 5.0  # and in which the one may that the others have felt
 
 
-def started(processes: int, service: str, **arguments) -> Worker | Job:
-    """An object of ours in a process of its own, or one in each process of a job."""
-    return Worker(service, **arguments) if processes == 1 else Job(processes, service, **arguments)
+def started(processes: int, service: str, patience: float | None = None, **arguments) -> Worker | Job:
+    """An object of ours in a process of its own, or one in each process of a job, which is given so many seconds of silence.
+
+    One process waits for nobody: it takes the time that it needs, where a call does not say otherwise.
+    """
+    return Worker(service, **arguments) if processes == 1 else Job(processes, service, patience, **arguments)
 
 
 class Job:
@@ -37,11 +40,12 @@ class Job:
     Making the object must not wait for the others: the ranks are made one after the other. They can meet once (``joined``).
     """
 
-    def __init__(self, processes: int, service: str, **arguments):
-        self.store = TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
+    def __init__(self, processes: int, service: str, patience: float | None = None, **arguments):
+        self.store, self.patience = TCPStore(HERE, 0, is_master=True, wait_for_workers=False), patience
         with ExitStack() as stack:
             self.ranks = [
-                stack.enter_context(Worker(service, _told(rank, processes, self.store.port), **arguments)) for rank in range(processes)
+                stack.enter_context(Worker(service, _told(rank, processes, self.store.port), patience, **arguments))
+                for rank in range(processes)
             ]
             self.living = stack.pop_all()
 
@@ -56,7 +60,7 @@ class Job:
             self.thaw()
             for rank in self.ranks:
                 rank.ask(method, arguments)
-            return self._answer(timeout, watch)
+            return self._answer(self.patience if timeout is None else timeout, watch)
         except BaseException:
             self.kill()
             raise

@@ -43,15 +43,16 @@ class Worker:
     """An object of ours that lives in a process of its own.
 
     ``Worker("module:Class", **arguments)`` makes it there; ``call("name", **arguments)`` runs one of its methods.
-    Use as a context manager: leaving kills the whole process group. ``_environment`` is what the process finds besides ours.
+    Use as a context manager: leaving kills the whole process group. ``_environment`` is what the process finds besides ours,
+    ``_patience`` how many seconds of silence it is given where a call does not say.
     """
 
-    def __init__(self, service: str, _environment: Mapping[str, str] = MappingProxyType({}), **arguments):
+    def __init__(self, service: str, _environment: Mapping[str, str] = MappingProxyType({}), _patience: float | None = None, **arguments):
         ours, theirs = socket.socketpair()
         self.pid = _nursery().fork(theirs, _environment)
         theirs.close()
         self.connection = Connection(ours.detach())
-        self.frozen = False
+        self.frozen, self.patience = False, _patience
         self.call("__init__", _service=service, **arguments)
 
     def call(self, method: str, *, timeout: float | None = None, watch: Watch = silent, **arguments):
@@ -60,6 +61,7 @@ class Worker:
         Raises:
             Refusal, Failure: as raised over there; a Failure too if the process died, broke or said nothing for ``timeout`` seconds.
         """
+        timeout = self.patience if timeout is None else timeout
         self.ask(method, arguments)
         while True:
             with self._alive():

@@ -12,20 +12,23 @@ whole weights beside its part, 4 + 16/n (the paper's has 4 + 12/n), and stage 3 
 
 from collections import Counter
 from dataclasses import dataclass
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.contract.card import Card, Exactness, Order
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import Failure, Refusal
 from hasten.contract.method import Method, setting
 from hasten.contract.replicas import buckets, make_alike, notice_batch_norm, talking_last
+from hasten.contract.sharded import refuse_unshareable
 from hasten.contract.task import optimizer_and_schedule
 
+DIFFERENT = "the data lead the ranks through different layers, and stages 2 and 3 of zero gather those together; take ddp:find_unused=true"
 FEWEST = 10_000  # numbers that a block has; smaller ones travel with the whole
 
 
@@ -73,17 +76,36 @@ class Zero(Method):
             raise Refusal("zero:offload=true is for stages 2 and 3 on a GPU; leave it out")
 
     def optimizer(self, make, run):
-        if run.ranks.alone or self.stage > 1:
+        if run.ranks.alone:
             return make
-        mesh = _mesh(run)
+        mesh = _mesh(run) if self.stage == 1 else None  # in the other stages the weights are parts already
 
         def of_own_parts(model):
             optimizer, schedule = optimizer_and_schedule(make(model))
-            for group in optimizer.param_groups:
+            for group in optimizer.param_groups if mesh else ():
                 group["params"] = [_own_part_of(weight, mesh) for weight in group["params"]]
+            refuse_unshareable(optimizer, self.name)
             return optimizer if schedule is None else (optimizer, schedule)
 
         return of_own_parts
+
+    def backward(self, backward, run):
+        """Before gradients are shared out, the ranks make sure that they gathered the same blocks: of blocks of one size torch would mix the weights."""
+        if run.ranks.alone or self.stage == 1:
+            return backward
+        gathered = []
+        for number, block in enumerate(part for part in run.module.modules() if isinstance(part, FSDPModule)):
+            block.register_forward_pre_hook(lambda block, _, number=number: gathered.append(number) if block.training else None)
+
+        def backward_of_the_same(loss):
+            told = crc32(repr(gathered).encode())
+            gathered.clear()
+            most, least = run.ranks.most([told, -told])
+            if most != -least:
+                raise Failure(DIFFERENT)
+            backward(loss)
+
+        return backward_of_the_same
 
     def micro(self, micro, run):
         if run.ranks.alone or self.stage > 1 or run.loop.microbatches == 1:

@@ -216,7 +216,12 @@ def _one_process(result: dict) -> list[tuple[str, str]]:
     ratio = result["one_process"]
     if ratio["median"] is None:
         return []
-    return [("one process", f"with all cores, is {words.with_interval(ratio)} as fast as {words.plain(result['processes'])} as they are")]
+    return [
+        (
+            "one process",
+            f"with all cores, or OMP_NUM_THREADS, is {words.with_interval(ratio)} as fast as {words.plain(result['processes'])} as they are",
+        )
+    ]
 
 
 def _shares(shares: list[dict]) -> list[RenderableType]:

@@ -58,7 +58,7 @@ def _facts(result: dict) -> list[tuple[str, str]]:
         rows.append(
             (
                 f"{result['processes']} processes",
-                f"train {gain} as fast as one with the threads of one: efficiency {result['efficiency']:.2f}",
+                f"train {gain} as fast as one with {words.count(result['threads']['alone'], 'thread', 'threads')}: efficiency {result['efficiency']:.2f}",
             )
         )
     slowest = max(result["links"], key=lambda link: link["seconds"])

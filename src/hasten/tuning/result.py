@@ -119,7 +119,7 @@ def _why_alone(study: Study, found: Found) -> str | None:
     if not found.better_alone:
         return None
     best = f", and the best recipe found for these {found.confirmed.speedup}" if found.won else ""
-    return f"one process with all cores is {found.one_process} as fast as {study.processes} as they are{best}; leave --processes out"
+    return f"one process with all cores, or OMP_NUM_THREADS, is {found.one_process} as fast as {study.processes} as they are{best}; leave --processes out"
 
 
 def _runs(found: Found) -> dict:

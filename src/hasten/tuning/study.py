@@ -142,7 +142,7 @@ class Study:
         """Seconds of each phase per 1000 training samples; empty where they cannot be told."""
 
         def measure(watch: Watch) -> dict:
-            where = {"device": self.device, "processes": self.processes, "seed": self.seed}
+            where = {"device": self.device, "processes": self.processes, "patience": self.patience, "seed": self.seed}
             seen = examine(self.task, recipe, budget=ANATOMY_SECONDS, watch=watch, **where)
             seconds = 1000 * (seen.sample + evaluation_a_sample(seen.plan, seen.evaluation))
             return {"phases": {phase: share * seconds for phase, share in seen.phases.items()}}

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean
 
 from hasten.contract.errors import Failure, Notice, Progress, Refusal
+from hasten.contract.ranks import PATIENCE
 from hasten.contract.recipe import Recipe
 from hasten.contract.spans import budget_of
 from hasten.contract.watch import Watch, silent
@@ -60,6 +61,7 @@ def tune(
     out: str | Path | None = None,
     runs: int = 10,
     processes: int = 1,
+    patience: float | None = None,
     device: str | None = None,
     seed: int = 0,
     watch: Watch = silent,
@@ -76,6 +78,7 @@ def tune(
         runs: trainings that the user expects to do with the result; tells whether the search pays.
         processes: that train together. What has to be beaten is then the task's own training by so many (ddp); whether one process alone
             would be faster is measured, too.
+        patience: seconds of silence after which a job of several processes counts as hanging; a part of the budget unless said.
 
     Returns:
         The content of ``result.json``: verdict, recipe, speedup, quality, trials, and what they cost.
@@ -107,7 +110,7 @@ def tune(
         codes=wanted.codes(),
     )  # fmt: skip
 
-    textbook = _set_budget(study, budget)
+    textbook = _set_budget(study, budget, patience)
     found = Found()
     try:
         _examine(study, found, wanted, margin)
@@ -127,12 +130,12 @@ def tune(
     return result
 
 
-def _set_budget(study: Study, budget: float | None) -> float:
-    """Fixes what the search may take, and says so before it begins; seconds of one textbook run."""
+def _set_budget(study: Study, budget: float | None, patience: float | None) -> float:
+    """Fixes what the search may take, and how long a job may be silent, and says so before it begins; seconds of one textbook run."""
     words = f"timing a few steps of {study.task}"
-    probe = study.once("probe", words, lambda _: estimate(study.task, study.device, study.seed, study.processes))
+    probe = study.once("probe", words, lambda _: estimate(study.task, study.device, study.seed, study.processes, patience or PATIENCE))
     study.budget.total = budget if budget is not None else max(SMALLEST_BUDGET, RUNS_IN_A_BUDGET * probe["seconds"])
-    study.patience = max(FEWEST_PATIENCE, study.budget.total * PATIENT_PART, SILENT_RUNS * probe["seconds"])
+    study.patience = patience or max(FEWEST_PATIENCE, study.budget.total * PATIENT_PART, SILENT_RUNS * probe["seconds"])
     words = f"one textbook run takes about {_words(probe['seconds'])}; the search may take {_words(study.budget.total)}"
     warnings.warn(words, Progress, stacklevel=3)
     if (worth := study.budget.total / probe["seconds"]) < FEWEST_RUNS:
@@ -146,7 +149,7 @@ def _examine(study: Study, found: Found, wanted: Wanted, margin: float | None) -
     seconds = min(40.0, study.budget.total / 8)
 
     def measure(watch: Watch) -> dict:
-        where = {"device": study.device, "processes": study.processes, "seed": study.seed}
+        where = {"device": study.device, "processes": study.processes, "patience": study.patience, "seed": study.seed}
         return diagnose(study.task, budget=seconds, watch=watch, **where)
 
     found.story = study.once("diagnosis", f"diagnosing {study.task}", measure)
