@@ -249,6 +249,22 @@ def tower_with_a_mask() -> Task:
     return tower(model=model, optimizer=lambda model: torch.optim.Adagrad(model.parameters(), lr=1e-2, lr_decay=0.1))
 
 
+class BareAttention(nn.Module):
+    """An attention without anything that goes past it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(1, 8), nn.Linear(8, 2)
+        self.attention = Layer(8, 0.0)
+
+    def forward(self, inputs):
+        return self.last(self.attention.attention(self.first(inputs.unsqueeze(-1))).mean(1))
+
+
+def bare_attention() -> Task:
+    return task(model=lambda: BareAttention().double())
+
+
 def norming() -> Task:
     """The weights before the norm have no biases: their gradients would be rounding alone."""
 

@@ -8,7 +8,9 @@ import rank_tasks
 from ranks import together, training
 from test_ddp import CLOSE, broken_off, farthest, losses, taken_up, training_of
 
+from hasten.contract.chain import chain_of
 from hasten.contract.errors import Failure, Progress, Refusal
+from hasten.contract.sharded import own_part
 from hasten.engine.find import make_method
 from hasten.engine.plan import build
 from hasten.engine.ranks import joined
@@ -16,8 +18,12 @@ from hasten.engine.train import train
 from hasten.testing import tasks
 
 BY_WORLD = [("tensor_parallel", 2), pytest.param("tensor_parallel", 4, marks=pytest.mark.slow), ("tensor_parallel:degree=2", 4), ("pipeline", 2), ("pipeline", 4),
-            ("pipeline:schedule=gpipe,microbatches=3", 2), ("pipeline:schedule=interleaved,degree=2", 4), ("pipeline:schedule=zero_bubble", 2)]  # fmt: skip
+            ("pipeline:schedule=gpipe,microbatches=3", 2), ("pipeline:schedule=interleaved,degree=2", 4), ("pipeline:schedule=zero_bubble", 2),
+            ("tensor_parallel:degree=2 + pipeline", 4), *(pytest.param(*each, marks=pytest.mark.slow) for each in [
+                ("tensor_parallel:degree=2 + pipeline:degree=2", 8), ("tensor_parallel + pipeline:schedule=interleaved,degree=2", 4),
+                ("tensor_parallel + pipeline:schedule=zero_bubble,degree=2", 4), ("tensor_parallel + pipeline:schedule=gpipe,degree=4", 8)])]  # fmt: skip
 STRATEGIES = ["tensor_parallel", "pipeline"]
+BOTH = "tensor_parallel:degree=2 + pipeline:degree=2"
 
 
 @pytest.mark.parametrize(("strategy", "world"), BY_WORLD)
@@ -32,7 +38,8 @@ def test_a_strategy_trains_what_one_process_trains(tmp_path, strategy, world):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "world"), [("tensor_parallel:degree=2", 4), ("pipeline:degree=2,microbatches=5", 4), ("pipeline", 3)])
+@pytest.mark.parametrize(("strategy", "world"), [("tensor_parallel:degree=2", 4), ("pipeline:degree=2,microbatches=5", 4), ("pipeline", 3),
+                                                 (f"{BOTH},microbatches=5", 8)])  # fmt: skip
 def test_batches_that_nothing_divides(tmp_path, strategy, world):
     train(rank_tasks.uneven_tower(), device="cpu", out=tmp_path / "alone")
     answers = together(world, training_of, rank_tasks.uneven_tower, strategy, tmp_path / "shared")
@@ -49,13 +56,14 @@ def test_batch_normalisation_sees_the_whole_batch_where_it_is_not_cut(tmp_path, 
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
 
-@pytest.mark.parametrize("strategy", ["tensor_parallel", "pipeline:cuts=2-3"])
-def test_a_run_that_was_broken_off_goes_on_bit_by_bit(tmp_path, strategy):
+@pytest.mark.parametrize(("strategy", "world"), [("tensor_parallel", 2), ("pipeline:cuts=2-3", 2),
+                                                 pytest.param(f"{BOTH},cuts=2-3", 4, marks=pytest.mark.slow)])  # fmt: skip
+def test_a_run_that_was_broken_off_goes_on_bit_by_bit(tmp_path, strategy, world):
     make = rank_tasks.dropping_tower
-    together(2, training_of, make, strategy, tmp_path / "whole")
-    together(2, broken_off_early, make, tmp_path / "broken", strategy)
-    answers = together(2, taken_up, make, tmp_path / "broken", strategy)
-    assert [type(answer) for answer in answers] == [dict] * 2, answers
+    together(world, training_of, make, strategy, tmp_path / "whole")
+    together(world, broken_off_early, make, tmp_path / "broken", strategy)
+    answers = together(world, taken_up, make, tmp_path / "broken", strategy)
+    assert [type(answer) for answer in answers] == [dict] * world, answers
     assert farthest(tmp_path / "broken", tmp_path / "whole") == 0
 
 
@@ -94,6 +102,29 @@ def test_one_process_goes_on_with_what_a_strategy_began(tmp_path, strategy):
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
 
+@pytest.mark.parametrize(("first", "at", "then", "world"), [
+    (BOTH, 4, "baseline", 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in [
+        (BOTH, 4, "ddp", 2), (BOTH, 8, "zero:stage=3", 2), ("ddp", 2, BOTH, 4), ("pipeline", 2, BOTH, 8), (BOTH, 4, "tensor_parallel", 2)]),
+])  # fmt: skip
+def test_stages_of_cut_layers_are_another_strategy_as_well(tmp_path, first, at, then, world):
+    make = rank_tasks.longer_tower
+    train(make(), device="cpu", out=tmp_path / "alone")
+    together(at, broken_off, make, tmp_path / "shared", first)
+    answers = together(world, taken_up, make, tmp_path / "shared", then) if world > 1 else [taken_up(0, make, tmp_path / "shared", then)]
+    assert [type(answer) for answer in answers] == [dict] * world, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("pipeline:degree=2", 4), (BOTH, 4), pytest.param(BOTH, 8, marks=pytest.mark.slow)])
+def test_the_norm_is_that_of_all_copies_and_stages(tmp_path, strategy, world):
+    """Of the mean gradient, in which a weight that several ranks have counts once."""
+    clipping = "gradient_clipping:max_norm=0.1"
+    train(rank_tasks.tower(), clipping, device="cpu", out=tmp_path / "alone")
+    answers = together(world, training_of, rank_tasks.tower, f"{strategy} + {clipping}", tmp_path / "shared")
+    assert [type(answer) for answer in answers] == [dict] * world, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+
+
 def test_dropout_between_cut_layers_is_that_of_one_process(tmp_path):
     train(rank_tasks.dropping_tower(), device="cpu", out=tmp_path / "alone")
     together(2, training_of, rank_tasks.dropping_tower, "tensor_parallel", tmp_path / "shared")
@@ -112,6 +143,9 @@ def test_dropout_between_cut_layers_is_that_of_one_process(tmp_path):
     ("data_parallel", 2, rank_tasks.tower, "data_parallel is for one process"),
     ("pipeline", 2, rank_tasks.tied, "stages 1 and 2 both use 0.weight; untie it"),
     ("pipeline", 2, rank_tasks.losing_itself, "pipeline needs the loss apart from the model"),
+    ("pipeline + tensor_parallel", 2, rank_tasks.tower, "tensor_parallel and pipeline would each take all 2 processes; give one of them a degree"),
+    ("pipeline + tensor_parallel:degree=2", 2, rank_tasks.tower, "tensor_parallel:degree=2 and pipeline do not fit 2 processes: each takes 2 or"),
+    ("pipeline + zero", 2, rank_tasks.tower, "zero and pipeline both replace shard; choose one of them"),
 ])  # fmt: skip
 def test_what_cannot_be_cut_is_told(strategy, world, make, says):
     told = together(world, training_of, make, strategy, None)
@@ -127,6 +161,21 @@ def test_methods_that_need_the_whole_are_refused(method):
 def test_a_rank_of_a_pipeline_has_the_weights_of_its_stage_alone():
     one, other = together(2, weights_held)
     assert one | other == {name for name, _ in rank_tasks.Tower().named_parameters()} and not one & other
+
+
+def test_a_rank_has_its_share_of_the_cut_layers_of_its_stage():
+    sizes = together(4, sizes_held, BOTH)
+    whole = {name: weight.numel() for name, weight in rank_tasks.Tower().named_parameters()}
+    for one, other in (sizes[:2], sizes[2:]):
+        assert one == other
+        assert {size / whole[name] for name, size in one.items()} == {1.0, 0.5}
+    assert sizes[0].keys() | sizes[2].keys() == whole.keys() and not sizes[0].keys() & sizes[2].keys()
+
+
+def test_nothing_is_handed_on_that_no_rank_has_for_itself():
+    """Between the queries and the last layer of an attention each rank has some heads of a tensor that is shared out."""
+    cut, _ = together(2, members_of_cut_layers, rank_tasks.bare_attention)
+    assert [member[-1] for member in cut] == ["first", "attention_mix", "last"]
 
 
 def test_blocks_that_fail_the_proof_are_left_whole():
@@ -159,6 +208,19 @@ def weights_held(rank: int) -> set[str]:
     with joined("cpu") as ranks:
         program = build(rank_tasks.tower(), [make_method("pipeline")], ranks=ranks)
         return {name for name, weight in program.run.module.named_parameters() if not weight.is_meta}
+
+
+def sizes_held(rank: int, recipe: str) -> dict[str, int]:
+    with joined("cpu") as ranks:
+        program = build(rank_tasks.tower(), [make_method(name) for name in recipe.split(" + ")], ranks=ranks)
+        return {name: own_part(weight).numel() for name, weight in program.run.module.named_parameters() if not weight.is_meta}
+
+
+def members_of_cut_layers(rank: int, make) -> list[list[str]]:
+    with joined("cpu") as ranks:
+        program = build(make(), [make_method("tensor_parallel")], ranks=ranks)
+        _, members = chain_of(program.run.module, 3, lambda: next(program.train.epoch(0, 0)))
+        return [[node.name for node in member] for member in members]
 
 
 def told_while_building(rank: int, strategy: str, make=rank_tasks.tower) -> list[str]:

@@ -83,7 +83,7 @@ class Card:
         breaks: traits that it takes away from the others.
         order: its level among methods that wrap the same hook.
         after: names of methods that it must wrap (or follow, in a hook that edits).
-        replaces: hooks whose inner thing it throws away; two methods may not replace the same one.
+        replaces: hooks whose inner thing it throws away; two methods may not replace the same one, unless one goes on ``after`` the other.
         slow_start: building it takes seconds, which a short run does not earn back; the tuner tries it last.
         tries: settings worth trying, mildest first; the tuner walks them.
     """

@@ -94,14 +94,28 @@ class Run:
     chosen: dict[str, dict] = field(default_factory=dict)  # method -> settings that it found while it ran, for the next run
     ranks: Ranks = ALONE  # the processes that train together
     replica: int = 1  # of them that hold one copy of the model between them, and read the same samples; ranks of one copy follow each other
+    stages: int = 1  # that each copy is cut into, one after the other; the ranks of a stage follow each other
+    holders: dict[str, Method] = field(default_factory=dict)  # dimension of the mesh -> the method whose degree says how many ranks it has
+    mesh: Any = None  # the ranks by copy, stage and shard, once somebody has asked for it (``mesh_of``)
     joint: bool = False  # the model computes only where all ranks compute at once: they evaluate together
     apart: bool = False  # each of the ranks that hold one copy has other weights; those it has not are on the meta device
     own: dict[str, Any] = field(default_factory=dict)  # as kept, of what every rank has another; taken up by as many ranks only
     mean: Callable[[dict], dict] = lambda state: state  # of what differs between ranks: what a checkpoint holds for any number of them
+    whereabouts: str = (
+        "device"  # of the model until the shard hook has it: there, on the "host", where tasks make it, or "nowhere", on the meta device
+    )
+    making: Callable = (
+        enumerate  # (tensors of the model) -> (number, tensor with its numbers) of each; of one that is nowhere it makes them, once
+    )
     sample: Callable[[], Any] | None = None  # reads the first batch, on the device, as if nobody had; for methods that look before they act
     higher_is_better: Callable[[], bool] = lambda: True  # the direction of the task's metric
     cores: Callable[[], int] = lambda: os.cpu_count() or 1  # that this process may use; the engine knows of containers and ranks
     free_memory: Callable[[], int] = lambda: 1 << 32  # bytes that this process may still take; the engine asks the system
+
+    @property
+    def shards(self) -> int:
+        """Ranks of one stage: they compute the same layers between them, and draw alike."""
+        return self.replica // self.stages
 
     def agree(self, yes: bool) -> bool:
         """Any rank's yes becomes every rank's yes."""
@@ -111,7 +125,7 @@ class Run:
         """The norm of a vector, given that of what this rank has of it: all of it, unless the ranks hold other weights."""
         if not self.apart:
             return own
-        squares = self.ranks.total([float(own) ** 2])[0] / (self.ranks.world / self.replica)
+        squares = self.ranks.total([float(own) ** 2])[0] / (self.ranks.world / self.stages)  # every rank of a stage has the stage's norm
         return own.new_tensor(squares**0.5)
 
     def nothing_to_do(self, method: Method, why: str) -> None:

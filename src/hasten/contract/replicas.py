@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -44,10 +45,33 @@ def degree_of(method: Method, world: int) -> int:
     return degree
 
 
+def hold_between(method: Method, run: Run, dimension: str) -> None:
+    """Gives a dimension of the mesh as many ranks of each copy of the model as the method's ``degree`` says; 0 is all that the other dimension leaves.
+
+    Raises:
+        Refusal: the degrees do not fit the ranks, or each would take all that the other leaves.
+    """
+    run.holders[dimension] = method
+    world, methods = run.ranks.world, run.holders.values()
+    if len(methods) == 1:
+        degrees = [degree_of(method, world)]
+    else:
+        given = math.prod(each.degree for each in methods if each.degree)
+        degrees = [each.degree or world // given for each in methods]
+        named = " and ".join(f"{each.name}:degree={each.degree}" if each.degree else each.name for each in methods)
+        if not any(each.degree for each in methods):
+            raise Refusal(f"{named} would each take all {world} processes; give one of them a degree, such as {method.name}:degree=2")
+        if min(degrees) < 2 or world % math.prod(degrees):
+            raise Refusal(f"{named} do not fit {world} processes: each takes 2 or more, and their product has to divide the processes")
+    run.replica, run.stages = math.prod(degrees), dict(zip(run.holders, degrees, strict=True)).get("stages", 1)
+
+
 def mesh_of(run: Run) -> DeviceMesh:
-    """The ranks in rows: those of a row hold one copy of the model between them."""
-    shape = (run.ranks.world // run.replica, run.replica)
-    return init_device_mesh(run.device.type, shape, mesh_dim_names=("copies", "shards"))
+    """The ranks of the run: copies of the model, the stages of a copy, and the shards of a stage, which follow each other."""
+    if run.mesh is None:
+        shape = (run.ranks.world // run.replica, run.stages, run.shards)
+        run.mesh = init_device_mesh(run.device.type, shape, mesh_dim_names=("copies", "stages", "shards"))
+    return run.mesh
 
 
 def averaged_over_copies(gradients: Callable, run: Run) -> Callable:
@@ -64,11 +88,19 @@ def averaged_over_copies(gradients: Callable, run: Run) -> Callable:
     return averaged
 
 
-def make_alike(model: torch.nn.Module) -> None:
+def make_alike(model: torch.nn.Module, device: torch.device | None = None) -> None:
     """Gives every rank the first one's weights and buffers: a task may have drawn them from a generator that nobody seeds."""
-    with torch.no_grad():
-        for tensor in {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}.values():
-            dist.broadcast(tensor, 0)
+    give_firsts([*model.parameters(), *model.buffers()], device=device)
+
+
+@torch.no_grad()
+def give_firsts(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
+    """Gives all ranks, or those of a group, the first one's tensors; where these are elsewhere, one after the other by way of a device."""
+    for tensor in {id(tensor): tensor for tensor in tensors}.values():
+        there = tensor.detach().to(device or tensor.device)
+        dist.broadcast(there, group=group, group_src=0)
+        if there.device != tensor.device:
+            tensor.copy_(there)
 
 
 def refuse_sparse(model: torch.nn.Module, who: str) -> None:

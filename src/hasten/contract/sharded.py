@@ -61,26 +61,25 @@ def whole(state, keep: bool = True):
     return state
 
 
-def pieces(state, keep: bool = True, apart: bool = False):
-    """A state with what this rank has of its shared tensors, and where in them that lies.
+def pieces(state, keep: bool = True):
+    """A state with what this rank has of its shared tensors, and where in them that lies. Of the rest one that does not ``keep`` it gets None.
 
-    Of the rest one that does not ``keep`` it gets None; but of ranks that hold other weights, ``apart``, each has the tensors that are not meta.
+    What is on the meta device is another rank's.
     """
     if isinstance(state, DTensor):
         chunks = state.__create_chunk_list__()
         return {PIECE: state.to_local(), "first": list(chunks[0].offsets) if chunks else [], "shape": list(state.shape)}
     if isinstance(state, Mapping):
-        return {key: pieces(value, keep, apart) for key, value in state.items()}
+        return {key: pieces(value, keep) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
-        return type(state)(pieces(value, keep, apart) for value in state)
-    if apart and isinstance(state, torch.Tensor):
-        return None if state.is_meta else state
-    return state if keep else None
+        return type(state)(pieces(value, keep) for value in state)
+    gone = isinstance(state, torch.Tensor) and state.is_meta
+    return state if keep and not gone else None
 
 
 def put_together(states: list):
     """The whole of which several ranks have given their ``pieces``, or all that they hold: of what several have, the first one's."""
-    there = [state for state in states if state is not None and not (isinstance(state, torch.Tensor) and state.is_meta)]
+    there = [state for state in states if state is not None]
     first = there[0] if there else states[0]
     if isinstance(first, Mapping) and PIECE in first:
         tensor = first[PIECE].new_empty(first["shape"])
@@ -119,3 +118,12 @@ def shared_out_like(tensor, model: torch.Tensor):
     if not isinstance(model, DTensor) or not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor) or tensor.shape != model.shape:
         return tensor
     return distribute_tensor(tensor.to(model.device), model.device_mesh, model.placements, src_data_rank=None)
+
+
+def part_like(tensor: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a whole tensor, where ``model`` is one that is shared out: a view, which takes no memory."""
+    if not isinstance(model, DTensor):
+        return tensor
+    for chunk in model.__create_chunk_list__():
+        return tensor[tuple(slice(first, first + size) for first, size in zip(chunk.offsets, chunk.sizes, strict=True))]
+    return tensor[:0]

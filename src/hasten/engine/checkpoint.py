@@ -137,7 +137,7 @@ def state_of(program: Program, in_parts: bool = False) -> dict:
         "kept": {name: thing.state_dict() for name, thing in run.kept.items()},
     }
     if not ranks.alone:
-        shared_out = pieces(shared_out, ranks.leads, run.apart) if in_parts else _whole(shared_out, run)
+        shared_out = pieces(shared_out, keep=ranks.leads or run.apart) if in_parts else _whole(shared_out, run)
     return shared_out | {
         "schedule": program.schedule.state_dict() if program.schedule is not None else None,
         "clock": {name: getattr(run.clock, name) for name in PLACE},
@@ -178,7 +178,7 @@ def whole_model(model: torch.nn.Module, run: Run) -> dict:
 def _whole(state: dict, run: Run) -> dict:
     if not run.apart:
         return whole(state, run.ranks.leads)
-    told = packed(state) if run.ranks.rank < run.replica else b""  # the first copy is enough
+    told = packed(pieces(state)) if run.ranks.rank < run.replica else b""  # the first copy is enough
     parts = [unpacked(part) for part in run.ranks.to_first(told) if part]
     return put_together(parts) if parts else state
 
@@ -275,8 +275,8 @@ def draw_alike(ranks: Ranks, batches: Batches) -> None:
 
 
 def random_of(run: Run, state: dict) -> dict:
-    """This rank's random state in a checkpoint; a rank that there was not then begins with one of its own. Those of one copy draw alike."""
-    rank = run.ranks.rank if run.apart else run.ranks.rank - run.ranks.rank % run.replica
+    """This rank's random state in a checkpoint; a rank that there was not then begins with one of its own. Those of one stage draw alike."""
+    rank = run.ranks.rank - run.ranks.rank % run.shards
     others = state.get("other ranks", [])
     if rank <= len(others):
         return [state["random"], *others][rank]

@@ -21,6 +21,7 @@ from hasten.contract.errors import Refusal
 from hasten.contract.method import Loop, Method, Run, hooks_of
 from hasten.contract.ranks import ALONE, Ranks
 from hasten.contract.task import Task, optimizer_and_schedule, takes_steps
+from hasten.contract.unmade import unmade
 from hasten.engine import sources
 from hasten.engine.budget import free_memory, usable_cores
 from hasten.engine.forward import forward_of, own_loss, refuse_loss
@@ -86,7 +87,10 @@ def build(task: Task, methods: list[Method] = (), *, device: str = "cpu", seed: 
 
         to_device = partial(batches.map_tensors, lambda tensor: tensor.to(run.device, non_blocking=True))
         run.sample = lambda: to_device(sources.first_batch(train, validation))
-        run.module = fold("model", _model_of(task)).to(run.device)
+        whole = partial(_whole_model, task, partial(fold, "model"))
+        run.module, run.making = unmade(whole) if run.whereabouts == "nowhere" else (whole(), enumerate)
+        if run.whereabouts == "device":
+            run.module = run.module.to(run.device)
         model = run.model = fold("shard", run.module)
         make = fold("optimizer", _bound(task.optimizer, loop.steps))
         run.optimizer, schedule = optimizer_and_schedule(make(run.module))
@@ -108,7 +112,7 @@ def build(task: Task, methods: list[Method] = (), *, device: str = "cpu", seed: 
 
         micro = fold("micro", micro)
         run.sample = None  # or the run and its batches would hold each other, and worker processes live on
-        drawer = ranks.rank if run.apart else readers.rank
+        drawer = ranks.rank // run.shards
         if drawer and train.seekable:  # what the model draws differs by rank; sources that cannot be sought draw alike
             set_seeds(derived(seed, drawer))
         return Program(
@@ -154,7 +158,8 @@ def in_order(methods: list[Method]) -> list[Method]:
 def refuse_conflicts(methods: list[Method]) -> None:
     """Conflicts are computed from the cards, never listed pair by pair."""
     for a, b in combinations(methods, 2):
-        if both := a.card.replaces & b.card.replaces:
+        go_on = a.name in b.card.after or b.name in a.card.after  # one from what the other has made
+        if not go_on and (both := a.card.replaces & b.card.replaces):
             raise Refusal(f"{a.name} and {b.name} both replace {', '.join(sorted(both))}; choose one of them")
         for one, other in ((a, b), (b, a)):
             if lost := one.card.needs & other.card.breaks:
@@ -176,13 +181,13 @@ def _accumulated(micro, count: int, clock, readers: int = 1):
     return micro_by_micro
 
 
-def _model_of(task: Task) -> torch.nn.Module:
+def _whole_model(task: Task, surgery: Callable) -> torch.nn.Module:
     model = task.model()
     if not isinstance(model, torch.nn.Module):
         raise Refusal(f"Task(model=) must return an nn.Module; it returned a {type(model).__name__}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise Refusal("the model has no parameters to train")
-    return model
+    return surgery(model)
 
 
 def _bound(make_optimizer: Callable, steps: int | None) -> Callable:

@@ -6,29 +6,33 @@ gradients of weights fill the gaps (zero_bubble, Qi et al. 2023, arXiv 2401.1024
 of these the ones are taken that share out the time measured on a batch as evenly as may be.
 
 A process keeps the weights of its stages, the others are on torch's meta device. The loss is that of the whole batch, however it divides: pieces that
-come out short are filled up with rows that the loss never sees. More processes than ``degree`` hold copies, whose gradients are averaged. While the run
-is being built every process has the whole model for a moment. A run that is gone on with measures anew, and may be cut elsewhere: same formula, not
-the same bits, unless ``cuts`` says where.
+come out short are filled up with rows that the loss never sees. More processes than ``degree`` hold copies, whose gradients are averaged; or each stage
+is held by several that tensor_parallel cuts its layers among, each of which sends to the one that has the same share of the next. A run that is
+gone on with measures anew, and may be cut elsewhere: same formula, not the same bits, unless ``cuts`` says where.
+
+While the run is being built every process has the whole model for a moment, in the host's memory. With ``place=memory`` none ever has: the model is
+made on the meta device and cut by bytes, and each process makes its own weights, with the numbers that they have in one process. What counts are weights,
+four times those that are trained, as for gradients and Adam, and what autograd keeps of the pieces that wait for their backward pass. Still whole are a
+checkpoint that a run goes on from, in every host's memory, and the exported model, in that of the first process.
 """
 
-import json
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from time import perf_counter
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-import torch.fx
 from torch import nn
 
 from hasten.contract import batch as batches
 from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.chain import chain_of, keep, only_input, part_of, refuse_shared_weights
+from hasten.contract.cuts import agreed_cuts, bytes_held, ends_of, seconds
 from hasten.contract.errors import Failure, Progress, Refusal
 from hasten.contract.method import Method, setting
-from hasten.contract.replicas import averaged_over_copies, degree_of, make_alike, mesh_of, notice_batch_norm
-from hasten.contract.tracing import draws, evaluating, is_number, traced
+from hasten.contract.replicas import averaged_over_copies, give_firsts, hold_between, make_alike, mesh_of, notice_batch_norm
+from hasten.contract.tracing import evaluating
 
 SCHEDULES = {  # torch's name for it, and how many stages each process has
     "gpipe": ("ScheduleGPipe", 1),
@@ -36,11 +40,9 @@ SCHEDULES = {  # torch's name for it, and how many stages each process has
     "interleaved": ("ScheduleInterleaved1F1B", 2),
     "zero_bubble": ("ScheduleInterleavedZeroBubble", 2),
 }
-LOOKED_FOR = "an nn.Sequential, or a forward() that torch.fx can trace, with places where one tensor goes on and nothing else"
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)  # that stages can hand on
 MOST_DIMENSIONS = 8
 SHAPES_KEPT = 4  # schedules that are kept, each for batches of one shape
-MEASUREMENTS = 3
 
 
 @dataclass(frozen=True)
@@ -54,52 +56,76 @@ class Pipeline(Method):
         applies_to={"several processes"},
         breaks={"whole weights", "whole forward pass"},
         order=Order.LAST,
-        replaces={"shard", "micro"},
+        after=("tensor_parallel",),
+        replaces={"shard", "micro", "gradients"},
         tries=tuple({"schedule": schedule} for schedule in SCHEDULES),
     )
     schedule: str = setting("1f1b", one_of=tuple(SCHEDULES))
-    microbatches: int = setting(0, at_least=0)  # pieces that a batch passes in; 0: twice as many as processes hold one copy
-    degree: int = setting(0, at_least=0)  # processes that hold one copy of the model between them; 0: all
-    cuts: str = ""  # how many members of the chain each stage has, as 2-1-3; unless said, as the measured times share out evenly
+    microbatches: int = setting(0, at_least=0)  # pieces that a batch passes in; 0: twice the degree
+    degree: int = setting(
+        0, at_least=0
+    )  # processes one after the other that hold one copy of the model between them; 0: all, or as many as tensor_parallel leaves
+    cuts: str = ""  # how many members of the chain each stage has, as 2-1-3; unless said, as ``place`` wants it
+    place: str = setting("time", one_of=("time", "memory"))  # what is shared out evenly; with memory nobody ever has the whole model
 
     def loop(self, loop, run):
-        if not run.ranks.alone:
-            run.replica = degree_of(self, run.ranks.world)
+        if run.ranks.alone:
+            return loop
+        hold_between(self, run, "stages")
+        if "shards" not in run.holders:
+            run.whereabouts = "nowhere" if self.place == "memory" else "host"
+        elif self.place == "memory":
+            raise Refusal(
+                "pipeline:place=memory does not go with tensor_parallel, which proves its cuts on the whole model; leave one of them out"
+            )
         return loop
 
     def shard(self, model, run):
         if run.ranks.alone:
             run.nothing_to_do(self, "there is one process only; say --processes")
             return model
-        pieces = self.microbatches or 2 * run.replica
+        pieces = self.microbatches or 2 * run.stages
         self._refuse_what_cannot_be(pieces, run)
         if pieces > 1 or run.replica < run.ranks.world:
             notice_batch_norm(model)
-        make_alike(model)
-        count = run.replica * SCHEDULES[self.schedule][1]
-        graph, members = _chain(model, count)
-        ends = _ends_of(self.cuts, count, len(members)) if self.cuts else _agreed_cuts(model, graph, members, count, run)
+        if self.place == "time" and run.shards == 1:  # else it was made alike before its layers were cut
+            make_alike(model, run.device)
+        count = run.stages * SCHEDULES[self.schedule][1]
+        graph, members = chain_of(model, count, run.sample)
+        ends, loads = self._ends(model, graph, members, count, pieces, run)
         run.chosen[self.name] = {"cuts": "-".join(str(end - first) for first, end in pairwise([0, *ends]))}
-        ring, own = mesh_of(run)["shards"], run.ranks.rank % run.replica
-        parts = [_part(model, graph, members[first:end]) for first, end in pairwise([0, *ends])]
-        _refuse_shared_weights(model, parts)
+        parts = [part_of(model, graph, members[first:end]) for first, end in pairwise([0, *ends])]
+        refuse_shared_weights(model, parts)
+        ring = mesh_of(run)["stages"]
+        own = ring.get_local_rank()
         if run.ranks.leads:
-            _tell(parts)
-        stages = {number: part for number, part in enumerate(parts) if number % run.replica == own}
-        _forget_all_but(model, list(stages.values()), parts, keeps_unused=own == 0)
+            _tell(parts, loads)
+        stages = {number: part for number, part in enumerate(parts) if number % run.stages == own}
+        kept = keep(model, list(stages.values()), parts, keeps_unused=own == 0, run=run)
+        if self.place == "memory":
+            give_firsts(kept, mesh_of(run)["copies"].get_group())
         run.joint = run.apart = True
         return Piped(model, stages, count, ring, SCHEDULES[self.schedule][0], pieces, run)
+
+    def _ends(self, model, graph, members: list, count: int, pieces: int, run) -> tuple[list[int], list[int]]:
+        """Where the stages end, and the bytes that each holds where these were counted."""
+        if self.cuts:
+            return ends_of(self.cuts, count, len(members)), []
+        if self.place == "time":
+            return agreed_cuts(lambda: [seconds(model, graph, members, run.sample(), run.device)] * count, run)[0], []
+        under_way = [pieces if self.schedule == "gpipe" else min(pieces, count - stage) for stage in range(count)]
+        return agreed_cuts(lambda: bytes_held(model, graph, members, run.sample(), pieces, under_way), run)
 
     def _refuse_what_cannot_be(self, pieces: int, run):
         if run.task.loss is None:
             raise Refusal("pipeline needs the loss apart from the model, on the last process; give Task(loss=)")
-        if self.schedule != "gpipe" and pieces < run.replica:
+        if self.schedule != "gpipe" and pieces < run.stages:
             raise Refusal(
-                f"pipeline:microbatches={pieces} leaves some of {run.replica} processes idle with schedule={self.schedule}; take {run.replica}"
+                f"pipeline:microbatches={pieces} leaves some of {run.stages} processes idle with schedule={self.schedule}; take {run.stages}"
             )
-        rounds = max(1, pieces // run.replica)
+        rounds = max(1, pieces // run.stages)
         if SCHEDULES[self.schedule][1] > 1 and pieces % rounds:
-            more = -(-pieces // run.replica) * run.replica
+            more = -(-pieces // run.stages) * run.stages
             raise Refusal(f"pipeline:microbatches={pieces} does not fill rounds of schedule={self.schedule}; take {more}")
 
     def loss(self, loss, run):
@@ -111,7 +137,7 @@ class Pipeline(Method):
         return micro if run.ranks.alone else run.model.step
 
     def gradients(self, gradients, run):
-        return averaged_over_copies(gradients, run)
+        return gradients if run.shards > 1 else averaged_over_copies(gradients, run)  # who cuts layers has it done
 
     def export(self, model, run):
         return model if run.ranks.alone else run.module
@@ -136,7 +162,7 @@ class Piped(nn.Module):
 
     def forward(self, *given, **named) -> torch.Tensor:
         """The output of a batch, on all ranks that hold this copy; forward only."""
-        outputs = [output for _, _, output in self._relayed(_only_input(given, named))]
+        outputs = [output for _, _, output in self._relayed(only_input(given, named))]
         return _broadcast(outputs[-1], self.last, self.group, self.device)
 
     def _relayed(self, value) -> Iterator[tuple]:
@@ -156,7 +182,7 @@ class Piped(nn.Module):
     def step(self, batch) -> torch.Tensor:
         """Forward and backward of a batch, in pieces; the loss of it all."""
         inputs, named, target = batches.split(batch)
-        rows, given = batches.size(batch), _only_input(inputs, named)
+        rows, given = batches.size(batch), only_input(inputs, named)
         places = _places(rows, self.pieces).to(self.device)
         weight = self.clock.share * self.clock.weight
         self.current, losses = (target, rows, weight), []
@@ -207,158 +233,14 @@ class Piped(nn.Module):
         return getattr(pipelining, self.schedule)(stages if len(stages) > 1 else stages[0], **options)
 
 
-def _chain(model: nn.Module, stages: int) -> tuple[torch.fx.Graph, list]:
-    """The graph of a model, and its members: lists of nodes, each with weights, between which one tensor goes on.
-
-    Raises:
-        Refusal: there are fewer than stages.
-    """
-    found = []
-    for is_leaf in (lambda part: type(part) is not nn.Sequential, None):
-        graph = traced(model, is_leaf)
-        if graph is None or any(map(draws, graph.nodes)):
-            continue
-        given = [node for node in graph.nodes if node.op == "placeholder" and node.users]
-        if len(given) == 1:
-            found = max(found, members := _members(model, graph), key=len)
-            if len(members) >= stages:
-                return graph, members
-    told = f"a chain of {len(found)} that have weights" if found else "no such chain"
-    raise Refusal(f"pipeline has {stages} stages to fill and found {told} in this model; it looked for {LOOKED_FOR}")
-
-
-def _members(model: nn.Module, graph: torch.fx.Graph) -> list[list[torch.fx.Node]]:
-    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
-    after = {node: place for place, node in enumerate([*nodes, *(node for node in graph.nodes if node.op == "output")])}
-    trained = {name for name, weight in model.named_parameters(remove_duplicate=False) if weight.requires_grad}
-    start = next((node for node in graph.nodes if node.op == "placeholder" and node.users), None)
-    members, begun = [], 0
-    for place, node in enumerate(nodes):
-        living = {each for each in (start, *nodes[: place + 1]) if any(after[user] > place for user in each.users if user in after)}
-        if place + 1 == len(nodes) or (living == {node} and not is_number(node)):
-            member = nodes[begun : place + 1]
-            if members and not (_weights_of(member, trained) and _weights_of(members[-1], trained)):
-                members[-1] += member  # a stage has something to train
-            else:
-                members.append(member)
-            begun = place + 1
-    return members
-
-
-def _weights_of(nodes, trained: set[str]) -> bool:
-    used = [node.target for node in nodes if node.op == "call_module"]
-    used_directly = {each.target for node in nodes for each in node.all_input_nodes if each.op == "get_attr"}
-    return bool(used_directly & trained) or any(name.startswith(f"{target}.") for target in used for name in trained)
-
-
-def _part(model: nn.Module, graph: torch.fx.Graph, members: list) -> torch.fx.GraphModule:
-    """Some neighbouring members as a module of their own, which shares the model's parts."""
-    nodes = [node for member in members for node in member]
-    copied, new = torch.fx.Graph(), {}
-    given = copied.placeholder("given")
-
-    def known(node: torch.fx.Node) -> torch.fx.Node:
-        if node not in new:
-            new[node] = copied.node_copy(node) if node.op == "get_attr" else given
-        return new[node]
-
-    for node in nodes:
-        new[node] = copied.node_copy(node, known)
-    result = new[nodes[-1]]
-    copied.output(copied.call_method("contiguous", (result,)))  # as it has to be to be sent
-    return torch.fx.GraphModule(model, copied)
-
-
-def _ends_of(asked: str, stages: int, members: int) -> list[int]:
-    """Where the stages end that somebody asked for by their lengths.
-
-    Raises:
-        Refusal: they are not so many, or do not make up the chain.
-    """
-    lengths = [int(word) if word.isdecimal() else 0 for word in asked.split("-")]
-    if len(lengths) != stages or not all(lengths) or sum(lengths) != members:
-        raise Refusal(
-            f"pipeline:cuts={asked} must be {stages} lengths that make up the chain of {members}, such as {'-'.join(['1'] * (stages - 1) + [str(members - stages + 1)])}"
-        )
-    return list(accumulate(lengths))
-
-
-def _agreed_cuts(model, graph, members: list, stages: int, run) -> list[int]:
-    """Where the stages end, as the first rank measured it."""
-    told = json.dumps(cuts(_costs(model, graph, members, run.sample()), stages)).encode() if run.ranks.leads else b""
-    return json.loads(run.ranks.first(told))
-
-
-def cuts(costs: list[float], stages: int) -> list[int]:
-    """Where so many neighbouring stages end, none of them empty, so that the dearest is as cheap as may be."""
-    best = [(0.0, [])] + [(float("inf"), [])] * len(costs)  # of the first so many members: the dearest stage, and the ends
-    for stage in range(1, stages + 1):
-        best = [(float("inf"), [])] * stage + [
-            min((max(best[first][0], sum(costs[first:end])), [*best[first][1], end]) for first in range(stage - 1, end))
-            for end in range(stage, len(costs) + 1)
-        ]
-    return best[-1][1]
-
-
-def _costs(model, graph, members: list, batch) -> list[float]:
-    """Seconds that each member takes forward and backward on some rows of a batch, the shortest of several tries."""
-    inputs, named, _ = batches.split(batch)
-    value, costs = _only_input(inputs, named), []
-    for member in members:
-        part, tries = _part(model, graph, [member]), []
-        with evaluating(part):
-            for _ in range(MEASUREMENTS):
-                given = value.detach().requires_grad_(value.is_floating_point())
-                began = perf_counter()
-                output = part(given)
-                output.sum().backward()
-                if output.is_cuda:
-                    torch.cuda.synchronize(output.device)
-                tries.append(perf_counter() - began)
-        value = output.detach()
-        costs.append(min(tries))
-    model.zero_grad()
-    return costs
-
-
-def _refuse_shared_weights(model: nn.Module, parts: list) -> None:
-    owner: dict[int, int] = {}
-    names = {id(weight): name for name, weight in model.named_parameters()}
-    for number, part in enumerate(parts):
-        for weight in part.parameters():
-            if (other := owner.setdefault(id(weight), number)) != number:
-                raise Refusal(f"pipeline cannot cut this model: stages {other + 1} and {number + 1} both use {names[id(weight)]}; untie it")
-
-
-def _forget_all_but(model: nn.Module, own: list, parts: list, keeps_unused: bool) -> None:
-    """Moves the weights and buffers of the parts that are not our own to the meta device, which holds nothing; one process keeps what no part uses."""
-    of_own, used = ({id(tensor) for part in some for tensor in (*part.parameters(), *part.buffers())} for some in (own, parts))
-    unused = {id(tensor) for tensor in (*model.parameters(), *model.buffers())} - used
-    kept = of_own | unused if keeps_unused else of_own
-    gone: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for name, weight in module._parameters.items():
-            if weight is not None and id(weight) not in kept:
-                module._parameters[name] = gone.setdefault(id(weight), nn.Parameter(weight.to("meta"), weight.requires_grad))
-        for name, buffer in module._buffers.items():
-            if buffer is not None and id(buffer) not in kept:
-                module._buffers[name] = buffer.to("meta")
-
-
-def _tell(parts: list) -> None:
+def _tell(parts: list, loads: list[int]) -> None:
     total = sum(weight.numel() for part in parts for weight in part.parameters()) or 1
     for number, part in enumerate(parts, 1):
         names = [node.target for node in part.graph.nodes if node.op in ("call_module", "get_attr")]
         share = sum(weight.numel() for weight in part.parameters()) / total
         told = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        warnings.warn(f"pipeline: stage {number} of {len(parts)} is {told}, {share:.0%} of the weights", Progress, stacklevel=4)
-
-
-def _only_input(inputs: tuple, named: dict) -> torch.Tensor:
-    given = [*inputs, *named.values()]
-    if len(given) != 1 or not isinstance(given[0], torch.Tensor):
-        raise Failure(f"pipeline passes one tensor through its stages, and this model is given {len(given)} things; take another strategy")
-    return given[0]
+        held = f", {loads[number - 1] / 1e6:.3g} MB with gradients, an optimizer as Adam and the pieces under way" if loads else ""
+        warnings.warn(f"pipeline: stage {number} of {len(parts)} is {told}, {share:.0%} of the weights{held}", Progress, stacklevel=4)
 
 
 def _places(rows: int, pieces: int) -> torch.Tensor:

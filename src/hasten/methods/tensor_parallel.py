@@ -6,7 +6,7 @@ each process computes its share of what is between, and the last one is cut by i
 block's output whole. Blocks are found by tracing the model with torch.fx, and each has to prove on a sample that output and gradients are those
 of the model as it was. Everything else of the model is on every process, computes the same there, and stays alike.
 
-More processes than ``degree`` hold copies, whose gradients are averaged. While the run is being built every process has
+More processes than ``degree`` hold copies, whose gradients are averaged, or stages of a pipeline. While the run is being built every process has
 the whole model, and a copy of it for the proof.
 """
 
@@ -30,7 +30,7 @@ from hasten.contract import batch as batches
 from hasten.contract.card import Card, Exactness, Order
 from hasten.contract.errors import Progress, Refusal, one_line
 from hasten.contract.method import Method, setting
-from hasten.contract.replicas import averaged_over_copies, degree_of, make_alike, mesh_of, notice_batch_norm
+from hasten.contract.replicas import averaged_over_copies, hold_between, make_alike, mesh_of, notice_batch_norm
 from hasten.contract.sharded import whole
 from hasten.contract.tracing import draws, is_number, traced
 
@@ -78,28 +78,28 @@ class TensorParallel(Method):
         order=Order.FIRST,
         replaces={"shard"},
     )
-    degree: int = setting(0, at_least=0)  # processes that hold one copy of the model between them; 0: all
+    degree: int = setting(0, at_least=0)  # processes that layers are cut among; 0: all, or as many as a pipeline leaves
 
     def loop(self, loop, run):
         if not run.ranks.alone:
-            run.replica = degree_of(self, run.ranks.world)
+            hold_between(self, run, "shards")
         return loop
 
     def shard(self, model, run):
         if run.ranks.alone:
             run.nothing_to_do(self, "there is one process only; say --processes")
             return model
-        if run.replica < run.ranks.world:
+        if run.replica < run.ranks.world and run.stages == 1:  # else the stages tell
             notice_batch_norm(model)
         make_alike(model)
         mesh = mesh_of(run)["shards"]
-        found, doubts = blocks_of(model, run.replica)
+        found, doubts = blocks_of(model, run.shards)
         blocks, more = _proven(model, found, mesh, run)
         doubts += more
         if not blocks:
             raise Refusal(
-                f"tensor_parallel can cut no layer of this model among {run.replica} processes. It looked for {LOOKED_FOR}, of sizes that "
-                f"{run.replica} divides; {'; '.join(doubts[:3]) or 'there are none'}"
+                f"tensor_parallel can cut no layer of this model among {run.shards} processes. It looked for {LOOKED_FOR}, of sizes that "
+                f"{run.shards} divides; {'; '.join(doubts[:3]) or 'there are none'}"
             )
         if run.ranks.leads:
             _tell(model, blocks, doubts)
@@ -325,7 +325,7 @@ def _as_parts(model, mesh):
     parts, places = {}, []
     for module in model.modules():
         for name, weight in module._parameters.items():
-            if weight is not None and not isinstance(weight, DTensor):
+            if weight is not None and not isinstance(weight, DTensor) and not weight.is_meta:
                 part = parts.setdefault(id(weight), nn.Parameter(_replicated(weight.detach(), mesh), weight.requires_grad))
                 part.whole = weight
                 places.append((module, name, weight))

@@ -8,10 +8,15 @@ Data parallel training keeps weights, gradients and the optimizer's state of the
 
 With 4-byte numbers and Adam a weight costs 16 bytes; between two steps 8 + 8/n in stage 1 and 16/n in the others. While a step is on its way stage 2 has the
 whole weights beside its part, 4 + 16/n (the paper's has 4 + 12/n), and stage 3 those of one block. Parts are cut along a weight's first dimension.
+
+While the run is being built every process has the whole model for a moment. With ``place=memory`` none ever has: the model is made on the meta device, and
+its tensors one after the other, with the numbers that they have in one process; of each a process keeps its part. What checkpoints and the exported model
+need is put together in the host's memory.
 """
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from zlib import crc32
 
 import torch
@@ -24,9 +29,10 @@ from torch.nn.parallel import DistributedDataParallel
 from hasten.contract.card import Card, Exactness, Order
 from hasten.contract.errors import Failure, Refusal
 from hasten.contract.method import Method, setting
-from hasten.contract.replicas import buckets, make_alike, notice_batch_norm, talking_last
-from hasten.contract.sharded import refuse_unshareable
+from hasten.contract.replicas import buckets, give_firsts, make_alike, notice_batch_norm, talking_last
+from hasten.contract.sharded import own_part, part_like, refuse_unshareable
 from hasten.contract.task import optimizer_and_schedule
+from hasten.contract.unmade import tensors_of
 
 DIFFERENT = "the data lead the ranks through different layers, and stages 2 and 3 of zero gather those together; take ddp:find_unused=true"
 FEWEST = 10_000  # numbers that a block has; smaller ones travel with the whole
@@ -48,7 +54,13 @@ class Zero(Method):
     )
     stage: int = setting(2, at_least=1, at_most=3)
     shards: int = setting(0, at_least=0)  # processes that share one copy (hybrid sharding, of stages 2 and 3); 0: all of them
+    place: str = setting("whole", one_of=("whole", "memory"))  # memory: no process ever makes the whole model (stages 2 and 3)
     offload: bool = False  # weights and the optimizer's state wait in the memory of the host (stages 2 and 3, on a GPU)
+
+    def loop(self, loop, run):
+        if self.place == "memory" and not run.ranks.alone:
+            run.whereabouts = "nowhere"
+        return loop
 
     def shard(self, model, run):
         if run.ranks.alone:
@@ -64,14 +76,19 @@ class Zero(Method):
             )
         if len(types := {str(weight.dtype).removeprefix("torch.") for weight in model.parameters()}) > 1:
             raise Refusal(f"the weights are of several types ({', '.join(sorted(types))}), and stages 2 and 3 want one; take stage 1")
-        make_alike(model)
         run.joint = True
-        return _sharded(model, _mesh(run, self.shards), keep_whole=self.stage == 2, offload=self.offload)
+        share_out = partial(_sharded, mesh=_mesh(run, self.shards), keep_whole=self.stage == 2, offload=self.offload)
+        if self.place == "memory":
+            return _shared_out_unmade(model, share_out, "cpu" if self.offload else run.device, run)
+        make_alike(model)
+        return share_out(model)
 
     def _refuse_what_cannot_be(self, run):
         world = run.ranks.world
         if self.shards and (self.stage == 1 or world % self.shards):
             raise Refusal(f"zero:shards={self.shards} is for stages 2 and 3, and has to divide the {world} processes")
+        if self.place == "memory" and self.stage == 1:
+            raise Refusal("zero:place=memory is for stages 2 and 3, since stage 1 keeps the whole model; leave it out")
         if self.offload and (self.stage == 1 or run.device.type == "cpu"):
             raise Refusal("zero:offload=true is for stages 2 and 3 on a GPU; leave it out")
 
@@ -154,6 +171,24 @@ def _sharded(model, mesh, keep_whole, offload):
     for block in _blocks(model):
         fully_shard(block, **options)
     return fully_shard(model, **options)
+
+
+@torch.no_grad()
+def _shared_out_unmade(model, share_out, device, run):
+    """Shares out a model without numbers, and makes its tensors, the largest of which is all that is ever whole."""
+    held = list(tensors_of(model))
+    wanted = list({id(tensor): tensor for *_, tensor in held}.values())
+    model = share_out(model).to_empty(device=device)
+    for number, tensor in run.making(wanted):
+        give_firsts([tensor], device=run.device)
+        for module, name in ((module, name) for module, name, unmade in held if unmade is wanted[number]):
+            there = getattr(module, name)
+            if there.is_meta:  # neither a weight nor a buffer
+                setattr(module, name, tensor.clone())
+            else:
+                own_part(there).copy_(part_like(tensor, there))
+        del tensor  # or it would be there beside the next one
+    return model
 
 
 def _blocks(model) -> list:

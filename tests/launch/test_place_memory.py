@@ -1,0 +1,164 @@
+"""Models that no process makes whole: the same training, and in each process no more memory than its own part and a layer."""
+
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import rank_tasks
+from ranks import free_port, together
+from test_ddp import CLOSE, farthest, losses, taken_up, training_of
+from test_model_parallel import broken_off_early
+from torch import nn
+
+from hasten.contract.errors import Progress, Refusal
+from hasten.engine.find import make_method
+from hasten.engine.plan import build
+from hasten.engine.ranks import joined
+from hasten.engine.train import train
+
+MEGABYTE = 2**20
+
+
+def initialised_tower():
+    """Weights that are drawn twice, and numbers that the data's order is drawn after."""
+
+    def model():
+        made = rank_tasks.Tower(dropout=0.0)
+        made.apply(lambda part: nn.init.trunc_normal_(part.weight, std=0.3) if isinstance(part, nn.Linear) else None)
+        return made.double()
+
+    return rank_tasks.tower(model=model)
+
+
+SLOWER = [
+    ("pipeline:place=memory,degree=2,cuts=2-3", 4), ("pipeline:place=memory,schedule=interleaved", 2), ("zero:stage=2,shards=2,place=memory", 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("strategy", "world"), [
+    ("pipeline:place=memory", 2), ("pipeline:place=memory", 4), ("zero:stage=3,place=memory", 2),
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOWER),
+])  # fmt: skip
+def test_it_trains_what_one_process_trains(tmp_path, strategy, world):
+    train(initialised_tower(), device="cpu", out=tmp_path / "alone")
+    answers = together(world, training_of, initialised_tower, strategy, tmp_path / "shared")
+    assert [type(answer) for answer in answers] == [dict] * world, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=CLOSE)
+
+
+@pytest.mark.parametrize("then", ["ddp", pytest.param("pipeline:place=memory", marks=pytest.mark.slow)])
+def test_a_run_goes_on_from_what_no_process_had_whole(tmp_path, then):
+    make = rank_tasks.tower_with_a_mask
+    train(make(), device="cpu", out=tmp_path / "alone")
+    together(2, broken_off_early, make, tmp_path / "shared", "pipeline:place=memory")
+    answers = together(2, taken_up, make, tmp_path / "shared", then)
+    assert [type(answer) for answer in answers] == [dict] * 2, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+
+
+@pytest.mark.slow
+def test_methods_change_a_model_that_is_nowhere(tmp_path):
+    recipe = "activation_checkpointing + gradient_clipping:max_norm=0.1"
+    train(rank_tasks.tower(), recipe, device="cpu", out=tmp_path / "alone")
+    answers = together(2, training_of, rank_tasks.tower, f"pipeline:place=memory + {recipe}", tmp_path / "shared")
+    assert [type(answer) for answer in answers] == [dict] * 2, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+
+
+def test_the_bytes_of_each_stage_are_told():
+    told, others = together(2, told_while_building)
+    assert len(told) == 2 and not others
+    assert all(
+        "% of the weights, " in line and " MB with gradients, an optimizer as Adam and the pieces under way" in line for line in told
+    )
+
+
+def told_while_building(rank: int) -> list[str]:
+    with joined("cpu") as ranks, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        build(rank_tasks.tower(), [make_method("pipeline", {"place": "memory"})], ranks=ranks)
+    return [str(each.message) for each in told if isinstance(each.message, Progress)]
+
+
+def looking_tower():
+    def model():
+        made = rank_tasks.Tower().double()
+        assert made.first.weight.norm() > 0
+        return made
+
+    return rank_tasks.tower(model=model)
+
+
+@pytest.mark.parametrize(("strategy", "make", "says"), [
+    ("pipeline:place=memory", looking_tower, "the model looks at its numbers while it is made"),
+    ("pipeline:place=memory", rank_tasks.tied, "stages 1 and 2 both use 0.weight; untie it"),
+    ("pipeline:place=memory,cuts=3-3", rank_tasks.tower, "cuts=3-3 must be 2 lengths that make up the chain of 5"),
+    ("pipeline:place=banana", rank_tasks.tower, "place must be one of time, memory"),
+    ("zero:stage=3,place=memory", looking_tower, "the model looks at its numbers while it is made"),
+    ("zero:stage=1,place=memory", rank_tasks.tower, "zero:place=memory is for stages 2 and 3"),
+])  # fmt: skip
+def test_what_cannot_be_placed_is_told(strategy, make, says):
+    told = together(2, training_of, make, strategy, None)
+    assert all(isinstance(answer, Refusal) and says in str(answer) for answer in told), told
+
+
+LAYERS, WIDTH = 8, 3584  # of 49 MB each
+
+MEASURED = f"""
+import resource, sys
+import psutil, torch, torch.distributed.pipelining, torch.distributed.tensor, torch.fx  # what a run would import
+from torch import nn
+from hasten import Task
+from hasten.contract.recipe import Recipe
+from hasten.engine.find import make_methods
+from hasten.engine.plan import build
+from hasten.engine.ranks import joined
+
+task = Task(
+    model=lambda: nn.Sequential(*(nn.Linear({WIDTH}, {WIDTH}, bias=False) for _ in range({LAYERS}))),
+    train_data=[(torch.zeros({WIDTH}), torch.zeros({WIDTH}))] * 8, batch_size=8, loss=nn.functional.mse_loss,
+    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+)
+methods = make_methods(Recipe.read(sys.argv[1]))
+with joined("cpu") as ranks:
+    before = psutil.Process().memory_info().rss
+    build(task, methods, ranks=ranks)
+    ranks.agree(False)  # all end together
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) >> 20)
+"""
+
+
+def most_while_building(strategy: str, world: int) -> list[int]:
+    """Megabytes that each of so many fresh processes takes at most while a run is built."""
+    usual = {
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", MEASURED, strategy],
+            env=os.environ | {"MALLOC_ARENA_MAX": "1", "RANK": str(rank), "LOCAL_RANK": str(rank)} | {name: str(value) for name, value in usual.items()},
+            stdout=subprocess.PIPE, text=True,
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=300)[0] for process in processes]
+    return [int(each) for each in said]
+
+
+@pytest.mark.slow
+def test_no_process_ever_has_the_whole_model():
+    layer = WIDTH**2 * 4 / MEGABYTE
+    whole, slack = LAYERS * layer, 40
+    own = most_while_building("pipeline:place=memory", 4)
+    assert max(own) < whole / 4 + layer + slack, own
+    everything = most_while_building("pipeline:cuts=2-2-2-2", 4)
+    assert min(everything) > whole, everything
+    shares = most_while_building("zero:stage=3,place=memory", 4)
+    assert max(shares) < whole / 4 + layer + slack, shares
