@@ -10,20 +10,21 @@ from test_ddp import CLOSE, broken_off, farthest, losses, taken_up, training_of
 
 from hasten.contract.chain import chain_of
 from hasten.contract.errors import Failure, Progress, Refusal
+from hasten.contract.recipe import Recipe
 from hasten.contract.sharded import own_part
-from hasten.engine.find import make_method
+from hasten.engine.find import make_method, make_methods
 from hasten.engine.plan import build
 from hasten.engine.ranks import joined
 from hasten.engine.train import train
 from hasten.testing import tasks
 
+BOTH = "tensor_parallel:degree=2 + pipeline:degree=2"
 BY_WORLD = [("tensor_parallel", 2), pytest.param("tensor_parallel", 4, marks=pytest.mark.slow), ("tensor_parallel:degree=2", 4), ("pipeline", 2), ("pipeline", 4),
             ("pipeline:schedule=gpipe,microbatches=3", 2), ("pipeline:schedule=interleaved,degree=2", 4), ("pipeline:schedule=zero_bubble", 2),
-            ("tensor_parallel:degree=2 + pipeline", 4), *(pytest.param(*each, marks=pytest.mark.slow) for each in [
-                ("tensor_parallel:degree=2 + pipeline:degree=2", 8), ("tensor_parallel + pipeline:schedule=interleaved,degree=2", 4),
+            *(pytest.param(*each, marks=pytest.mark.slow) for each in [
+                (BOTH, 4), (BOTH, 8), ("tensor_parallel + pipeline:schedule=interleaved,degree=2", 4),
                 ("tensor_parallel + pipeline:schedule=zero_bubble,degree=2", 4), ("tensor_parallel + pipeline:schedule=gpipe,degree=4", 8)])]  # fmt: skip
 STRATEGIES = ["tensor_parallel", "pipeline"]
-BOTH = "tensor_parallel:degree=2 + pipeline:degree=2"
 
 
 @pytest.mark.parametrize(("strategy", "world"), BY_WORLD)
@@ -175,7 +176,7 @@ def test_a_rank_has_its_share_of_the_cut_layers_of_its_stage():
 def test_nothing_is_handed_on_that_no_rank_has_for_itself():
     """Between the queries and the last layer of an attention each rank has some heads of a tensor that is shared out."""
     cut, _ = together(2, members_of_cut_layers, rank_tasks.bare_attention)
-    assert [member[-1] for member in cut] == ["first", "attention_mix", "last"]
+    assert [member[-1] for member in cut] == ["first", "mean", "last"]
 
 
 def test_blocks_that_fail_the_proof_are_left_whole():
@@ -212,7 +213,7 @@ def weights_held(rank: int) -> set[str]:
 
 def sizes_held(rank: int, recipe: str) -> dict[str, int]:
     with joined("cpu") as ranks:
-        program = build(rank_tasks.tower(), [make_method(name) for name in recipe.split(" + ")], ranks=ranks)
+        program = build(rank_tasks.tower(), make_methods(Recipe.parse(recipe)), ranks=ranks)
         return {name: own_part(weight).numel() for name, weight in program.run.module.named_parameters() if not weight.is_meta}
 
 

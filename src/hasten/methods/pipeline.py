@@ -62,9 +62,7 @@ class Pipeline(Method):
     )
     schedule: str = setting("1f1b", one_of=tuple(SCHEDULES))
     microbatches: int = setting(0, at_least=0)  # pieces that a batch passes in; 0: twice the degree
-    degree: int = setting(
-        0, at_least=0
-    )  # processes one after the other that hold one copy of the model between them; 0: all, or as many as tensor_parallel leaves
+    degree: int = setting(0, at_least=0)  # processes one after the other, of one copy; 0: all, or as many as tensor_parallel leaves
     cuts: str = ""  # how many members of the chain each stage has, as 2-1-3; unless said, as ``place`` wants it
     place: str = setting("time", one_of=("time", "memory"))  # what is shared out evenly; with memory nobody ever has the whole model
 
