@@ -249,6 +249,26 @@ def tower_with_a_mask() -> Task:
     return tower(model=model, optimizer=lambda model: torch.optim.Adagrad(model.parameters(), lr=1e-2, lr_decay=0.1))
 
 
+def viewing() -> Task:
+    """Layers whose inputs are views of what the layers before them give."""
+
+    def model():
+        layers = nn.Sequential(nn.Linear(6, 8), nn.Unflatten(1, (2, 4)), nn.Linear(4, 4), nn.Flatten(), nn.Linear(8, 8), nn.Linear(8, 2))
+        return layers.double()
+
+    return task(model=model, epochs=1)
+
+
+def in_a_row() -> Task:
+    """Two pairs of layers that can be cut, one right after the other."""
+
+    def model():
+        pairs = [nn.Sequential(nn.Linear(first, 8), nn.Tanh(), nn.Linear(8, last)) for first, last in ((6, 8), (8, 2))]
+        return nn.Sequential(*pairs).double()
+
+    return task(model=model, epochs=1)
+
+
 class BareAttention(nn.Module):
     """An attention without anything that goes past it."""
 

@@ -57,6 +57,16 @@ def test_batch_normalisation_sees_the_whole_batch_where_it_is_not_cut(tmp_path, 
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
 
+@pytest.mark.parametrize(("make", "strategy", "world"), [
+    (rank_tasks.viewing, "pipeline:", 2), pytest.param(rank_tasks.in_a_row, f"{BOTH},", 4, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_stages_may_end_in_a_view_or_in_a_cut_layer(tmp_path, make, strategy, world):
+    train(make(), device="cpu", out=tmp_path / "alone")
+    answers = together(world, training_of, make, f"{strategy}schedule=zero_bubble", tmp_path / "shared")
+    assert [type(answer) for answer in answers] == [dict] * world, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+
+
 @pytest.mark.parametrize(("strategy", "world"), [("tensor_parallel", 2), ("pipeline:cuts=2-3", 2),
                                                  pytest.param(f"{BOTH},cuts=2-3", 4, marks=pytest.mark.slow)])  # fmt: skip
 def test_a_run_that_was_broken_off_goes_on_bit_by_bit(tmp_path, strategy, world):

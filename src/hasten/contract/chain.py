@@ -58,8 +58,13 @@ def part_of(model: nn.Module, graph: torch.fx.Graph, members: list) -> torch.fx.
     for node in nodes:
         new[node] = copied.node_copy(node, known)
     result = new[nodes[-1]]
-    copied.output(copied.call_method("contiguous", (result,)))  # as it has to be to be sent
+    copied.output(copied.call_function(_handed_on, (result,)))
     return torch.fx.GraphModule(model, copied)
+
+
+def _handed_on(tensor: torch.Tensor) -> torch.Tensor:
+    """As it has to be to be sent, and no view: zero_bubble cannot let go of the graph of one."""
+    return tensor.clone(memory_format=torch.contiguous_format) if tensor._is_view() else tensor.contiguous()
 
 
 def _shared_out(model: nn.Module, graph: torch.fx.Graph, sample: Callable | None) -> set[torch.fx.Node]:
