@@ -234,10 +234,10 @@ def members_of_cut_layers(rank: int, make) -> list[list[str]]:
         return [[node.name for node in member] for member in members]
 
 
-def told_while_building(rank: int, strategy: str, make=rank_tasks.tower) -> list[str]:
+def told_while_building(rank: int, strategy: str, make=rank_tasks.tower, settings: dict | None = None) -> list[str]:
     with joined("cpu") as ranks, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        build(make(), [make_method(strategy)], ranks=ranks)
+        build(make(), [make_method(strategy, settings or {})], ranks=ranks)
     return [str(each.message) for each in told if isinstance(each.message, Progress)]
 
 

@@ -12,6 +12,7 @@ from hasten.engine.find import make_method, make_methods, method_class, method_n
 
 FREE = {  # who knows what they may be says so: torch the names of its backends, the model where it can be cut
     ("compile", "backend"),
+    ("branch_parallel", "places"),
     ("pipeline", "cuts"),
 }
 STATED = [

@@ -98,7 +98,10 @@ class Run:
     holders: dict[str, Method] = field(default_factory=dict)  # dimension of the mesh -> the method whose degree says how many ranks it has
     mesh: Any = None  # the ranks by copy, stage and shard, once somebody has asked for it (``mesh_of``)
     joint: bool = False  # the model computes only where all ranks compute at once: they evaluate together
-    apart: bool = False  # each of the ranks that hold one copy has other weights; those it has not are on the meta device
+    owners: int = (
+        1  # ranks of each copy, or rows of them, that have different weights of it; those that a rank has not are on the meta device there
+    )
+    twins: frozenset = frozenset()  # weights of this rank that another owner has as well, and counts
     own: dict[str, Any] = field(default_factory=dict)  # as kept, of what every rank has another; taken up by as many ranks only
     mean: Callable[[dict], dict] = lambda state: state  # of what differs between ranks: what a checkpoint holds for any number of them
     whereabouts: str = (
@@ -117,16 +120,20 @@ class Run:
         """Ranks of one stage: they compute the same layers between them, and draw alike."""
         return self.replica // self.stages
 
+    @property
+    def apart(self) -> bool:
+        return self.owners > 1
+
     def agree(self, yes: bool) -> bool:
         """Any rank's yes becomes every rank's yes."""
         return self.ranks.agree(yes)
 
     def whole_norm(self, own: torch.Tensor) -> torch.Tensor:
-        """The norm of a vector, given that of what this rank has of it: all of it, unless the ranks hold other weights."""
+        """The norm of a vector, given that of what this rank has of it: all of it, unless the ranks hold other weights; without twins."""
         if not self.apart:
             return own
-        squares = self.ranks.total([float(own) ** 2])[0] / (self.ranks.world / self.stages)  # every rank of a stage has the stage's norm
-        return own.new_tensor(squares**0.5)
+        squares = self.ranks.total([float(own) ** 2])[0] / (self.ranks.world / self.owners)  # all ranks of one owner have its norm
+        return own.double().new_tensor(squares**0.5)
 
     def nothing_to_do(self, method: Method, why: str) -> None:
         """A method that found nothing to act on says so: a warning in ``train``, a refusal in ``tune``."""

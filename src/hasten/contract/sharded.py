@@ -95,20 +95,36 @@ def put_together(states: list):
     return first
 
 
-def clip_norm(weights: list[torch.Tensor], max_norm: float, whole_norm: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def clip_norm(
+    weights: list[torch.Tensor], max_norm: float, whole_norm: Callable[[torch.Tensor], torch.Tensor], twins: frozenset = frozenset()
+) -> None:
     """Shortens all gradients together to a greatest norm, wherever they are.
 
     Args:
         whole_norm: makes the norm of this rank's gradients that of all.
+        twins: weights that another rank counts.
     """
     weights = [weight for weight in weights if weight.grad is not None]
     kinds = [[weight for weight in weights if hasattr(weight, "full_tensor") is shared_out] for shared_out in (False, True)]
     kinds = [kind for kind in kinds if kind] or [[]]
-    norms = [torch.nn.utils.get_total_norm([weight.grad for weight in kind]) for kind in kinds]
+    norms = [torch.nn.utils.get_total_norm([weight.grad for weight in kind if weight not in twins]) for kind in kinds]
     norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
     total = whole_norm(norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms)))
     for kind in kinds:
         torch.nn.utils.clip_grads_with_norm_(kind, max_norm, total)
+
+
+def forget(model: torch.nn.Module, tensors: list[torch.Tensor]) -> None:
+    """Moves weights and buffers of a model to the meta device, which holds nothing; what was one stays one."""
+    gone = {id(tensor) for tensor in tensors}
+    shells: dict[int, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None and id(weight) in gone:
+                module._parameters[name] = shells.setdefault(id(weight), torch.nn.Parameter(weight.to("meta"), weight.requires_grad))
+        for name, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) in gone:
+                module._buffers[name] = buffer.to("meta")
 
 
 def shared_out_like(tensor, model: torch.Tensor):

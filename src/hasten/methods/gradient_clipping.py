@@ -30,6 +30,6 @@ class GradientClipping(Method):
 
         def clipped():
             gradients()
-            clip_norm(parameters, max_norm, run.whole_norm)
+            clip_norm(parameters, max_norm, run.whole_norm, run.twins)
 
         return clipped

@@ -29,7 +29,8 @@ from hasten.contract import batch as batches
 from hasten.contract.card import Card, Exactness, Order
 from hasten.contract.chain import chain_of, keep, only_input, part_of, refuse_shared_weights
 from hasten.contract.cuts import agreed_cuts, bytes_held, ends_of, seconds
-from hasten.contract.errors import Failure, Progress, Refusal
+from hasten.contract.errors import Progress, Refusal
+from hasten.contract.headers import HEADER, header_of, room_for
 from hasten.contract.method import Method, setting
 from hasten.contract.replicas import averaged_over_copies, give_firsts, hold_between, make_alike, mesh_of, notice_batch_norm
 from hasten.contract.tracing import evaluating
@@ -40,8 +41,6 @@ SCHEDULES = {  # torch's name for it, and how many stages each process has
     "interleaved": ("ScheduleInterleaved1F1B", 2),
     "zero_bubble": ("ScheduleInterleavedZeroBubble", 2),
 }
-TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)  # that stages can hand on
-MOST_DIMENSIONS = 8
 SHAPES_KEPT = 4  # schedules that are kept, each for batches of one shape
 
 
@@ -102,7 +101,7 @@ class Pipeline(Method):
         kept = keep(model, list(stages.values()), parts, keeps_unused=own == 0, run=run)
         if self.place == "memory":
             give_firsts(kept, mesh_of(run)["copies"].get_group())
-        run.joint = run.apart = True
+        run.joint, run.owners = True, run.stages
         return Piped(model, stages, count, ring, SCHEDULES[self.schedule][0], pieces, run)
 
     def _ends(self, model, graph, members: list, count: int, pieces: int, run) -> tuple[list[int], list[int]]:
@@ -255,27 +254,15 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, device="meta", requires_grad=tensor.is_floating_point())
 
 
-def _header(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype not in TYPES or tensor.ndim > MOST_DIMENSIONS:
-        raise Failure(f"pipeline cannot hand on a tensor of {tensor.dtype} with {tensor.ndim} dimensions")
-    told = [TYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
-    return torch.tensor(told + [0] * (MOST_DIMENSIONS + 2 - len(told)), device=tensor.device)
-
-
-def _room_for(header: torch.Tensor, device) -> torch.Tensor:
-    kind, dimensions, *shape = header.tolist()
-    return torch.empty(shape[:dimensions], dtype=TYPES[kind], device=device)
-
-
 def _send(tensor: torch.Tensor, to: int, group) -> None:
-    dist.send(_header(tensor), to, group=group)
+    dist.send(header_of(tensor), to, group=group)
     dist.send(tensor.detach().contiguous(), to, group=group)
 
 
 def _received(source: int, group, device) -> torch.Tensor:
-    header = torch.empty(MOST_DIMENSIONS + 2, dtype=torch.int64, device=device)
+    header = torch.empty(HEADER, dtype=torch.int64, device=device)
     dist.recv(header, source, group=group)
-    tensor = _room_for(header, device)
+    tensor = room_for(header, device)
     dist.recv(tensor, source, group=group)
     return tensor
 
@@ -283,8 +270,8 @@ def _received(source: int, group, device) -> torch.Tensor:
 def _broadcast(tensor: torch.Tensor | None, source: int, group, device) -> torch.Tensor:
     """What the rank ``source`` has, on all."""
     leads = dist.get_rank() == source
-    header = _header(tensor) if leads else torch.empty(MOST_DIMENSIONS + 2, dtype=torch.int64, device=device)
+    header = header_of(tensor) if leads else torch.empty(HEADER, dtype=torch.int64, device=device)
     dist.broadcast(header, source, group=group)
-    tensor = tensor.detach().contiguous() if leads else _room_for(header, device)
+    tensor = tensor.detach().contiguous() if leads else room_for(header, device)
     dist.broadcast(tensor, source, group=group)
     return tensor

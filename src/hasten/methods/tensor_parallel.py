@@ -30,8 +30,8 @@ from hasten.contract import batch as batches
 from hasten.contract.card import Card, Exactness, Order
 from hasten.contract.errors import Progress, Refusal, one_line
 from hasten.contract.method import Method, setting
+from hasten.contract.proof import SAMPLES, differing, outcome
 from hasten.contract.replicas import averaged_over_copies, hold_between, make_alike, mesh_of, notice_batch_norm
-from hasten.contract.sharded import whole
 from hasten.contract.tracing import draws, is_number, traced
 
 FUNCTIONS = nn.functional
@@ -44,8 +44,6 @@ ELEMENTWISE = {
 }  # fmt: skip
 COMPUTES = ("call_function", "call_method", "call_module")
 LOOKED_FOR = "Linear layers whose outputs meet in one Linear alone, through element-wise functions or an attention over separate heads"
-SAMPLES = 8  # that a block proves itself on
-CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3}  # to the model as it was, relative; of lower precisions 3e-2
 
 
 @dataclass(frozen=True)
@@ -226,7 +224,7 @@ def _proven(model, found: list[Block], mesh, run) -> tuple[list[Block], list[str
     batch = run.sample()
     few = batches.pieces(batch, max(1, batches.size(batch) // SAMPLES))[0]
     own = run.task.loss is None
-    right = _outcome(copy.deepcopy(model), few, own)
+    right = outcome(copy.deepcopy(model), few, own)
     doubt = partial(_doubt, model=model, mesh=mesh, batch=few, own=own, right=right, run=run)
     if doubt(found) is None:
         return found, []
@@ -242,36 +240,11 @@ def _doubt(blocks: list[Block], model, mesh, batch, own: bool, right: tuple, run
     parallel = copy.deepcopy(model)
     try:
         _cut(parallel, blocks, mesh)
-        outputs, gradients = map(_differing, _outcome(parallel, batch, own), right)
+        outputs, gradients = map(differing, outcome(parallel, batch, own), right)
         why = f"{outputs} is another" if outputs else f"the gradient of {gradients} is another" if gradients else None
     except Exception as error:
         why = f"what is between cannot be cut ({one_line(error, 100)})"
     return (why or "it goes wrong on another process") if run.agree(why is not None) else None
-
-
-def _outcome(model, batch, own: bool) -> tuple[dict, dict]:
-    """The outputs for a batch, and the gradients of the mean of their squares."""
-    model.eval()
-    if own:
-        output = model(**batch) if hasattr(batch, "keys") else model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
-    else:
-        inputs, named, _ = batches.split(batch)
-        output = model(*inputs, **named)
-    outputs = [tensor for tensor in batches.tensors(output) if tensor.is_floating_point()]
-    sum(tensor.square().mean() for tensor in outputs if tensor.requires_grad).backward()
-    gradients = {name: whole(weight.grad) for name, weight in model.named_parameters() if weight.grad is not None}
-    return {f"output {number}": tensor.detach() for number, tensor in enumerate(outputs)}, gradients
-
-
-def _differing(ours: dict, right: dict) -> str | None:
-    """The first tensor that is another, held against the greatest of all: some gradients are rounding alone."""
-    if odd := ours.keys() ^ right.keys():
-        return min(odd)
-    greatest = max((tensor.abs().max() for tensor in right.values()), default=0.0)
-    for name, tensor in right.items():
-        if ours[name].shape != tensor.shape or not (ours[name] - tensor).abs().max() <= CLOSE.get(tensor.dtype, 3e-2) * greatest:
-            return name
-    return None
 
 
 def _tell(model, blocks: list[Block], doubts: list[str]) -> None:

@@ -1,0 +1,24 @@
+"""What a rank has to know of a tensor before it can receive it: its type and shape, as numbers in a tensor of one length."""
+
+from __future__ import annotations
+
+import torch
+
+from hasten.contract.errors import Failure
+
+TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)  # that can be handed on
+MOST_DIMENSIONS = 8
+HEADER = MOST_DIMENSIONS + 2  # its length
+
+
+def header_of(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype not in TYPES or tensor.ndim > MOST_DIMENSIONS:
+        raise Failure(f"a tensor of {tensor.dtype} with {tensor.ndim} dimensions cannot be handed on to another process")
+    told = [TYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
+    return torch.tensor(told + [0] * (HEADER - len(told)), device=tensor.device)
+
+
+def room_for(header: torch.Tensor, device) -> torch.Tensor:
+    """Memory for the tensor that a header tells of."""
+    kind, dimensions, *shape = header.tolist()
+    return torch.empty(shape[:dimensions], dtype=TYPES[kind], device=device)

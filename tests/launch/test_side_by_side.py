@@ -1,0 +1,100 @@
+"""The branches of a model on several ranks: the same training as on one, wherever each of them is computed."""
+
+import pytest
+import rank_tasks
+from ranks import together
+from test_ddp import CLOSE, broken_off, farthest, losses, taken_up, training_of
+from test_model_parallel import broken_off_early, told_while_building
+
+from hasten.contract.errors import Refusal
+from hasten.engine.find import make_method
+from hasten.engine.plan import build
+from hasten.engine.ranks import joined
+from hasten.engine.train import train
+
+ALIKE = [
+    ("inception", "branch_parallel", 2), ("inception", "branch_parallel", 4), ("towers", "branch_parallel", 2),
+    ("towers", "branch_parallel:degree=2", 4), ("ensemble", "branch_parallel", 2), ("ensemble", "branch_parallel", 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "strategy", "world"), ALIKE)
+def test_branches_train_what_one_process_trains(tmp_path, name, strategy, world):
+    make = getattr(rank_tasks, name)
+    alone = train(make(), device="cpu", out=tmp_path / "alone")
+    answers = together(world, training_of, make, strategy, tmp_path / "shared")
+    assert [type(answer) for answer in answers] == [dict] * world, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=CLOSE)
+    assert {answer["metric"] for answer in answers} == {alone["metric"]}
+
+
+def test_branches_that_were_broken_off_go_on_bit_by_bit(tmp_path):
+    make, strategy = rank_tasks.inception, "branch_parallel:places=0-1-0-1-1-0-1-0-0-1"
+    together(2, training_of, make, strategy, tmp_path / "whole")
+    together(2, broken_off_early, make, tmp_path / "broken", strategy)
+    answers = together(2, taken_up, make, tmp_path / "broken", strategy)
+    assert [type(answer) for answer in answers] == [dict] * 2, answers
+    assert farthest(tmp_path / "broken", tmp_path / "whole") == 0
+
+
+@pytest.mark.parametrize(("first", "then", "world"), [
+    ("branch_parallel", "baseline", 1), ("branch_parallel", "ddp", 2), ("pipeline:cuts=3-3", "branch_parallel", 2),
+    pytest.param("branch_parallel", "branch_parallel:degree=2", 4, marks=pytest.mark.slow),
+    pytest.param("branch_parallel", "zero:stage=3", 2, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_another_strategy_goes_on_with_branches(tmp_path, first, then, world):
+    make = rank_tasks.towers if "pipeline" not in first else rank_tasks.trunk_of_branches
+    train(make(), device="cpu", out=tmp_path / "alone")
+    broken = together(2, broken_off, make, tmp_path / "shared", first)
+    assert all(isinstance(answer, Exception) for answer in broken), broken
+    answers = together(world, taken_up, make, tmp_path / "shared", then)
+    assert [type(answer) for answer in answers] == [dict] * world, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+
+
+@pytest.mark.parametrize("method", [
+    "gradient_clipping:max_norm=0.1", "gradient_accumulation:pieces=3",
+    *(pytest.param(each, marks=pytest.mark.slow) for each in ("gradient_centralization", "batched_fetch", "fused_optimizer")),
+])  # fmt: skip
+def test_methods_go_with_branches(tmp_path, method):
+    make = rank_tasks.towers
+    train(make(), method, device="cpu", out=tmp_path / "alone")
+    answers = together(2, training_of, make, f"branch_parallel + {method}", tmp_path / "shared")
+    assert [type(answer) for answer in answers] == [dict] * 2, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+
+
+@pytest.mark.parametrize(("strategy", "world", "make", "says"), [
+    ("branch_parallel:degree=2", 3, rank_tasks.ensemble, "degree=2 does not divide 3 processes; take 3"),
+    ("branch_parallel", 2, rank_tasks.samples, "finds no branches in this model for 2 processes. It looked for paths with trained weights"),
+    ("branch_parallel", 2, rank_tasks.siamese, "left.0 to left.5: it shares weights with another part of the model"),
+    ("branch_parallel", 2, rank_tasks.dropping_ensemble, "members_0_2 draws random numbers"),
+    ("branch_parallel:places=0-1", 2, rank_tasks.ensemble, "places=0-1 must be a process for each of 3 branches, from 0 to 1, and two or more"),
+    ("branch_parallel:places=1-1-1", 2, rank_tasks.ensemble, "two or more for each block, such as 0-1-0"),
+    ("branch_parallel:places=0-1-2", 2, rank_tasks.ensemble, "from 0 to 1"),
+])  # fmt: skip
+def test_what_has_no_branches_is_told(strategy, world, make, says):
+    told = together(world, training_of, make, strategy, None)
+    assert all(isinstance(answer, Refusal) and says in str(answer) for answer in told), told
+
+
+def test_a_rank_has_the_weights_of_its_branches_and_of_what_all_compute():
+    one, other = together(2, weights_held)
+    assert one | other == {name for name, _ in rank_tasks.Towers().named_parameters()}
+    assert one & other == {"head.weight", "head.bias"} and "left.0.weight" in one and "right.0.weight" in other
+
+
+def test_branches_are_told():
+    first, second = together(2, told_while_building, "branch_parallel", rank_tasks.towers, {"places": "0-1"})
+    assert first == [
+        "branch_parallel: left.0 to left.5 on process 0, right.0 to right.8 on process 1; they meet in mul_2",
+        "branch_parallel: 94% of the weights are shared out",
+    ]
+    assert not second
+
+
+def weights_held(rank: int) -> set[str]:
+    with joined("cpu") as ranks:
+        program = build(rank_tasks.towers(), [make_method("branch_parallel", {"places": "0-1"})], ranks=ranks)
+        return {name for name, weight in program.run.module.named_parameters() if not weight.is_meta}
