@@ -81,8 +81,8 @@ class BranchParallel(Method):
         gain_when="the branches of a block take about equally long, and much longer than their outputs take from one process to another",
         speeds={"forward", "backward", "update"},
         applies_to={"several processes"},
-        breaks={"whole weights", "whole forward pass"},
-        order=Order.LAST,
+        breaks={"whole weights"},
+        order=Order.FIRST,
         replaces={"shard"},
     )
     degree: int = setting(0, at_least=0)  # processes that hold one copy of the model between them; 0: all
