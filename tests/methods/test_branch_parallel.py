@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hasten.methods.branch_parallel import _graphs, blocks_of, shared_out
+from hasten.contract.branches import blocks_of, graphs_of, shared_out
 
 
 class Uses(nn.Module):
@@ -21,7 +21,7 @@ class Uses(nn.Module):
 
 def layers_of(model: nn.Module, processes: int = 2, drawing=()) -> list[list[str]]:
     """The layers and weights of each branch of each block."""
-    blocks, _ = blocks_of(model, dict(_graphs(model)), set(drawing), processes)
+    blocks, _ = blocks_of(model, dict(graphs_of(model)), set(drawing), processes)
     return [["".join(_named(node) for node in branch) for branch in block.branches] for block in blocks]
 
 
@@ -81,7 +81,7 @@ def test_parts_of_a_model_that_cannot_be_traced():
 
     model = Untraceable()
     assert layers_of(model) == [["a", "b"]]
-    (block,), _ = blocks_of(model, dict(_graphs(model)), set(), 2)
+    (block,), _ = blocks_of(model, dict(graphs_of(model)), set(), 2)
     assert [block.told(branch) for branch in block.branches] == ["inner.a", "inner.b"]
 
 
