@@ -126,7 +126,9 @@ def test_stages_of_cut_layers_are_another_strategy_as_well(tmp_path, first, at, 
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
 
-@pytest.mark.parametrize(("strategy", "world"), [("pipeline:degree=2", 4), (BOTH, 4), pytest.param(BOTH, 8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("strategy", "world"), [("pipeline:degree=2", 4), *(pytest.param(BOTH, world, marks=pytest.mark.slow) for world in (4, 8))]
+)
 def test_the_norm_is_that_of_all_copies_and_stages(tmp_path, strategy, world):
     """Of the mean gradient, in which a weight that several ranks have counts once."""
     clipping = "gradient_clipping:max_norm=0.1"

@@ -118,7 +118,7 @@ def test_parts_of_different_saves_are_not_put_together(tmp_path):
         taken_up(0, rank_tasks.blocks, tmp_path / "shared", "baseline")
 
 
-@pytest.mark.parametrize(("stage", "name"), [(1, "Adafactor"), (2, "Rprop")])
+@pytest.mark.parametrize(("stage", "name"), [pytest.param(1, "Adafactor", marks=pytest.mark.slow), (2, "Rprop")])
 def test_an_optimizer_that_takes_no_parts_of_weights_is_refused_before_it_trains(stage, name):
     task = rank_tasks.task(optimizer=lambda model: getattr(torch.optim, name)(model.parameters()))
     told = together(2, training, task, f"zero:stage={stage}")
