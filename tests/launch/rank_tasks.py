@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 
 from hasten import Task
@@ -521,3 +522,19 @@ def siamese() -> Task:
 def trunk_of_branches() -> Task:
     """A chain, as a pipeline wants it, of which one member is an ensemble."""
     return task(model=lambda: nn.Sequential(*(nn.Linear(6, 6).double() for _ in range(4)), Ensemble()), epochs=1.5)
+
+
+class ComputingAgain(nn.Module):
+    """Keeps nothing of what its members compute, and cannot be traced itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.ensemble = nn.Linear(6, 6).double(), Ensemble()
+
+    def forward(self, x):
+        assert x.sum() != 0
+        return checkpoint(self.ensemble, self.first(x), use_reentrant=False)
+
+
+def computing_again() -> Task:
+    return task(model=ComputingAgain)

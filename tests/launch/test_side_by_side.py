@@ -12,10 +12,9 @@ from hasten.engine.plan import build
 from hasten.engine.ranks import joined
 from hasten.engine.train import train
 
-ALIKE = [
-    ("inception", "branch_parallel", 2), ("inception", "branch_parallel", 4), ("towers", "branch_parallel", 2),
-    ("towers", "branch_parallel:degree=2", 4), ("ensemble", "branch_parallel", 2), ("ensemble", "branch_parallel", 4),
-]  # fmt: skip
+QUICK = [("inception", "branch_parallel", 4), ("towers", "branch_parallel:degree=2", 4), ("ensemble", "branch_parallel", 2)]
+SLOW = [("inception", "branch_parallel", 2), ("towers", "branch_parallel", 2), ("ensemble", "branch_parallel", 4)]
+ALIKE = [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
 
 
 @pytest.mark.parametrize(("name", "strategy", "world"), ALIKE)
@@ -39,7 +38,8 @@ def test_branches_that_were_broken_off_go_on_bit_by_bit(tmp_path):
 
 
 @pytest.mark.parametrize(("first", "then", "world"), [
-    ("branch_parallel", "baseline", 1), ("branch_parallel", "ddp", 2), ("pipeline:cuts=3-3", "branch_parallel", 2),
+    ("branch_parallel", "baseline", 1), ("branch_parallel", "ddp", 2),
+    pytest.param("pipeline:cuts=3-3", "branch_parallel", 2, marks=pytest.mark.slow),
     pytest.param("branch_parallel", "branch_parallel:degree=2", 4, marks=pytest.mark.slow),
     pytest.param("branch_parallel", "zero:stage=3", 2, marks=pytest.mark.slow),
 ])  # fmt: skip
@@ -53,16 +53,30 @@ def test_another_strategy_goes_on_with_branches(tmp_path, first, then, world):
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
 
-@pytest.mark.parametrize("method", [
-    "gradient_clipping:max_norm=0.1", "gradient_accumulation:pieces=3",
-    *(pytest.param(each, marks=pytest.mark.slow) for each in ("gradient_centralization", "batched_fetch", "fused_optimizer")),
+@pytest.mark.parametrize(("method", "world"), [
+    ("gradient_clipping:max_norm=0.1", 4), ("gradient_accumulation:pieces=3", 2),
+    *(pytest.param(each, 2, marks=pytest.mark.slow) for each in (
+        "gradient_centralization", "batched_fetch", "fused_optimizer", "bfloat16", "compile:backend=eager", "gradient_clipping:max_norm=0.1")),
 ])  # fmt: skip
-def test_methods_go_with_branches(tmp_path, method):
+def test_methods_go_with_branches(tmp_path, method, world):
     make = rank_tasks.towers
     train(make(), method, device="cpu", out=tmp_path / "alone")
-    answers = together(2, training_of, make, f"branch_parallel + {method}", tmp_path / "shared")
+    answers = together(world, training_of, make, f"branch_parallel:degree=2 + {method}", tmp_path / "shared")
+    assert [type(answer) for answer in answers] == [dict] * world, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+
+
+def test_what_is_computed_again_in_the_backward_pass_is_left_whole(tmp_path):
+    """The two like blocks are, and the one between them is not."""
+    train(rank_tasks.inception(), device="cpu", out=tmp_path / "alone")
+    answers = together(2, training_of, rank_tasks.inception, "branch_parallel:places=0-1 + activation_checkpointing", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+
+
+def test_branches_that_a_model_computes_again_itself_are_refused():
+    told = together(2, training_of, rank_tasks.computing_again, "branch_parallel", None)
+    assert all(isinstance(answer, Refusal) and "cannot compute branches again in the backward pass" in str(answer) for answer in told), told
 
 
 @pytest.mark.parametrize(("strategy", "world", "make", "says"), [

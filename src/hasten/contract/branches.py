@@ -37,13 +37,13 @@ class Block:
 
     def told(self, branch: tuple[Node, ...]) -> str:
         names = [node.target for node in branch if node.op == "call_module"] or [node.name for node in branch]
-        return self._outer(names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}")
+        return self.outer(names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}")
 
-    def _outer(self, name: str) -> str:
+    def outer(self, name: str) -> str:
         return f"{self.part}.{name}" if self.part else name
 
     def __str__(self) -> str:
-        return f"the branches that meet in {self._outer(self.join.name)}"
+        return f"the branches that meet in {self.outer(self.join.name)}"
 
 
 def blocks_of(model: nn.Module, graphs: dict[str, torch.fx.Graph], drawing: set[str], processes: int) -> tuple[list[Block], list[str]]:
@@ -168,13 +168,19 @@ def shared_out(costs: list[list[float]], processes: int) -> list[list[int]]:
 
 
 def graphs_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.fx.Graph]]:
-    """The graph of a model; of one that cannot be traced, those of its parts."""
-    graph = traced(module)
+    """The graph of a model; of one that cannot be traced, those of its parts. What another method has wrapped stays as it is."""
+    if _is_wrapped(module):
+        return
+    graph = traced(module, lambda part: _is_wrapped(part) or torch.fx.Tracer().is_leaf_module(part, ""))
     if graph is not None:
         yield prefix, graph
         return
     for name, child in module.named_children():
         yield from graphs_of(child, f"{prefix}.{name}" if prefix else name)
+
+
+def _is_wrapped(module: nn.Module) -> bool:
+    return "forward" in vars(module)
 
 
 def _sources(node: Node) -> list[Node]:

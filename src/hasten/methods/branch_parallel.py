@@ -1,10 +1,10 @@
-"""Branches side by side: where a model forks into paths that meet again, each process computes some of them (Krizhevsky 2014, arXiv 1404.5997, has
-the idea of cutting a model by what suits each part of it; Szegedy et al. 2014, arXiv 1409.4842, the model with such branches).
+"""Branches side by side: where a model forks into paths that meet again, each process computes some of them.
 
-A block is what lies between a fork and a join: the blocks of an Inception network, two towers for two inputs, the members of an ensemble, several
-heads on one trunk. torch.fx shows them. Each process computes its branches, their outputs are told to all, and backward the gradients of what
-they were given are summed. Everything else is on every process, computes the same there, and stays alike. Of blocks inside each other those are
-taken that share out more weights. Each has to prove on a sample that output and gradients are those of the model as it was.
+A block is what lies between a fork and a join: of an Inception network (Szegedy et al. 2014, arXiv 1409.4842), of two towers for two inputs, of the
+members of an ensemble, of several heads on one trunk. torch.fx shows them; of blocks inside each other those are taken that share out more weights.
+Each process computes its branches, their outputs are told to all, and backward the gradients of what they were given are summed. Everything else is
+on every process, computes the same there, and stays alike. Each block has to prove on a sample that output and gradients are those of the model as
+it was.
 
 A process keeps the weights of its branches and of what all compute; the others are on torch's meta device. More processes than ``degree`` hold copies,
 whose gradients are averaged. While the run is being built every process has the whole model, and a copy of it for the proof. A run that is gone on
@@ -50,7 +50,7 @@ class BranchParallel(Method):
     card = Card(
         summary="the branches of a model computed side by side, some on each process",
         exactness=Exactness.SAME_MATHS,
-        source="Szegedy et al. 2014, arXiv 1409.4842 (models with branches); Krizhevsky 2014, arXiv 1404.5997; torch.distributed",
+        source="Krizhevsky 2014, arXiv 1404.5997 (parts of a model on processes of their own); Szegedy et al. 2014, arXiv 1409.4842 (branches)",
         gain_when="the branches of a block take about equally long, and much longer than their outputs take from one process to another",
         speeds={"forward", "backward", "update"},
         applies_to={"several processes"},
@@ -219,7 +219,7 @@ def _tell(model, blocks: list[Block], places: list[list[int]], doubts: list[str]
     lines = []
     for block, at in zip(blocks, places, strict=True):
         branches = (f"{block.told(branch)} on process {place}" for branch, place in zip(block.branches, at, strict=True))
-        lines.append(f"{', '.join(branches)}; they meet in {block._outer(block.join.name)}")
+        lines.append(f"{', '.join(branches)}; they meet in {block.outer(block.join.name)}")
     shared = {id(t): t.numel() for block in blocks for node in nodes_of(block) for t in held_by(node, model.get_submodule(block.part))}
     total = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
     idle = processes - len({place for at in places for place in at})

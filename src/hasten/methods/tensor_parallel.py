@@ -32,6 +32,7 @@ from hasten.contract.errors import Progress, Refusal, one_line
 from hasten.contract.method import Method, setting
 from hasten.contract.proof import SAMPLES, differing, outcome
 from hasten.contract.replicas import averaged_over_copies, hold_between, make_alike, mesh_of, notice_batch_norm
+from hasten.contract.sharded import whole
 from hasten.contract.tracing import draws, is_number, traced
 
 FUNCTIONS = nn.functional
@@ -240,7 +241,7 @@ def _doubt(blocks: list[Block], model, mesh, batch, own: bool, right: tuple, run
     parallel = copy.deepcopy(model)
     try:
         _cut(parallel, blocks, mesh)
-        outputs, gradients = map(differing, outcome(parallel, batch, own), right)
+        outputs, gradients = map(differing, whole(outcome(parallel, batch, own)), right)
         why = f"{outputs} is another" if outputs else f"the gradient of {gradients} is another" if gradients else None
     except Exception as error:
         why = f"what is between cannot be cut ({one_line(error, 100)})"
