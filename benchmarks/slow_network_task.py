@@ -1,4 +1,4 @@
-"""Digits for two machines of one core each with a slow network between them: a batch takes some 20 ms of arithmetic, its gradients are 1.2 MB."""
+"""Digits for two machines of one core each with a slow network between them: a batch takes some 30 ms of arithmetic, its gradients are 2.2 MB."""
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ def model() -> nn.Module:
     return nn.Sequential(
         nn.Unflatten(1, (1, SIDE, SIDE)),
         nn.Conv2d(1, CHANNELS, 3, padding=1), nn.ReLU(), nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.ReLU(),
-        nn.Flatten(), nn.Linear(CHANNELS * SIDE * SIDE, 64), nn.ReLU(), nn.Linear(64, 10),
+        nn.Flatten(), nn.Linear(CHANNELS * SIDE * SIDE, 128), nn.ReLU(), nn.Linear(128, 10),
     )  # fmt: skip
 
 
@@ -25,9 +25,10 @@ def task() -> Task:
         train_data=usual.train_data,
         validation_data=usual.validation_data,
         loss=nn.functional.cross_entropy,
-        optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=1e-3),
+        optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=5e-4),
         metric="accuracy",
-        target=0.95,
+        target=0.96,
         batch_size=64,
-        epochs=20,
+        epochs=32,
+        evaluate_every=4 * len(usual.train_data),
     )

@@ -1,11 +1,12 @@
 """When a run pauses between two steps, and for what: progress, the log, a checkpoint, the end.
 
 A run alone looks at the clock after every step. The ranks of a job cannot, since all of them have to pause at the same step: there the first
-one's clock says at each pause which step the next one is at.
+one's clock says at each pause which step the next one is at; the slower their network, the later.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from time import perf_counter
@@ -16,7 +17,7 @@ from hasten.engine.observers import PROGRESS_EVERY
 STEPS_BETWEEN_LOGS = 1000
 SECONDS_BETWEEN_LOGS = 1.0
 MOST_AHEAD = 100  # steps to the next pause of several ranks; steps may become slower meanwhile
-SHARE_FOR_CHECKPOINTS = 0.01  # of the run's time
+SHARE_FOR_CHECKPOINTS = SHARE_FOR_WORDS = 0.01  # of the run's time
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Pauses:
         self.logged = self.saved = self.latest = self.next = perf_counter()
         self.latest_step = self.next_step = run.clock.step
         self.saving = 0.0  # seconds that the latest checkpoint took
+        self.word = 0.0  # seconds that ranks take at least to tell each other
 
     def is_time(self, unread: int) -> bool:
         """Whether to pause now, with so many losses not fetched yet."""
@@ -58,7 +60,9 @@ class Pauses:
         if not self.together:
             return Wishes(asked, log, save)
         first = (log, save, self._steps_ahead(now)) if self.ranks.leads else (False, False, 0)
+        began = perf_counter()
         stop, log, save, steps = self.ranks.most([asked, *first])
+        self.word = min(self.word or math.inf, perf_counter() - began)
         self.latest, self.latest_step = now, self.clock.step
         self.next_step = self.clock.step + int(steps)
         return Wishes(stop > 0, log > 0, self.keeps and (stop > 0 or save > 0))
@@ -77,4 +81,5 @@ class Pauses:
 
     def _steps_ahead(self, now: float) -> int:
         pace = (self.clock.step - self.latest_step) / max(now - self.latest, 1e-6)
-        return min(max(round(pace * PROGRESS_EVERY), 1), MOST_AHEAD) if self.every else 1
+        seconds = max(PROGRESS_EVERY, self.word / SHARE_FOR_WORDS)
+        return min(max(round(pace * seconds), 1), MOST_AHEAD) if self.every else 1
