@@ -239,6 +239,6 @@ def rewritten(part: nn.Module, graph: torch.fx.Graph, meetings: dict[Block, Call
         return new[node]
 
     for node in graph.nodes:
-        if node not in block_of:
+        if node not in block_of and node.op != "get_attr":  # weights come with who reads them, and those of branches stay outside
             known(node)
     return torch.fx.GraphModule(part, copied)

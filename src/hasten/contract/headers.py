@@ -20,5 +20,11 @@ def header_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def room_for(header: torch.Tensor, device) -> torch.Tensor:
     """Memory for the tensor that a header tells of."""
+    shape, kind = told_by(header)
+    return torch.empty(shape, dtype=kind, device=device)
+
+
+def told_by(header: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    """The shape and type that a header tells of."""
     kind, dimensions, *shape = header.tolist()
-    return torch.empty(shape[:dimensions], dtype=TYPES[kind], device=device)
+    return torch.Size(shape[:dimensions]), TYPES[kind]

@@ -101,7 +101,7 @@ class Run:
     owners: int = (
         1  # ranks of each copy, or rows of them, that have different weights of it; those that a rank has not are on the meta device there
     )
-    twins: frozenset = frozenset()  # weights of this rank that another owner has as well, and counts
+    common: frozenset = frozenset()  # weights of this rank that all owners have
     own: dict[str, Any] = field(default_factory=dict)  # as kept, of what every rank has another; taken up by as many ranks only
     mean: Callable[[dict], dict] = lambda state: state  # of what differs between ranks: what a checkpoint holds for any number of them
     whereabouts: str = (
@@ -123,6 +123,11 @@ class Run:
     @property
     def apart(self) -> bool:
         return self.owners > 1
+
+    @property
+    def twins(self) -> frozenset:
+        """Weights of this rank that the first owner has as well, and counts."""
+        return self.common if self.ranks.rank % self.replica else frozenset()
 
     def agree(self, yes: bool) -> bool:
         """Any rank's yes becomes every rank's yes."""

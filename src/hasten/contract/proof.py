@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hasten.contract import batch as batches
+from hasten.contract.errors import Refusal
 
 SAMPLES = 8  # that are enough
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3}  # to the model as it was, relative; of lower precisions 3e-2
@@ -22,7 +23,10 @@ def outcome(model: torch.nn.Module, batch, own: bool) -> tuple[dict, dict]:
     """The outputs for a batch, and the gradients of the mean of their squares."""
     model.eval()
     outputs = [tensor for tensor in batches.tensors(called(model, batch, own)) if tensor.is_floating_point()]
-    sum(tensor.square().mean() for tensor in outputs if tensor.requires_grad).backward()
+    compared = [tensor.square().mean() for tensor in outputs if tensor.requires_grad]
+    if not compared:
+        raise Refusal("the model returns no tensor that its weights have a part in, so nothing can be compared; take another strategy")
+    sum(compared).backward()
     gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
     return {f"output {number}": tensor.detach() for number, tensor in enumerate(outputs)}, gradients
 

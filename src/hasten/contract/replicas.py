@@ -79,11 +79,13 @@ def averaged_over_copies(gradients: Callable, run: Run) -> Callable:
     if run.replica == run.ranks.world:
         return gradients
     weights = [weight for weight in run.module.parameters() if weight.requires_grad and not weight.is_meta]
+    common, own = ([weight for weight in weights if (weight in run.common) is shared] for shared in (True, False))
     copies = mesh_of(run)["copies"].get_group()
 
     def averaged():
         gradients()
-        average_gradients(weights, copies)
+        average_gradients(common, copies)  # by themselves: where they lie in a message decides in which order it is added up
+        average_gradients(own, copies)
 
     return averaged
 
@@ -97,9 +99,9 @@ def make_alike(model: torch.nn.Module, device: torch.device | None = None) -> No
 def give_firsts(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
     """Gives all ranks, or those of a group, the first one's tensors; where these are elsewhere, one after the other by way of a device."""
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
-        there = tensor.detach().to(device or tensor.device)
+        there = tensor.detach().to(device or tensor.device).contiguous()
         dist.broadcast(there, group=group, group_src=0)
-        if there.device != tensor.device:
+        if there.data_ptr() != tensor.data_ptr() or there.device != tensor.device:
             tensor.copy_(there)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from hasten.contract.errors import Refusal
+from hasten.contract.unmade import exchange
 
 try:
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -117,14 +118,7 @@ def clip_norm(
 def forget(model: torch.nn.Module, tensors: list[torch.Tensor]) -> None:
     """Moves weights and buffers of a model to the meta device, which holds nothing; what was one stays one."""
     gone = {id(tensor) for tensor in tensors}
-    shells: dict[int, torch.nn.Parameter] = {}
-    for module in model.modules():
-        for name, weight in module._parameters.items():
-            if weight is not None and id(weight) in gone:
-                module._parameters[name] = shells.setdefault(id(weight), torch.nn.Parameter(weight.to("meta"), weight.requires_grad))
-        for name, buffer in module._buffers.items():
-            if buffer is not None and id(buffer) in gone:
-                module._buffers[name] = buffer.to("meta")
+    exchange(model, lambda tensor: tensor.to("meta") if id(tensor) in gone else tensor)
 
 
 def shared_out_like(tensor, model: torch.Tensor):

@@ -42,7 +42,7 @@ def unmade(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Callab
     except (Refusal, Failure):
         raise
     except Exception as error:
-        raise Refusal(f"the model cannot be made part by part: {one_line(error, 160)}; {INSTEAD}") from error
+        raise Refusal(f"the model cannot be made: {one_line(error, 160)}; if it can be made whole, {INSTEAD}") from error
     tape.end()
     exchange(model, tape.without_numbers)
     tape.refuse_strangers(tensor for *_, tensor in tensors_of(model))
@@ -266,9 +266,12 @@ class Tape(TorchDispatchMode):
 
         Afterwards random numbers go on as if all had been made. Beside what the caller keeps there is what is on its way, and one tensor that nobody wants.
         """
-        places = [Place.of(tensor) for tensor in wanted]
+        yield from (
+            (number, tensor) for number, tensor in enumerate(wanted) if not tensor.is_meta
+        )  # constants that a graph has brought along
+        places = {number: Place.of(tensor) for number, tensor in enumerate(wanted) if tensor.is_meta}
         of_storage: dict[int, list[int]] = {}
-        for number, place in enumerate(places):
+        for number, place in places.items():
             of_storage.setdefault(place.storage, []).append(number)
         self.refuse_strangers(wanted)
         for storage in (storage for storage in of_storage if storage in self.there):

@@ -100,13 +100,17 @@ def tells_of_another(error: BaseException) -> bool:
 
 
 def _speaks_of(words: Sequence[str], error: BaseException) -> bool:
-    """Whether these words of gloo or NCCL are all that an error says."""
+    """Whether these words of gloo or NCCL are all that an error says, whoever has wrapped it."""
 
-    def says_so(error: BaseException | None) -> bool:
+    def says_so(error: BaseException) -> bool:
         told = isinstance(error, (Failure, Refusal))  # by us, of something else: a dataset's own connection
         return isinstance(error, (RuntimeError, dist.DistError)) and not told and any(word in str(error) for word in words)
 
-    return says_so(error) or says_so(error.__cause__)
+    while error is not None:
+        if says_so(error):
+            return True
+        error = error.__cause__
+    return False
 
 
 @contextmanager

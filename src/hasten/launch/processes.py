@@ -58,10 +58,15 @@ def start(words: list[str], processes: int, nodes: tuple[int, int] = (1, 1), ren
     address = HERE if rendezvous is None else own_address(rendezvous)
     with folder_of_a_job() as folder, _environment(folder, processes, address):
         patience = PATIENCE
+        shape = {
+            "--nodes": ":".join(map(str, nodes)),
+            "--processes": str(processes),
+            "--restarts": str(restarts),
+        }  # as given, however many are left
         while True:
             hosts = rendezvous is None or is_host(rendezvous, patience)
             try:
-                result = _elastic(words, processes, nodes, rendezvous, restarts, address, hosts, folder)
+                result = _elastic(words, processes, nodes, rendezvous, restarts, address, hosts, folder, shape)
                 break
             except LOST as error:
                 if restarts == 0:
@@ -84,13 +89,15 @@ def _refuse_what_does_not_fit(processes: int) -> None:
         )
 
 
-def _elastic(words, processes: int, nodes: tuple[int, int], rendezvous, restarts: int, address: str, hosts: bool, folder: str) -> RunResult:
-    """How the ranks of this machine ended at last."""
+def _elastic(
+    words, processes: int, nodes: tuple[int, int], rendezvous, restarts: int, address: str, hosts: bool, folder: str, shape: dict
+) -> RunResult:
+    """How the ranks of this machine ended at last. ``shape``: what all machines have to be given alike."""
     parameters = RendezvousParameters(
         "c10d", rendezvous or f"{HERE}:0", "hasten", *nodes, address, is_host=hosts, join_timeout=MEETING, last_call_timeout=LAST_CALL
     )
     backend, store = _backend(parameters)
-    refuse_another_shape(store, {"--nodes": ":".join(map(str, nodes)), "--processes": str(processes), "--restarts": str(restarts)})
+    refuse_another_shape(store, shape)
     handler = create_handler(store, backend, parameters)
     spec = WorkerSpec(
         "hasten", processes, handler, entrypoint=sys.executable, args=("-m", "hasten", *words), max_restarts=restarts, monitor_interval=0.1

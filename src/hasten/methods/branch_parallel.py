@@ -32,7 +32,7 @@ from hasten.contract import batch as batches
 from hasten.contract.branches import Block, blocks_of, graphs_of, held_by, key_of, nodes_of, outputs_of, rewritten, shared_out, taken_out
 from hasten.contract.card import Card, Exactness, Order
 from hasten.contract.errors import Failure, Progress, Refusal, one_line
-from hasten.contract.headers import HEADER, header_of, room_for
+from hasten.contract.headers import HEADER, header_of, room_for, told_by
 from hasten.contract.method import Method, setting
 from hasten.contract.proof import SAMPLES, called, differing, outcome
 from hasten.contract.replicas import averaged_over_copies, hold_between, make_alike, mesh_of, notice_batch_norm
@@ -121,7 +121,7 @@ class BranchParallel(Method):
         forget(model, [tensor for place, tensors in held.items() if place != own for tensor in tensors])
         run.joint, run.owners = True, run.shards
         ours = {id(tensor) for tensor in held[own]}
-        run.twins = frozenset(weight for weight in model.parameters() if own and not weight.is_meta and id(weight) not in ours)
+        run.common = frozenset(weight for weight in model.parameters() if not weight.is_meta and id(weight) not in ours)
 
     def gradients(self, gradients, run):
         return averaged_over_copies(gradients, run)
@@ -287,7 +287,7 @@ def _exchanged(block: Block, branches: list[torch.fx.GraphModule], places: dict[
         waiting = []
         for number, (output, header, source) in enumerate(zip(outputs, headers[alike], sources, strict=True)):
             tensor = room_for(header, run.device) if output is None else output.detach()
-            if output is not None and header_of(output).tolist() != header.tolist():
+            if output is not None and (output.shape, output.dtype) != told_by(header):
                 raise Failure(f"branch_parallel: {block} end in tensors of other sizes for inputs of the same; take another strategy")
             waiting.append(dist.broadcast(tensor, group=group, group_src=source, async_op=True))
             outputs[number] = Received.apply(way_back, [tensor]) if output is None else output
