@@ -41,7 +41,9 @@ def chain_of(model: nn.Module, stages: int, sample: Callable | None = None) -> t
             if len(members) >= stages:
                 return graph, members
     told = f"a chain of {len(found)} that have weights" if found else "no such chain"
-    raise Refusal(f"pipeline has {stages} stages to fill and found {told} in this model; it looked for {LOOKED_FOR}")
+    raise Refusal(
+        f"pipeline has {stages} stages to fill and found {told} in this model; it looked for {LOOKED_FOR}; zero:stage=3 shares out any model"
+    )
 
 
 def part_of(model: nn.Module, graph: torch.fx.Graph, members: list) -> torch.fx.GraphModule:

@@ -42,7 +42,9 @@ def unmade(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Callab
     except (Refusal, Failure):
         raise
     except Exception as error:
-        raise Refusal(f"the model cannot be made: {one_line(error, 160)}; if it can be made whole, {INSTEAD}") from error
+        raise Refusal(
+            f"the model cannot be made part by part: {one_line(error, 160)}; {INSTEAD}, or mend the model where that does not help"
+        ) from error
     tape.end()
     exchange(model, tape.without_numbers)
     tape.refuse_strangers(tensor for *_, tensor in tensors_of(model))

@@ -28,7 +28,7 @@ from hasten.engine.plan import Program, build
 from hasten.engine.ranks import joined
 from hasten.engine.tasks import TaskRef
 from hasten.engine.train import device_of, with_strategy
-from hasten.measure.job import started
+from hasten.measure.job import LONGEST_WAIT, started
 
 WARM_UP_STEPS, WARM_UP_ROUNDS = 3, 4
 LONG_EVALUATION = 10.0  # seconds; over a longer one nobody stumbles
@@ -55,7 +55,7 @@ class Arm:
         task = self.task.load()
         self.context = ExitStack()  # kept, or else Python would leave it at once; never left: the process ends with the arm
         if self.ranks is None:
-            self.ranks = self.context.enter_context(joined(self.device))
+            self.ranks = self.context.enter_context(joined(self.device, LONGEST_WAIT))
             self.device = device_of(self.ranks, self.device)
         self._meet()
         began = time.perf_counter()

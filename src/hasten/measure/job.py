@@ -22,6 +22,7 @@ from hasten.engine.sharing import refuse_too_many
 from hasten.launch.meeting import HERE, interface_of
 from hasten.measure.workers import ERRORS, Worker, pass_on, too_long
 
+LONGEST_WAIT = 86_400.0  # seconds for another rank that is measured: whoever measures it has limits of his own
 TO_AGREE = 1.0  # seconds in which the other ranks may say that they have failed alike
 TO_OWN_UP = 5.0  # and in which the one may that the others have felt
 
