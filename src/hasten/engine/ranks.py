@@ -106,11 +106,11 @@ def _speaks_of(words: Sequence[str], error: BaseException) -> bool:
         told = isinstance(error, (Failure, Refusal))  # by us, of something else: a dataset's own connection
         return isinstance(error, (RuntimeError, dist.DistError)) and not told and any(word in str(error) for word in words)
 
-    while error is not None:
-        if says_so(error):
-            return True
+    causes = []
+    while error is not None and error not in causes:  # torch raises some errors from themselves
+        causes.append(error)
         error = error.__cause__
-    return False
+    return any(map(says_so, causes))
 
 
 @contextmanager
