@@ -58,9 +58,9 @@ def run(options, watch) -> Answer:
     elif options.resume and speaks() and not Path(options.out).exists():  # rank 0 has the folder
         raise Refusal(_no_such_folder(Path(options.out)))
     recipe = values.recipe(options) if options.recipe is not None or options.methods else None
+    if is_rank() and (options.out or speaks()):  # where nobody has said which folder, the first rank finds one
+        note_run(options.out or _new_folder(options.task))
     options.out = options.out or _new_folder(options.task)
-    if is_rank() and speaks():  # the folder is the first rank's, on its machine
-        note_run(options.out)
     try:
         result = train(
             options.task, recipe, out=options.out, resume=options.resume, device=options.device, seed=options.seed,
