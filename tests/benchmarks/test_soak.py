@@ -63,6 +63,7 @@ def soaked(folder, *length):
     return done.returncode, done.stdout + done.stderr, json.loads((folder / "soak.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 def test_the_short_form_passes(tmp_path):
     """Where its epochs are too few to tell growth from noise, as on a busy machine, there are more of them: a leak only grows."""

@@ -168,6 +168,7 @@ def test_a_reader_that_has_seen_enough_is_no_mistake(here):
     assert done.returncode == 0 and done.stderr == ""
 
 
+@pytest.mark.slow
 def test_a_reader_of_the_progress_that_left_stops_no_work(here):
     """Our own broken pipe is no death of the process that measures, for whose answer one would wait for ever. A task's own is its own."""
     quiet = [line for line in NOISY.format(nap=0, epochs=1).splitlines() if "print" not in line and "os.write" not in line]
@@ -221,6 +222,7 @@ def test_interruption_stops_cleanly_and_says_how_to_go_on(here, options, folder)
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_an_impatient_hand_still_gets_the_answer(here):
     """Ctrl-C goes on while the program clears up; the user's own clearing up takes a moment here, as torch's does."""
     with open(here / "slow.py", "a") as file:

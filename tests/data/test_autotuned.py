@@ -147,6 +147,7 @@ def test_no_memory_no_workers():
     assert until_settled(pipeline, step=0.01).crew.workers == 0
 
 
+@pytest.mark.slow
 def test_it_begins_with_what_it_is_told():
     pipeline = arrays(torch.arange(400)).batch(10).map(napping).prefetch("auto", processes=3)
     assert pipeline.runner.chosen == {"processes": 3, "ahead": 2} and pipeline.num_workers == 3

@@ -182,7 +182,13 @@ def orthonormal(columns: torch.Tensor) -> torch.Tensor:
     return torch.stack(done, dim=1)
 
 
-@pytest.mark.parametrize("recipe", ["powersgd:rank=8,saves=0.1", "powersgd:rank=8", "powersgd:rank=1,saves=1,start=100"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "powersgd:rank=8,saves=0.1",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("powersgd:rank=8", "powersgd:rank=1,saves=1,start=100")),
+    ],
+)
 def test_powersgd_of_full_rank_is_ddp(tmp_path, recipe):
     """As is one that finds nothing to shorten, and one that has not started yet."""
     train(rank_tasks.samples(), device="cpu", out=tmp_path / "alone")

@@ -41,6 +41,7 @@ def test_two_machines_train_what_one_process_trains(folder):
     assert farthest(folder / "shared", folder / "alone") < CLOSE
 
 
+@pytest.mark.slow
 def test_what_fails_on_one_machine_ends_both(folder):
     with two_machines():
         told = on_both(folder, "train", "rank_tasks.py:raising", "--out", "shared")

@@ -114,8 +114,8 @@ def test_one_process_goes_on_with_what_a_strategy_began(tmp_path, strategy):
 
 
 @pytest.mark.parametrize(("first", "at", "then", "world"), [
-    (BOTH, 4, "baseline", 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in [
-        (BOTH, 4, "ddp", 2), (BOTH, 8, "zero:stage=3", 2), ("ddp", 2, BOTH, 4), ("pipeline", 2, BOTH, 8), (BOTH, 4, "tensor_parallel", 2)]),
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in [
+        (BOTH, 4, "baseline", 1), (BOTH, 4, "ddp", 2), (BOTH, 8, "zero:stage=3", 2), ("ddp", 2, BOTH, 4), ("pipeline", 2, BOTH, 8), (BOTH, 4, "tensor_parallel", 2)]),
 ])  # fmt: skip
 def test_stages_of_cut_layers_are_another_strategy_as_well(tmp_path, first, at, then, world):
     make = rank_tasks.longer_tower

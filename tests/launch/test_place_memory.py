@@ -38,7 +38,7 @@ SLOWER = [
 
 
 @pytest.mark.parametrize(("strategy", "world"), [
-    ("pipeline:place=memory", 2), ("pipeline:place=memory", 4), ("zero:stage=3,place=memory", 2),
+    ("pipeline:place=memory", 2), pytest.param("pipeline:place=memory", 4, marks=pytest.mark.slow), ("zero:stage=3,place=memory", 2),
     *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOWER),
 ])  # fmt: skip
 def test_it_trains_what_one_process_trains(tmp_path, strategy, world):

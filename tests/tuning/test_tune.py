@@ -143,6 +143,7 @@ def test_without_validation_data_nobody_can_judge(tmp_path):
         hasten.tune(f"{tmp_path / 'points.py'}:points", out=tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_target_that_is_never_reached_is_told_and_a_notice_of_the_task_once_a_search(tmp_path, short):
     """Also in a search that goes on and finds every trial remembered."""
     noticing = 'def points():\n    import warnings\n    warnings.warn("a column is rounded", hasten.contract.errors.Notice, stacklevel=1)'
