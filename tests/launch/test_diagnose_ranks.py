@@ -202,6 +202,7 @@ def test_what_cannot_be_is_told_in_one_line(folder, words, code, says):
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_person_sees_a_table_of_the_ranks(folder):
     words = "launch --processes 2 --quiet -- diagnose waiting_tasks.py:late_data --budget 2s"
     done = subprocess.run([sys.executable, "-m", "hasten", *words.split()], cwd=folder, capture_output=True, text=True, timeout=120)

@@ -19,7 +19,7 @@ from hasten.engine.train import train
 from hasten.testing import tasks
 
 BOTH = "tensor_parallel:degree=2 + pipeline:degree=2"
-BY_WORLD = [("tensor_parallel", 2), pytest.param("tensor_parallel", 4, marks=pytest.mark.slow), ("tensor_parallel:degree=2", 4), ("pipeline", 2), ("pipeline", 4),
+BY_WORLD = [("tensor_parallel", 2), pytest.param("tensor_parallel", 4, marks=pytest.mark.slow), pytest.param("tensor_parallel:degree=2", 4, marks=pytest.mark.slow), ("pipeline", 2), ("pipeline", 4),
             ("pipeline:schedule=gpipe,microbatches=3", 2), ("pipeline:schedule=interleaved,degree=2", 4), ("pipeline:schedule=zero_bubble", 2),
             *(pytest.param(*each, marks=pytest.mark.slow) for each in [
                 (BOTH, 4), (BOTH, 8), ("tensor_parallel + pipeline:schedule=interleaved,degree=2", 4),
@@ -138,6 +138,7 @@ def test_the_norm_is_that_of_all_copies_and_stages(tmp_path, strategy, world):
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
 
+@pytest.mark.slow
 def test_dropout_between_cut_layers_is_that_of_one_process(tmp_path):
     train(rank_tasks.dropping_tower(), device="cpu", out=tmp_path / "alone")
     together(2, training_of, rank_tasks.dropping_tower, "tensor_parallel", tmp_path / "shared")

@@ -56,6 +56,7 @@ def test_a_job_answers_once(folder):
     assert not jobs_left()
 
 
+@pytest.mark.slow
 def test_launch_hands_on_what_is_said_before_the_command(folder):
     launch = [sys.executable, "-m", "hasten", "launch", "--processes", "2", "--json", "--seed", "7", "--", "train", "rank_tasks.py:samples"]
     done = subprocess.run(launch, cwd=folder, capture_output=True, text=True, timeout=120)

@@ -5,12 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
 DOCUMENT = Path(__file__).parents[2] / "docs/rpc.md"
 
 
+@pytest.mark.slow
 def test_the_script_of_the_document_has_the_gradients_of_one_process(tmp_path):
     (code,) = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     (script := tmp_path / "rpc.py").write_text(code, encoding="utf-8")

@@ -85,6 +85,7 @@ def test_ranks_write_what_they_have(tmp_path):
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
 
+@pytest.mark.slow
 def test_one_rank_writes_the_whole_where_the_others_do_not_see_its_folder(tmp_path):
     """As on machines without a common disk."""
     answers = together(2, saved_in_a_folder_of_its_own, tmp_path)
