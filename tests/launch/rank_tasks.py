@@ -524,6 +524,39 @@ def trunk_of_branches() -> Task:
     return task(model=lambda: nn.Sequential(*(nn.Linear(6, 6).double() for _ in range(4)), Ensemble()), epochs=1.5)
 
 
+class Recurrent(nn.Module):
+    """Two recurrent towers, which return more than is read."""
+
+    def __init__(self):
+        super().__init__()
+        self.slow, self.fast, self.head = nn.LSTM(1, 4, batch_first=True), nn.GRU(1, 5, batch_first=True), nn.Linear(9, 2)
+
+    def forward(self, x):
+        slow, _ = self.slow(x[..., None])
+        fast, _ = self.fast(x[..., None])
+        return self.head(torch.cat([slow[:, -1], fast[:, -1]], 1))
+
+
+class ChangingInPlace(nn.Module):
+    """The first branch changes what the second one reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.first, self.second = nn.Linear(6, 6), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 2)), nn.Linear(6, 2)
+
+    def forward(self, x):
+        x = self.trunk(x)
+        return self.first(x) + self.second(x)
+
+
+def recurrent() -> Task:
+    return task(model=lambda: Recurrent().double(), epochs=1)
+
+
+def changing_in_place() -> Task:
+    return task(model=lambda: ChangingInPlace().double())
+
+
 class ComputingAgain(nn.Module):
     """Keeps nothing of what its members compute, and cannot be traced itself."""
 

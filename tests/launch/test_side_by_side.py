@@ -12,7 +12,12 @@ from hasten.engine.plan import build
 from hasten.engine.ranks import joined
 from hasten.engine.train import train
 
-QUICK = [("inception", "branch_parallel", 4), ("towers", "branch_parallel:degree=2", 4), ("ensemble", "branch_parallel", 2)]
+QUICK = [
+    ("inception", "branch_parallel", 4),
+    ("towers", "branch_parallel:degree=2", 4),
+    ("ensemble", "branch_parallel", 2),
+    ("recurrent", "branch_parallel", 2),
+]
 SLOW = [("inception", "branch_parallel", 2), ("towers", "branch_parallel", 2), ("ensemble", "branch_parallel", 4)]
 ALIKE = [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
 
@@ -84,6 +89,7 @@ def test_branches_that_a_model_computes_again_itself_are_refused():
     ("branch_parallel", 2, rank_tasks.samples, "finds no branches in this model for 2 processes. It looked for paths with trained weights"),
     ("branch_parallel", 2, rank_tasks.siamese, "left.0 to left.5: it shares weights with another part of the model"),
     ("branch_parallel", 2, rank_tasks.dropping_ensemble, "members_0_2 draws random numbers"),
+    ("branch_parallel", 2, rank_tasks.changing_in_place, "first.0 to first.1 changes in place what others read"),
     ("branch_parallel:places=0-1", 2, rank_tasks.ensemble, "places=0-1 must be a process for each of 3 branches, from 0 to 1, and two or more"),
     ("branch_parallel:places=1-1-1", 2, rank_tasks.ensemble, "two or more for each block, such as 0-1-0"),
     ("branch_parallel:places=0-1-2", 2, rank_tasks.ensemble, "from 0 to 1"),

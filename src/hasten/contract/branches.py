@@ -173,10 +173,18 @@ def graphs_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.
         return
     graph = traced(module, lambda part: _is_wrapped(part) or torch.fx.Tracer().is_leaf_module(part, ""))
     if graph is not None:
+        _forget_unread(graph)
         yield prefix, graph
         return
     for name, child in module.named_children():
         yield from graphs_of(child, f"{prefix}.{name}" if prefix else name)
+
+
+def _forget_unread(graph: torch.fx.Graph) -> None:
+    """Takes away what is unpacked and not read, such as the last state of a recurrent layer: its layer would seem to be read from elsewhere."""
+    for node in reversed(graph.nodes):
+        if node.target is operator.getitem and not node.users:
+            graph.erase_node(node)
 
 
 def _is_wrapped(module: nn.Module) -> bool:

@@ -243,11 +243,16 @@ def _cut(model, graphs: dict, blocks: list[Block], how: Callable[[Block, list[to
 
 
 def _by_itself(block: Block, branches: list[torch.fx.GraphModule]) -> Callable:
-    """All branches on this process, which have to end in what can be told to others."""
+    """All branches on this process, which have to leave what they are given as it is, and to end in what can be told to others."""
 
     def computed(*given):
         _refuse_again()
-        outputs = [output for branch in branches for output in branch(*given)]
+        outputs = []
+        for branch, nodes in zip(branches, block.branches, strict=True):
+            before = _versions(given)
+            outputs += branch(*given)
+            if _versions(given) != before:  # a process that has another branch would not see it
+                raise Failure(f"{block.told(nodes)} changes in place what others read")
         for output in outputs:
             header_of(output)
             if not output.requires_grad:
@@ -255,6 +260,11 @@ def _by_itself(block: Block, branches: list[torch.fx.GraphModule]) -> Callable:
         return outputs
 
     return computed
+
+
+def _versions(given: tuple) -> list[int]:
+    """How often each tensor was changed in place."""
+    return [tensor._version for tensor in batches.tensors(given)]
 
 
 def _refuse_again() -> None:
