@@ -46,8 +46,10 @@ def arguments(parser) -> None:
 def run(options, watch) -> Answer:
     """Exit code 1 where the task has a target that the training did not reach."""
     if options.processes > 1 and not in_job():
+        from hasten.engine.find import make_methods
         from hasten.launch.processes import start
 
+        make_methods(values.recipe(options))  # a wrong word need not wait until all ranks have started
         return Answer(None, elsewhere=partial(start, options.words, options.processes, restarts=options.restarts))
     from hasten.engine.train import train
 

@@ -2,13 +2,71 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import torch
 
 from hasten.contract import batch as batches
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import Refusal, one_line
+from hasten.contract.sharded import whole
 
 SAMPLES = 8  # that are enough
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3}  # to the model as it was, relative; of lower precisions 3e-2
+
+
+class Way(NamedTuple):
+    """One way to cut blocks of a model apart, in place."""
+
+    cut: Callable[[torch.nn.Module, list], None]
+    everywhere: bool = True  # each process gets the gradients of all weights
+
+
+def proven(model: torch.nn.Module, found: list, ways: Sequence[Way], name: str, run) -> tuple[list, list[str]]:
+    """The blocks that compute what the model computes, in each of the ways; of those that do not, why. All together first, else each by itself.
+
+    Args:
+        name: of the method that cuts them.
+
+    Raises:
+        Refusal: each is right by itself, and all together are wrong.
+    """
+    if not found:
+        return [], []
+    batch, own = run.sample(), run.task.loss is None
+    few = batches.pieces(batch, max(1, batches.size(batch) // SAMPLES))[0]
+    right = outcome(copy.deepcopy(model), few, own)
+
+    def doubt(blocks: list) -> str | None:
+        for way in ways:
+            why = _doubt(copy.deepcopy(model), blocks, way, few, own, right)
+            if run.agree(why is not None):
+                return why or "it goes wrong on another process"
+        return None
+
+    if doubt(found) is None:
+        return found, []
+    doubts = {block: doubt([block]) for block in found}
+    sound = [block for block, why in doubts.items() if why is None]
+    if sound and (why := doubt(sound)):
+        raise Refusal(f"{name} finds each block right by itself and all together wrong: {why}")
+    return sound, [f"{block}: {why}" for block, why in doubts.items() if why]
+
+
+def _doubt(model, blocks: list, way: Way, batch, own: bool, right: tuple[dict, dict]) -> str | None:
+    """Why the model is not the same once these blocks are cut; None where it is."""
+    try:
+        way.cut(model, blocks)
+        outputs, gradients = whole(outcome(model, batch, own))
+    except Exception as error:
+        return f"it cannot be cut ({one_line(error, 100)})"
+    if odd := differing(outputs, right[0]):
+        return f"{odd} is another"
+    expected = right[1] if way.everywhere else {name: right[1][name] for name in gradients if name in right[1]}
+    if odd := differing(gradients, expected):
+        return f"the gradient of {odd} is another"
+    return None
 
 
 def called(model: torch.nn.Module, batch, own: bool):

@@ -217,12 +217,17 @@ def _named(state, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
             yield from _named(value, f"{name}/{key}")
 
 
-def mean_model(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy of the model whose weights and statistics are their mean over all ranks, which have to ask at once."""
-    model = copy.deepcopy(model)
-    tensors = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    average(filter(is_real_or_complex, tensors.values()))
-    return model
+def mean_model(model: torch.nn.Module, alike: Iterable[torch.Tensor] = ()) -> torch.nn.Module:
+    """A copy of the model whose weights and statistics are their mean over all ranks, which have to ask at once.
+
+    Args:
+        alike: weights that all ranks have alike at the moment, and which need not travel.
+    """
+    mean, alike = copy.deepcopy(model), set(map(id, alike))
+    tensors = zip((*model.parameters(), *model.buffers()), (*mean.parameters(), *mean.buffers()), strict=True)
+    different = {id(copied): copied for tensor, copied in tensors if id(tensor) not in alike}
+    average(filter(is_real_or_complex, different.values()))
+    return mean
 
 
 def is_real_or_complex(tensor: torch.Tensor) -> bool:

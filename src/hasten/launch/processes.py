@@ -162,7 +162,8 @@ def _verdict(folder: str, codes: dict[int, int], otherwise: str = "the ranks end
     if not by_itself:  # they were all asked to end
         return Failure(first.line)
     if first.code == 2:  # most often what all were asked for
-        return Refusal(f"{first.line} (rank {rank})" if rank else first.line)
+        alone = [ending.line for _, ending in failed].count(first.line) == 1
+        return Refusal(f"{first.line} (rank {rank})" if rank and alone else first.line)
     return Failure(f"rank {rank}: {first.line}")
 
 

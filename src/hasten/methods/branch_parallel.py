@@ -31,10 +31,10 @@ from torch.fx import Node
 from hasten.contract import batch as batches
 from hasten.contract.branches import Block, blocks_of, graphs_of, held_by, key_of, nodes_of, outputs_of, rewritten, shared_out, taken_out
 from hasten.contract.card import Card, Exactness, Order
-from hasten.contract.errors import Failure, Progress, Refusal, one_line
+from hasten.contract.errors import Failure, Progress, Refusal
 from hasten.contract.headers import HEADER, header_of, room_for, told_by
 from hasten.contract.method import Method, setting
-from hasten.contract.proof import SAMPLES, called, differing, outcome
+from hasten.contract.proof import Way, called, proven
 from hasten.contract.replicas import averaged_over_copies, hold_between, make_alike, mesh_of, notice_batch_norm
 from hasten.contract.sharded import forget
 
@@ -77,7 +77,9 @@ class BranchParallel(Method):
         seconds, drawing = _watched(model, graphs, run)
         graphs = {name: graph for name, graph in graphs.items() if all(key_of(name, node) in seconds for node in graph.nodes)}
         found, doubts = blocks_of(model, graphs, drawing, run.replica)
-        blocks, more = _proven(model, graphs, found, run)
+        by_itself = Way(lambda model, blocks: _cut(model, graphs, blocks, _by_itself))
+        exchanged = Way(lambda model, blocks: _cut(model, graphs, blocks, _by_turns(blocks, run)), everywhere=False)
+        blocks, more = proven(model, found, [by_itself, exchanged], self.name, run)
         doubts += more
         if not blocks:
             raise Refusal(
@@ -180,41 +182,6 @@ def _random_states() -> list[torch.Tensor]:
     return [torch.get_rng_state(), torch.cuda.get_rng_state()]
 
 
-def _proven(model, graphs: dict, found: list[Block], run) -> tuple[list[Block], list[str]]:
-    """The blocks that compute what the model computes; of those that do not, why. All together first, else each by itself."""
-    if not found:
-        return [], []
-    batch, own = run.sample(), run.task.loss is None
-    few = batches.pieces(batch, max(1, batches.size(batch) // SAMPLES))[0]
-    right = outcome(copy.deepcopy(model), few, own)
-    doubt = partial(_doubt, model=model, graphs=graphs, batch=few, own=own, right=right, run=run)
-    if doubt(found) is None:
-        return found, []
-    doubts = {block: doubt([block]) for block in found}
-    proven = [block for block, why in doubts.items() if why is None]
-    if proven and (why := doubt(proven)):
-        raise Refusal(f"branch_parallel finds each block right by itself and all together wrong: {why}")
-    return proven, [f"{block}: {why}" for block, why in doubts.items() if why]
-
-
-def _doubt(blocks: list[Block], model, graphs: dict, batch, own: bool, right: tuple, run) -> str | None:
-    """Why the model with these blocks is not the same, on one process, then on several; None where it is."""
-    places = dict(zip(blocks, shared_out([[1.0] * len(block.branches) for block in blocks], run.replica), strict=True))
-    for how in (_by_itself, partial(_exchanged, places=places, run=run)):
-        parallel, why = copy.deepcopy(model), None
-        try:
-            _cut(parallel, graphs, blocks, how)
-            outputs, gradients = outcome(parallel, batch, own)
-            theirs = right if how is _by_itself else (right[0], {name: right[1][name] for name in gradients if name in right[1]})
-            odd = differing(outputs, theirs[0]) or differing(gradients, theirs[1])
-            why = odd and f"{odd if odd.startswith('output') else f'the gradient of {odd}'} is another"
-        except Exception as error:
-            why = f"its branches cannot be taken out ({one_line(error, 100)})"
-        if run.agree(why is not None):
-            return why or "it goes wrong on another process"
-    return None
-
-
 def _tell(model, blocks: list[Block], places: list[list[int]], doubts: list[str], processes: int) -> None:
     lines = []
     for block, at in zip(blocks, places, strict=True):
@@ -271,6 +238,12 @@ def _refuse_again() -> None:
     """Refuses to compute branches once more in the backward pass, as checkpointing does: the processes would come there at different times."""
     if torch._C._current_graph_task_id() != -1:
         raise Failure("branch_parallel cannot compute branches again in the backward pass; leave out activation checkpointing")
+
+
+def _by_turns(blocks: list[Block], run) -> Callable:
+    """Exchanged, with as many branches here as there."""
+    places = shared_out([[1.0] * len(block.branches) for block in blocks], run.replica)
+    return partial(_exchanged, places=dict(zip(blocks, places, strict=True)), run=run)
 
 
 def _exchanged(block: Block, branches: list[torch.fx.GraphModule], places: dict[Block, list[int]], run) -> Callable:

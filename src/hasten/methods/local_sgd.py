@@ -88,4 +88,7 @@ class LocalSGD(Method):
         return averaged
 
     def export(self, model, run):
-        return model if run.ranks.alone else mean_model(model)
+        if run.ranks.alone:
+            return model
+        since = run.clock.step - self.start
+        return mean_model(model, alike=run.module.parameters() if since > 0 and since % self.period == 0 else ())

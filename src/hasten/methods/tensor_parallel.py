@@ -10,7 +10,6 @@ More processes than ``degree`` hold copies, whose gradients are averaged, or sta
 the whole model, and a copy of it for the proof.
 """
 
-import copy
 import operator
 import warnings
 from collections import Counter
@@ -26,13 +25,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from hasten.contract import batch as batches
 from hasten.contract.card import Card, Exactness, Order
-from hasten.contract.errors import Progress, Refusal, one_line
+from hasten.contract.errors import Progress, Refusal
 from hasten.contract.method import Method, setting
-from hasten.contract.proof import SAMPLES, differing, outcome
+from hasten.contract.proof import Way, proven
 from hasten.contract.replicas import averaged_over_copies, hold_between, make_alike, mesh_of, notice_batch_norm
-from hasten.contract.sharded import whole
 from hasten.contract.tracing import draws, is_number, traced
 
 FUNCTIONS = nn.functional
@@ -93,7 +90,7 @@ class TensorParallel(Method):
         make_alike(model)
         mesh = mesh_of(run)["shards"]
         found, doubts = blocks_of(model, run.shards)
-        blocks, more = _proven(model, found, mesh, run)
+        blocks, more = proven(model, found, [Way(partial(_cut, mesh=mesh))], self.name, run)
         doubts += more
         if not blocks:
             raise Refusal(
@@ -216,36 +213,6 @@ def _ending_at(last: torch.fx.Node, modules: dict) -> Block | None:
 
 def _what(node: torch.fx.Node, modules: dict):
     return type(modules[node.target]) if node.op == "call_module" else node.target
-
-
-def _proven(model, found: list[Block], mesh, run) -> tuple[list[Block], list[str]]:
-    """The blocks that compute what the model computes; of those that do not, why. All together first, else each by itself."""
-    if not found:
-        return [], []
-    batch = run.sample()
-    few = batches.pieces(batch, max(1, batches.size(batch) // SAMPLES))[0]
-    own = run.task.loss is None
-    right = outcome(copy.deepcopy(model), few, own)
-    doubt = partial(_doubt, model=model, mesh=mesh, batch=few, own=own, right=right, run=run)
-    if doubt(found) is None:
-        return found, []
-    doubts = {block: doubt([block]) for block in found}
-    proven = [block for block, why in doubts.items() if why is None]
-    if proven and (why := doubt(proven)):
-        raise Refusal(f"tensor_parallel finds each block right by itself and all together wrong: {why}")
-    return proven, [f"{block}: {why}" for block, why in doubts.items() if why]
-
-
-def _doubt(blocks: list[Block], model, mesh, batch, own: bool, right: tuple, run) -> str | None:
-    """Why the model with these blocks cut is not the same; None where it is."""
-    parallel = copy.deepcopy(model)
-    try:
-        _cut(parallel, blocks, mesh)
-        outputs, gradients = map(differing, whole(outcome(parallel, batch, own)), right)
-        why = f"{outputs} is another" if outputs else f"the gradient of {gradients} is another" if gradients else None
-    except Exception as error:
-        why = f"what is between cannot be cut ({one_line(error, 100)})"
-    return (why or "it goes wrong on another process") if run.agree(why is not None) else None
 
 
 def _tell(model, blocks: list[Block], doubts: list[str]) -> None:
