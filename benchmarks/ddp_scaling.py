@@ -147,6 +147,8 @@ class Ray:
 
         self.folder, self.turn = Path(folder), 0
         here = {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "RAY_TRAIN_V2_ENABLED": "1"}}
+        for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
+            del os.environ[name]  # this process has joined its job; Ray's would take torchrun's store for theirs
         ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env=here)
         trainer = TorchTrainer(
             _in_rays_worker,
