@@ -1,7 +1,7 @@
 """What the tuner makes of a job of two processes whose network is slow: 200 Mbit/s and 5 ms each way, against DistributedDataParallel.
 
 Runs ``hasten tune`` on ``slow_network_task.py`` in a namespace whose processes talk through ``slow_cable.py``, and nothing else is told to it: it
-measures the original (ddp), tries what it knows, and confirms the winner on fresh seeds. What the cable does is measured beside it (``hasten network``).
+measures the original (ddp), tries what it knows, one process too, and confirms the winner on fresh seeds. Each machine has one core. What the cable does is measured beside it (``hasten network``).
 
 Figure: a recipe at least 3x faster in time to target than ddp, quality inside the margin, found by the tuner alone.
 """
@@ -9,6 +9,7 @@ Figure: a recipe at least 3x faster in time to target than ddp, quality inside t
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,8 @@ TASK = f"{HERE / 'slow_network_task.py'}:task"
 def on_the_cable(*words: str) -> dict:
     """The answer of a command there."""
     command = [sys.executable, str(HERE / "slow_cable.py"), MEGABITS, MILLISECONDS, sys.executable, "-m", "hasten", *words, "--json"]
-    told = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout)
+    of_one_core = os.environ | {"OMP_NUM_THREADS": "1"}
+    told = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, env=of_one_core).stdout)
     if "error" in told:
         sys.exit(f"{' '.join(words)}: {told['error']}")
     return told
@@ -33,7 +35,7 @@ def on_the_cable(*words: str) -> dict:
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("--budget", default="12m", help="of the search")
+    options.add_argument("--budget", default="25m", help="of the search")
     options = options.parse_args()
     tell("measuring the cable")
     reduce = on_the_cable("network", "--processes", "2")["collectives"]["all-reduce"]

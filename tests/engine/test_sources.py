@@ -140,7 +140,7 @@ class RaisingAt(Raising):
 @pytest.mark.parametrize(
     "order",
     [{}, {"shuffle": True}, {"shuffle": True, "generator": torch.Generator()}, {"shuffle": True, "persistent_workers": True}],
-    ids=str,
+    ids=" ".join,
 )
 def test_a_sample_that_raises_in_a_worker_of_a_ready_loader_is_named(order, epoch):
     """Also in a later pass."""

@@ -130,7 +130,7 @@ def state_of(program: Program, in_parts: bool = False) -> dict:
     """
     run, ranks = program.run, program.run.ranks
     own = {"random": random_now(program.train), "own": {name: thing.state_dict() for name, thing in run.own.items()}}
-    everybodys = [own] if ranks.alone else [unpacked(state) for state in ranks.every(packed(own))]
+    everybodys = [own] if ranks.alone else [unpacked(state) for state in ranks.to_first(packed(own))]
     shared_out = {
         "model": run.mean(run.module.state_dict()),
         "optimizer": run.mean(_optimizer_state(run)),
