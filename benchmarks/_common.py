@@ -15,7 +15,16 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-PEERS = ("pytorch-ignite", "accelerate", "lightning", "deepspeed", "ray", "mosaicml", "loadtune", "scipy")  # told in every record, where installed
+PEERS = (
+    "pytorch-ignite",
+    "accelerate",
+    "lightning",
+    "deepspeed",
+    "ray",
+    "mosaicml",
+    "loadtune",
+    "scipy",
+)  # told in every record, where installed
 MISS = 0.05  # chance that an interval misses
 
 README = """# {title}: {reached}

@@ -16,6 +16,7 @@ from hasten import Failure, Refusal
 from hasten.contract.errors import Notice
 from hasten.engine.checkpoint import loaded
 from hasten.engine.folder import RunFolder
+from hasten.engine.seeds import random_state, restore_random_state
 
 
 @pytest.fixture
@@ -186,3 +187,13 @@ def test_state_wider_than_its_parameter_keeps_its_width(tmp_path):
     again = build(engine_tasks.map_style())
     restore(again, loaded(path))
     assert torch.equal(again.run.optimizer.state[next(again.run.model.parameters())]["exp_avg"], wide)
+
+
+def test_a_random_state_of_a_machine_with_more_gpus_is_taken_up():
+    """What it says of devices that are not here is left out."""
+    state = random_state() | {"cuda": [torch.zeros(16, dtype=torch.uint8)] * (torch.cuda.device_count() + 2)}
+    if torch.cuda.is_available():
+        state["cuda"][: torch.cuda.device_count()] = torch.cuda.get_rng_state_all()
+    drawn = torch.rand(3)
+    restore_random_state(state)
+    assert torch.equal(torch.rand(3), drawn)

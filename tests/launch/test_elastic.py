@@ -8,15 +8,17 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from chaos import chaos, compared, train_words
 from machines import begun_on, cut_the_cable, lose, mend_the_cable, missing, two_machines
 from ranks import free_port
 from test_processes import Job, wait_until_it_trains
+from torch.distributed import HashStore
 
 from hasten.contract.errors import Refusal
-from hasten.launch import processes
+from hasten.launch import elastic, processes
 
 HERE = Path(__file__).parent
 WHY_NOT = missing()
@@ -90,6 +92,44 @@ def launch(port: int, each: int, folder: Path) -> subprocess.Popen:
         "rank_tasks.py:samples",
     ]
     return subprocess.Popen([sys.executable, "-m", "hasten", *words], cwd=folder, stderr=subprocess.PIPE, text=True)
+
+
+def test_who_is_done_is_not_missed(monkeypatch):
+    """Its ranks have ended while those of another machine still write the model."""
+    monkeypatch.setattr(elastic, "SILENCE", 0.0)
+    agent, group = object.__new__(elastic.Agent), SimpleNamespace(group_world_size=2, group_rank=0, store=HashStore())
+
+    def misses() -> bool:
+        agent.looked, agent.heard = float("-inf"), getattr(agent, "heard", {})
+        return agent._misses_a_machine(group)
+
+    assert [misses(), misses()] == [False, True], "the other one has said nothing since the first look"
+    group.store.set(f"{elastic.DONE}/1", "")
+    assert not misses() and agent._done(group) == {1}
+
+
+@pytest.mark.slow
+def test_who_comes_costs_nobody_a_restart(folder):
+    """Three agents on this machine stand for machines; none of them may lose a rank."""
+    port, words = free_port(), ["--nodes", "1:3", "--restarts", "0"]
+
+    def begun() -> subprocess.Popen:
+        launch = ["launch", "--processes", "1", *words, "--rendezvous", f"127.0.0.1:{port}", "--"]
+        command = [sys.executable, "-m", "hasten", *launch, *train_words("counting_for_long", folder / "run")]
+        return subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
+
+    first = begun()
+    until = time.monotonic() + 60
+    while socket.socket().connect_ex(("127.0.0.1", port)) and time.monotonic() < until:
+        time.sleep(0.1)
+    jobs = [first, begun()]
+    wait_until_it_trains(Job(first), folder / "run")
+    time.sleep(1)
+    jobs.append(begun())
+    said = [job.communicate(timeout=300)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0, 0], said
+    assert sum("another machine has come" in each for each in said) == 2 and not any("lost" in each for each in said), said
+    undisturbed(folder, bits=False)
 
 
 class Pair:

@@ -15,7 +15,7 @@ from torch import nn
 from hasten.contract.batch import map_tensors
 from hasten.contract.errors import Failure, Refusal
 from hasten.contract.ranks import Ranks
-from hasten.contract.replicas import mean_of
+from hasten.contract.replicas import make_alike, mean_of
 from hasten.engine.checkpoint import loaded
 from hasten.engine.plan import build
 from hasten.engine.ranks import joined
@@ -296,6 +296,28 @@ def test_an_overflow_is_not_remembered():
 def test_what_cannot_be_is_told(recipe, says):
     told = together(3, training, rank_tasks.samples(), recipe)
     assert all(isinstance(answer, Refusal) and says in str(answer) for answer in told), told
+
+
+class WithCounts(nn.Module):
+    """Buffers of types that gloo does not know."""
+
+    def __init__(self, rank: int):
+        super().__init__()
+        self.register_buffer("short", torch.full((2, 3), 5 + rank, dtype=torch.int16))
+        self.register_buffer("one", torch.tensor(rank, dtype=torch.uint16))
+        self.register_buffer("coarse", torch.full((3,), 0.5 + rank).to(torch.float8_e4m3fn))
+
+
+def copied(rank: int) -> dict:
+    with joined("cpu"):
+        model = WithCounts(rank)
+        make_alike(model)
+        return {name: tensor.float().tolist() for name, tensor in model.state_dict().items()}
+
+
+def test_tensors_of_any_type_are_made_alike():
+    right = {"short": [[5.0] * 3] * 2, "one": 0.0, "coarse": [0.5] * 3}
+    assert together(2, copied) == [right, right]
 
 
 def test_sparse_gradients_are_refused():

@@ -75,6 +75,12 @@ def test_launch_hands_on_what_is_said_before_the_command(folder):
         ("launch --processes 1 --nodes 3:2 --rendezvous a:1 -- train digits", "must be M or MIN:MAX, MIN not above MAX, not '3:2'"),
         ("launch --processes 1 --nodes 2: --rendezvous a:1 -- train digits", "must be M or MIN:MAX"),
         ("launch --processes 1 --nodes few --rendezvous a:1 -- train digits", "from 1 to"),
+        (
+            "launch --processes 1 --nodes 2:3 --rendezvous a:1 -- train x --with tensor_parallel:degree=2",
+            "--nodes 2:3 may come to 3 processes, which tensor_parallel:degree=2 does not divide",
+        ),
+        ("launch --processes 2 -- train x --with dpd", "no method is called 'dpd' (did you mean ddp?)"),
+        ("train x --processes 2 --with dpd", "no method is called 'dpd' (did you mean ddp?)"),
         ("launch --processes 2 -- train x --restarts=4", "say --restarts before the command"),
         ("train digits --processes 2 --restarts often", "from 0 to"),
         ("train digits --processes 2 --restarts -1", "from 0 to"),

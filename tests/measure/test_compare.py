@@ -8,7 +8,8 @@ import torch
 
 import hasten
 from hasten import Failure, Refusal, Task
-from hasten.measure.compare import _block
+from hasten.contract.recipe import Recipe
+from hasten.measure.compare import Side, _block, _refuse_long_blocks, block_steps
 
 
 class Sleepy(torch.utils.data.Dataset):
@@ -160,6 +161,21 @@ def test_a_late_answer_is_taken_anew():
     assert _block(Late(2), 1, 3.0)["samples"] == 8
     with pytest.raises(Failure, match="not to be believed"):
         _block(Late(3), 1, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("step", "rhythm", "steps"), [(0.1, 1, 5), (0.1, 16, 16), (0.001, 16, 304), (0.1, 7, 7), (2.0, 1, 1), (2.0, 500, 500)]
+)
+def test_a_block_holds_whole_repetitions(step, rhythm, steps):
+    """Or a method whose processes talk seldom would be timed between two talks."""
+    assert block_steps({"step": step, "rhythm": rhythm}) == steps
+
+
+def test_repetitions_that_no_budget_holds_are_told():
+    side = Side(Recipe.parse("diloco:period=500"), {"step": 0.1, "rhythm": 500})
+    _refuse_long_blocks(side, 500, budget=60.0)
+    with pytest.raises(Failure, match="repeats itself every 500 steps, so that 3 fair blocks take 150 s: give a longer budget"):
+        _refuse_long_blocks(side, 500, budget=10.0)
 
 
 def test_a_method_with_nothing_to_act_on_is_no_arm():

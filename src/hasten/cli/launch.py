@@ -14,6 +14,7 @@ from hasten.contract.errors import Refusal
 HELP = "run a command in several processes, on one machine or many"
 FORM = "hasten launch --processes N [--nodes M --rendezvous HOST:PORT] -- train TASK ..."
 COMMANDS = ("train", "diagnose", "network")
+SHARES = ("degree", "shards", "inner")  # settings of methods that have to divide the processes
 BEFORE = ("--processes", "--restarts", "--patience")  # and not in the command
 
 
@@ -40,6 +41,7 @@ def run(options, watch) -> Answer:
         raise Refusal(f"{options.nodes[1]} nodes have to meet somewhere; say --rendezvous HOST:PORT, where HOST is one of them")
     if misplaced := [word for word in command if word.partition("=")[0] in BEFORE]:
         raise Refusal(f"say {misplaced[0].partition('=')[0]} before the command, once: {FORM}")
+    _refuse_what_divides_not(command[1:], options.processes, *options.nodes)
     from hasten.launch.processes import start
 
     restarts = options.restarts if command[0] == "train" else 0  # the others keep nothing to go on from
@@ -47,6 +49,30 @@ def run(options, watch) -> Answer:
     command += [f"--{name}" for name in ("json", "quiet") if getattr(options, name)]
     command += [word for name in ("device", "seed") if (said := getattr(options, name)) for word in (f"--{name}", str(said))]
     return Answer(None, elsewhere=partial(start, command, options.processes, options.nodes, options.rendezvous, restarts))
+
+
+def _refuse_what_divides_not(words: list[str], processes: int, fewest: int, most: int) -> None:
+    """A strategy has to fit every number of machines that may come together, or the job would end with the machine that comes or goes.
+
+    Raises:
+        Refusal: a method that nobody knows; ranks that a setting of one does not divide.
+    """
+    from hasten.engine.find import make_methods
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    values.add_recipe(parser)
+    try:
+        said, _ = parser.parse_known_args(words)
+    except argparse.ArgumentError:  # the command itself says what is wrong
+        return
+    for method in make_methods(values.recipe(said)):
+        for setting, value in vars(method).items():
+            odd = [n for n in range(fewest, most + 1) if setting in SHARES and value and n * processes % value]
+            if odd and fewest < most:
+                raise Refusal(
+                    f"--nodes {fewest}:{most} may come to {odd[0] * processes} processes, which {method.name}:{setting}={value} does not "
+                    f"divide; leave {setting} out, or take other numbers"
+                )
 
 
 def _address(text: str) -> str:

@@ -18,8 +18,8 @@ from hasten import __version__
 from hasten.cli import compare, data, diagnose, eject, launch, methods, network, report, train, tune, values
 from hasten.cli.answer import Answer, show, stdout_kept_for_the_answer, strict_json
 from hasten.cli.progress import tell, watching
-from hasten.contract.errors import Aftermath, Failure, Notice, Progress, Refusal, Silence, nearest, one_line
-from hasten.launch.endings import Ending, end_with_the_parent, is_rank, leave, speaks, trouble_of_the_others
+from hasten.contract.errors import Aftermath, Failure, Notice, Progress, Refusal, Silence, Stopped, nearest, one_line
+from hasten.launch.endings import Ending, end_with_the_parent, in_job, is_rank, leave, speaks, trouble_of_the_others
 
 VERBS = {
     "methods": methods,
@@ -59,18 +59,19 @@ def main(words: list[str] | None = None) -> int:
             if is_rank() and (trouble := trouble_of_the_others()):  # or two would answer
                 raise Aftermath(trouble)
             _show_to_whoever_reads(answer, as_json)
-        code, line, aftermath, waited = answer.elsewhere() if answer.elsewhere else answer.code, None, False, 0.0
+        ending = Ending(answer.elsewhere() if answer.elsewhere else answer.code)
     except BaseException as error:  # a task's own code may raise anything
-        (code, line), aftermath = _verdict(error), isinstance(error, (Aftermath, KeyboardInterrupt))  # who started a rank may end it
-        waited = error.seconds if isinstance(error, Silence) else 0.0
+        ending = _ending(error)
+    code, line = ending.code, ending.line
+    if in_job() and line is None:  # a "no" is no failure of the job, and must not make anybody end the other ranks or start them again
+        code = 0
     if is_rank():  # whoever started it tells what there is to tell
-        leave(Ending(code, line, aftermath, waited))
-        code = 0 if line is None else code
+        leave(ending)
         return _end_now(code) if own_process else code
     if own_process:  # Ctrl-C once more would end us by the signal while torch clears up, under any handler but this one
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-    if line is not None and not (mute and aftermath):
+    if line is not None and not (mute and ending.aftermath):
         _say(line)
         if as_json and not mute:
             print(strict_json({"error": line}))
@@ -146,6 +147,17 @@ def _answer(words: list[str]) -> Answer | None:
         warnings.simplefilter("ignore", Progress)
     with stdout_kept_for_the_answer(), watching(options.quiet) as watch:
         return VERBS[options.verb].run(options, watch)
+
+
+def _ending(error: BaseException) -> Ending:
+    """What comes of a verb that raised this."""
+    code, line = _verdict(error)
+    return Ending(
+        code, line,
+        aftermath=isinstance(error, (Aftermath, KeyboardInterrupt)),  # who started a rank may end it
+        stopped=isinstance(error, Stopped),
+        waited=error.seconds if isinstance(error, Silence) else 0.0,
+    )  # fmt: skip
 
 
 def _verdict(error: BaseException) -> tuple[int, str]:

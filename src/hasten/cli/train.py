@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hasten.cli import values
 from hasten.cli.answer import Answer
-from hasten.contract.errors import Aftermath, Failure, Notice, Refusal
+from hasten.contract.errors import Failure, Notice, Refusal, Stopped
 from hasten.launch.endings import in_job, is_rank, note_run, run_to_go_on_with, speaks
 
 HELP = "train a task, with a recipe if one is given"
@@ -60,16 +60,16 @@ def run(options, watch) -> Answer:
     elif options.resume and speaks() and not Path(options.out).exists():  # rank 0 has the folder
         raise Refusal(_no_such_folder(Path(options.out)))
     recipe = values.recipe(options) if options.recipe is not None or options.methods else None
-    if is_rank() and (options.out or speaks()):  # where nobody has said which folder, the first rank finds one
-        note_run(options.out or _new_folder(options.task))
+    knows_folder = is_rank() and (options.out or speaks())  # where nobody has said which, the first rank finds one
     options.out = options.out or _new_folder(options.task)
     try:
         result = train(
             options.task, recipe, out=options.out, resume=options.resume, device=options.device, seed=options.seed,
             skip_bad=options.skip_bad, watch=watch, checkpoint_seconds=options.checkpoint_every, patience=options.patience,
+            begun=partial(note_run, options.out) if knows_folder else None,
         )  # fmt: skip
     except KeyboardInterrupt:
-        raise (Aftermath if is_rank() else Failure)(_how_to_go_on(options)) from None  # who started a rank may end it
+        raise (Stopped if is_rank() else Failure)(_how_to_go_on(options)) from None  # who started a rank may end it
 
     def page():
         from hasten.reporting.terminal import train_answer

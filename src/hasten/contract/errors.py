@@ -19,6 +19,10 @@ class Aftermath(Failure):
     """What comes of the failure of another rank, which tells it itself."""
 
 
+class Stopped(Aftermath):
+    """This rank was asked to end, as all of them were, and has saved what there was to save."""
+
+
 class Silence(Aftermath):
     """Another rank was waited for in vain. It cannot tell so itself, and nobody here knows which it is."""
 

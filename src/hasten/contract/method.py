@@ -102,6 +102,8 @@ class Run:
         1  # ranks of each copy, or rows of them, that have different weights of it; those that a rank has not are on the meta device there
     )
     common: frozenset = frozenset()  # weights of this rank that all owners have
+    rhythm: int = 1  # steps after which what a step costs repeats itself: ranks that talk seldom do so in one of them
+    prelude: int = 0  # steps at first that cost something else
     own: dict[str, Any] = field(default_factory=dict)  # as kept, of what every rank has another; taken up by as many ranks only
     mean: Callable[[dict], dict] = lambda state: state  # of what differs between ranks: what a checkpoint holds for any number of them
     whereabouts: str = (

@@ -100,7 +100,7 @@ def give_firsts(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None
     """Gives all ranks, or those of a group, the first one's tensors; where these are elsewhere, one after the other by way of a device."""
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
         there = tensor.detach().to(device or tensor.device).contiguous()
-        dist.broadcast(there, group=group, group_src=0)
+        dist.broadcast(there.reshape(-1).view(torch.uint8), group=group, group_src=0)  # gloo does not know all types
         if there.data_ptr() != tensor.data_ptr() or there.device != tensor.device:
             tensor.copy_(there)
 

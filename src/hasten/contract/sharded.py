@@ -52,7 +52,7 @@ def _can_step(optimizer, tensor: torch.Tensor) -> bool:
 
 def whole(state, keep: bool = True):
     """A state of any nesting with its tensors whole. All ranks have to ask at once; one that does not ``keep`` them gets None in their place."""
-    if isinstance(state, DTensor):
+    if hasattr(state, "full_tensor"):
         tensor = state.full_tensor()
         return tensor if keep else None
     if isinstance(state, Mapping):

@@ -271,7 +271,9 @@ def taken_up(batches: Batches, start_of_pass: dict | None, now: dict) -> Callabl
 def draw_alike(ranks: Ranks, batches: Batches) -> None:
     """From here on all ranks draw what rank 0 draws, so that they read a source that cannot be sought in the same order."""
     if not ranks.alone:
-        restore_random(batches, unpacked(ranks.first(packed(random_now(batches)))))
+        drawn = random_now(batches)
+        drawn["process"].pop("cuda", None)  # a source draws on the host; each rank's GPU goes on with what the model draws
+        restore_random(batches, unpacked(ranks.first(packed(drawn))))
 
 
 def random_of(run: Run, state: dict) -> dict:

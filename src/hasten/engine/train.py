@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 
@@ -55,6 +55,7 @@ def train(
     checkpoint_seconds: float = 30.0,
     observers: Sequence[Observer] = (),
     patience: float = PATIENCE,
+    begun: Callable[[], None] | None = None,
 ) -> dict:
     """Trains a task under a recipe and says how it went.
 
@@ -71,6 +72,7 @@ def train(
         checkpoint_seconds: between two checkpoints; stretched so that saving costs less than 1 % of the run. 0: after every step.
         observers: told the records of the log, see ``engine/observers.py``.
         patience: seconds to wait for another rank that says nothing, where several train.
+        begun: called, on every rank, once the folder holds this run.
 
     Returns:
         metric, metric_name, best_metric, steps, samples, seconds, split (seconds by part), seconds_to_target and samples_to_target
@@ -85,10 +87,10 @@ def train(
     device = pick_device(device)
     with joined(device, patience) as ranks:
         device = device_of(ranks, device)
-        return _train(task, recipe, out, resume, device, seed, skip_bad, watch, checkpoint_seconds, observers, began, ranks)
+        return _train(task, recipe, out, resume, device, seed, skip_bad, watch, checkpoint_seconds, observers, began, begun, ranks)
 
 
-def _train(task, recipe, out, resume, device, seed, skip_bad, watch, checkpoint_seconds, observers, began, ranks: Ranks) -> dict:
+def _train(task, recipe, out, resume, device, seed, skip_bad, watch, checkpoint_seconds, observers, began, begun, ranks: Ranks) -> dict:
     ref = TaskRef.of(task)
     task = ref.load()
     if skip_bad is not None and not ranks.alone:
@@ -123,6 +125,8 @@ def _train(task, recipe, out, resume, device, seed, skip_bad, watch, checkpoint_
         if program.loop.steps is None:
             warnings.warn(NO_LENGTH, Notice, stacklevel=2)
         by_the_first(ranks, lambda: folder and folder.begin(environment(device) | {"code": code, "processes": ranks.world}))
+        if begun:
+            begun()
         try:
             with program.process():
                 training = Training(program, recipe, folder, observers, watch, checkpoint_seconds, asked, began)

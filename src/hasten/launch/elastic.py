@@ -26,8 +26,10 @@ TO_OWN_UP = 3.0  # seconds in which all but the rank that hangs say that they ha
 SIGN_OF_LIFE = 5.0  # seconds from one to the next
 SILENCE = 90.0  # seconds without one, after which a machine is given up; TCP takes twice as long as a cable was out
 FAREWELL = 5.0  # seconds for the other machines to read that the job is over
+LAST_WAIT = 3600  # seconds for the other machines to end, once all is done here: one of them writes the model
 ENDED = (WorkerState.FAILED, WorkerState.UNHEALTHY)
-SHAPE, OUT, GONE, ALIVE = "hasten/shape", "hasten/out", "hasten/gone", "hasten/alive"  # in the store
+SHAPE, OUT, GONE, ALIVE, DONE = "hasten/shape", "hasten/out", "hasten/gone", "hasten/alive", "hasten/done"  # in the store
+COME = "another machine has come; all save, and go on together"
 
 
 class Agent(LocalElasticAgent):
@@ -39,7 +41,7 @@ class Agent(LocalElasticAgent):
     """
 
     def __init__(self, spec, logs_specs, folder: str, store: dist.Store):
-        super().__init__(spec, logs_specs, shutdown_timeout=GRACE)
+        super().__init__(spec, logs_specs, exit_barrier_timeout=LAST_WAIT)
         self.folder, self.store = folder, store
         self.looked, self.heard = 0.0, {}  # when we looked for signs of life; (machine, sign) -> when it was first seen
         self._hand_on()
@@ -52,9 +54,9 @@ class Agent(LocalElasticAgent):
         started = super()._start_workers(worker_group)
         end_the_others = self._pcontext.close
 
-        def close(*how, **given) -> None:
+        def close(death_sig=None, timeout: int = GRACE) -> None:  # whatever torch asks for: its own patience is shorter
             self._end_the_silent(worker_group)
-            end_the_others(*how, **given)
+            end_the_others(death_sig, GRACE)
 
         self._pcontext.close = close
         return started
@@ -85,10 +87,14 @@ class Agent(LocalElasticAgent):
         if result.state in ENDED:
             endings = left(self.folder)
             by_its_own_fault = any(ending.line and not ending.aftermath for ending in endings.values())
-            if by_its_own_fault or (worker_group.group_world_size == 1 and waited_for_each_other(endings, codes_of(result))):
+            alone = worker_group.group_world_size == 1
+            if by_its_own_fault or self._done(worker_group) or (alone and waited_for_each_other(endings, codes_of(result))):
                 self._remaining_restarts = 0
+            elif self._makes_room(worker_group, endings):
+                self._remaining_restarts += 1  # which torch is about to take away
+                warnings.warn(COME, Notice, stacklevel=2)
             elif self._remaining_restarts:
-                elsewhere = "ranks of another machine were lost" if worker_group.group_world_size > 1 else "a rank was asked to end"
+                elsewhere = "a rank was asked to end" if alone else "ranks of another machine were lost"
                 lost = how_lost(endings, codes_of(result)) or elsewhere
                 most = worker_group.spec.max_restarts
                 which = f"restart {most - self._remaining_restarts + 1} of {most}"
@@ -97,8 +103,8 @@ class Agent(LocalElasticAgent):
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY:
-            warnings.warn("another machine has come; all save, and go on together", Notice, stacklevel=2)
-        self._shutdown(timeout=GRACE)
+            warnings.warn(COME, Notice, stacklevel=2)
+        self._shutdown()
         self._hand_on()
 
     def _hand_on(self) -> None:
@@ -106,13 +112,30 @@ class Agent(LocalElasticAgent):
         if out := folder_of_the_run(self.folder):
             self.store.set(OUT, out)
 
+    def _exit_barrier(self) -> None:
+        """All is done here: from now on there are no signs of life, and nobody comes back to go on."""
+        group = self.get_worker_group()
+        group.store.set(f"{DONE}/{group.group_rank}", "")
+        super()._exit_barrier()
+
+    def _done(self, worker_group: WorkerGroup) -> set[int]:
+        """The machines on which all ranks have come to their end."""
+        store = worker_group.store
+        return {machine for machine in range(worker_group.group_world_size) if store.check([f"{DONE}/{machine}"])}
+
+    def _makes_room(self, worker_group: WorkerGroup, endings: dict[int, Ending]) -> bool:
+        """Whether the ranks have ended because another agent, which saw a new machine first, has asked them to."""
+        stopped = endings and all(ending.stopped for ending in endings.values())
+        return bool(stopped) and worker_group.spec.rdzv_handler.num_nodes_waiting() > 0
+
     def _misses_a_machine(self, worker_group: WorkerGroup) -> bool:
         """Whether one of the machines has not been heard of for long: it went without closing its connections."""
         if worker_group.group_world_size == 1 or time.monotonic() < self.looked + SIGN_OF_LIFE:
             return False
         store = worker_group.store  # of this meeting alone
         store.add(f"{ALIVE}/{worker_group.group_rank}", 1)
-        signs = [(machine, store.add(f"{ALIVE}/{machine}", 0)) for machine in range(worker_group.group_world_size)]
+        at_work = set(range(worker_group.group_world_size)) - self._done(worker_group)
+        signs = [(machine, store.add(f"{ALIVE}/{machine}", 0)) for machine in at_work]
         self.looked = time.monotonic()  # through a broken cable this takes as long as it is broken
         self.heard = {sign: self.heard.get(sign, self.looked) for sign in signs}
         return self.looked - min(self.heard.values()) > SILENCE

@@ -33,6 +33,7 @@ class Ending:
         code: its exit code as a command.
         line: what it had to say, where something went wrong.
         aftermath: it failed because another did.
+        stopped: it was asked to end, and has saved.
         waited: seconds, in vain, for another that said nothing.
         silent: seconds that others have waited for this one, in vain.
         when: seconds since the epoch.
@@ -41,6 +42,7 @@ class Ending:
     code: int
     line: str | None = None
     aftermath: bool = False
+    stopped: bool = False
     waited: float = 0.0
     silent: float = 0.0
     when: float = 0.0
@@ -75,8 +77,9 @@ def leave(ending: Ending) -> None:
 def leave_of(rank: int, ending: Ending, folder: str) -> None:
     """The same of a rank that cannot speak, by who has seen it end."""
     path = Path(folder, f"rank-{rank}.json")
-    path.with_suffix(".part").write_text(json.dumps({**vars(ending), "when": time.time()}))
-    path.with_suffix(".part").rename(path)
+    unfinished = path.with_suffix(f".{os.getpid()}")  # the rank may come to itself while another writes for it
+    unfinished.write_text(json.dumps({**vars(ending), "when": time.time()}))
+    unfinished.rename(path)
 
 
 def trouble_of_the_others() -> str | None:

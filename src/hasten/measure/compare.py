@@ -32,6 +32,7 @@ BLOCK_SECONDS = 0.3  # long enough to bury the timer and the switch between proc
 BLOCK_STEPS = 5
 LONG_BLOCK_SECONDS = 3.0  # steps so long that five would make a longer block are taken fewer at a time
 FEWEST_PAIRS = 3
+RHYTHM_BUDGETS = 4  # that as many blocks may take
 FIRST_EVALUATIONS = 2  # of each arm, before the first block
 CLOCKS_AGREE = 0.8  # share of what we see a block take that the arm itself must have seen
 TRIES = 3  # for the clocks to agree
@@ -178,6 +179,8 @@ def take_turns(
             sides.insert(0, Side(recipe, arm.call("build"), ranks))
             arm.freeze()
         lengths = [block_steps(side.plan) for side in sides]
+        for side, length in zip(sides, lengths, strict=True):
+            _refuse_long_blocks(side, length, budget)
         ready = time.monotonic()
         while True:
             while _evaluation_is_due(sides, budget):
@@ -219,10 +222,21 @@ def _block(arm: Worker | Job, steps: int, patience: float) -> dict:
     )
 
 
+def _refuse_long_blocks(side: Side, steps: int, budget: float) -> None:
+    """Fair blocks hold the step in which processes talk; where those are seldom, blocks are long."""
+    seconds = FEWEST_PAIRS * steps * side.plan["step"]
+    if side.plan["rhythm"] > 1 and seconds > RHYTHM_BUDGETS * budget:
+        raise Failure(
+            f"{side.recipe} repeats itself every {side.plan['rhythm']} steps, so that {FEWEST_PAIRS} fair blocks take {seconds:.0f} s: give a longer budget"
+        )
+
+
 def block_steps(plan: dict) -> int:
+    """So many that a block is long enough, and holds whole repetitions of what the steps do."""
     enough = math.ceil(BLOCK_SECONDS / max(plan["step"], 1e-6))
     few = max(1, int(LONG_BLOCK_SECONDS / max(plan["step"], 1e-6)))
-    return max(enough, min(BLOCK_STEPS, few))
+    rhythm = plan.get("rhythm", 1)
+    return rhythm * math.ceil(max(enough, min(BLOCK_STEPS, few)) / rhythm)
 
 
 def _ratio(a: Side, b: Side, error: float) -> Ratio:

@@ -42,6 +42,7 @@ class DiLoCo(Method):
         notice_batch_norm(model)
         make_alike(model)
         let_copies_differ(run, self.name)
+        run.rhythm = self.period
         return model
 
     def update(self, update, run):

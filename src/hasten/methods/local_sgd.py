@@ -8,6 +8,7 @@ The optimizer's momenta stay each rank's own, as in Lin et al.'s local momentum.
 step of plain SGD is ddp. What is evaluated, exported and gone on with by another number of processes is the mean of all ranks, momenta included.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -39,7 +40,7 @@ class LocalSGD(Method):
         breaks={"like weights"},
         order=Order.FIRST,
         replaces={"shard"},
-        tries=({"period": 4}, {"period": 16}, {"period": 16, "start": 500}),
+        tries=({"period": 4}, {"period": 16}),
     )
     period: int = setting(8, at_least=1)  # steps
     start: int = setting(0, at_least=0)  # steps
@@ -57,6 +58,7 @@ class LocalSGD(Method):
         notice_batch_norm(model)
         make_alike(model)
         let_copies_differ(run, self.name)
+        run.rhythm, run.prelude = math.lcm(self.period, self.inner_period if self.inner else 1), self.start
         return model
 
     def gradients(self, gradients, run):

@@ -8,7 +8,7 @@ that rates, schedules and momenta mean something else. Here an update is what it
 made as soon as the last of these has come. What is given up is where gradients are taken: a rank begins its step t with the newest weights that there
 are when it asks, and waits only while they lack more than ``staleness`` updates, t - v > staleness (Ho et al. 2013). So nobody is ever further ahead of
 the slowest, every gradient counts once, and ``staleness=0`` is ddp. The state of the run is the server's: weights, and what the optimizer knows of them;
-statistics of batch normalisation are those of rank 0, as with ddp.
+statistics of batch normalisation are those of rank 0, as with ddp. Methods that change gradients see those of one rank each, before the mean.
 
 Whenever all ranks meet (checkpoints, evaluations, and some times a second to agree on them) the slowest is waited for. Ranks do equally many steps: what
 can be won is the time that steps wait for a rank which is slow now and then, not for one that always is. All messages go through rank 0.
@@ -42,7 +42,7 @@ class ParameterServer(Method):
         gain_when="processes are slow in turns, each now and then, and the network of rank 0 carries what all of them say",
         speeds={"backward"},
         applies_to={"several processes"},
-        breaks={"like weights"},
+        breaks={"like weights", "gradient size"},
         order=Order.FIRST,
         replaces={"shard"},
         tries=({"staleness": 1}, {"staleness": 4}),

@@ -49,6 +49,7 @@ class PowerSGD(Method):
         refuse_sparse(model, self.name)
         notice_batch_norm(model)
         make_alike(model)
+        run.prelude = self.start
         return model
 
     def gradients(self, gradients: Callable, run):
