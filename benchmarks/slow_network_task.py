@@ -30,6 +30,6 @@ def task() -> Task:
         metric="accuracy",
         target=0.96,
         batch_size=128,
-        epochs=24,
+        epochs=20,
         evaluate_every=4 * len(usual.train_data),
     )
