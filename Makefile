@@ -18,7 +18,7 @@ demo: .venv/ready
 	@page=$$($(BIN)/hasten report runs/demo) && echo "The report: $$page"
 
 test: .venv/ready-dev lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python tests/halves.py -m "not slow"
 
 test-slow: .venv/ready-dev
 	$(BIN)/python -m pytest -m slow

@@ -4,6 +4,7 @@ The same words have to be said on every machine.
 """
 
 import argparse
+import math
 import re
 from functools import partial
 
@@ -65,14 +66,18 @@ def _refuse_what_divides_not(words: list[str], processes: int, fewest: int, most
         said, _ = parser.parse_known_args(words)
     except argparse.ArgumentError:  # the command itself says what is wrong
         return
-    for method in make_methods(values.recipe(said)):
-        for setting, value in vars(method).items():
-            odd = [n for n in range(fewest, most + 1) if setting in SHARES and value and n * processes % value]
-            if odd and fewest < most:
-                raise Refusal(
-                    f"--nodes {fewest}:{most} may come to {odd[0] * processes} processes, which {method.name}:{setting}={value} does not "
-                    f"divide; leave {setting} out, or take other numbers"
-                )
+    settings = [(method.name, *each) for method in make_methods(values.recipe(said)) for each in vars(method).items()]
+    shares = [
+        (f"{name}:{setting}={value}", value)
+        for name, setting, value in settings
+        if setting in SHARES and isinstance(value, int) and value > 0
+    ]
+    degrees = [(told, value) for told, value in shares if ":degree=" in told]
+    together = " with ".join(told for told, _ in degrees), math.prod(value for _, value in degrees)
+    for told, value in [*shares, together]:
+        odd = [machines * processes for machines in range(fewest, most + 1) if machines * processes % value]
+        if odd and fewest < most:
+            raise Refusal(f"--nodes {fewest}:{most} may come to {odd[0]} processes, which {told} does not divide; take other numbers")
 
 
 def _address(text: str) -> str:
