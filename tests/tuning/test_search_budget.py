@@ -9,7 +9,7 @@ from hasten.contract.recipe import Recipe
 from hasten.contract.watch import silent
 from hasten.engine.environment import cores
 from hasten.engine.tasks import TaskRef
-from hasten.tuning.candidates import Candidates, Wanted, competent_recipes
+from hasten.tuning.candidates import Candidates, Wanted, candidates_for, competent_recipes
 from hasten.tuning.gate import FEWEST_SEEDS
 from hasten.tuning.ledger import Ledger
 from hasten.tuning.result import Found
@@ -144,3 +144,20 @@ def test_a_run_that_came_to_its_end_is_known_whoever_asks_and_one_given_up_is_no
     assert not study.run(Recipe(), 0, give_up_after=5.0)["gave_up"]
     assert study.run(Recipe(), 0)["samples_to_target"] == 200
     assert len(study.ledger.known) == 2
+
+
+def test_where_ranks_talk_for_long_talking_less_is_tried_first():
+    """It makes every later trial shorter; where they hardly talk, it waits until what leaves the numbers alone was tried."""
+    for bound, first in ((3.0, ["local_sgd", "powersgd"]), (1.2, [])):
+        advice = [{"method": name, "bound": bound} for name in ("ddp", "powersgd", "compressed_schedule", "local_sgd")]
+        found = candidates_for({"advice": advice}, Wanted(None, Recipe()))
+        assert [each.name for each in found.less_talk] == first
+        assert {each.name for each in found.training} == {"compressed_schedule", "powersgd", "local_sgd"} - set(first)
+        assert [each.name for each in found.systems] == ["ddp"]
+
+
+def test_what_talks_less_is_the_first_rung():
+    study, found = examined(1e6)
+    found.candidates.less_talk, found.candidates.training = found.candidates.training, []
+    _search(study, found)
+    assert study.noted("training") and found.ladder.rungs[1] == Recipe.parse(clipping(1))

@@ -16,6 +16,7 @@ from hasten.tuning.search import EXACT, Candidate, candidate
 NEVER_SOONER = {
     "early_stopping": "it ends a run at its target and does not reach it sooner; add it to the recipe to save the rest of the run",
 }
+MUCH_TALK = 1.5  # times as fast without: then talking less is tried first
 MOST_WORKERS = 16  # that somebody would set by hand, however many cores there are
 BY_HAND = ("fused_optimizer", "tf32")
 SHORTEST_RUNS_FIRST = (
@@ -29,11 +30,12 @@ SHORTEST_RUNS_FIRST = (
 
 @dataclass
 class Candidates:
-    """What to try: ``systems`` is judged by pace, ``training`` by time to the target."""
+    """What to try: ``systems`` is judged by pace, ``training`` by time to the target, and so is ``less_talk``, which comes before all others."""
 
     systems: list[Candidate] = field(default_factory=list)
     training: list[Candidate] = field(default_factory=list)
     not_tried: list[tuple[str, str]] = field(default_factory=list)
+    less_talk: list[Candidate] = field(default_factory=list)  # where ranks talk for so long that every later trial gets shorter by it
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,14 @@ def candidates_for(story: dict, wanted: Wanted) -> Candidates:
         told = {each.name for each in chosen} | {name for name, _ in found.not_tried}
         chosen += [candidate(name, settings=settings) for name, settings in wanted.only.methods.items() if name not in told]
     for each in sorted(chosen, key=_rank):
-        (found.training if each.card.exactness is Exactness.OTHER_MATHS else found.systems).append(each)
+        _list_for(each, found).append(each)
     return found
+
+
+def _list_for(each: Candidate, found: Candidates) -> list[Candidate]:
+    if each.card.exactness is not Exactness.OTHER_MATHS:
+        return found.systems
+    return found.less_talk if "shard" in each.card.replaces and (each.bound or 1.0) >= MUCH_TALK else found.training
 
 
 def competent_recipes(device: str, cores: int) -> list[Recipe]:

@@ -172,6 +172,9 @@ def _search(study: Study, found: Found) -> None:
     budget, ladder, candidates = study.budget, found.ladder, found.candidates
     with budget.part(1.0):
         found.competent = _competent(study, screening)
+        if candidates.less_talk:
+            with budget.part(SYSTEMS_PART):
+                training(study, ladder, candidates.less_talk, found.baseline)
         with budget.part(SYSTEMS_PART):
             systems(study, ladder, candidates.systems, found.baseline.samples_to_target(), screening)
         _reserve_for_what_was_found(study, found)
@@ -187,8 +190,9 @@ def _search(study: Study, found: Found) -> None:
 def _note_what_was_not_reached(study: Study, found: Found) -> None:
     """Puts the candidates that the budget left no time for into the story."""
     told = [trial["what"] for trial in study.trials]
-    for stage, candidates in (("systems", found.candidates.systems), ("training", found.candidates.training)):
-        for name in (each.name for each in candidates):
+    candidates = found.candidates
+    for stage, these in (("systems", candidates.systems), ("training", [*candidates.less_talk, *candidates.training])):
+        for name in (each.name for each in these):
             if not any(name in what for what in told):
                 study.note(name, stage, "not tried", "the search's part of the budget ended before it")
 
