@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,9 +17,12 @@ from machines import begun_on, cut_the_cable, lose, mend_the_cable, missing, two
 from ranks import free_port
 from test_processes import Job, wait_until_it_trains
 from torch.distributed import HashStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from hasten.contract.errors import Refusal
 from hasten.launch import elastic, processes
+from hasten.launch.endings import Ending, leave_of
 
 HERE = Path(__file__).parent
 WHY_NOT = missing()
@@ -105,7 +109,58 @@ def test_who_is_done_is_not_missed(monkeypatch):
 
     assert [misses(), misses()] == [False, True], "the other one has said nothing since the first look"
     group.store.set(f"{elastic.DONE}/1", "")
-    assert not misses() and agent._done(group) == {1}
+    assert not misses() and agent.done == {1}
+
+
+def stopped_group(tmp_path, waiting: list[int], endings: dict[int, Ending]) -> tuple:
+    """An agent of two machines whose ranks have ended so, and what the wait list will say."""
+    for rank, ending in endings.items():
+        leave_of(rank, ending, str(tmp_path))
+    agent = object.__new__(elastic.Agent)
+    agent.folder, agent.done, agent._remaining_restarts = str(tmp_path), set(), 2
+    agent._looked_after = lambda group: RunResult(WorkerState.FAILED)
+    handler = SimpleNamespace(num_nodes_waiting=lambda: waiting.pop(0) if len(waiting) > 1 else waiting[0])
+    spec = SimpleNamespace(rdzv_handler=handler, monitor_interval=0.01, max_restarts=2)
+    return agent, SimpleNamespace(group_world_size=2, group_rank=0, store=HashStore(), spec=spec)
+
+
+STOPPED = Ending(1, "stopped at step 7", aftermath=True, stopped=True)
+
+
+@pytest.mark.parametrize(("waiting", "endings", "left"), [
+    ([0, 0, 1], {0: STOPPED, 1: STOPPED}, 3),  # torch takes one away; that a machine has come is seen late
+    ([0], {0: STOPPED, 1: STOPPED}, 2),  # another machine was taken away
+    ([1], {0: STOPPED, 1: Ending(1, "another rank has ended without a word", aftermath=True)}, 2),
+    ([1], {0: STOPPED, 1: Ending(1, "OSError: the disk is gone")}, 0),
+])  # fmt: skip
+def test_who_comes_costs_no_restart_and_who_goes_does(tmp_path, monkeypatch, waiting, endings, left):
+    monkeypatch.setattr(elastic, "WAIT_LIST", 0.2)
+    agent, group = stopped_group(tmp_path, waiting, endings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        agent._monitor_workers(group)
+    assert agent._remaining_restarts == left
+
+
+def test_nobody_goes_on_where_another_machine_is_done(tmp_path):
+    """It would wait for who never comes."""
+    agent, group = stopped_group(tmp_path, [0], {})
+    group.store.set(f"{elastic.DONE}/1", "")
+    agent._monitor_workers(group)
+    assert agent._remaining_restarts == 0
+
+
+def test_who_is_done_waits_for_the_others_and_hears_that_they_failed(tmp_path):
+    agent, group = stopped_group(tmp_path, [0], {})
+    agent._worker_group, agent.looked, agent.heard, closed = group, float("inf"), {}, []
+    group.spec.rdzv_handler.is_closed = lambda: bool(closed)
+    threading.Timer(0.2, lambda: group.store.set(f"{elastic.DONE}/1", "")).start()
+    agent._exit_barrier()
+    assert agent.done == {0, 1}
+    group.store.delete_key(f"{elastic.DONE}/1")
+    threading.Timer(0.2, lambda: closed.append(True)).start()
+    with pytest.raises(RendezvousClosedError):
+        agent._exit_barrier()
 
 
 @pytest.mark.slow

@@ -107,7 +107,7 @@ def _diagnosed(probe: RankProbe, ranks: Ranks, budget: float, watch: Watch) -> d
     watch("building the run", 0.0, None)
     plan = probe.build()
     single, why_not = _single(probe, ranks)
-    count = block_steps({"step": ranks.most([plan["step"]])[0]})
+    count = block_steps(plan | {"step": ranks.most([plan["step"]])[0]})
     blocks, exchanges = _rounds(probe, single, count, ranks, began + budget, watch)
     told = [json.loads(each) for each in ranks.every(json.dumps(blocks).encode())]
     links = to_the_next(LINK_BYTES, ranks, wire(ranks))

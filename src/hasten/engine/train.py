@@ -15,7 +15,7 @@ from time import perf_counter
 import torch
 
 from hasten.contract.card import Exactness
-from hasten.contract.errors import Failure, Notice, Refusal
+from hasten.contract.errors import Failure, Notice, Refusal, Stopped
 from hasten.contract.method import Method
 from hasten.contract.ranks import PATIENCE, Ranks
 from hasten.contract.recipe import Recipe
@@ -137,7 +137,9 @@ def _train(task, recipe, out, resume, device, seed, skip_bad, watch, checkpoint_
                     training.list_skipped()  # of a run that could not go on, too
                     training.program = training.source = training.plain = None  # opens a circle, so that worker processes end now
         except KeyboardInterrupt:
-            raise Failure(f"stopped at once{'; go on from the newest checkpoint with --resume' if folder else ''}") from None
+            raise (Failure if ranks.alone else Stopped)(
+                f"stopped at once{'; go on from the newest checkpoint with --resume' if folder else ''}"
+            ) from None
         finally:
             if folder:
                 folder.close()

@@ -17,6 +17,7 @@ from subprocess import Popen
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from hasten.contract.errors import Notice, Refusal
 from hasten.launch.endings import GOES_ON, Ending, folder_of_the_run, forget, leave_of, left
@@ -26,7 +27,7 @@ TO_OWN_UP = 3.0  # seconds in which all but the rank that hangs say that they ha
 SIGN_OF_LIFE = 5.0  # seconds from one to the next
 SILENCE = 90.0  # seconds without one, after which a machine is given up; TCP takes twice as long as a cable was out
 FAREWELL = 5.0  # seconds for the other machines to read that the job is over
-LAST_WAIT = 3600  # seconds for the other machines to end, once all is done here: one of them writes the model
+WAIT_LIST = 1.5  # seconds until a new machine is surely seen: torch asks the store once a second
 ENDED = (WorkerState.FAILED, WorkerState.UNHEALTHY)
 SHAPE, OUT, GONE, ALIVE, DONE = "hasten/shape", "hasten/out", "hasten/gone", "hasten/alive", "hasten/done"  # in the store
 COME = "another machine has come; all save, and go on together"
@@ -41,14 +42,15 @@ class Agent(LocalElasticAgent):
     """
 
     def __init__(self, spec, logs_specs, folder: str, store: dist.Store):
-        super().__init__(spec, logs_specs, exit_barrier_timeout=LAST_WAIT)
+        super().__init__(spec, logs_specs)
         self.folder, self.store = folder, store
+        self.done: set[int] = set()  # machines on which all ranks have come to their end, when we looked last
         self.looked, self.heard = 0.0, {}  # when we looked for signs of life; (machine, sign) -> when it was first seen
         self._hand_on()
 
     def _start_workers(self, worker_group: WorkerGroup):
         forget(self.folder)
-        self.heard = {}
+        self.heard, self.done = {}, set()
         if self.store.check([OUT]):
             os.environ[GOES_ON] = self.store.get(OUT).decode()
         started = super()._start_workers(worker_group)
@@ -81,16 +83,17 @@ class Agent(LocalElasticAgent):
         return {rank: process for rank, process in processes.items() if rank not in endings and process.poll() is None}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result = super()._monitor_workers(worker_group)
-        if result.state == WorkerState.HEALTHY and self._misses_a_machine(worker_group):
-            result = RunResult(WorkerState.UNHEALTHY)
+        result = self._looked_after(worker_group)
+        while self.done and result.state == WorkerState.HEALTHY:  # and torch does not look whether a machine comes: it is too late for that
+            time.sleep(worker_group.spec.monitor_interval)
+            result = self._looked_after(worker_group)
         if result.state in ENDED:
             endings = left(self.folder)
             by_its_own_fault = any(ending.line and not ending.aftermath for ending in endings.values())
             alone = worker_group.group_world_size == 1
-            if by_its_own_fault or self._done(worker_group) or (alone and waited_for_each_other(endings, codes_of(result))):
+            if by_its_own_fault or self._are_done(worker_group) or (alone and waited_for_each_other(endings, codes_of(result))):
                 self._remaining_restarts = 0
-            elif self._makes_room(worker_group, endings):
+            elif not alone and self._makes_room(worker_group, endings):
                 self._remaining_restarts += 1  # which torch is about to take away
                 warnings.warn(COME, Notice, stacklevel=2)
             elif self._remaining_restarts:
@@ -100,6 +103,11 @@ class Agent(LocalElasticAgent):
                 which = f"restart {most - self._remaining_restarts + 1} of {most}"
                 warnings.warn(f"{lost}; all meet again to go on from the newest checkpoint, {which}", Notice, stacklevel=2)
         return result
+
+    def _looked_after(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        missed = result.state == WorkerState.HEALTHY and self._misses_a_machine(worker_group)
+        return RunResult(WorkerState.UNHEALTHY) if missed else result
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY:
@@ -113,32 +121,46 @@ class Agent(LocalElasticAgent):
             self.store.set(OUT, out)
 
     def _exit_barrier(self) -> None:
-        """All is done here: from now on there are no signs of life, and nobody comes back to go on."""
+        """All is done here, and nobody comes back to go on. The other machines are waited for, one of which may still write the model.
+
+        Raises:
+            RendezvousClosedError: the job has failed there, or one of them was lost.
+        """
         group = self.get_worker_group()
         group.store.set(f"{DONE}/{group.group_rank}", "")
-        super()._exit_barrier()
+        while True:
+            over = group.spec.rdzv_handler.is_closed()
+            if len(self._are_done(group)) == group.group_world_size:
+                return
+            if over or self._misses_a_machine(group):
+                raise RendezvousClosedError
+            time.sleep(group.spec.monitor_interval)
 
-    def _done(self, worker_group: WorkerGroup) -> set[int]:
-        """The machines on which all ranks have come to their end."""
-        store = worker_group.store
-        return {machine for machine in range(worker_group.group_world_size) if store.check([f"{DONE}/{machine}"])}
+    def _are_done(self, worker_group: WorkerGroup) -> set[int]:
+        store = worker_group.store  # of this meeting alone
+        self.done = {machine for machine in range(worker_group.group_world_size) if store.check([f"{DONE}/{machine}"])}
+        return self.done
 
     def _makes_room(self, worker_group: WorkerGroup, endings: dict[int, Ending]) -> bool:
         """Whether the ranks have ended because another agent, which saw a new machine first, has asked them to."""
-        stopped = endings and all(ending.stopped for ending in endings.values())
-        return bool(stopped) and worker_group.spec.rdzv_handler.num_nodes_waiting() > 0
+        if not endings or not all(ending.stopped for ending in endings.values()):
+            return False
+        until = time.monotonic() + WAIT_LIST
+        while not (waiting := worker_group.spec.rdzv_handler.num_nodes_waiting()) and time.monotonic() < until:
+            time.sleep(worker_group.spec.monitor_interval)
+        return waiting > 0
 
     def _misses_a_machine(self, worker_group: WorkerGroup) -> bool:
         """Whether one of the machines has not been heard of for long: it went without closing its connections."""
         if worker_group.group_world_size == 1 or time.monotonic() < self.looked + SIGN_OF_LIFE:
             return False
-        store = worker_group.store  # of this meeting alone
+        store = worker_group.store
         store.add(f"{ALIVE}/{worker_group.group_rank}", 1)
-        at_work = set(range(worker_group.group_world_size)) - self._done(worker_group)
+        at_work = set(range(worker_group.group_world_size)) - self._are_done(worker_group)
         signs = [(machine, store.add(f"{ALIVE}/{machine}", 0)) for machine in at_work]
         self.looked = time.monotonic()  # through a broken cable this takes as long as it is broken
         self.heard = {sign: self.heard.get(sign, self.looked) for sign in signs}
-        return self.looked - min(self.heard.values()) > SILENCE
+        return any(self.looked - first > SILENCE for first in self.heard.values())
 
 
 def refuse_another_shape(store: dist.Store, shape: dict[str, str]) -> None:

@@ -62,9 +62,6 @@ class Arm:
         program = self.program_of(task)
         if program.run.idle:
             raise Failure("; ".join(f"{method} has nothing to act on: {why}" for method, why in program.run.idle))
-        if program.run.prelude:
-            first = f"the first {program.run.prelude} steps are other ones, and blocks of steps cannot show a whole run"
-            raise Failure(f"{first}; compare it without start")
         self.context.enter_context(program.process())
         self.source = program.train
         self.program = _endless(program, self._epoch)
@@ -85,6 +82,7 @@ class Arm:
             "start": start,
             "step": step,
             "rhythm": program.run.rhythm,
+            "prelude": program.run.prelude,
             "evaluation": evaluation,
             "samples_a_pass": loop.samples or (program.train.length and program.train.length * loop.batch_size),
             "batch_size": loop.batch_size,

@@ -154,6 +154,7 @@ def take_turns(
     seed: int = 0,
     looks: Iterable[int] = LOOKS,
     patience: float = PATIENCE,
+    longest: float | None = None,
     watch: Watch = silent,
 ) -> Comparison:
     """The measurement behind ``compare``.
@@ -163,6 +164,7 @@ def take_turns(
         looks: after how many pairs one may stop when sure.
         patience: seconds of silence, beyond the budget, after which an arm counts as hanging. Building is given more than that in one process,
             which waits for nobody.
+        longest: seconds that the fewest fair blocks of processes that talk seldom may take; some budgets unless said.
     """
     for recipe in (a, b):  # a wrong request is told before anything is started
         refuse_conflicts(in_order(make_methods(recipe)))
@@ -180,14 +182,15 @@ def take_turns(
             arm.freeze()
         lengths = [block_steps(side.plan) for side in sides]
         for side, length in zip(sides, lengths, strict=True):
-            _refuse_long_blocks(side, length, budget)
+            _refuse_unfair_blocks(side, length, longest or RHYTHM_BUDGETS * budget)
         ready = time.monotonic()
         while True:
             while _evaluation_is_due(sides, budget):
                 _take_evaluations(arms, sides, patience + budget)
             pairs = len(sides[0].blocks)
             for turn in (0, 1) if pairs % 2 == 0 else (1, 0):
-                sides[turn].blocks.append(_block(arms[turn], lengths[turn], patience + budget))
+                length = lengths[turn]
+                sides[turn].blocks.append(_block(arms[turn], length, patience + max(budget, 2 * length * sides[turn].plan["step"])))
                 arms[turn].freeze()
             pairs += 1
             spent = time.monotonic() - ready
@@ -222,13 +225,19 @@ def _block(arm: Worker | Job, steps: int, patience: float) -> dict:
     )
 
 
-def _refuse_long_blocks(side: Side, steps: int, budget: float) -> None:
-    """Fair blocks hold the step in which processes talk; where those are seldom, blocks are long."""
-    seconds = FEWEST_PAIRS * steps * side.plan["step"]
-    if side.plan["rhythm"] > 1 and seconds > RHYTHM_BUDGETS * budget:
-        raise Failure(
-            f"{side.recipe} repeats itself every {side.plan['rhythm']} steps, so that {FEWEST_PAIRS} fair blocks take {seconds:.0f} s: give a longer budget"
-        )
+def _refuse_unfair_blocks(side: Side, steps: int, longest: float) -> None:
+    """Blocks show a run where each holds all that its steps do; processes that talk seldom do so in one step of many.
+
+    Raises:
+        Failure: fair blocks take too long, or the run begins with steps of another kind.
+    """
+    plan, seconds = side.plan, FEWEST_PAIRS * steps * side.plan["step"]
+    if plan["prelude"]:
+        first = f"the first {plan['prelude']} steps of {side.recipe} are other ones, and blocks of steps cannot show a whole run"
+        raise Failure(f"{first}; compare it without start")
+    if plan["rhythm"] > 1 and seconds > longest:
+        every = f"{side.recipe} repeats itself every {plan['rhythm']} steps"
+        raise Failure(f"{every}, so that {FEWEST_PAIRS} fair blocks take {seconds:.0f} s, and the budget allows {longest:.0f}")
 
 
 def block_steps(plan: dict) -> int:

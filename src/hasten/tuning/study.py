@@ -25,6 +25,7 @@ from hasten.tuning.ledger import Ledger
 
 SHORT_LOOKS = (6, 9, 14)  # pairs; the search screens, the confirmation measures
 PROOF_SECONDS = 20.0
+SHARE_OF_LONG_BLOCKS = 1 / 8  # of the budget, for a comparison of processes that talk seldom
 ANATOMY_SECONDS = 3.0
 
 
@@ -117,7 +118,8 @@ class Study:
 
         def measure(watch: Watch) -> dict:
             where = {"device": self.device, "processes": among, "seed": self.seed, "patience": self.patience}
-            return take_turns(self.task, a, b, budget=seconds, looks=looks, watch=watch, **where).to_json()
+            longest = max(seconds, SHARE_OF_LONG_BLOCKS * self.budget.total)
+            return take_turns(self.task, a, b, budget=seconds, looks=looks, longest=longest, watch=watch, **where).to_json()
 
         what = {"a": a.methods, "b": b.methods, "looks": list(looks), "salt": salt} | ({"alone": True} if alone else {})
         return self._paid("pace", what, f"{b}{' in one process' if alone else ''} against {a}", measure)
