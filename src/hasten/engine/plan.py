@@ -115,6 +115,8 @@ def build(task: Task, methods: list[Method] = (), *, device: str = "cpu", seed: 
         drawer = ranks.rank // run.shards
         if drawer and train.seekable:  # what the model draws differs by rank; sources that cannot be sought draw alike
             set_seeds(derived(seed, drawer))
+        elif drawer and run.device.type == "cuda":  # where no source draws
+            torch.cuda.manual_seed(derived(seed, drawer))
         return Program(
             task=task,
             run=run,
