@@ -1,35 +1,37 @@
-"""Digits for two machines of one core each with a slow network between them: a batch takes some 180 ms of arithmetic, its gradients are 10 MB."""
+"""Clothes for two machines of one core each with a slow network between them: a batch takes some 45 ms of arithmetic, its gradients are 2.7 MB."""
 
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from hasten import Task
-from hasten_workloads import digits
+from hasten_workloads.fashion_mnist import MEAN, SPREAD, Clothes
 
-CHANNELS, SIDE, HIDDEN = 96, 8, 384
+HIDDEN, SAMPLES, TESTS = 512, 40_000, 10_000
+
+
+def clothes(split: str, count: int) -> TensorDataset:
+    """The first images of a split as vectors, and their kinds."""
+    them = Clothes(split)
+    images = torch.tensor(them.images[:count]).flatten(1) / 255
+    return TensorDataset((images - MEAN) / SPREAD, torch.tensor(them.labels[:count]).long())
 
 
 def model() -> nn.Module:
-    return nn.Sequential(
-        nn.Unflatten(1, (1, SIDE, SIDE)),
-        nn.Conv2d(1, CHANNELS, 3, padding=1), nn.ReLU(), nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.ReLU(),
-        nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.ReLU(),
-        nn.Flatten(), nn.Linear(CHANNELS * SIDE * SIDE, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 10),
-    )  # fmt: skip
+    return nn.Sequential(nn.Linear(28 * 28, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 10))
 
 
 def task() -> Task:
-    usual = digits.digits()
     return Task(
-        name="digits_on_a_slow_network",
+        name="clothes_on_a_slow_network",
         model=model,
-        train_data=usual.train_data,
-        validation_data=usual.validation_data,
+        train_data=clothes("train", SAMPLES),
+        validation_data=clothes("t10k", TESTS),
         loss=nn.functional.cross_entropy,
         optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=5e-4),
         metric="accuracy",
-        target=0.96,
-        batch_size=128,
-        epochs=20,
-        evaluate_every=4 * len(usual.train_data),
+        target=0.86,
+        batch_size=512,
+        epochs=6,
+        evaluate_every=SAMPLES // 2,
     )

@@ -325,10 +325,10 @@ def test_wrong_methods_are_told_before_the_folder_is_complained_about(tmp_path):
 def test_whoever_asks_is_told_that_the_folder_holds_the_run_and_not_before(tmp_path):
     """Or those who start a lost rank again would go on with a run of somebody else."""
     told = []
-    train(engine_tasks.map_style(), out=tmp_path / "r", begun=lambda: told.append((tmp_path / "r/environment.json").exists()))
+    train(engine_tasks.map_style(), out=tmp_path / "r", begun=lambda out: told.append((tmp_path / "r/environment.json").exists()))
     assert told == [True]
     with pytest.raises(Refusal, match="already holds a run"):
-        train(engine_tasks.map_style(), out=tmp_path / "r", begun=lambda: told.append("again"))
+        train(engine_tasks.map_style(), out=tmp_path / "r", begun=lambda out: told.append("again"))
     assert told == [True]
 
 

@@ -55,6 +55,23 @@ class Unplugged(Rows):
         return super().__getitem__(index)
 
 
+class UnpluggedByALibrary(Rows):
+    def __getitem__(self, index: int):
+        if index == SAMPLES - 1:
+            raise RuntimeError("the store of the pictures: Connection reset by peer")
+        return super().__getitem__(index)
+
+
+class Busy(Rows):
+    """Raises on one rank at once, and takes its time on the other."""
+
+    def __getitem__(self, index: int):
+        if os.environ.get("RANK") == "0":
+            raise OSError("the disk is gone")
+        time.sleep(8)
+        return super().__getitem__(index)
+
+
 class PoisonedStream(IterableDataset):
     def __iter__(self):
         rows = Poisoned(raises=False)
@@ -93,6 +110,10 @@ def samples() -> Task:
 
 def loader() -> Task:
     return task(DataLoader(Rows(), batch_size=BATCH, shuffle=True))
+
+
+def raises_on_the_first_while_the_other_is_busy() -> Task:
+    return task(Busy(), batch_size=2)
 
 
 def own_sampler() -> Task:

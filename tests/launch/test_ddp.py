@@ -141,10 +141,14 @@ def test_a_stream_tells_which_batch_holds_what_is_no_number():
     assert sum("the batch itself holds NaN" in each for each in told) == 1, told
 
 
-def test_a_datasets_own_broken_connection_is_no_end_of_another_rank():
-    told = together(2, training, rank_tasks.task(rank_tasks.Unplugged()))
+@pytest.mark.parametrize(("data", "says"), [
+    (rank_tasks.Unplugged, "sample 226: ConnectionResetError"),
+    (rank_tasks.UnpluggedByALibrary, "sample 226: RuntimeError: the store of the pictures"),
+])  # fmt: skip
+def test_a_datasets_own_broken_connection_is_no_end_of_another_rank(data, says):
+    told = together(2, training, rank_tasks.task(data()))
     assert sorted(type(answer).__name__ for answer in told) == ["Aftermath", "Failure"]
-    assert sum("sample 226: ConnectionResetError" in str(answer) for answer in told) == 1
+    assert sum(says in str(answer) for answer in told) == 1, told
 
 
 def test_ranks_with_other_fields_are_found():

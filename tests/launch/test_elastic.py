@@ -119,7 +119,7 @@ def stopped_group(tmp_path, waiting: list[int], endings: dict[int, Ending]) -> t
     agent = object.__new__(elastic.Agent)
     agent.folder, agent.done, agent._remaining_restarts = str(tmp_path), set(), 2
     agent._looked_after = lambda group: RunResult(WorkerState.FAILED)
-    handler = SimpleNamespace(num_nodes_waiting=lambda: waiting.pop(0) if len(waiting) > 1 else waiting[0])
+    handler = SimpleNamespace(num_nodes_waiting=lambda: waiting.pop(0) if len(waiting) > 1 else waiting[0], is_closed=lambda: False)
     spec = SimpleNamespace(rdzv_handler=handler, monitor_interval=0.01, max_restarts=2)
     return agent, SimpleNamespace(group_world_size=2, group_rank=0, store=HashStore(), spec=spec)
 

@@ -69,6 +69,8 @@ def test_launch_hands_on_what_is_said_before_the_command(folder):
     [
         ("launch --processes 2 -- train x --processes 4", "say --processes before the command"),
         ("launch --processes 2 -- compare digits", "launch runs train, "),
+        ("launch --processes 1 --nodes 1:2 --rendezvous a:1 -- train x --skip-bad 5", "--skip-bad is for one process"),
+        ("launch --processes 1 --nodes 1:2 --rendezvous a:1 -- train x --device cuda:1", "several processes cannot share cuda:1"),
         ("launch --processes 2 --nodes 2 -- train digits", "--rendezvous HOST:PORT"),
         ("launch --processes 2 --nodes 2 --rendezvous nowhere -- train digits", "must be HOST:PORT"),
         ("launch --processes 0 -- train digits", "from 1 to"),

@@ -42,7 +42,7 @@ def run(options, watch) -> Answer:
         raise Refusal(f"{options.nodes[1]} nodes have to meet somewhere; say --rendezvous HOST:PORT, where HOST is one of them")
     if misplaced := [word for word in command if word.partition("=")[0] in BEFORE]:
         raise Refusal(f"say {misplaced[0].partition('=')[0]} before the command, once: {FORM}")
-    _refuse_what_divides_not(command[1:], options.processes, *options.nodes)
+    _refuse_what_does_not_fit(command[1:], options)
     from hasten.launch.processes import start
 
     restarts = options.restarts if command[0] == "train" else 0  # the others keep nothing to go on from
@@ -52,21 +52,33 @@ def run(options, watch) -> Answer:
     return Answer(None, elsewhere=partial(start, command, options.processes, options.nodes, options.rendezvous, restarts))
 
 
-def _refuse_what_divides_not(words: list[str], processes: int, fewest: int, most: int) -> None:
-    """A strategy has to fit every number of machines that may come together, or the job would end with the machine that comes or goes.
+def _refuse_what_does_not_fit(words: list[str], options) -> None:
+    """What is asked for has to fit every number of machines that may come together, or the job would end with the machine that comes or goes.
 
     Raises:
-        Refusal: a method that nobody knows; ranks that a setting of one does not divide.
+        Refusal: a method that nobody knows; ranks that a setting of one does not divide; what one process alone can do.
     """
     from hasten.engine.find import make_methods
 
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False, parents=[values.everywhere()])
     values.add_recipe(parser)
+    parser.add_argument("--skip-bad")
     try:
         said, _ = parser.parse_known_args(words)
     except argparse.ArgumentError:  # the command itself says what is wrong
         return
-    settings = [(method.name, *each) for method in make_methods(values.recipe(said)) for each in vars(method).items()]
+    methods = make_methods(values.recipe(said))
+    if options.processes * options.nodes[1] == 1:
+        return
+    if said.skip_bad:
+        raise Refusal("--skip-bad is for one process: several would count their bad rows apart; leave it out, or mend the data")
+    if ":" in (device := getattr(said, "device", options.device) or ""):
+        raise Refusal(f"several processes cannot share {device}; say --device cuda, and each gets a GPU of its own")
+    _refuse_what_divides_not(methods, options.processes, *options.nodes)
+
+
+def _refuse_what_divides_not(methods, processes: int, fewest: int, most: int) -> None:
+    settings = [(method.name, *each) for method in methods for each in vars(method).items()]
     shares = [
         (f"{name}:{setting}={value}", value)
         for name, setting, value in settings

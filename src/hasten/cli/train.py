@@ -60,13 +60,12 @@ def run(options, watch) -> Answer:
     elif options.resume and speaks() and not Path(options.out).exists():  # rank 0 has the folder
         raise Refusal(_no_such_folder(Path(options.out)))
     recipe = values.recipe(options) if options.recipe is not None or options.methods else None
-    knows_folder = is_rank() and (options.out or speaks())  # where nobody has said which, the first rank finds one
     options.out = options.out or _new_folder(options.task)
     try:
         result = train(
             options.task, recipe, out=options.out, resume=options.resume, device=options.device, seed=options.seed,
             skip_bad=options.skip_bad, watch=watch, checkpoint_seconds=options.checkpoint_every, patience=options.patience,
-            begun=partial(note_run, options.out) if knows_folder else None,
+            begun=note_run if is_rank() else None,
         )  # fmt: skip
     except KeyboardInterrupt:
         raise (Stopped if is_rank() else Failure)(_how_to_go_on(options)) from None  # who started a rank may end it

@@ -46,13 +46,15 @@ def joined(device: str, patience: float = PATIENCE) -> Iterator[Ranks]:
         if own_group:
             _join(device, patience)
         group = _reached(lambda: dist.new_group(backend="gloo", timeout=timedelta(seconds=patience)))
+    well = False
     try:
         with _told_as_ours(patience), _as_patient(patience):
             yield _ranks(group)
+        well = True
     finally:
         with suppress(RuntimeError, ValueError):  # of a group whose other ranks are gone
             dist.destroy_process_group(group)
-        if own_group:
+        if own_group and (well or "nccl" not in dist.get_backend_config()):  # NCCL would wait for ranks that wait for this one
             dist.destroy_process_group()
 
 
@@ -103,8 +105,8 @@ def _speaks_of(words: Sequence[str], error: BaseException) -> bool:
     """Whether these words of gloo or NCCL are all that an error says, whoever has wrapped it."""
 
     def says_so(error: BaseException) -> bool:
-        told = isinstance(error, (Failure, Refusal))  # by us, of something else: a dataset's own connection
-        return isinstance(error, (RuntimeError, dist.DistError)) and not told and any(word in str(error) for word in words)
+        by_gloo = type(error) is RuntimeError and "gloo" in str(error) and "DataLoader worker" not in str(error)
+        return (by_gloo or isinstance(error, dist.DistError)) and any(word in str(error) for word in words)
 
     causes = []
     while error is not None and error not in causes:  # torch raises some errors from themselves

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from time import perf_counter
 
-from hasten.contract.errors import Aftermath, Failure, Notice, Refusal, Stopped
+from hasten.contract.errors import Aftermath, Notice, Refusal, Stopped
 from hasten.contract.method import Evaluation
 from hasten.contract.ranks import Ranks
 from hasten.contract.recipe import Recipe
@@ -129,8 +129,7 @@ class Training:
         if wishes.save:
             self._save(now=wishes.stop or not self.pauses.every)
         if wishes.stop:
-            kind = Failure if self.ranks.alone else Stopped
-            raise kind(f"stopped at step {self.run.clock.step} of {self.run.loop.steps or 'an unknown number'}{self._how_to_go_on()}")
+            raise Stopped(f"stopped at step {self.run.clock.step} of {self.run.loop.steps or 'an unknown number'}{self._how_to_go_on()}")
         self.pauses.over()
 
     def _fetch_losses(self) -> None:

@@ -15,7 +15,7 @@ from time import perf_counter
 import torch
 
 from hasten.contract.card import Exactness
-from hasten.contract.errors import Failure, Notice, Refusal, Stopped
+from hasten.contract.errors import Notice, Refusal, Stopped
 from hasten.contract.method import Method
 from hasten.contract.ranks import PATIENCE, Ranks
 from hasten.contract.recipe import Recipe
@@ -55,7 +55,7 @@ def train(
     checkpoint_seconds: float = 30.0,
     observers: Sequence[Observer] = (),
     patience: float = PATIENCE,
-    begun: Callable[[], None] | None = None,
+    begun: Callable[[str | None], None] | None = None,
 ) -> dict:
     """Trains a task under a recipe and says how it went.
 
@@ -72,7 +72,7 @@ def train(
         checkpoint_seconds: between two checkpoints; stretched so that saving costs less than 1 % of the run. 0: after every step.
         observers: told the records of the log, see ``engine/observers.py``.
         patience: seconds to wait for another rank that says nothing, where several train.
-        begun: called, on every rank, once the folder holds this run.
+        begun: called, on every rank, once the folder holds this run; with the folder of the first rank.
 
     Returns:
         metric, metric_name, best_metric, steps, samples, seconds, split (seconds by part), seconds_to_target and samples_to_target
@@ -112,7 +112,7 @@ def _train(task, recipe, out, resume, device, seed, skip_bad, watch, checkpoint_
         )
     result = folder.finished() if folder else None
     if not ranks.alone:
-        recipe, result = of_the_first(ranks, recipe, result)
+        recipe, result, out = of_the_first(ranks, recipe, result, out)
     if result:
         return result
     if folder and resume and not folder.begun:
@@ -126,7 +126,7 @@ def _train(task, recipe, out, resume, device, seed, skip_bad, watch, checkpoint_
             warnings.warn(NO_LENGTH, Notice, stacklevel=2)
         by_the_first(ranks, lambda: folder and folder.begin(environment(device) | {"code": code, "processes": ranks.world}))
         if begun:
-            begun()
+            begun(out)
         try:
             with program.process():
                 training = Training(program, recipe, folder, observers, watch, checkpoint_seconds, asked, began)
@@ -137,9 +137,7 @@ def _train(task, recipe, out, resume, device, seed, skip_bad, watch, checkpoint_
                     training.list_skipped()  # of a run that could not go on, too
                     training.program = training.source = training.plain = None  # opens a circle, so that worker processes end now
         except KeyboardInterrupt:
-            raise (Failure if ranks.alone else Stopped)(
-                f"stopped at once{'; go on from the newest checkpoint with --resume' if folder else ''}"
-            ) from None
+            raise Stopped(f"stopped at once{'; go on from the newest checkpoint with --resume' if folder else ''}") from None
         finally:
             if folder:
                 folder.close()
@@ -189,7 +187,7 @@ def without_strategy(recipe: Recipe) -> Recipe:
     return recipe.without(*(name for name, card in cards.items() if "shard" in card.replaces and card.exactness in exact))
 
 
-def of_the_first(ranks: Ranks, recipe: Recipe, result: dict | None) -> tuple[Recipe, dict | None]:
-    """The recipe and the result that rank 0 found in the run's folder, which is its alone."""
-    told = json.loads(ranks.first(json.dumps([recipe.methods, result]).encode()))
-    return Recipe(told[0]), told[1]
+def of_the_first(ranks: Ranks, recipe: Recipe, result: dict | None, out: str | Path | None) -> tuple[Recipe, dict | None, str | None]:
+    """The recipe and the result that rank 0 found in the run's folder, which is its alone; and which folder that is."""
+    told = json.loads(ranks.first(json.dumps([recipe.methods, result, None if out is None else str(out)]).encode()))
+    return Recipe(told[0]), *told[1:]

@@ -29,7 +29,7 @@ SILENCE = 90.0  # seconds without one, after which a machine is given up; TCP ta
 FAREWELL = 5.0  # seconds for the other machines to read that the job is over
 WAIT_LIST = 1.5  # seconds until a new machine is surely seen: torch asks the store once a second
 ENDED = (WorkerState.FAILED, WorkerState.UNHEALTHY)
-SHAPE, OUT, GONE, ALIVE, DONE = "hasten/shape", "hasten/out", "hasten/gone", "hasten/alive", "hasten/done"  # in the store
+SHAPE, OUT, CAME, GONE, ALIVE, DONE = (f"hasten/{name}" for name in ("shape", "out", "came", "gone", "alive", "done"))  # in the store
 COME = "another machine has come; all save, and go on together"
 
 
@@ -84,7 +84,7 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = self._looked_after(worker_group)
-        while self.done and result.state == WorkerState.HEALTHY:  # and torch does not look whether a machine comes: it is too late for that
+        while result.state == WorkerState.HEALTHY and self._nears_its_end(worker_group):  # torch does not see who comes: it is too late
             time.sleep(worker_group.spec.monitor_interval)
             result = self._looked_after(worker_group)
         if result.state in ENDED:
@@ -93,6 +93,8 @@ class Agent(LocalElasticAgent):
             alone = worker_group.group_world_size == 1
             if by_its_own_fault or self._are_done(worker_group) or (alone and waited_for_each_other(endings, codes_of(result))):
                 self._remaining_restarts = 0
+            elif worker_group.spec.rdzv_handler.is_closed():
+                raise RendezvousClosedError
             elif not alone and self._makes_room(worker_group, endings):
                 self._remaining_restarts += 1  # which torch is about to take away
                 warnings.warn(COME, Notice, stacklevel=2)
@@ -105,9 +107,22 @@ class Agent(LocalElasticAgent):
         return result
 
     def _looked_after(self, worker_group: WorkerGroup) -> RunResult:
+        """How the ranks are; not well where a machine is missed.
+
+        Raises:
+            RendezvousClosedError: the job has ended elsewhere, which ranks may hear late that are in the midst of a long step.
+        """
         result = super()._monitor_workers(worker_group)
-        missed = result.state == WorkerState.HEALTHY and self._misses_a_machine(worker_group)
-        return RunResult(WorkerState.UNHEALTHY) if missed else result
+        if result.state != WorkerState.HEALTHY:
+            return result
+        if worker_group.spec.rdzv_handler.is_closed():
+            raise RendezvousClosedError
+        return RunResult(WorkerState.UNHEALTHY) if self._misses_a_machine(worker_group) else result
+
+    def _nears_its_end(self, worker_group: WorkerGroup) -> bool:
+        """Whether some machine has done all it had to; asked anew where another one comes, for whom ranks would be started again."""
+        comes = worker_group.group_world_size > 1 and worker_group.spec.rdzv_handler.num_nodes_waiting()
+        return bool(self._are_done(worker_group) if comes else self.done)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY:
@@ -175,14 +190,13 @@ def refuse_another_shape(store: dist.Store, shape: dict[str, str]) -> None:
             raise Refusal(f"this machine was given {option} {here}, and another one {option} {first[option]}; say the same on all of them")
 
 
-def say_farewell(store: dist.Store, machines: int, hosts: bool) -> None:
-    """The job is over here: the machine that has the store keeps it until the others know, too."""
+def say_farewell(store: dist.Store, stays: bool) -> None:
+    """This machine goes. ``stays``: it has the store, the job is over, and all that came are to know before it is gone."""
     until = time.monotonic() + FAREWELL
     with suppress(RuntimeError):  # it is gone with its machine
-        gone = store.add(GONE, 1)
-        while hosts and gone < machines and time.monotonic() < until:
+        store.add(GONE, 1)
+        while stays and store.add(GONE, 0) < store.add(CAME, 0) and time.monotonic() < until:
             time.sleep(0.05)
-            gone = store.add(GONE, 0)
 
 
 def how_lost(endings: dict[int, Ending], codes: dict[int, int]) -> str | None:
@@ -190,7 +204,7 @@ def how_lost(endings: dict[int, Ending], codes: dict[int, int]) -> str | None:
     if silent := {rank: ending.silent for rank, ending in sorted(endings.items()) if ending.silent}:
         who = f"ranks {', '.join(map(str, silent))} have" if len(silent) > 1 else f"rank {next(iter(silent))} has"
         return f"{who} said nothing for {max(silent.values()):g} s"
-    for rank, code in sorted(codes.items()):
+    for rank, code in codes.items():
         if rank not in endings and code not in (0, -signal.SIGTERM):
             memory = " (out of memory?)" if code == -signal.SIGKILL else ""
             return f"rank {rank} was killed by {signal.Signals(-code).name}{memory}" if code < 0 else f"rank {rank} ended with code {code}"
@@ -203,5 +217,6 @@ def waited_for_each_other(endings: dict[int, Ending], codes: dict[int, int]) -> 
 
 
 def codes_of(result: RunResult) -> dict[int, int]:
-    """The exit codes of the ranks that failed, by rank."""
-    return {rank: failure.exitcode for rank, failure in result.failures.items()}
+    """The exit codes of the ranks that failed, by rank; first those that failed first, last those that had to be ended."""
+    in_order = sorted(result.failures.items(), key=lambda each: (each[1].timestamp, each[0]))
+    return {rank: failure.exitcode for rank, failure in in_order}

@@ -21,8 +21,10 @@ LAST_MOMENT = 60.0  # seconds that a rank which is done gives the others to be d
 SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
 FOLDER = "HASTEN_JOB"  # the environment's name for the folder of the job
 GOES_ON = "HASTEN_GOES_ON"  # and for that of the run, where the job goes on with it
+PARENT = "HASTEN_PARENT"  # and for the number of the process that has started the ranks
 _ours = os.environ.pop(FOLDER, None)  # a program that the task starts is no rank
 _goes_on = os.environ.pop(GOES_ON, None)
+_parent = int(os.environ.pop(PARENT, 0))
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ def end_with_the_parent() -> None:
     """Asks the system for SIGTERM when whoever started this rank is gone: nobody would be left to tell, or to end it."""
     with suppress(OSError, AttributeError):  # not Linux
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+    if os.getppid() != _parent:  # it was gone before we could ask
+        os._exit(1)
 
 
 def leave(ending: Ending) -> None:

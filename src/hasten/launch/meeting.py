@@ -45,7 +45,6 @@ def is_host(place: str, patience: float = PATIENCE) -> bool:
         Failure: nobody does.
     """
     host, port = apart(place)
-    here = interface_of(socket.gethostbyname(host)) is not None
     begun = told = time.monotonic()
     while True:
         try:
@@ -53,7 +52,7 @@ def is_host(place: str, patience: float = PATIENCE) -> bool:
             return False
         except OSError:
             now = time.monotonic()
-        if here:
+        if _is_here(host):
             return True
         if now - begun > patience:
             raise Failure(f"nobody has answered at {place} for {patience:.0f} s; start the same command on {host}, or mend the way there")
@@ -61,6 +60,14 @@ def is_host(place: str, patience: float = PATIENCE) -> bool:
             warnings.warn(f"waiting for {place} since {now - begun:.0f} s", Progress, stacklevel=2)
             told = now
         time.sleep(0.2)
+
+
+def _is_here(host: str) -> bool:
+    """Whether an address of this machine is called so; a name may be gone with its machine."""
+    try:
+        return interface_of(socket.gethostbyname(host)) is not None
+    except OSError:
+        return False
 
 
 def apart(place: str) -> tuple[str, int]:

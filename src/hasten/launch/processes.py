@@ -10,11 +10,12 @@ import logging
 import os
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from threading import Thread
+from typing import NoReturn
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
@@ -30,8 +31,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBa
 
 from hasten.contract.errors import Failure, Notice, Refusal, one_line
 from hasten.engine.budget import OUR_THREADS, free_memory, usable_cores
-from hasten.launch.elastic import ENDED, Agent, codes_of, how_lost, refuse_another_shape, say_farewell, waited_for_each_other
-from hasten.launch.endings import FOLDER, GOES_ON, folder_of_a_job, left
+from hasten.launch.elastic import CAME, ENDED, Agent, codes_of, how_lost, refuse_another_shape, say_farewell, waited_for_each_other
+from hasten.launch.endings import FOLDER, GOES_ON, PARENT, folder_of_a_job, left
 from hasten.launch.meeting import HERE, PATIENCE, interface_of, is_host, own_address
 
 MEETING = 900  # seconds that the machines have to find each other, and a machine that was lost to come back
@@ -39,6 +40,7 @@ OF_A_RANK = 200_000_000  # bytes of a process that has imported torch
 ANSWER = 30  # seconds that a store has to say that it is one
 LAST_CALL = 10  # seconds that fewer machines than could come wait for more
 NOT_ALIKE = "they do not do the same, as where the data decide which layers a batch goes through"
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # which torch's agent heeds
 LOST = (RendezvousConnectionError, dist.DistError)  # whoever has the store is gone
 
 
@@ -56,7 +58,7 @@ def start(words: list[str], processes: int, nodes: tuple[int, int] = (1, 1), ren
     _refuse_what_does_not_fit(processes)
     _silence_the_agent()
     address = HERE if rendezvous is None else own_address(rendezvous)
-    with folder_of_a_job() as folder, _environment(folder, processes, address):
+    with folder_of_a_job() as folder, _environment(folder, processes, address), _ended_by_signals(folder):
         patience = PATIENCE
         shape = {
             "--nodes": ":".join(map(str, nodes)),
@@ -75,6 +77,9 @@ def start(words: list[str], processes: int, nodes: tuple[int, int] = (1, 1), ren
             warnings.warn(
                 f"{rendezvous} does not answer any more; waiting for the same command there, to go on together", Notice, stacklevel=2
             )
+        if result is None:
+            warnings.warn("the job is over; it had all the machines that it takes, and did without this one", Notice, stacklevel=2)
+            return 0
         if result.state in ENDED:
             raise _verdict(folder, codes_of(result), here_alone=nodes[1] == 1)
         return max((ending.code for ending in left(folder).values()), default=0)
@@ -91,8 +96,8 @@ def _refuse_what_does_not_fit(processes: int) -> None:
 
 def _elastic(
     words, processes: int, nodes: tuple[int, int], rendezvous, restarts: int, address: str, hosts: bool, folder: str, shape: dict
-) -> RunResult:
-    """How the ranks of this machine ended at last. ``shape``: what all machines have to be given alike."""
+) -> RunResult | None:
+    """How the ranks of this machine ended at last; None where it was not needed. ``shape``: what all machines have to be given alike."""
     parameters = RendezvousParameters(
         "c10d", rendezvous or f"{HERE}:0", "hasten", *nodes, address, is_host=hosts, join_timeout=MEETING, last_call_timeout=LAST_CALL
     )
@@ -103,25 +108,25 @@ def _elastic(
         "hasten", processes, handler, entrypoint=sys.executable, args=("-m", "hasten", *words), max_restarts=restarts, monitor_interval=0.1
     )
     agent = Agent(spec, DefaultLogsSpecs(log_dir=folder, redirects=dict.fromkeys(range(1, processes), Std.ALL)), folder, store)
-    over = True
+    store.add(CAME, 1)
+    ends_the_job = True
     try:
         return agent.run()
     except LOST:
-        over = False
+        ends_the_job = False
         raise
     except SignalException as error:
-        over = error.sigval == signal.SIGINT  # who asks otherwise takes this machine away, and the others may go on
-        raise _verdict(folder, {}, f"stopped by {signal.Signals(error.sigval).name}") from None
-    except KeyboardInterrupt:
-        raise _verdict(folder, {}, "stopped") from None
+        ends_the_job = error.sigval == signal.SIGINT  # who asks otherwise takes this machine away, and the others may go on
+        raise
     except RendezvousClosedError:
         raise _verdict(folder, {}, "the job has ended on another machine") from None
     except RendezvousTimeoutError:
         raise Failure(f"fewer than {nodes[0]} machines have come to {rendezvous} for {MEETING} s; start the same command on all") from None
     finally:
-        if over:
+        ends_the_job &= hosts or agent.get_worker_group().group_world_size is not None  # not who has only waited
+        if ends_the_job:
             handler.shutdown()
-            say_farewell(store, agent.get_worker_group().group_world_size or 1, hosts)
+        say_farewell(store, stays=hosts and ends_the_job)
 
 
 def _backend(parameters: RendezvousParameters) -> tuple[RendezvousBackend, dist.Store]:
@@ -138,7 +143,7 @@ def _backend(parameters: RendezvousParameters) -> tuple[RendezvousBackend, dist.
         except Exception as error:
             made.set_exception(error)
 
-    Thread(target=make, daemon=True).start()
+    threading.Thread(target=make, daemon=True).start()
     try:
         return made.result(ANSWER)
     except (RendezvousConnectionError, TimeoutError):
@@ -175,11 +180,37 @@ def _silence_the_agent() -> None:
 
 
 @contextmanager
+def _ended_by_signals(folder: str) -> Iterator[None]:
+    """Inside, a signal is an exception of torch's agent, before it has started any rank, too; what comes of it is told in one line.
+
+    Raises:
+        Failure: there was one.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def told(number: int, frame) -> NoReturn:
+        raise SignalException("", signal.Signals(number))
+
+    heeded = [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]  # ``nohup`` stays what it is
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(each.name for each in heeded)
+    before = {each: signal.signal(each, told) for each in heeded}
+    try:
+        yield
+    except SignalException as error:
+        raise _verdict(folder, {}, f"stopped by {signal.Signals(error.sigval).name}") from None
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+@contextmanager
 def _environment(folder: str, processes: int, address: str) -> Iterator[None]:
     """What the ranks find in their environment; ours is as before when they are gone."""
     before = dict(os.environ)
     os.environ.pop(GOES_ON, None)
-    os.environ[FOLDER] = folder
+    os.environ[FOLDER], os.environ[PARENT] = folder, str(os.getpid())
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch keeps the address of a store even after its machine was lost
     if "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = os.environ[OUR_THREADS] = str(max(1, usable_cores() // processes))

@@ -1,0 +1,90 @@
+"""The launchers of a job, as processes on this machine that stand for machines: who is one too many, who goes, who hears of what."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from chaos import train_words
+from ranks import free_port
+from test_processes import Job, jobs_left, wait_until_it_trains
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+
+from hasten.contract.errors import Failure
+from hasten.launch.elastic import codes_of, how_lost
+from hasten.launch.endings import FOLDER, PARENT
+from hasten.launch.meeting import is_host
+
+HERE = Path(__file__).parent
+HASTEN = [sys.executable, "-m", "hasten"]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    shutil.copy(HERE / "rank_tasks.py", tmp_path)
+    return tmp_path
+
+
+def begun(folder: Path, port: int, *words: str, nodes: str = "1") -> subprocess.Popen:
+    launch = ["launch", "--processes", "1", "--nodes", nodes, "--rendezvous", f"127.0.0.1:{port}", "--", *words]
+    return subprocess.Popen([*HASTEN, *launch], cwd=folder, stderr=subprocess.PIPE, text=True)
+
+
+def wait_until_somebody_answers(port: int) -> None:
+    until = time.monotonic() + 60
+    while socket.socket().connect_ex(("127.0.0.1", port)) and time.monotonic() < until:
+        time.sleep(0.1)
+
+
+def test_a_machine_too_many_harms_nobody(folder):
+    """One waits until the job is over, another is taken away before: whoever trains goes on."""
+    port, words = free_port(), train_words("counting_for_long", folder / "run")
+    trains = begun(folder, port, *words)
+    wait_until_it_trains(Job(trains), folder / "run")
+    waits, leaves = begun(folder, port, *words), begun(folder, port, *words)
+    time.sleep(6)
+    leaves.send_signal(signal.SIGTERM)
+    told = leaves.communicate(timeout=30)[1]
+    assert leaves.returncode == 1 and told.endswith("hasten: stopped by SIGTERM\n"), told
+    assert trains.wait(120) == 0
+    told = waits.communicate(timeout=30)[1]
+    assert waits.returncode == 0 and "the job is over; it had all the machines that it takes" in told, told
+
+
+def test_who_is_in_a_long_step_hears_that_the_job_is_over(folder):
+    port, words = free_port(), ["train", "rank_tasks.py:raises_on_the_first_while_the_other_is_busy", "--out", "run"]
+    jobs = [begun(folder, port, *words, nodes="2") for _ in range(2)]
+    told = [job.communicate(timeout=100)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [1, 1], told
+    assert sum("OSError: the disk is gone" in each for each in told) == 1, told
+    assert not any("to go on together" in each or "restart" in each for each in told), told
+
+
+def test_nohup_stays_what_it_is(folder):
+    job = subprocess.Popen(["nohup", *HASTEN, *train_words("counting_for_long", folder / "run"), "--processes", "2"], cwd=folder)
+    wait_until_it_trains(Job(job), folder / "run")
+    job.send_signal(signal.SIGHUP)
+    assert job.wait(120) == 0
+
+
+def test_a_rank_whose_launcher_is_gone_before_it_begins_ends(folder, tmp_path):
+    names = {FOLDER: str(tmp_path), PARENT: "1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    done = subprocess.run([*HASTEN, "train", "rank_tasks.py:samples"], cwd=folder, env=os.environ | names, timeout=60)
+    assert done.returncode == 1 and not (folder / "runs").exists() and not jobs_left()
+
+
+def test_whom_the_agent_had_to_kill_did_not_fail_first():
+    """Rank 0 was busy when rank 1 was lost, and was killed a minute later."""
+    killed = {rank: SimpleNamespace(exitcode=-signal.SIGKILL, timestamp=when) for rank, when in ((0, 160), (1, 100))}
+    assert how_lost({}, codes_of(RunResult(WorkerState.FAILED, failures=killed))).startswith("rank 1 was killed by SIGKILL")
+
+
+def test_a_name_that_is_gone_with_its_machine_is_waited_for():
+    with pytest.raises(Failure, match=r"nobody has answered at gone\.invalid:29500"):
+        is_host("gone.invalid:29500", patience=0.3)
