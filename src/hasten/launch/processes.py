@@ -109,11 +109,11 @@ def _elastic(
     )
     agent = Agent(spec, DefaultLogsSpecs(log_dir=folder, redirects=dict.fromkeys(range(1, processes), Std.ALL)), folder, store)
     store.add(CAME, 1)
-    ends_the_job = True
+    ends_the_job, there = True, True
     try:
         return agent.run()
     except LOST:
-        ends_the_job = False
+        there = False
         raise
     except SignalException as error:
         ends_the_job = error.sigval == signal.SIGINT  # who asks otherwise takes this machine away, and the others may go on
@@ -124,9 +124,10 @@ def _elastic(
         raise Failure(f"fewer than {nodes[0]} machines have come to {rendezvous} for {MEETING} s; start the same command on all") from None
     finally:
         ends_the_job &= hosts or agent.get_worker_group().group_world_size is not None  # not who has only waited
-        if ends_the_job:
+        if there and ends_the_job:
             handler.shutdown()
-        say_farewell(store, stays=hosts and ends_the_job)
+        if there:
+            say_farewell(store, stays=hosts and ends_the_job)
 
 
 def _backend(parameters: RendezvousParameters) -> tuple[RendezvousBackend, dist.Store]:
