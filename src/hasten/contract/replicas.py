@@ -22,12 +22,12 @@ from hasten.contract.sharded import own_part
 BUCKET = 2_000_000  # numbers that travel together
 
 
-def notice_batch_norm(model: torch.nn.Module) -> None:
+def notice_batch_norm(model: torch.nn.Module, remedy: str = "; sync_batch_norm gives that") -> None:
     """Says so where batch normalisation would see less than in one process."""
     norms = [part for part in model.modules() if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)]
     if any(not isinstance(norm, (torch.nn.SyncBatchNorm, BatchNormOfAll)) for norm in norms):
-        told = "batch normalisation sees each process's part of a batch alone: not the same formula as in one; sync_batch_norm gives that"
-        warnings.warn(told, Notice, stacklevel=3)
+        told = "batch normalisation sees each process's part of a batch alone: not the same formula as in one"
+        warnings.warn(told + remedy, Notice, stacklevel=3)
 
 
 def degree_of(method: Method, world: int) -> int:

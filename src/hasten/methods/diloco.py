@@ -39,7 +39,7 @@ class DiLoCo(Method):
         if run.ranks.alone:
             run.nothing_to_do(self, "there is one process only; say --processes")
             return model
-        notice_batch_norm(model)
+        notice_batch_norm(model, remedy="")
         make_alike(model)
         let_copies_differ(run, self.name)
         run.rhythm = self.period

@@ -36,7 +36,7 @@ class Float16(Method):
         gain_when="GPUs with float16 units and without bfloat16 ones; where there is bfloat16, it needs no loss scaling",
         speeds={"forward", "backward"},
         applies_to={"matrix weights", "float16 hardware"},
-        needs={"one precision", "whole weights"},
+        needs={"one precision", "whole weights", "like weights"},
         breaks={"one precision"},
         order=Order.EARLY,
         tries=({}, {"scale": 1024}),

@@ -55,7 +55,7 @@ class LocalSGD(Method):
             raise Refusal(f"local_sgd:inner={self.inner} has to divide the {run.ranks.world} processes")
         if self.start:
             refuse_sparse(model, self.name)
-        notice_batch_norm(model)
+        notice_batch_norm(model, remedy="")
         make_alike(model)
         let_copies_differ(run, self.name)
         run.rhythm, run.prelude = math.lcm(self.period, self.inner_period if self.inner else 1), self.start

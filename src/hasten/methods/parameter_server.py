@@ -70,7 +70,7 @@ class ParameterServer(Method):
             run.nothing_to_do(self, "there is one process only; say --processes")
             return model
         refuse_sparse(model, self.name)
-        notice_batch_norm(model)
+        notice_batch_norm(model, remedy="")
         make_alike(model)
         run.mean = run.kept[self.name].settled
         return model

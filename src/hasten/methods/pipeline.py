@@ -84,7 +84,7 @@ class Pipeline(Method):
         pieces = self.microbatches or 2 * run.stages
         self._refuse_what_cannot_be(pieces, run)
         if pieces > 1 or run.replica < run.ranks.world:
-            notice_batch_norm(model)
+            notice_batch_norm(model, remedy="")
         if self.place == "time" and run.shards == 1:  # else it was made alike before its layers were cut
             make_alike(model, run.device)
         count = run.stages * SCHEDULES[self.schedule][1]

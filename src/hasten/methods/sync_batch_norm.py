@@ -23,6 +23,7 @@ class SyncBatchNorm(Method):
         gain_when="a process has few samples of each batch, so that statistics of its own are poor; it costs a message a layer, there and back",
         speeds={"steps"},
         applies_to={"several processes"},
+        needs={"like weights"},
         order=Order.FIRST,
     )
 
