@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, create_handler
 
-from hasten.contract.errors import Failure, Notice, Refusal, one_line
+from hasten.contract.errors import Failure, Notice, Refusal
 from hasten.engine.budget import OUR_THREADS, free_memory, usable_cores
 from hasten.launch.elastic import CAME, ENDED, Agent, codes_of, how_lost, refuse_another_shape, say_farewell, waited_for_each_other
 from hasten.launch.endings import FOLDER, GOES_ON, PARENT, folder_of_a_job, left
@@ -70,9 +70,10 @@ def start(words: list[str], processes: int, nodes: tuple[int, int] = (1, 1), ren
             try:
                 result = _elastic(words, processes, nodes, rendezvous, restarts, address, hosts, folder, shape)
                 break
-            except LOST as error:
+            except LOST:
                 if restarts == 0:
-                    raise Failure(f"{rendezvous} does not answer any more: {one_line(error, 160)}") from None
+                    how = "its machine, where all meet, is gone, and no restart is left; start the same command on all again, with --resume"
+                    raise Failure(f"{rendezvous} does not answer any more: {how}") from None
             restarts, patience = restarts - 1, MEETING
             warnings.warn(
                 f"{rendezvous} does not answer any more; waiting for the same command there, to go on together", Notice, stacklevel=2
