@@ -42,6 +42,13 @@ def test_needs_against_breaks_either_way_round():
             refuse_conflicts(pair)
 
 
+@pytest.mark.parametrize("hook", ["forward", "backward"])
+def test_who_changes_a_pass_needs_one_whatever_its_card_says(hook):
+    changes, cuts = method("changes", {hook: lambda self, inner, run: inner}), method("cuts", breaks={"whole forward pass"})
+    with pytest.raises(Refusal, match="changes needs whole forward pass, which cuts takes away"):
+        refuse_conflicts([changes, cuts])
+
+
 def test_later_levels_wrap_earlier_ones_and_a_replacement_is_innermost():
     told = []
 

@@ -126,6 +126,25 @@ def test_the_gradients_of_a_job_are_held_against_each_other(tmp_path):
     assert proof.get("passed"), proof
 
 
+@pytest.mark.parametrize("name", ["pipeline", "pipeline:place=memory"])
+def test_a_model_that_no_rank_has_whole_is_proved_too(tmp_path, name):
+    of = study_of(tmp_path, "tower")
+    proof = of.proof(Recipe(), Recipe.read(name), hasten.Exactness.SAME_MATHS)
+    assert proof.get("passed"), proof
+    proof = of.proof(Recipe(), Recipe.read(f"{name} + {method('Faster')}"), hasten.Exactness.SAME_MATHS)
+    assert not proof["passed"] and "in float64 the weights differ by" in proof["why"]
+    proof = of.proof(Recipe(), Recipe.read(f"{name} + {method('Unlike')}"), hasten.Exactness.SAME_MATHS)
+    assert "Unlike needs whole forward pass, which pipeline takes away; choose one of them" in proof["failed"]
+
+
+def test_gradients_that_no_rank_has_whole_are_held_against_whole_ones(tmp_path):
+    of = study_of(tmp_path, "tower")
+    honest = of.proof(Recipe(), Recipe.read("pipeline"), hasten.Exactness.FEWER_BITS)
+    assert honest.get("passed"), honest
+    lying = of.proof(Recipe(), Recipe.read(f"pipeline + {method('Rounding')}"), hasten.Exactness.FEWER_BITS)
+    assert not lying["passed"] and "dB above its error against float64" in lying["why"]
+
+
 def test_a_search_goes_on_after_a_rank_that_hangs_and_one_that_raises(tmp_path):
     """The first by its proof, which comes first where a method is from outside; then by its pace, as if it were ours."""
     of, ladder = study_of(tmp_path, "slow"), Ladder()

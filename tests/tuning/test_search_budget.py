@@ -77,6 +77,19 @@ def test_a_member_that_gives_nothing_leaves_the_recipe():
     assert study.trials[-1]["verdict"] == "left out"
 
 
+def test_what_makes_other_steps_and_gains_by_its_pace_alone_stays():
+    """As DiLoCo does: as many samples, an end that is a little worse, and much faster."""
+    recipe = Recipe.read(f"{threads(2)} + {clipping(1)}")
+    study = Planted(faster={threads(2): 1.5, clipping(1): 3.0}, better={clipping(1): -0.01})
+    ladder = Ladder([Recipe(), recipe])
+    told = {share["method"]: share["speedup"] for share in leave_one_out(study, ladder)}
+    assert ladder.best == recipe
+    assert told["gradient_clipping"]["median"] == pytest.approx(3.0) and told["gradient_clipping"]["low"] is not None
+    study = Planted(faster={threads(2): 1.5}, better={clipping(1): -0.01})
+    leave_one_out(study, ladder)
+    assert str(ladder.best) == threads(2)
+
+
 # ── the competent run ────────────────────────────────────────────────────────────────────────────
 
 WORKERS = str(competent_recipes("cpu", cores())[-1].without("fused_optimizer"))

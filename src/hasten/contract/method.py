@@ -252,3 +252,9 @@ def hooks_of(method: Method | type[Method]) -> tuple[str, ...]:
     """The hooks that a method overrides."""
     cls = method if isinstance(method, type) else type(method)
     return tuple(hook for hook in HOOKS if getattr(cls, hook) is not getattr(Method, hook))
+
+
+def needs_of(method: Method) -> frozenset[str]:
+    """The traits that a method relies on: who changes what happens to a batch relies on its being done in one go, whatever the card says."""
+    changes_a_pass = {"forward", "backward"}.intersection(hooks_of(method))
+    return method.card.needs | ({"whole forward pass"} if changes_a_pass else frozenset())

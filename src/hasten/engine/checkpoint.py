@@ -137,7 +137,7 @@ def state_of(program: Program, in_parts: bool = False) -> dict:
         "kept": {name: thing.state_dict() for name, thing in run.kept.items()},
     }
     if not ranks.alone:
-        shared_out = pieces(shared_out, keep=ranks.leads or run.apart) if in_parts else _whole(shared_out, run)
+        shared_out = pieces(shared_out, keep=ranks.leads or run.apart) if in_parts else gathered(shared_out, run)
     return shared_out | {
         "schedule": program.schedule.state_dict() if program.schedule is not None else None,
         "clock": {name: getattr(run.clock, name) for name in PLACE},
@@ -170,12 +170,8 @@ def resting(run: Run) -> list[torch.Tensor]:
     return [own_part(tensor).detach() for tensor in held if not tensor.is_meta]
 
 
-def whole_model(model: torch.nn.Module, run: Run) -> dict:
-    """The state of a model, on the first rank; all have to ask at once."""
-    return model.state_dict() if run.ranks.alone else _whole(model.state_dict(), run)
-
-
-def _whole(state: dict, run: Run) -> dict:
+def gathered(state: dict, run: Run) -> dict:
+    """A model's state, or anything of its weights, whole on the first rank; another has what it holds of it. All have to ask at once."""
     if not run.apart:
         return whole(state, run.ranks.leads)
     told = packed(pieces(state)) if run.ranks.rank < run.replica else b""  # the first copy is enough

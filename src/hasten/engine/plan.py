@@ -18,7 +18,7 @@ import torch
 from hasten.contract import batch as batches
 from hasten.contract.data import Batches
 from hasten.contract.errors import Refusal
-from hasten.contract.method import Loop, Method, Run, hooks_of
+from hasten.contract.method import Loop, Method, Run, hooks_of, needs_of
 from hasten.contract.ranks import ALONE, Ranks
 from hasten.contract.task import Task, optimizer_and_schedule, takes_steps
 from hasten.contract.unmade import unmade
@@ -164,7 +164,7 @@ def refuse_conflicts(methods: list[Method]) -> None:
         if not go_on and (both := a.card.replaces & b.card.replaces):
             raise Refusal(f"{a.name} and {b.name} both replace {', '.join(sorted(both))}; choose one of them")
         for one, other in ((a, b), (b, a)):
-            if lost := one.card.needs & other.card.breaks:
+            if lost := needs_of(one) & other.card.breaks:
                 raise Refusal(f"{one.name} needs {', '.join(sorted(lost))}, which {other.name} takes away; choose one of them")
 
 

@@ -279,7 +279,7 @@ class Training:
         return self.source.epoch(number, start)
 
     def _finish(self) -> dict:
-        weights = checkpoint.whole_model(self.program.export(), self.run)
+        weights = checkpoint.gathered(self.program.export().state_dict(), self.run)
         self.saving.finish()
         if self.folder:
             write_whole(self.folder.path / "model.safetensors", lambda file: file.write(checkpoint.exported(weights)))

@@ -55,6 +55,9 @@ class Proof:
     why: str
 
 
+ELSEWHERE = Proof(False, math.nan, "the first rank judges, who has all weights")
+
+
 def prove(
     task: Task,
     base: Recipe,
@@ -82,7 +85,9 @@ def prove(
         with restored():
             if case.device != "cpu":
                 torch.use_deterministic_algorithms(True, warn_only=True)  # so that a run can repeat itself at all
-            return _PROOFS[exactness](case)
+            seen, judged = _PROOFS[exactness]
+            evidence = seen(case)
+            return judged(*evidence) if ranks.leads else ELSEWHERE
     except Exception as error:
         told = str(error) if isinstance(error, (Failure, Refusal)) else f"the proof could not be run: {one_line(error)}"
         if not ranks.alone:
@@ -90,8 +95,17 @@ def prove(
         return Proof(False, math.nan, told)
 
 
-def _bit_exact(case: Case) -> Proof:
-    a, b = both_arms(case)
+def _in_double(case: Case) -> tuple[Arm, Arm]:
+    return both_arms(case, Laboratory(double=True))
+
+
+def _gradients_and_movement(case: Case) -> tuple[list[dict], list[dict | None], int, Arm, Arm]:
+    noisy, share = first_gradients(case, case.candidate, Laboratory(double=False), TRIED_BATCHES)
+    clean, _ = first_gradients(case, case.base, Laboratory(double=True), len(noisy))
+    return clean, noisy, share, *both_arms(case, Laboratory(double=True), steps=5)
+
+
+def _bit_exact(a: Arm, b: Arm) -> Proof:
     if why := other_run(a, b):
         return Proof(False, math.nan, why)
     different = [name for name in a.weights if not torch.equal(a.weights[name], b.weights[name])]
@@ -102,8 +116,7 @@ def _bit_exact(case: Case) -> Proof:
     return Proof(True, 0, f"all {len(a.weights)} weights are the same to the bit after {a.steps} steps")
 
 
-def _same_maths(case: Case) -> Proof:
-    a, b = both_arms(case, Laboratory(double=True))
+def _same_maths(a: Arm, b: Arm) -> Proof:
     if why := other_run(a, b):
         return Proof(False, math.nan, why)
     number = _relative_difference(a.weights, b.weights)
@@ -111,15 +124,12 @@ def _same_maths(case: Case) -> Proof:
     return Proof(number < SAME, number, f"in float64 the weights differ by {number:.1e} after {a.steps} steps, {verdict} {SAME:.0e}")
 
 
-def _fewer_bits(case: Case) -> Proof:
-    noisy, share = first_gradients(case, case.candidate, Laboratory(double=False), TRIED_BATCHES)
-    clean, _ = first_gradients(case, case.base, Laboratory(double=True), len(noisy))
+def _fewer_bits(clean: list[dict], noisy: list[dict | None], share: int, a: Arm, b: Arm) -> Proof:
     name, worst = _worst_gradient(clean, noisy)
     if not worst >= CLEAN_GRADIENT:
         return Proof(
             False, worst, f"the gradient of {name} stands only {worst:.1f} dB above its error against float64, not {CLEAN_GRADIENT:.0f}"
         )
-    a, b = both_arms(case, Laboratory(double=True), steps=5)
     if why := other_run(a, b):
         return Proof(False, math.nan, why)
     movement = _decibels(_moved(a), _moved(a).sub(_moved(b)))
@@ -130,8 +140,7 @@ def _fewer_bits(case: Case) -> Proof:
     return Proof(True, worst, f"every gradient stands at least {worst:.1f} dB above its error against float64, over {share} batches")
 
 
-def _other_maths(case: Case) -> Proof:
-    a, b = both_arms(case, Laboratory(double=True))
+def _other_maths(a: Arm, b: Arm) -> Proof:
     if why := other_validation(a, b):
         return Proof(False, math.nan, why)
     same_names = a.weights.keys() == b.weights.keys()
@@ -143,11 +152,11 @@ def _other_maths(case: Case) -> Proof:
     return Proof(False, number, f"it has no effect: in float64 the weights differ by {number:.1e} after {b.steps} steps")
 
 
-_PROOFS: dict[Exactness, Callable[[Case], Proof]] = {
-    Exactness.BIT_EXACT: _bit_exact,
-    Exactness.SAME_MATHS: _same_maths,
-    Exactness.FEWER_BITS: _fewer_bits,
-    Exactness.OTHER_MATHS: _other_maths,
+_PROOFS: dict[Exactness, tuple[Callable[[Case], tuple], Callable[..., Proof]]] = {  # what all ranks do, and what the first makes of it
+    Exactness.BIT_EXACT: (both_arms, _bit_exact),
+    Exactness.SAME_MATHS: (_in_double, _same_maths),
+    Exactness.FEWER_BITS: (_gradients_and_movement, _fewer_bits),
+    Exactness.OTHER_MATHS: (_in_double, _other_maths),
 }
 
 

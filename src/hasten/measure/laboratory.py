@@ -21,7 +21,8 @@ from hasten.contract.errors import Failure
 from hasten.contract.method import Loop, Method
 from hasten.contract.ranks import ALONE, Ranks
 from hasten.contract.recipe import Recipe
-from hasten.contract.sharded import own_part, whole
+from hasten.contract.sharded import own_part
+from hasten.engine.checkpoint import gathered
 from hasten.engine.find import make_methods
 from hasten.engine.loop import steps as training_steps
 from hasten.engine.plan import Program, build
@@ -126,7 +127,14 @@ def _run(case: Case, recipe: Recipe, extra: tuple[Method, ...], steps: int) -> A
 
 
 def _weights(program: Program) -> dict[str, torch.Tensor]:
-    return {name: value.detach().to("cpu", copy=True) for name, value in whole(program.export().state_dict()).items()}
+    """What would be exported, on the first rank, whose answer counts. Another has what it holds of it."""
+    return _copied(gathered(program.export().state_dict(), program.run))
+
+
+def _copied(held: dict[str, torch.Tensor | None], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """On the CPU, what there is of it: ddp writes the next gradients where the last ones are."""
+    there = {name: value.detach() for name, value in held.items() if value is not None and not value.is_meta}
+    return {name: value.to("cpu", dtype or value.dtype, copy=True) for name, value in there.items()}
 
 
 def _digest(program: Program) -> list[tuple[int, str]] | None:
@@ -188,18 +196,18 @@ def first_gradients(case: Case, recipe: Recipe, laboratory: Method, batches: int
     program = case.program(recipe, laboratory)
     model, found, good = program.run.model, [], 0
     start = {name: value.clone() for name, value in model.state_dict().items()}
+    own = {name: weight for name, weight in model.named_parameters() if not weight.is_meta}
     deadline = time.monotonic() + case.seconds / 4
     passes = chain.from_iterable(program.train.epoch(number, 0) for number in range(batches))
     with program.process():
         for batch in islice(passes, batches):
             program.micro(program.move(batch))
             program.gradients()
-            copied = {"device": "cpu", "dtype": torch.float64, "copy": True}  # ddp writes the next gradients where these are
-            gradients = {_plain(name): p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
-            gradients = {name: gradient.to(**copied) for name, gradient in whole(gradients).items()}
-            finite = all(gradient.isfinite().all() for gradient in gradients.values())
+            made = {name: weight.grad for name, weight in own.items() if weight.grad is not None}
+            finite = not case.ranks.agree(any(not own_part(gradient).isfinite().all() for gradient in made.values()))
+            gradients = _copied(gathered({_plain(name): gradient for name, gradient in made.items()}, program.run), torch.float64)
             program.update()
-            used = any(not torch.equal(own_part(value), own_part(start[name])) for name, value in model.named_parameters())
+            used = case.ranks.agree(any(not torch.equal(own_part(weight), own_part(start[name])) for name, weight in own.items()))
             program.clear()
             model.load_state_dict(start)
             found.append(gradients if finite or used else None)

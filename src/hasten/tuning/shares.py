@@ -17,7 +17,7 @@ def leave_one_out(study: Study, ladder: Ladder) -> list[dict]:
     shares: list[dict] = []
     while len(ladder.best.methods) > 1 and (measured := shares_of(study, ladder.best)):
         shares = measured
-        idle = [share for share in shares if _gives_nothing(study, ladder.best, share)]
+        idle = [share for share in shares if _gives_nothing(share)]
         if not idle:
             break
         worst = min(idle, key=lambda share: share["speedup"]["median"])
@@ -27,13 +27,9 @@ def leave_one_out(study: Study, ladder: Ladder) -> list[dict]:
     return [share for share in shares if share["method"] in ladder.best.methods]
 
 
-def _gives_nothing(study: Study, recipe: Recipe, share: dict) -> bool:
-    """Whether a member may leave. One run by the stopwatch tells nothing: of two, the samples and the end have to agree."""
-    if share["speedup"]["low"] is not None:
-        return share["speedup"]["median"] < NOTHING
-    whole, part = (study.run(each, study.seed) for each in (recipe, recipe.without(share["method"])))
-    worse = part["metric"] < whole["metric"] if study.higher_is_better else part["metric"] > whole["metric"]
-    return part["samples_to_target"] <= whole["samples_to_target"] and not worse
+def _gives_nothing(share: dict) -> bool:
+    """Whether a member may leave: by its pace. One run by the stopwatch tells nothing, and is only taken of what trains better."""
+    return share["speedup"]["low"] is not None and share["speedup"]["median"] < NOTHING
 
 
 def shares_of(study: Study, recipe: Recipe) -> list[dict]:
@@ -53,10 +49,17 @@ def _share(study: Study, recipe: Recipe, name: str) -> dict | None:
         times = [run.get("seconds_to_target") for run in (part, whole)]
         if None in times:
             return None
-        return {"method": name, "speedup": {"median": times[0] / times[1], "low": None, "high": None}}
+        if _trains_better(study, whole, part):
+            return {"method": name, "speedup": {"median": times[0] / times[1], "low": None, "high": None}}
     outcome = study.pace(without, recipe)
     if "failed" in outcome:
         return None
     samples = study.run(recipe, study.seed).get("samples_to_target")
     scale = gain_of_a_run(outcome, samples) / outcome["ratio"]["median"] if samples else 1.0
     return {"method": name, "speedup": {key: value * scale for key, value in outcome["ratio"].items()}}
+
+
+def _trains_better(study: Study, whole: dict, part: dict) -> bool:
+    """Whether the whole recipe is there after fewer samples or ends better; else all it can be is faster, as with DiLoCo."""
+    better = whole["metric"] > part["metric"] if study.higher_is_better else whole["metric"] < part["metric"]
+    return better or whole["samples_to_target"] < part["samples_to_target"]
