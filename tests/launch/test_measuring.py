@@ -21,9 +21,10 @@ from hasten.tuning import study, tune
 from hasten.tuning.confirm import Confirmed
 from hasten.tuning.gate import Gate
 from hasten.tuning.ledger import Ledger
-from hasten.tuning.result import Found
+from hasten.tuning.result import Found, _why_alone
 from hasten.tuning.search import Ladder, candidate, systems
 from hasten.tuning.study import Budget, Study
+from hasten.tuning.tune import _one_process
 
 HERE = Path(__file__).parent
 TASK = f"{HERE / 'rank_tasks.py'}:samples"
@@ -187,6 +188,17 @@ def test_a_recipe_for_the_job_that_is_faster_still_has_won():
     assert found.won and not found.better_alone
     found = Found(one_process=Ratio(1.6, 1.5, 1.7), confirmed=confirmed(Ratio(1.3, 1.2, 1.4)))
     assert found.won and found.better_alone
+
+
+def test_the_winner_is_held_against_what_one_process_can_take_of_it(tmp_path):
+    """Small steps, which talking makes many times as long."""
+    of, winner = study_of(tmp_path), confirmed(Ratio(1.8, 1.7, 1.9))
+    winner.recipe = Recipe.read("ddp:static_graph=true + gradient_clipping")
+    found = Found(confirmed=winner, pace_seconds=2.0, one_process=Ratio(1.6, 1.5, 1.7))
+    found.winner_alone = _one_process(of, found, winner.recipe, samples=1000)
+    assert of.trials[-1]["what"] == "gradient_clipping, one process"
+    assert found.won and found.better_alone
+    assert _why_alone(of, found).startswith(f"one process with gradient_clipping is {found.winner_alone} as fast as 2 with the best recipe")
 
 
 def confirmed(speedup: Ratio) -> Confirmed:

@@ -40,6 +40,7 @@ SHAPES = {
         "speedup": INTERVAL,
         "speedup_over_competent": INTERVAL,
         "one_process": INTERVAL,
+        "winner_in_one_process": INTERVAL,
         "time_to_target": AMOUNTS,
         "samples_to_target": {str: [AMOUNT]},
         "stopwatch_to_target": {str: [AMOUNT]},

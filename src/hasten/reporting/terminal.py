@@ -212,16 +212,14 @@ def _sureness(result: dict) -> list[tuple[str, str]]:
 
 
 def _one_process(result: dict) -> list[tuple[str, str]]:
-    """What the original would be without the job."""
-    ratio = result["one_process"]
-    if ratio["median"] is None:
-        return []
-    return [
-        (
-            "one process",
-            f"with all cores, or OMP_NUM_THREADS, is {words.with_interval(ratio)} as fast as {words.plain(result['processes'])} as they are",
-        )
-    ]
+    """What one process would be, as the original is and with what was found."""
+    rows = []
+    if (ratio := result["one_process"])["median"] is not None:
+        job = f"{words.plain(result['processes'])} as they are"
+        rows.append(("one process", f"with all cores, or OMP_NUM_THREADS, is {words.with_interval(ratio)} as fast as {job}"))
+    if (ratio := result["winner_in_one_process"])["median"] is not None:
+        rows.append(("", f"with what it can take of the best recipe, {words.with_interval(ratio)} as fast as that recipe by the job"))
+    return rows
 
 
 def _shares(shares: list[dict]) -> list[RenderableType]:

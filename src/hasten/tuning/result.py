@@ -14,7 +14,7 @@ from hasten.engine.folder import write_whole
 from hasten.measure.ratio import Ratio
 from hasten.tuning.candidates import Candidates
 from hasten.tuning.confirm import SURELY_FASTER, Confirmed
-from hasten.tuning.search import Baseline, Ladder
+from hasten.tuning.search import Baseline, Ladder, alone
 from hasten.tuning.study import Study
 
 
@@ -26,6 +26,7 @@ class Found:
     candidates: Candidates = field(default_factory=Candidates)
     baseline: Baseline | None = None
     one_process: Ratio | None = None  # how many times as fast the task's own training is in one process as in the job
+    winner_alone: Ratio | None = None  # how many times as fast as the winner what one process can take of its recipe is there
     pace_seconds: float = 0.0  # for a comparison of the confirmation
     competent: Recipe = field(default_factory=Recipe)
     ladder: Ladder = field(default_factory=Ladder)
@@ -40,9 +41,10 @@ class Found:
 
     @property
     def better_alone(self) -> bool:
-        """Whether one process is surely faster than the job, whatever was found for that."""
+        """Whether one process is surely faster than the job, whatever was found for that: as the task is, or with the same recipe."""
         best = self.confirmed.speedup.high if self.won else SURELY_FASTER
-        return self.one_process is not None and self.one_process.low > max(SURELY_FASTER, best)
+        as_it_is = self.one_process is not None and self.one_process.low > max(SURELY_FASTER, best)
+        return as_it_is or (self.winner_alone is not None and self.winner_alone.low > SURELY_FASTER)
 
 
 def result_of(study: Study, found: Found, *, metric: str, offered: Recipe) -> dict:
@@ -59,6 +61,7 @@ def result_of(study: Study, found: Found, *, metric: str, offered: Recipe) -> di
         "verdict": "faster" if won else "one process is faster" if found.better_alone else "leave it",
         "why": _why_alone(study, found) or _why(confirmed, won, stopped=any(trial["verdict"] == "stopped" for trial in study.trials)),
         "one_process": found.one_process and found.one_process.to_json(),
+        "winner_in_one_process": found.winner_alone and found.winner_alone.to_json(),
         "recipe": recipe.methods,
         "metric": {"name": metric, "higher_is_better": study.higher_is_better, "target": study.target},
         "speedup": confirmed.speedup.to_json() if won else None,
@@ -118,6 +121,12 @@ def _why_alone(study: Study, found: Found) -> str | None:
     """What is to be said where one process is surely faster."""
     if not found.better_alone:
         return None
+    if found.winner_alone is not None and found.winner_alone.low > SURELY_FASTER:
+        there = alone(found.confirmed.recipe)
+        return (
+            f"one process with {there} is {found.winner_alone} as fast as {study.processes} with the best recipe found for them, "
+            f"{found.confirmed.recipe}; leave --processes out"
+        )
     best = f", and the best recipe found for these {found.confirmed.speedup}" if found.won else ""
     return f"one process with all cores, or OMP_NUM_THREADS, is {found.one_process} as fast as {study.processes} as they are{best}; leave --processes out"
 

@@ -32,7 +32,7 @@ from hasten.tuning.confirm import SEED_STEP, against_competent, confirm
 from hasten.tuning.gate import FEWEST_SEEDS, stated_margin
 from hasten.tuning.ledger import Ledger
 from hasten.tuning.result import Found, result_of, surroundings, write
-from hasten.tuning.search import NOTHING_TO_DO, Baseline, gain_of_a_run, systems, training
+from hasten.tuning.search import NOTHING_TO_DO, Baseline, alone, gain_of_a_run, systems, training
 from hasten.tuning.shares import leave_one_out, shares_of
 from hasten.tuning.study import ANATOMY_SECONDS, Budget, OutOfBudget, Study
 
@@ -163,7 +163,7 @@ def _examine(study: Study, found: Found, wanted: Wanted, margin: float | None) -
     study.budget.reserved = min(study.budget.total / 2, RESERVED_RUNS * textbook + 2 * found.pace_seconds)
     if study.processes > 1:
         with study.budget.part(ONE_PROCESS_PART):
-            found.one_process = _one_process(study, found)
+            found.one_process = _one_process(study, found, Recipe(), found.baseline.samples_to_target())
 
 
 def _search(study: Study, found: Found) -> None:
@@ -205,14 +205,18 @@ def _reserve_for_what_was_found(study: Study, found: Found) -> None:
 
 
 def _confirm(study: Study, found: Found) -> None:
-    """The proof; then, of a winner, what it is against the competent run, its anatomy, and what its members give."""
+    """The proof; then, of a winner, what it is against one process and the competent run, its anatomy, and what its members give."""
     budget = study.budget
+    comparisons = bool(found.competent) + (study.processes > 1)
     budget.reserved = 0.0
-    budget.reserved = min(max(0.0, budget.left()) / 2, ANATOMY_SECONDS + (found.pace_seconds if found.competent else 0.0))
+    budget.reserved = min(max(0.0, budget.left()) / 2, ANATOMY_SECONDS + comparisons * found.pace_seconds)
     confirmed = found.confirmed = confirm(study, found.ladder, found.baseline, found.pace_seconds)
     budget.reserved = 0.0
     if not found.won:
         return
+    if study.processes > 1 and alone(confirmed.recipe):
+        with budget.part(1.0):
+            found.winner_alone = _one_process(study, found, confirmed.recipe, fmean(tuned for _, tuned, *_ in confirmed.samples))
     with budget.part(1.0):
         against_competent(study, confirmed, found.competent, found.pace_seconds)
         found.anatomy["tuned"] = study.anatomy(confirmed.recipe)
@@ -248,15 +252,16 @@ def _baseline(study: Study, margin: float | None) -> Baseline:
     return baseline
 
 
-def _one_process(study: Study, found: Found) -> Ratio | None:
-    """How many times as fast the task's own training is in one process with all cores as in the job: nobody should pay for several in vain."""
-    outcome = study.pace(Recipe(), Recipe(), seconds=found.pace_seconds, alone=True)
+def _one_process(study: Study, found: Found, recipe: Recipe, samples: float) -> Ratio | None:
+    """How many times as fast one process with all cores is as the job, so many samples long: nobody should pay for several in vain."""
+    outcome = study.pace(recipe, alone(recipe), seconds=found.pace_seconds, alone=True)
+    what = f"{alone(recipe)}, {ONE_PROCESS}" if recipe else ONE_PROCESS
     if why := outcome.get("failed"):
-        study.note(ONE_PROCESS, "baseline", "failed", why, seconds=outcome["trial_seconds"])
+        study.note(what, "baseline", "failed", why, seconds=outcome["trial_seconds"])
         return None
     ratio = outcome["ratio"]
-    scale = gain_of_a_run(outcome, found.baseline.samples_to_target()) / ratio["median"]
-    study.note(ONE_PROCESS, "baseline", outcome["verdict"], outcome["why"], ratio=ratio, seconds=outcome["trial_seconds"])
+    scale = gain_of_a_run(outcome, samples) / ratio["median"]
+    study.note(what, "baseline", outcome["verdict"], outcome["why"], ratio=ratio, seconds=outcome["trial_seconds"])
     return Ratio(*(scale * ratio[key] for key in ("median", "low", "high")))
 
 
