@@ -9,7 +9,7 @@ import torch
 import hasten
 from hasten import Failure, Refusal, Task
 from hasten.contract.recipe import Recipe
-from hasten.measure.compare import Side, _block, _refuse_unfair_blocks, block_steps
+from hasten.measure.compare import _block, block_steps, refuse_unfair_blocks
 
 
 class Sleepy(torch.utils.data.Dataset):
@@ -172,16 +172,18 @@ def test_a_block_holds_whole_repetitions(step, rhythm, steps):
 
 
 def test_repetitions_that_no_budget_holds_are_told():
-    side = Side(Recipe.parse("diloco:period=500"), {"step": 0.1, "rhythm": 500, "prelude": 0})
-    _refuse_unfair_blocks(side, 500, longest=200.0)
-    with pytest.raises(Failure, match="repeats itself every 500 steps, so that 3 fair blocks take 150 s, and the budget allows 40"):
-        _refuse_unfair_blocks(side, 500, longest=40.0)
+    recipe, plan = Recipe.parse("diloco:period=500"), {"step": 0.1, "rhythm": 500, "prelude": 0}
+    refuse_unfair_blocks(recipe, plan, 500, longest=200.0)
+    with pytest.raises(
+        Failure, match="repeats itself every 500 steps, so that 3 fair blocks take 150 s, and the budget allows 40; give a larger one"
+    ):
+        refuse_unfair_blocks(recipe, plan, 500, longest=40.0)
 
 
 def test_a_run_that_begins_with_other_steps_is_not_shown_by_blocks():
-    side = Side(Recipe.parse("local_sgd:start=500"), {"step": 0.1, "rhythm": 8, "prelude": 500})
+    recipe, plan = Recipe.parse("local_sgd:start=500"), {"step": 0.1, "rhythm": 8, "prelude": 500}
     with pytest.raises(Failure, match="the first 500 steps of local_sgd:start=500 are other ones"):
-        _refuse_unfair_blocks(side, 8, longest=1e9)
+        refuse_unfair_blocks(recipe, plan, 8, longest=1e9)
 
 
 def test_a_method_with_nothing_to_act_on_is_no_arm():

@@ -97,6 +97,12 @@ def test_silent_harm_is_refused_with_a_reason_whatever_it_claims(task, tmp_path,
     assert all(not fate["accepted"] and fate["why"] for fate in told["offered"]), told["offered"]
 
 
+def test_what_could_be_tried_and_never_confirmed_is_refused_at_once(task, tmp_path):
+    with pytest.raises(Refusal, match=r"^the steps before local_sgd:start=20 are other ones"):
+        hasten.tune(task, processes=2, consider=["local_sgd:start=20"], out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def search(task, out):
     workers._the_nursery = None  # the one that there is belongs to the process that this one was forked from
     return hasten.tune(task, budget=BUDGET, consider=["tf32"], out=out)

@@ -13,7 +13,7 @@ from hasten.diagnosis.headroom import Headroom, take_away
 from hasten.diagnosis.replacements import BATCH_SIZE, NoUpdate, ReplayedBatch, outside_name
 from hasten.diagnosis.timeline import Timeline
 from hasten.engine.tasks import TaskRef
-from hasten.measure.compare import block_steps
+from hasten.measure.compare import RHYTHM_BUDGETS, block_steps, refuse_unfair_blocks
 from hasten.measure.job import Job, started
 from hasten.measure.noise import Noise
 from hasten.measure.ratio import spread
@@ -21,6 +21,7 @@ from hasten.measure.workers import Worker
 
 TIMELINE_SHARE = 0.4  # of the budget; the rest is for taking phases away
 LEAST_PAIRS, MOST_PAIRS = 3, 8  # of blocks with and without the phases being timed
+FAIR_SECONDS = 60.0  # that blocks of processes which talk seldom may take, however small the budget
 WATCHED_STEPS = 3
 LEAST_FAULTS = 100  # page faults a step; fewer are the machine's background
 
@@ -96,6 +97,7 @@ def examine(
         plan = probe.call("build")
         plan["build_seconds"] = time.monotonic() - began
         noise, count = Noise(), block_steps(plan)
+        refuse_unfair_blocks(recipe, plan, count, max(FAIR_SECONDS, RHYTHM_BUDGETS * budget), 2 * LEAST_PAIRS)
         watch("timing the phases of the step", 0.1, budget)
         timed, plain = _blocks(probe, count, budget * TIMELINE_SHARE if ceilings else budget)
         evaluation = None if plan["evaluation"] is None else min(plan["evaluation"], probe.call("evaluate"))

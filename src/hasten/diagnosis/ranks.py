@@ -36,18 +36,17 @@ from hasten.diagnosis.timeline import Timeline
 from hasten.engine.budget import threads_alone
 from hasten.engine.devices import pick_device
 from hasten.engine.failures import explained
-from hasten.engine.find import make_methods, method_class, method_names
+from hasten.engine.find import TOGETHER, alone, make_methods, method_class, method_names
 from hasten.engine.plan import Program, in_order, refuse_conflicts
 from hasten.engine.ranks import joined, refuse_strangers
 from hasten.engine.tasks import TaskRef
 from hasten.engine.train import USUAL_STRATEGY, device_of, identity_of
 from hasten.launch.network import seconds_of, to_the_next, wire
 from hasten.measure.arm import Arm
-from hasten.measure.compare import block_steps
+from hasten.measure.compare import RHYTHM_BUDGETS, block_steps, refuse_unfair_blocks
 from hasten.measure.noise import Noise
 from hasten.measure.ratio import ERROR, Ratio, ratio_of, spread
 
-FACT = "several processes"  # that the methods need which change how ranks talk
 EXCHANGE, MEETING, INPUT = "exchange", "meeting", "input"
 KINDS = {"whole": (), "own": (EXCHANGE, MEETING), "silent": (EXCHANGE,), "replayed": (INPUT,)}  # of blocks, and what is switched in each
 CEILINGS = {EXCHANGE: "silent", INPUT: "replayed"}
@@ -106,8 +105,10 @@ def _diagnosed(probe: RankProbe, ranks: Ranks, budget: float, watch: Watch) -> d
     began, noise = time.monotonic(), Noise()
     watch("building the run", 0.0, None)
     plan = probe.build()
+    plan |= {"step": ranks.most([plan["step"]])[0]}
+    count = block_steps(plan)
+    refuse_unfair_blocks(probe.plain, plan, count, RHYTHM_BUDGETS * budget, LEAST_ROUNDS * len(probe.kinds))
     single, why_not = _single(probe, ranks)
-    count = block_steps(plan | {"step": ranks.most([plan["step"]])[0]})
     blocks, exchanges = _rounds(probe, single, count, ranks, began + budget, watch)
     told = [json.loads(each) for each in ranks.every(json.dumps(blocks).encode())]
     links = to_the_next(LINK_BYTES, ranks, wire(ranks))
@@ -285,11 +286,10 @@ def _single(probe: RankProbe, ranks: Ranks) -> tuple[Arm | None, dict[str, str]]
     single, why = None, ""
     if ranks.leads:
         needed = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * ranks.world
-        methods = {name: settings for name, settings in probe.plain.methods.items() if FACT not in method_class(name).card.applies_to}
         try:
             if probe.program.run.free_memory() < needed:
                 raise Failure("there may be too little memory to try one process")
-            single = Arm(probe.task, methods, probe.device, probe.seed, ALONE)
+            single = Arm(probe.task, alone(probe.plain).methods, probe.device, probe.seed, ALONE)
             with _threads_of_one():
                 single.build()
         except Exception as error:  # whatever a second copy of the task meets: the diagnosis is of the job
@@ -321,7 +321,7 @@ def _of_the_slowest(told: list[dict], kind: str, what: str) -> list[float]:
 
 def _talks_less(card: Card) -> bool:
     """Whether a method changes how gradients travel, rather than what a process keeps."""
-    return FACT in card.applies_to and "backward" in card.speeds and "whole weights" not in card.breaks
+    return TOGETHER in card.applies_to and "backward" in card.speeds and "whole weights" not in card.breaks
 
 
 def _advice(

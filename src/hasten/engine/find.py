@@ -27,6 +27,7 @@ from hasten.contract.method import HOOKS, Method, check_settings
 from hasten.contract.recipe import Recipe
 
 ENTRY_POINTS = "hasten.methods"
+TOGETHER = "several processes"  # the fact that methods rely on which change what these are to each other
 DATA = {bool, int, float, str, type(None)}  # what a setting may be
 
 
@@ -82,6 +83,11 @@ def make_method(name: str, settings: dict | None = None) -> Method:
 
 def make_methods(recipe: Recipe) -> list[Method]:
     return [make_method(name, settings) for name, settings in recipe.methods.items()]
+
+
+def alone(recipe: Recipe) -> Recipe:
+    """What one process can take of a recipe for several."""
+    return recipe.without(*(name for name in recipe.methods if TOGETHER in method_class(name).card.applies_to))
 
 
 def settings_of(cls: type[Method]) -> dict[str, object]:

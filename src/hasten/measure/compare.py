@@ -182,7 +182,7 @@ def take_turns(
             arm.freeze()
         lengths = [block_steps(side.plan) for side in sides]
         for side, length in zip(sides, lengths, strict=True):
-            _refuse_unfair_blocks(side, length, longest or RHYTHM_BUDGETS * budget)
+            refuse_unfair_blocks(side.recipe, side.plan, length, longest or RHYTHM_BUDGETS * budget)
         ready = time.monotonic()
         while True:
             while _evaluation_is_due(sides, budget):
@@ -225,19 +225,19 @@ def _block(arm: Worker | Job, steps: int, patience: float) -> dict:
     )
 
 
-def _refuse_unfair_blocks(side: Side, steps: int, longest: float) -> None:
+def refuse_unfair_blocks(recipe: Recipe, plan: dict, steps: int, longest: float, fewest: int = FEWEST_PAIRS) -> None:
     """Blocks show a run where each holds all that its steps do; processes that talk seldom do so in one step of many.
 
     Raises:
-        Failure: fair blocks take too long, or the run begins with steps of another kind.
+        Failure: so many fair blocks take too long, or the run begins with steps of another kind.
     """
-    plan, seconds = side.plan, FEWEST_PAIRS * steps * side.plan["step"]
+    seconds = fewest * steps * plan["step"]
     if plan["prelude"]:
-        first = f"the first {plan['prelude']} steps of {side.recipe} are other ones, and blocks of steps cannot show a whole run"
-        raise Failure(f"{first}; compare it without start")
+        first = f"the first {plan['prelude']} steps of {recipe} are other ones, and blocks of steps cannot show a whole run"
+        raise Failure(f"{first}; leave start out")
     if plan["rhythm"] > 1 and seconds > longest:
-        every = f"{side.recipe} repeats itself every {plan['rhythm']} steps"
-        raise Failure(f"{every}, so that {FEWEST_PAIRS} fair blocks take {seconds:.0f} s, and the budget allows {longest:.0f}")
+        every = f"{recipe} repeats itself every {plan['rhythm']} steps"
+        raise Failure(f"{every}, so that {fewest} fair blocks take {seconds:.0f} s, and the budget allows {longest:.0f}; give a larger one")
 
 
 def block_steps(plan: dict) -> int:

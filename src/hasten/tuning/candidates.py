@@ -9,8 +9,9 @@ from hashlib import sha256
 from pathlib import Path
 
 from hasten.contract.card import Exactness
+from hasten.contract.errors import Refusal
 from hasten.contract.recipe import Recipe
-from hasten.engine.find import make_methods, method_class
+from hasten.engine.find import TOGETHER, make_methods, method_class
 from hasten.tuning.search import EXACT, Candidate, candidate
 
 NEVER_SOONER = {
@@ -50,11 +51,12 @@ class Wanted:
         """Checks every name and setting before anything is measured.
 
         Raises:
-            Refusal: an unknown method, a wrong setting.
+            Refusal: an unknown method, a wrong setting, one that could be tried and never be confirmed.
         """
         only, offered = Recipe.parse(consider) if consider else None, Recipe.parse(extra)
         for recipe in (only or Recipe(), offered):
             make_methods(recipe)
+            _refuse_other_steps_at_first(recipe)
         return Wanted(only, offered)
 
     def codes(self) -> dict[str, str]:
@@ -62,6 +64,15 @@ class Wanted:
         outside = [name for recipe in (self.only or Recipe(), self.offered) for name in recipe.methods if ":" in name]
         files = {name: Path(inspect.getsourcefile(method_class(name))) for name in outside}
         return {name: sha256(file.read_bytes()).hexdigest()[:16] for name, file in files.items()}
+
+
+def _refuse_other_steps_at_first(recipe: Recipe) -> None:
+    for name, settings in recipe.methods.items():
+        if settings.get("start") and TOGETHER in method_class(name).card.applies_to:
+            raise Refusal(
+                f"the steps before {name}:start={settings['start']} are other ones, and a search compares blocks of steps; leave start out, "
+                "or train whole runs with it and compare these"
+            )
 
 
 def candidates_for(story: dict, wanted: Wanted) -> Candidates:

@@ -10,11 +10,12 @@ import psutil
 
 from hasten.contract.recipe import Recipe
 from hasten.engine.environment import environment
+from hasten.engine.find import alone
 from hasten.engine.folder import write_whole
 from hasten.measure.ratio import Ratio
 from hasten.tuning.candidates import Candidates
 from hasten.tuning.confirm import SURELY_FASTER, Confirmed
-from hasten.tuning.search import Baseline, Ladder, alone
+from hasten.tuning.search import Baseline, Ladder
 from hasten.tuning.study import Study
 
 

@@ -165,11 +165,6 @@ def gain_of_a_run(outcome: dict, samples: float) -> float:
     return a / (start["b"] + samples / 1000 * pace["a"] / outcome["ratio"]["median"])
 
 
-def alone(recipe: Recipe) -> Recipe:
-    """What one process can take of a recipe for several."""
-    return recipe.without(*(name for name in recipe.methods if "several processes" in method_class(name).card.applies_to))
-
-
 def in_place(base: Recipe, name: str, settings: dict) -> Recipe | str:
     """The recipe with a method more, in the place of one that it cannot go with; or why there is no such recipe."""
     whole = base.with_method(name, **settings)

@@ -21,6 +21,7 @@ from hasten.contract.watch import Watch, silent
 from hasten.diagnosis.diagnose import diagnose
 from hasten.engine.devices import pick_device
 from hasten.engine.environment import cores, own_code
+from hasten.engine.find import alone
 from hasten.engine.metrics import higher_is_better, name_of
 from hasten.engine.tasks import TaskRef
 from hasten.measure.arm import estimate
@@ -32,7 +33,7 @@ from hasten.tuning.confirm import SEED_STEP, against_competent, confirm
 from hasten.tuning.gate import FEWEST_SEEDS, stated_margin
 from hasten.tuning.ledger import Ledger
 from hasten.tuning.result import Found, result_of, surroundings, write
-from hasten.tuning.search import NOTHING_TO_DO, Baseline, alone, gain_of_a_run, systems, training
+from hasten.tuning.search import NOTHING_TO_DO, Baseline, gain_of_a_run, systems, training
 from hasten.tuning.shares import leave_one_out, shares_of
 from hasten.tuning.study import ANATOMY_SECONDS, Budget, OutOfBudget, Study
 
