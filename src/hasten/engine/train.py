@@ -114,6 +114,12 @@ def _train(task, recipe, out, resume, device, seed, skip_bad, watch, checkpoint_
     if not ranks.alone:
         recipe, result, out = of_the_first(ranks, recipe, result, out)
     if result:
+        if ranks.leads:
+            warnings.warn(
+                f"the run in {out} had come to its end, with {result['recipe']}: this is its result, and nothing was trained",
+                Notice,
+                stacklevel=2,
+            )
         return result
     if folder and resume and not folder.begun:
         warnings.warn(f"there is no run in {out} to go on with; it starts anew", Notice, stacklevel=2)
