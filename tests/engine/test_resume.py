@@ -75,10 +75,12 @@ def test_an_edited_task_is_noticed(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("from engine_tasks import map_style as task\n")
     hasten.train(f"{file}:task", out=tmp_path / "r", device="cpu")
+    (tmp_path / "r" / "result.json").unlink()  # as if it had been stopped just before its end
     with warnings.catch_warnings():
-        warnings.simplefilter("error", Notice)
+        warnings.filterwarnings("error", ".*has been edited")
         hasten.train(f"{file}:task", out=tmp_path / "r", resume=True, device="cpu")
     file.write_text("# the learning rate is another\nfrom engine_tasks import map_style as task\n")
+    (tmp_path / "r" / "result.json").unlink()
     with pytest.warns(Notice, match=r"mine.py:task has been edited"):
         hasten.train(f"{file}:task", out=tmp_path / "r", resume=True, device="cpu")
 

@@ -106,30 +106,23 @@ def _train(task, recipe, out, resume, device, seed, skip_bad, watch, checkpoint_
         refuse_strangers(ranks, identity_of(task, seed, code, recipe))
     folder = by_the_first(ranks, lambda: None if out is None else RunFolder(out, identity, recipe, resume, without_strategy))
     recipe = folder.recipe if folder else recipe or Recipe()
-    if folder and folder.environment.get("code", code) != code:
-        warnings.warn(
-            f"{ref} has been edited since the run in {out} began; what is trained from here on is the new one", Notice, stacklevel=2
-        )
     result = folder.finished() if folder else None
     if not ranks.alone:
         recipe, result, out = of_the_first(ranks, recipe, result, out)
     if result:
-        if ranks.leads:
-            warnings.warn(
-                f"the run in {out} had come to its end, with {result['recipe']}: this is its result, and nothing was trained",
-                Notice,
-                stacklevel=2,
-            )
+        _notice(ranks, f"the run in {out} had come to its end, with {result['recipe']}: this is its result, and nothing was trained")
         return result
+    if folder and folder.environment.get("code", code) != code:
+        _notice(ranks, f"{ref} has been edited since the run in {out} began; what is trained from here on is the new one")
     if folder and resume and not folder.begun:
-        warnings.warn(f"there is no run in {out} to go on with; it starts anew", Notice, stacklevel=2)
+        _notice(ranks, f"there is no run in {out} to go on with; it starts anew")
     with stop_requests() as asked:
         try:
             program = build(task, with_strategy(make_methods(recipe), ranks), device=device, seed=seed, ranks=ranks)
         except Exception as error:
             raise explained(error, "building the run", task.batch_size or 0) from error
         if program.loop.steps is None:
-            warnings.warn(NO_LENGTH, Notice, stacklevel=2)
+            _notice(ranks, NO_LENGTH)
         by_the_first(ranks, lambda: folder and folder.begin(environment(device) | {"code": code, "processes": ranks.world}))
         if begun:
             begun(out)
@@ -147,6 +140,12 @@ def _train(task, recipe, out, resume, device, seed, skip_bad, watch, checkpoint_
         finally:
             if folder:
                 folder.close()
+
+
+def _notice(ranks: Ranks, what: str) -> None:
+    """Tells it once, where a user of ``train`` sees it."""
+    if ranks.leads:
+        warnings.warn(what, Notice, stacklevel=4)
 
 
 def identity_of(task: Task, seed: int, code: str | None, recipe: Recipe | None) -> dict[str, str]:
