@@ -14,6 +14,7 @@ from chaos import children, environment
 from forked import wait_until_it_trains
 
 from hasten.cli.main import main
+from hasten.contract.recipe import Recipe
 
 HERE = Path(__file__).parent
 
@@ -98,6 +99,13 @@ def test_launch_hands_on_what_is_said_before_the_command(folder):
 def test_wrong_words(words, says, capfd):
     assert main(words.split()) == 2
     assert says in capfd.readouterr().err
+
+
+def test_the_recipe_of_the_run_that_is_gone_on_with_has_to_fit_too(tmp_path, capfd):
+    (tmp_path / "recipe.toml").write_text(Recipe.read("zero:stage=2,shards=2").to_toml())
+    elastic = f"launch --processes 1 --nodes 2:3 --rendezvous a:1 -- train x --out {tmp_path} --resume"
+    assert main(elastic.split()) == 2
+    assert "--nodes 2:3 may come to 3 processes, which zero:shards=2 does not divide" in capfd.readouterr().err
 
 
 def test_the_rank_that_raises_is_told_and_all_are_gone_at_once(folder):

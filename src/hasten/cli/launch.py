@@ -62,12 +62,17 @@ def _refuse_what_does_not_fit(words: list[str], options) -> None:
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False, parents=[values.everywhere()])
     values.add_recipe(parser)
-    parser.add_argument("--skip-bad")
+    for option in ("--skip-bad", "--out"):
+        parser.add_argument(option)
+    parser.add_argument("--resume", action="store_true")
     try:
         said, _ = parser.parse_known_args(words)
     except argparse.ArgumentError:  # the command itself says what is wrong
         return
-    methods = make_methods(values.recipe(said))
+    recipe = values.recipe(said)
+    if said.resume and not recipe:
+        recipe = _begun_with(said.out)
+    methods = make_methods(recipe)
     if options.processes * options.nodes[1] == 1:
         return
     if said.skip_bad:
@@ -75,6 +80,17 @@ def _refuse_what_does_not_fit(words: list[str], options) -> None:
     if ":" in (device := getattr(said, "device", options.device) or ""):
         raise Refusal(f"several processes cannot share {device}; say --device cuda, and each gets a GPU of its own")
     _refuse_what_divides_not(methods, options.processes, *options.nodes)
+
+
+def _begun_with(out: str | None):
+    """The recipe of the run that is gone on with, as far as it is ours: code from outside is not loaded for this."""
+    from hasten.contract.recipe import Recipe  # TOML is not needed to show the help
+
+    try:
+        found = Recipe.load(f"{out}/recipe.toml")
+    except Refusal:  # on another machine, or nothing to go on with: the run itself looks again
+        return Recipe()
+    return found.without(*(name for name in found.methods if ":" in name))
 
 
 def _refuse_what_divides_not(methods, processes: int, fewest: int, most: int) -> None:
