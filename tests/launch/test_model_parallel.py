@@ -109,8 +109,9 @@ def test_another_strategy_goes_on_at_another_size(tmp_path, first, then, world):
 def test_one_process_goes_on_with_what_a_strategy_began(tmp_path, strategy):
     train(rank_tasks.longer_tower(), device="cpu", out=tmp_path / "alone")
     together(2, broken_off, rank_tasks.longer_tower, tmp_path / "shared", strategy)
-    taken_up(0, rank_tasks.longer_tower, tmp_path / "shared", "baseline")
+    told = taken_up(0, rank_tasks.longer_tower, tmp_path / "shared", "baseline")
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert told["chosen"] == {} and not Recipe.load(tmp_path / "shared" / "recipe.toml"), "the cuts are not those of this run any more"
 
 
 @pytest.mark.parametrize(("first", "at", "then", "world"), [

@@ -45,6 +45,7 @@ class RunFolder:
         """
         self.path, self.essence = Path(path), essence
         self.identity, self.recipe = identity, recipe or Recipe()
+        self.written = self.recipe  # what recipe.toml says
         self.environment: dict = {}  # of the run that is gone on with
         try:
             found = set(os.listdir(self.path)) if self.path.exists() else set()
@@ -133,7 +134,7 @@ class RunFolder:
         """The run that is there, if it is the one asked for: under the recipe that it was begun with, what this came to, or none at all."""
         try:
             self.environment = then = json.loads((self.path / "environment.json").read_text(encoding="utf-8"))
-            found = Recipe.load(self.path / "recipe.toml")
+            found = self.written = Recipe.load(self.path / "recipe.toml")
             begun = _recipe_of(then, found)
         except (OSError, ValueError, RecursionError) as error:
             raise Failure(f"the run in {self.path} cannot be read: {error}; choose another --out") from None

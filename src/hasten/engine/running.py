@@ -55,7 +55,7 @@ class Training:
         self.program = dataclasses.replace(program, train=train, update=update)
         self.interrupted = None  # how to take up the pass that a checkpoint was made in
         self.skipped: list[dict] = []  # rows, as they stand in the folder
-        self.written = recipe  # as it was last put into the folder
+        self.written = folder.written if folder else recipe  # what the folder's recipe.toml says
         skipping.remember(program.task, [])  # not what another run with the same data met
         if self.keeps:
             self._take_up()
@@ -241,7 +241,10 @@ class Training:
         self.earlier, self.split = state["seconds"], state["split"]
         skipping.remember(self.program.task, state["skipped"])
         self.list_skipped()
-        self.run.chosen.update(state["chosen"])
+        found = {
+            name: settings for name, settings in state["chosen"].items() if name in self.recipe.methods
+        }  # the strategy may be another now
+        self.run.chosen |= found | self.run.chosen
         self.start_of_pass = state["start of pass"]
         self.interrupted = checkpoint.taken_up(self.source, self.start_of_pass, checkpoint.random_of(self.run, state))
 
