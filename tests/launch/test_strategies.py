@@ -1,6 +1,7 @@
 """What every strategy promises: it trains what one process trains, and any other can go on with its run."""
 
 import os
+from functools import partial
 
 import pytest
 import rank_tasks
@@ -146,3 +147,22 @@ def test_ranks_that_go_through_different_layers_do_not_mix_them(stage):
     task = rank_tasks.task(model=lambda: Forked().double())
     told = together(2, training, task, f"zero:stage={stage}")
     assert all(isinstance(answer, Failure) and "through different layers" in str(answer) for answer in told), told
+
+
+def adding_up(shape: tuple = (1,)) -> rank_tasks.Task:
+    """With an optimizer that makes at once what it knows of the weights."""
+    return rank_tasks.task(
+        model=lambda: rank_tasks.Scaled(shape), optimizer=lambda model: torch.optim.Adagrad(model.parameters(), lr=1e-2, lr_decay=0.1)
+    )
+
+
+@pytest.mark.parametrize(("stage", "make"), [
+    (1, adding_up), *(pytest.param(*each, marks=pytest.mark.slow) for each in [(1, partial(adding_up, ())), (2, adding_up), (3, adding_up)]),
+])  # fmt: skip
+def test_an_optimizer_that_makes_its_state_at_once_is_shared_out_and_goes_on(tmp_path, stage, make):
+    train(make(), device="cpu", out=tmp_path / "alone")
+    broken = together(2, broken_off, make, tmp_path / "shared", f"zero:stage={stage}")
+    assert [str(answer) for answer in broken] == ["broken off"] * 2, broken
+    answers = together(2, taken_up, make, tmp_path / "shared", f"zero:stage={stage}")
+    assert [type(answer) for answer in answers] == [dict] * 2, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE

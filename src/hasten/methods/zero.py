@@ -100,7 +100,7 @@ class Zero(Method):
         def of_own_parts(model):
             optimizer, schedule = optimizer_and_schedule(make(model))
             for group in optimizer.param_groups if mesh else ():
-                group["params"] = [_own_part_of(weight, mesh) for weight in group["params"]]
+                group["params"] = [_own_part_of(weight, mesh, optimizer.state) for weight in group["params"]]
             refuse_unshareable(optimizer, self.name)
             return optimizer if schedule is None else (optimizer, schedule)
 
@@ -206,10 +206,19 @@ def _blocks(model) -> list:
     return found
 
 
-def _own_part_of(weight, mesh):
-    """This rank's part of a weight for the optimizer: a view, so that what it does to the part it does to the weight."""
+def _own_part_of(weight, mesh, state):
+    """This rank's part of a weight for the optimizer: a view, so that what it does to the part it does to the weight.
+
+    What an optimizer's ``state`` knows of the weight since it was made (Adagrad's sums) is cut alike, and copied, or the whole would stay in memory.
+    """
     part = torch.nn.Parameter(_as_part(weight.detach(), mesh), weight.requires_grad)
     part.whole = weight
+    if weight in state:
+        known = state.pop(weight)
+        state[part] = {
+            name: _as_part(value, mesh).clone() if isinstance(value, torch.Tensor) and value.shape == weight.shape else value
+            for name, value in known.items()
+        }
     return part
 
 
