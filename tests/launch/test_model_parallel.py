@@ -5,8 +5,10 @@ from contextlib import suppress
 
 import pytest
 import rank_tasks
+import torch
 from ranks import together, training
 from test_ddp import CLOSE, broken_off, farthest, losses, taken_up, training_of
+from torch import nn
 
 from hasten.contract.chain import chain_of
 from hasten.contract.errors import Failure, Progress, Refusal
@@ -53,6 +55,28 @@ def test_batches_that_nothing_divides(tmp_path, strategy, world):
 def test_batch_normalisation_sees_the_whole_batch_where_it_is_not_cut(tmp_path, strategy):
     train(rank_tasks.norming(), device="cpu", out=tmp_path / "alone")
     answers = together(2, training_of, rank_tasks.norming, strategy, tmp_path / "shared")
+    assert [type(answer) for answer in answers] == [dict] * 2, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+
+
+class InPieces(nn.Sequential):
+    """A model that normalises pieces of a training batch by themselves: batches of ten in two pieces, of seven in one, of four in two."""
+
+    def forward(self, inputs):
+        pieces = inputs.chunk(1 if len(inputs) == 7 or not self.training else 2)
+        return torch.cat([super(InPieces, self).forward(piece) for piece in pieces])
+
+
+@pytest.mark.parametrize(("strategy", "rows"), [
+    ("pipeline", 227), *(pytest.param(*each, marks=pytest.mark.slow) for each in [
+        ("pipeline", 224), ("pipeline:schedule=interleaved", 227), ("pipeline:schedule=zero_bubble", 224)]),
+])  # fmt: skip
+def test_batch_normalisation_sees_no_rows_that_fill_a_piece_up(tmp_path, strategy, rows):
+    def make(kind=nn.Sequential):
+        return rank_tasks.task(rank_tasks.Rows(rows), model=lambda: kind(*rank_tasks.norming().model()), epochs=1)
+
+    train(make(InPieces), device="cpu", out=tmp_path / "alone")
+    answers = together(2, training_of, make, strategy, tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
@@ -160,6 +184,7 @@ def test_dropout_between_cut_layers_is_that_of_one_process(tmp_path):
     ("pipeline", 2, rank_tasks.losing_itself, "pipeline needs the loss apart from the model"),
     ("pipeline + tensor_parallel", 2, rank_tasks.tower, "tensor_parallel and pipeline would each take all 2 processes; give one of them a degree"),
     ("pipeline + tensor_parallel:degree=2", 2, rank_tasks.tower, "tensor_parallel:degree=2 and pipeline do not fit 2 processes: each takes 2 or"),
+    ("pipeline + sync_batch_norm", 2, rank_tasks.norming, "normalises each piece of a batch by itself, and sync_batch_norm cannot"),
     ("pipeline + zero", 2, rank_tasks.tower, "zero and pipeline both replace shard; choose one of them"),
 ])  # fmt: skip
 def test_what_cannot_be_cut_is_told(strategy, world, make, says):

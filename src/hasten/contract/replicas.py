@@ -22,12 +22,18 @@ from hasten.contract.sharded import own_part
 BUCKET = 2_000_000  # numbers that travel together
 
 
-def notice_batch_norm(model: torch.nn.Module, remedy: str = "; sync_batch_norm gives that") -> None:
+def notice_batch_norm(
+    model: torch.nn.Module, remedy: str = "; sync_batch_norm gives that", part: str = "each process's part of a batch"
+) -> None:
     """Says so where batch normalisation would see less than in one process."""
+    if normalises_alone(model):
+        warnings.warn(f"batch normalisation sees {part} alone: not the same formula as in one{remedy}", Notice, stacklevel=3)
+
+
+def normalises_alone(model: torch.nn.Module) -> bool:
+    """Whether a model has batch normalisation over no more than what a process gives it."""
     norms = [part for part in model.modules() if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)]
-    if any(not isinstance(norm, (torch.nn.SyncBatchNorm, BatchNormOfAll)) for norm in norms):
-        told = "batch normalisation sees each process's part of a batch alone: not the same formula as in one"
-        warnings.warn(told + remedy, Notice, stacklevel=3)
+    return any(not isinstance(norm, (torch.nn.SyncBatchNorm, BatchNormOfAll)) for norm in norms)
 
 
 def degree_of(method: Method, world: int) -> int:

@@ -71,7 +71,7 @@ class BranchParallel(Method):
             run.nothing_to_do(self, "there is one process only; say --processes")
             return model
         if run.replica < run.ranks.world:
-            notice_batch_norm(model)
+            notice_batch_norm(model, remedy="")
         make_alike(model)
         graphs = dict(graphs_of(model))
         seconds, drawing = _watched(model, graphs, run)

@@ -6,9 +6,10 @@ gradients of weights fill the gaps (zero_bubble, Qi et al. 2023, arXiv 2401.1024
 of these the ones are taken that share out the time measured on a batch as evenly as may be.
 
 A process keeps the weights of its stages, the others are on torch's meta device. The loss is that of the whole batch, however it divides: pieces that
-come out short are filled up with rows that the loss never sees. More processes than ``degree`` hold copies, whose gradients are averaged; or each stage
-is held by several that tensor_parallel cuts its layers among, each of which sends to the one that has the same share of the next. A run that is
-gone on with measures anew, and may be cut elsewhere: same formula, not the same bits, unless ``cuts`` says where.
+come out short are filled up with rows that the loss never sees. Batch normalisation would see them: for it a batch passes in fewer pieces, which divide
+it and have two rows or more each. More processes than ``degree`` hold copies, whose gradients are averaged; or each stage is held by several that
+tensor_parallel cuts its layers among, each of which sends to the one that has the same share of the next. A run that is gone on with measures anew, and
+may be cut elsewhere: same formula, not the same bits, unless ``cuts`` says where.
 
 While the run is being built every process has the whole model for a moment, in the host's memory. With ``place=memory`` none ever has: the model is
 made on the meta device and cut by bytes, and each process makes its own weights, with the numbers that they have in one process. What counts are weights,
@@ -32,7 +33,15 @@ from hasten.contract.cuts import agreed_cuts, bytes_held, ends_of, seconds
 from hasten.contract.errors import Progress, Refusal
 from hasten.contract.headers import HEADER, header_of, room_for
 from hasten.contract.method import Method, setting
-from hasten.contract.replicas import averaged_over_copies, give_firsts, hold_between, make_alike, mesh_of, notice_batch_norm
+from hasten.contract.replicas import (
+    averaged_over_copies,
+    give_firsts,
+    hold_between,
+    make_alike,
+    mesh_of,
+    normalises_alone,
+    notice_batch_norm,
+)
 from hasten.contract.tracing import evaluating
 
 SCHEDULES = {  # torch's name for it, and how many stages each process has
@@ -83,7 +92,11 @@ class Pipeline(Method):
             return model
         pieces = self.microbatches or 2 * run.stages
         self._refuse_what_cannot_be(pieces, run)
-        if pieces > 1 or run.replica < run.ranks.world:
+        full = normalises_alone(model)
+        if pieces > 1:
+            remedy = f"; a batch passes in the greatest number of pieces up to {pieces} that divides it"
+            notice_batch_norm(model, remedy, "each piece of a batch")
+        elif run.replica < run.ranks.world:
             notice_batch_norm(model, remedy="")
         if self.place == "time" and run.shards == 1:  # else it was made alike before its layers were cut
             make_alike(model, run.device)
@@ -102,7 +115,7 @@ class Pipeline(Method):
         if self.place == "memory":
             give_firsts(kept, mesh_of(run)["copies"].get_group())
         run.joint, run.owners = True, run.stages
-        return Piped(model, stages, count, ring, SCHEDULES[self.schedule][0], pieces, run)
+        return Piped(model, stages, count, ring, SCHEDULES[self.schedule][0], pieces, full, run)
 
     def _ends(self, model, graph, members: list, count: int, pieces: int, run) -> tuple[list[int], list[int]]:
         """Where the stages end, and the bytes that each holds where these were counted."""
@@ -143,11 +156,12 @@ class Pipeline(Method):
 class Piped(nn.Module):
     """A model of which this process has some stages."""
 
-    def __init__(self, module: nn.Module, stages: dict, count: int, ring, schedule: str, pieces: int, run):
+    def __init__(self, module: nn.Module, stages: dict, count: int, ring, schedule: str, pieces: int, full: bool, run):
         super().__init__()
         self.module, self.clock, self.device = module, run.clock, run.device
         self.stages = stages.items()  # not registered: they are made of the module's parts
-        self.count, self.schedule, self.pieces = count, schedule, pieces
+        self.count, self.schedule = count, schedule
+        self.pieces, self.full = pieces, full  # the most that there are; whether they have to be full
         self.group, self.own, self.ranks = ring.get_group(), ring.get_local_rank(), ring.mesh.tolist()
         self.schedules: dict = {}
         self.loss = self.current = None
@@ -180,11 +194,12 @@ class Piped(nn.Module):
         """Forward and backward of a batch, in pieces; the loss of it all."""
         inputs, named, target = batches.split(batch)
         rows, given = batches.size(batch), only_input(inputs, named)
-        places = _places(rows, self.pieces).to(self.device)
+        pieces = _most_full(rows, self.pieces, len(self.ranks)) if self.full else self.pieces
+        places = _places(rows, pieces).to(self.device)
         weight = self.clock.share * self.clock.weight
         self.current, losses = (target, rows, weight), []
         filled = given if len(places) == rows else given[places.clamp(min=0)]
-        schedule = self._schedule_for(filled)
+        schedule = self._schedule_for(filled, pieces)
         numbers = [number for number, _ in self.stages]
         schedule.step(
             *([filled] if 0 in numbers else []),
@@ -207,15 +222,15 @@ class Piped(nn.Module):
         own = batches.map_tensors(lambda t: t[real] if t.ndim and t.shape[0] == rows else t, target)
         return self.loss(output[: len(real)], own) * (len(real) / rows * weight)
 
-    def _schedule_for(self, given: torch.Tensor):
+    def _schedule_for(self, given: torch.Tensor, pieces: int):
         shape = given.shape
         if shape not in self.schedules:
             if len(self.schedules) == SHAPES_KEPT:
                 del self.schedules[next(iter(self.schedules))]
-            self.schedules[shape] = self._new_schedule(given[: len(given) // self.pieces])
+            self.schedules[shape] = self._new_schedule(given[: len(given) // pieces], pieces)
         return self.schedules[shape]
 
-    def _new_schedule(self, piece: torch.Tensor):
+    def _new_schedule(self, piece: torch.Tensor, pieces: int):
         from torch.distributed import pipelining  # half a second, which only a run that has stages should pay
 
         with torch.no_grad(), evaluating(*(stage for _, stage in self.stages)):
@@ -226,8 +241,11 @@ class Piped(nn.Module):
             )
             for number, stage in self.stages
         ]
-        options = {"n_microbatches": self.pieces, "loss_fn": self._loss_of_piece, "scale_grads": False}
-        return getattr(pipelining, self.schedule)(stages if len(stages) > 1 else stages[0], **options)
+        options = {"n_microbatches": pieces, "loss_fn": self._loss_of_piece, "scale_grads": False}
+        if len(stages) > 1:
+            return getattr(pipelining, self.schedule)(stages, **options)
+        schedule = self.schedule if pieces >= self.count else "ScheduleGPipe"  # 1f1b wants one for each stage
+        return getattr(pipelining, schedule)(stages[0], **options)
 
 
 def _tell(parts: list, loads: list[int]) -> None:
@@ -238,6 +256,11 @@ def _tell(parts: list, loads: list[int]) -> None:
         told = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         held = f", {loads[number - 1] / 1e6:.3g} MB with gradients, an optimizer as Adam and the pieces under way" if loads else ""
         warnings.warn(f"pipeline: stage {number} of {len(parts)} is {told}, {share:.0%} of the weights{held}", Progress, stacklevel=4)
+
+
+def _most_full(rows: int, most: int, degree: int) -> int:
+    """The greatest number of pieces that divides the rows, leaves each two or more, and fills the rounds of a schedule; 1 if there is none."""
+    return next((n for n in range(min(most, rows - 1), 1, -1) if rows % n == 0 and n % max(1, n // degree) == 0), 1)
 
 
 def _places(rows: int, pieces: int) -> torch.Tensor:

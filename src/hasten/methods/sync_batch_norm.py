@@ -31,14 +31,18 @@ class SyncBatchNorm(Method):
         norms = [part for part in model.modules() if type(part) in (BatchNorm1d, BatchNorm2d, BatchNorm3d)]
         if run.ranks.alone:
             run.nothing_to_do(self, "there is one process only; say --processes")
+        elif not norms:
+            run.nothing_to_do(self, "the model has no batch normalisation")
+        elif run.stages > 1:
+            raise Refusal(
+                "pipeline normalises each piece of a batch by itself, and sync_batch_norm cannot change that; leave the latter out"
+            )
         elif run.replica == run.ranks.world:
             run.nothing_to_do(self, "every process sees the whole batch already")
         elif run.replica > 1:
             raise Refusal(
                 "sync_batch_norm is not for copies of the model that several processes hold each; leave it out, or make degree the number of processes"
             )
-        elif not norms:
-            run.nothing_to_do(self, "the model has no batch normalisation")
         else:
             parts = Parts(run.clock, run.ranks.world)
             for norm in norms:

@@ -86,7 +86,7 @@ class TensorParallel(Method):
             run.nothing_to_do(self, "there is one process only; say --processes")
             return model
         if run.replica < run.ranks.world and run.stages == 1:  # else the stages tell
-            notice_batch_norm(model)
+            notice_batch_norm(model, remedy="")
         make_alike(model)
         mesh = mesh_of(run)["shards"]
         found, doubts = blocks_of(model, run.shards)
