@@ -3,10 +3,12 @@
 import copy
 import json
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import rank_tasks
 import torch
+import torch.distributed as dist
 from ranks import together, training
 from safetensors.torch import load_file
 from test_ddp import CLOSE, broken_off, farthest, taken_up, training_of
@@ -15,7 +17,7 @@ from torch import nn
 from hasten.contract.batch import map_tensors
 from hasten.contract.errors import Failure, Refusal
 from hasten.contract.ranks import Ranks
-from hasten.contract.replicas import make_alike, mean_of
+from hasten.contract.replicas import average, make_alike, mean_of
 from hasten.engine.checkpoint import loaded
 from hasten.engine.plan import build
 from hasten.engine.ranks import joined
@@ -377,3 +379,64 @@ def test_the_mean_of_states_that_are_not_built_alike_is_that_of_what_they_have_i
     first, second = together(2, mean)
     assert all(each[0]["momentum"] == [0.5, 0.5] and each[0]["step"] == 3 for each in (first, second))
     assert first[5]["momentum"] == [1.0, 1.0] and first[1]["momentum"] == [7.0]
+
+
+class Beside(nn.Module):
+    """A network with a mask, a large weight that stays as it is, and one that follows what is trained, as a momentum encoder does."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = rank_tasks.network()
+        self.large = nn.Parameter(torch.randn(6, 1000, dtype=torch.float64), requires_grad=False)
+        self.follower = nn.Parameter(torch.zeros(8, 6, dtype=torch.float64), requires_grad=False)
+        self.register_buffer("mask", torch.full((5,), torch.finfo(torch.float64).min, dtype=torch.float64))
+
+    def forward(self, inputs):
+        if self.training:
+            with torch.no_grad():
+                self.follower.lerp_(self.network[0].weight, 0.5)
+        return self.network(inputs) + 0 * (inputs @ self.large).sum(1, keepdim=True)
+
+
+def beside():
+    return rank_tasks.task(model=Beside, epochs=1)
+
+
+def longest_message(rank: int, recipe: str, out) -> int:
+    """Of those of a run that are reduced or gathered, in numbers."""
+    lengths = []
+
+    def noted(collective, place):
+        return lambda *given, **named: (lengths.append(given[place].numel()), collective(*given, **named))[1]
+
+    with patch.object(dist, "all_reduce", noted(dist.all_reduce, 0)), patch.object(dist, "all_gather", noted(dist.all_gather, 1)):
+        training(rank, beside(), recipe, out=out)
+    return max(lengths)
+
+
+@pytest.mark.parametrize("recipe", [*APART, "zero:stage=1"])
+def test_what_nobody_trains_stays_as_it_is_and_does_not_travel(tmp_path, recipe):
+    answers = together(3, longest_message, recipe, tmp_path / "run")
+    assert max(answers) < 1000, answers
+    there, before = load_file(tmp_path / "run/model.safetensors"), build(beside()).run.module.state_dict()
+    assert all(torch.equal(there[name], before[name]) for name in ("large", "mask"))
+
+
+def test_a_frozen_weight_that_follows_a_trained_one_is_its_ranks_mean(tmp_path):
+    hand = ByHand(beside(), 3)
+    for number in hand.with_gradients():
+        hand.step()
+        if number % 4 == 0:
+            hand.average()
+    assert hand.against(trained(tmp_path, 3, "local_sgd:period=4", beside)) < CLOSE
+
+
+def test_the_mean_of_the_least_number_is_itself():
+    def means(rank: int) -> list[float]:
+        with joined("cpu"):
+            tensors = [torch.tensor([torch.finfo(kind).min, 2.0 * rank], dtype=kind) for kind in (torch.float32, torch.float16)]
+            average(tensors)
+            return [tensor.tolist() for tensor in tensors]
+
+    right = [[torch.finfo(kind).min, 1.0] for kind in (torch.float32, torch.float16)]
+    assert together(2, means) == [right, right]

@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -136,10 +137,23 @@ def average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = N
     """Makes each tensor its mean over all ranks, or those of a group; they have to ask for the same ones at once."""
     for bucket in buckets(tensors):
         together = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        together /= dist.get_world_size(group)  # before they are added up: the sum may be greater than any number of the type
         dist.all_reduce(together, group=group)
-        together /= dist.get_world_size(group)
         for tensor, mean in zip(bucket, together.split([tensor.numel() for tensor in bucket]), strict=True):
             tensor.copy_(mean.view_as(tensor))
+
+
+@torch.no_grad()
+def differing(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
+    """Those of some tensors that are not the same to the bit on all ranks, or those of a group; they have to ask for the same ones at once."""
+    tensors = list(tensors)
+    if not tensors:
+        return []
+    marks = torch.tensor([crc32(tensor.cpu().reshape(-1).view(torch.uint8).numpy()) for tensor in tensors])
+    bounds = torch.cat([marks, -marks]).to(tensors[0].device)
+    dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
+    most, least = bounds.cpu().chunk(2)
+    return [tensor for tensor, differs in zip(tensors, most != -least, strict=True) if differs]
 
 
 class Gradients:
@@ -204,13 +218,13 @@ def _beside(there, value):
 
 
 def mean_of(state, run: Run):
-    """A copy of a state of any nesting, whose real numbers are their mean over all ranks, which ask at once; what not all of them have alike stays."""
+    """A copy of a state of any nesting, whose real numbers are their mean over all ranks, which ask at once; what not all of them have stays."""
     state = map_tensors(lambda tensor: tensor.detach().clone(), state)
     own = dict(_named(state))
     told = json.dumps({name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in own.items()})
     first, *others = map(json.loads, run.ranks.every(told.encode()))
     alike = [name for name, built in first.items() if all(other.get(name) == built for other in others)]
-    average(filter(is_real_or_complex, map(own.get, alike)))
+    average(differing(filter(is_real_or_complex, map(own.get, alike))))
     return state
 
 
@@ -223,16 +237,11 @@ def _named(state, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
             yield from _named(value, f"{name}/{key}")
 
 
-def mean_model(model: torch.nn.Module, alike: Iterable[torch.Tensor] = ()) -> torch.nn.Module:
-    """A copy of the model whose weights and statistics are their mean over all ranks, which have to ask at once.
-
-    Args:
-        alike: weights that all ranks have alike at the moment, and which need not travel.
-    """
-    mean, alike = copy.deepcopy(model), set(map(id, alike))
-    tensors = zip((*model.parameters(), *model.buffers()), (*mean.parameters(), *mean.buffers()), strict=True)
-    different = {id(copied): copied for tensor, copied in tensors if id(tensor) not in alike}
-    average(filter(is_real_or_complex, different.values()))
+def mean_model(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy of the model whose weights and statistics are their mean over all ranks, which have to ask at once; what they have alike stays as it is."""
+    mean = copy.deepcopy(model)
+    tensors = {id(tensor): tensor for tensor in (*mean.parameters(), *mean.buffers())}
+    average(differing(filter(is_real_or_complex, tensors.values())))
     return mean
 
 

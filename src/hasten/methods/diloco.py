@@ -61,10 +61,7 @@ class DiLoCo(Method):
         return followed
 
     def export(self, model, run):
-        if run.ranks.alone:
-            return model
-        met = run.clock.step > 0 and run.clock.step % self.period == 0
-        return mean_model(model, alike=run.module.parameters() if met else ())
+        return model if run.ranks.alone else mean_model(model)
 
 
 class Outer:

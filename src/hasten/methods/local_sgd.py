@@ -19,6 +19,7 @@ from hasten.contract.method import Method, setting
 from hasten.contract.replicas import (
     average,
     average_gradients,
+    differing,
     is_real_or_complex,
     let_copies_differ,
     make_alike,
@@ -77,20 +78,22 @@ class LocalSGD(Method):
         if run.ranks.alone:
             return update
         weights, clock = list(filter(is_real_or_complex, run.module.parameters())), run.clock
+        frozen, trained = ([weight for weight in weights if weight.requires_grad is learns] for learns in (False, True))
         group = dist.new_subgroups(self.inner)[0] if self.inner else None
+
+        def meet(group=None):
+            """What is frozen travels only where it differs: a task may have changed it all the same, or let it learn since."""
+            average([*trained, *differing(frozen, group)], group)
 
         def averaged():
             update()
             done = clock.step + 1 - self.start
             if done > 0 and done % self.period == 0:
-                average(weights)
+                meet()
             elif done > 0 and self.inner and done % self.inner_period == 0:
-                average(weights, group)
+                meet(group)
 
         return averaged
 
     def export(self, model, run):
-        if run.ranks.alone:
-            return model
-        since = run.clock.step - self.start
-        return mean_model(model, alike=run.module.parameters() if since > 0 and since % self.period == 0 else ())
+        return model if run.ranks.alone else mean_model(model)

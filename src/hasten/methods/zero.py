@@ -137,8 +137,9 @@ class Zero(Method):
         def updated():
             for part in parts:
                 part.grad = None if part.whole.grad is None else _as_part(part.whole.grad, mesh)
+            learning = [part for part in parts if part.ndim and part.grad is not None]  # what is frozen does not travel
             update()
-            for bucket in buckets(part for part in parts if part.ndim):
+            for bucket in buckets(learning):
                 _gather(bucket, run.ranks)
 
         return updated
