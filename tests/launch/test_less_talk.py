@@ -184,6 +184,19 @@ def orthonormal(columns: torch.Tensor) -> torch.Tensor:
     return torch.stack(done, dim=1)
 
 
+def test_machines_that_factor_otherwise_have_one_span(tmp_path):
+    """Of what has two orthonormal bases, another library may find the other."""
+
+    def on_its_machine(rank: int) -> dict:
+        factor = torch.linalg.qr
+        torch.linalg.qr = lambda columns: SimpleNamespace(Q=factor(columns).Q * (-1) ** rank)
+        return training(rank, rank_tasks.samples(), "powersgd:rank=2,saves=1.7", out=tmp_path / "unlike")
+
+    answers = together(2, on_its_machine)
+    assert [type(answer) for answer in answers] == [dict] * 2, answers
+    assert farthest(tmp_path / "unlike", trained(tmp_path, 2, "powersgd:rank=2,saves=1.7")) < CLOSE
+
+
 @pytest.mark.parametrize(
     "recipe",
     [

@@ -135,12 +135,22 @@ def buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 @torch.no_grad()
 def average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Makes each tensor its mean over all ranks, or those of a group; they have to ask for the same ones at once."""
+
+    def send(numbers: torch.Tensor) -> None:
+        numbers /= dist.get_world_size(group)  # before they are added up: the sum may be greater than any number of the type
+        dist.all_reduce(numbers, group=group)
+
+    sent_together(tensors, send)
+
+
+@torch.no_grad()
+def sent_together(tensors: Iterable[torch.Tensor], send: Callable[[torch.Tensor], object]) -> None:
+    """Lets many tensors travel in few messages: ``send`` changes all their numbers, one after the other."""
     for bucket in buckets(tensors):
-        together = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        together /= dist.get_world_size(group)  # before they are added up: the sum may be greater than any number of the type
-        dist.all_reduce(together, group=group)
-        for tensor, mean in zip(bucket, together.split([tensor.numel() for tensor in bucket]), strict=True):
-            tensor.copy_(mean.view_as(tensor))
+        numbers = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        send(numbers)
+        for tensor, part in zip(bucket, numbers.split([tensor.numel() for tensor in bucket]), strict=True):
+            tensor.copy_(part.view_as(tensor))
 
 
 @torch.no_grad()

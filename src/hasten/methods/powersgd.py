@@ -5,10 +5,11 @@ For a gradient g of shape (rows, columns) with the rest e that earlier steps lef
     m = g + e;    P = mean over ranks of m Q, made orthonormal;    Q = mean over ranks of m' P;    g <- P Q';    e <- m - P Q'
 
 so that what is cut off is sent later (error feedback). Everything else travels whole. Orthonormal by Householder's QR, which, unlike the paper's Gram-Schmidt,
-also holds where the columns depend on each other: of a gradient of rank 1, or of zeros.
+also holds where the columns depend on each other: of a gradient of rank 1, or of zeros. There, what comes out is a matter of rounding, and machines of two kinds
+would each get a P of their own; so the first rank's is everybody's.
 
 torch's powerSGD_hook starts collectives from the callbacks of DistributedDataParallel's buckets; gloo runs those in several threads, so that with two buckets the
-ranks' messages meet in different orders and the job hangs. Here all gradients go after the backward pass, in two rounds, in the same order on any
+ranks' messages meet in different orders and the job hangs. Here all gradients go after the backward pass, in three rounds, in the same order on any
 backend. That hides nothing behind the backward pass, and there is little left to hide.
 """
 
@@ -16,10 +17,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from hasten.contract.card import Card, Exactness, Order
 from hasten.contract.method import Method, setting
-from hasten.contract.replicas import Gradients, average, average_gradients, make_alike, notice_batch_norm, refuse_sparse
+from hasten.contract.replicas import (
+    Gradients,
+    average,
+    average_gradients,
+    give_firsts,
+    make_alike,
+    notice_batch_norm,
+    refuse_sparse,
+    sent_together,
+)
 
 
 @dataclass(frozen=True)
@@ -87,7 +98,8 @@ def _exchange(gradients: Gradients, short: list[int], bases: "Tensors", rests: "
     if not all(columns.isfinite().all() for columns in seen):  # on every rank, and never to be remembered
         average(chosen)
         return gradients.handed_back()
-    spans = [torch.linalg.qr(columns).Q for columns in seen]
+    spans = [_orthonormal(columns) if dist.get_rank() == 0 else columns for columns in seen]
+    sent_together(spans, lambda numbers: give_firsts([numbers]))
     bases.tensors = [matrix.T @ span for matrix, span in zip(matrices, spans, strict=True)]
     average(bases.tensors)
     used = [gradients.shares[number] > 0 for number in short]
@@ -98,6 +110,10 @@ def _exchange(gradients: Gradients, short: list[int], bases: "Tensors", rests: "
         torch.sub(matrix, sent, out=rest)
         gradient.copy_(sent.view_as(gradient))
     gradients.handed_back()
+
+
+def _orthonormal(columns: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.qr(columns).Q
 
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:
