@@ -4,6 +4,8 @@ import time
 from contextlib import contextmanager
 from unittest.mock import patch
 
+import torch
+
 from hasten import Card, Exactness, Method
 
 AT_STEP, LATE = 5, 0.020
@@ -108,6 +110,34 @@ class Rounding(Method):
                     weight.grad.mul_(0.8)
 
         return rounded
+
+
+class Descending(Method):
+    """Another optimizer than the task's, with an attribute that torch's own copies leave out."""
+
+    card = Card(summary="gradient descent", exactness=Exactness.OTHER_MATHS, speeds={"update"})
+
+    def optimizer(self, make, run):
+        def descending(model):
+            _, schedule = made if isinstance(made := make(model), tuple) else (made, None)
+            if schedule is None:
+                return Descent(model.parameters(), lr=0.1)
+            return (optimizer := Descent(model.parameters(), lr=0.1)), torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=20)
+
+        return descending
+
+
+class Descent(torch.optim.SGD):
+    def __init__(self, *arguments, **settings):
+        super().__init__(*arguments, **settings)
+        self.share = 0.5
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    weight.grad.mul_(self.share)
+        super().step(closure)
 
 
 class Unlike(Method):

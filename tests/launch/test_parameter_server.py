@@ -101,13 +101,15 @@ def test_a_worker_that_went_is_missed_only_where_it_is_waited_for():
     assert server.exchange(0, message(torch.ones(1, dtype=torch.float64)), [{}]).item() == -1
 
 
-def test_an_update_that_raises_is_told_to_all():
+@pytest.mark.parametrize(("groups", "trouble"), [(1, ZeroDivisionError), (2, ValueError)])
+def test_an_update_that_raises_is_told_to_all(groups, trouble):
+    """In the optimizer, or before: of more groups than it has."""
     server = server_of(1, 2, 1)
     server.optimizer.step = lambda: 1 / 0
-    server.exchange(0, message(torch.ones(1, dtype=torch.float64)), [{}])
+    server.exchange(0, message(torch.ones(1, dtype=torch.float64)), [{}] * groups)
     for worker in (1, 0):
-        with pytest.raises(ZeroDivisionError):
-            server.exchange(worker, message(torch.ones(1, dtype=torch.float64)), [{}])
+        with pytest.raises(trouble):
+            server.exchange(worker, message(torch.ones(1, dtype=torch.float64)), [{}] * groups)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -136,6 +138,17 @@ def test_with_staleness_it_trains_too(tmp_path, world):
     assert {(answer["steps"], answer["metric"]) for answer, _ in answers} == {(46, answers[0][0]["metric"])}
     assert answers[0][0]["metric"] > 0.8
     assert farthest(tmp_path / "shared", tmp_path / "alone") > CLOSE, "no gradient was ever taken at older weights"
+
+
+def test_the_server_updates_as_methods_want_it(tmp_path):
+    """With the optimizer that one of them makes in place of the task's, whatever it keeps to itself."""
+    recipe = f"{HERE / 'rank_methods.py'}:Descending"
+    train(rank_tasks.rates_by_name_and_schedule(), recipe, device="cpu", out=tmp_path / "alone")
+    answers = together(
+        2, training_of, rank_tasks.rates_by_name_and_schedule, f"parameter_server:staleness=0 + {recipe}", tmp_path / "shared"
+    )
+    assert [type(answer) for answer in answers] == [dict] * 2, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -167,7 +180,8 @@ def test_a_rank_that_raises_ends_the_job(tmp_path, rank, method, staleness):
 @pytest.mark.parametrize(("recipe", "says"), [
     ("parameter_server + ddp", "both replace shard"),
     ("parameter_server + ema", "ema needs like weights, which parameter_server takes away"),
-    ("parameter_server + gradient_clipping", "gradient_clipping needs gradient size"),
+    ("parameter_server + gradient_clipping", "gradient_clipping needs final gradients, which parameter_server takes away"),
+    ("parameter_server + znorm", "znorm needs final gradients, which parameter_server takes away"),
     ("parameter_server:staleness=-1", "staleness must be at least 0"),
 ])  # fmt: skip
 def test_what_cannot_be_is_told(recipe, says):

@@ -60,6 +60,7 @@ FACTS = {
 TRAITS = {
     "python between kernels": "Python code runs inside every step",
     "gradient size": "how large the gradients are says something",
+    "final gradients": "what the gradients are before an update is what it is made with: their mean, where processes share the batch",
     "whole weights": "every process has all weights and their gradients",
     "like weights": "all processes have the same weights after every step",
     "whole forward pass": "every process computes the output and the loss of its samples by itself",

@@ -18,7 +18,7 @@ class GradientClipping(Method):
         source="Pascanu et al. 2013, arXiv 1211.5063",
         gain_when="recurrent nets and transformers with a learning rate at the edge of what is stable",
         speeds={"steps"},
-        needs={"gradient size"},
+        needs={"gradient size", "final gradients"},
         order=Order.LATE,
         after=("float16",),
         tries=({}, {"max_norm": 0.25}),

@@ -3,7 +3,7 @@
 Dean et al. 2012 (DistBelief) let every gradient change the weights as it comes: with n processes that is n updates where one process makes one, so
 that rates, schedules and momenta mean something else. Here an update is what it is anywhere, as in the bounded delay of Li et al. 2014 (section 3.4):
 
-    w[t+1] = task's own optimizer, with the settings of step t (w[t], mean over the ranks of their gradients of step t)
+    w[t+1] = the run's optimizer, with the settings of step t (w[t], mean over the ranks of their gradients of step t)
 
 made as soon as the last of these has come. What is given up is where gradients are taken: a rank begins its step t with the newest weights that there
 are when it asks, and waits only while they lack more than ``staleness`` updates, t - v > staleness (Ho et al. 2013). So nobody is ever further ahead of
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -30,7 +31,6 @@ from hasten.contract.card import Card, Exactness, Order
 from hasten.contract.errors import Aftermath
 from hasten.contract.method import Method, Run, setting
 from hasten.contract.replicas import Gradients, make_alike, notice_batch_norm, refuse_sparse
-from hasten.contract.task import optimizer_and_schedule
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ParameterServer(Method):
         gain_when="processes are slow in turns, each now and then, and the network of rank 0 carries what all of them say",
         speeds={"backward"},
         applies_to={"several processes"},
-        breaks={"like weights", "gradient size"},
+        breaks={"like weights", "final gradients"},
         order=Order.FIRST,
         replaces={"shard"},
         tries=({"staleness": 1}, {"staleness": 4}),
@@ -74,9 +74,6 @@ class ParameterServer(Method):
         make_alike(model)
         run.mean = run.kept[self.name].settled
         return model
-
-    def optimizer(self, make, run):
-        return make if run.ranks.alone else lambda model: run.kept[self.name].noticed(make, model)
 
     def update(self, update, run):
         if run.ranks.alone:
@@ -154,21 +151,23 @@ class Server:
     def _missing(self, updates: int) -> set[int]:
         return {worker for worker in self.lost if self.pushed[worker] < updates}
 
-    @torch.no_grad()
     def _update(self) -> None:
-        mean = self.sums.pop(self.version) / len(self.pushed)
-        sizes = [weight.numel() for weight in self.weights]
-        *gradients, present = mean.split([*sizes, len(sizes)])
-        for weight, gradient, there in zip(self.weights, gradients, present.tolist(), strict=True):
-            weight.grad = gradient.view_as(weight).to(weight) if there else None
-        for group, settings in zip(self.optimizer.param_groups, self.settings.pop(self.version), strict=True):
-            group.update(settings)
         try:
-            self.optimizer.step()
+            self._step(self.sums.pop(self.version) / len(self.pushed), self.settings.pop(self.version))
         except Exception as error:  # all workers have to hear of it, whichever came last
             self.failure = error
         self.version, self.newest = self.version + 1, flat(self.weights)
         self.changed.notify_all()
+
+    @torch.no_grad()
+    def _step(self, mean: torch.Tensor, settings: list[dict]) -> None:
+        sizes = [weight.numel() for weight in self.weights]
+        *gradients, present = mean.split([*sizes, len(sizes)])
+        for weight, gradient, there in zip(self.weights, gradients, present.tolist(), strict=True):
+            weight.grad = gradient.view_as(weight).to(weight) if there else None
+        for group, of_step in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(of_step)
+        self.optimizer.step()
 
 
 class Line:
@@ -179,13 +178,6 @@ class Line:
         self.server: Server | None = None
         self.group: dist.ProcessGroup | None = None
         self.threads: list[threading.Thread] = []
-
-    def noticed(self, make, model: torch.nn.Module):
-        """The task's optimizer; on rank 0 a second one with it, for a second copy of the model, which is the server's."""
-        if self.leads:
-            self.copy = copy.deepcopy(model)
-            self.copys_optimizer, _ = optimizer_and_schedule(make(self.copy))
-        return make(model)
 
     def exchange(self) -> None:
         """Sends this step's gradients away and takes up the newest weights."""
@@ -241,12 +233,18 @@ class Line:
             thread.start()
 
     def _begun(self) -> Server:
-        """The server, with the weights as they are now. Its optimizer's state is that of the run's, which a checkpoint holds."""
-        weights, (run, server) = trained(self.copy), (self.run.optimizer, self.copys_optimizer)
-        put(flat(trained(self.run.module)), weights)
-        for own, servers in zip(members(run), members(server), strict=True):
-            server.state[servers] = run.state[own]
-        return Server(weights, server, self.run.ranks.world, self.staleness)
+        """The server, with the weights as they are now, and the optimizer as the run has it, whichever methods have had a hand in it.
+
+        What that knows of the weights is shared with the run's, which a checkpoint holds.
+        """
+        own, copies = self.run.optimizer, {}
+        weights = trained(copy.deepcopy(self.run.module, copies))
+        optimizer = object.__new__(
+            type(own)
+        )  # not by copy(): an Optimizer leaves out what its class has added; and ``step`` is a schedule's
+        vars(optimizer).update(copy.deepcopy({name: value for name, value in vars(own).items() if name not in ("state", "step")}, copies))
+        optimizer.state = defaultdict(dict, {copies[id(weight)]: own.state[weight] for weight in members(own)})
+        return Server(weights, optimizer, self.run.ranks.world, self.staleness)
 
     def _serve(self, worker: int, group: dist.ProcessGroup) -> None:
         weights = self.server.weights

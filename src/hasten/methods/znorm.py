@@ -32,7 +32,7 @@ class ZNorm(Method):
         gain_when="networks with skip connections under Adam; the paper claims accuracy, not time: measure",
         speeds={"steps"},
         applies_to={"matrix weights"},
-        needs={"whole weights"},
+        needs={"whole weights", "final gradients"},
         breaks={"gradient size"},
         after=("float16",),  # it wants gradients without a loss scale
         tries=({"granularity": "tensor"}, {"granularity": "row"}),
