@@ -2,6 +2,7 @@
 
 import json
 
+import drawing_tasks
 import pytest
 import rank_tasks
 import torch
@@ -117,6 +118,12 @@ def test_ranks_draw_other_noise():
 def test_ranks_draw_other_masks_of_dropout():
     one, other = together(2, drawn_after_training, rank_tasks.dropping)
     assert one != other
+
+
+def test_parts_of_other_sizes_draw_other_masks_and_read_the_same():
+    """A batch that all read whole is drawn alike by ranks whose dropout draws more numbers or fewer."""
+    answers = together(3, training_of, drawing_tasks.with_a_sampler, None, None)
+    assert [type(answer) for answer in answers] == [dict] * 3, answers
 
 
 def test_a_rank_with_another_seed_is_found():

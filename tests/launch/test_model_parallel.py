@@ -2,7 +2,9 @@
 
 import warnings
 from contextlib import suppress
+from itertools import islice
 
+import drawing_tasks
 import pytest
 import rank_tasks
 import torch
@@ -14,6 +16,7 @@ from hasten.contract.chain import chain_of
 from hasten.contract.errors import Failure, Progress, Refusal
 from hasten.contract.recipe import Recipe
 from hasten.contract.sharded import own_part
+from hasten.engine.checkpoint import draw_alike
 from hasten.engine.find import make_method, make_methods
 from hasten.engine.plan import build
 from hasten.engine.ranks import joined
@@ -276,6 +279,45 @@ def test_ranks_of_one_copy_draw_alike_after_one_process_has_begun(tmp_path):
     answers = together(2, taken_up, rank_tasks.dropping_tower, tmp_path / "shared", "tensor_parallel")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+
+
+@pytest.mark.parametrize(("make", "strategy", "world"), [
+    (drawing_tasks.in_a_loader, "pipeline", 2), (drawing_tasks.in_a_loader, "pipeline + batched_fetch", 2), (drawing_tasks.with_a_sampler, "pipeline", 2),
+    pytest.param(drawing_tasks.with_a_sampler, "pipeline:degree=2", 4, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_stages_of_one_copy_read_the_same_whatever_they_draw(make, strategy, world):
+    seen = together(world, read_while_training, make, strategy)
+    assert all(one == other for one, other in zip(seen[::2], seen[1::2], strict=True)), seen
+    assert len({tuple(each) for each in seen}) == world // 2 and len(set(seen[0])) == len(seen[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [drawing_tasks.in_a_loader, drawing_tasks.with_a_sampler])
+def test_stages_go_on_with_what_they_drew(tmp_path, make):
+    together(2, training_of, make, "pipeline:cuts=1-1", tmp_path / "whole")
+    together(2, broken_off, make, tmp_path / "broken", "pipeline:cuts=1-1")
+    answers = together(2, taken_up, make, tmp_path / "broken", "pipeline:cuts=1-1")
+    assert [type(answer) for answer in answers] == [dict] * 2, answers
+    assert farthest(tmp_path / "broken", tmp_path / "whole") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [rank_tasks.loader, rank_tasks.own_sampler])
+def test_stages_read_a_loader_in_the_order_of_one_process(tmp_path, make):
+    train(make(), device="cpu", out=tmp_path / "alone")
+    together(2, training_of, make, "pipeline", tmp_path / "shared")
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+
+
+def read_while_training(rank: int, make, recipe: str) -> list[float]:
+    """What tells the first batches that a rank reads, which its model computes one after the other."""
+    with joined("cpu") as ranks:
+        program, seen = build(make(), make_methods(Recipe.parse(recipe)), ranks=ranks), []
+        draw_alike(ranks, program.source)  # as every pass begins
+        for batch in islice(program.train.epoch(0, 0), 3):
+            seen.append(batch[0].sum().item())
+            program.micro(batch)
+    return seen
 
 
 @pytest.mark.parametrize("then", ["pipeline", "ddp"])

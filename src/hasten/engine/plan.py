@@ -76,7 +76,7 @@ def build(task: Task, methods: list[Method] = (), *, device: str = "cpu", seed: 
         task = sources.opened(task)
         run.loop = loop = fold("loop", sources.plan_of(task))
         notes, readers = Notes(), ranks.readers(run.replica)
-        train = sources.training(task, loop.batch_size, seed, readers, notes)
+        train = sources.training(task, loop.batch_size, seed, readers, notes, run.stages)
         validation = sources.validation(task, sources.plan_of(task).batch_size, seed)  # judged in the task's own batches, always
         with undisturbed():  # a method may read samples to know them
             for method in methods:

@@ -18,6 +18,7 @@ from hasten.contract.data import Batches
 from hasten.contract.errors import Failure, Refusal
 from hasten.contract.method import Clock, Loop
 from hasten.contract.ranks import Ranks
+from hasten.engine.seeds import derived
 
 
 @dataclass(frozen=True)
@@ -48,17 +49,22 @@ class Notes:
     order: Callable | None = None  # whose plans these are
 
 
-def part_of(batches: Batches, ranks: Ranks, notes: Notes) -> Batches:
+def part_of(batches: Batches, ranks: Ranks, notes: Notes, stages: int = 1) -> Batches:
     """This rank's part of every batch; of one that has fewer samples than there are ranks, all of it.
 
     Samples that are read by index are not even read by the others; a stream, and a DataLoader with a sampler of its own, is read whole by
-    every rank, which then keeps its part.
+    every rank, which then keeps its part. What samples draw depends on their position, or is drawn apart from what models draw, since ranks that read
+    the same ones may compute other layers: those of the ``stages`` of one copy of the model read all the same.
     """
-    if ranks.alone:
+    if ranks.alone and (stages == 1 or batches.seekable):
         return batches
     if batches.samples is not None:
         notes.order = _parts(batches.samples.order, ranks, notes)
         return batches.with_samples(order=notes.order)
+    if not batches.seekable:  # else they draw by position already
+        batches = batches.mapped(_drawn_apart)
+    if ranks.alone:
+        return batches
 
     def epoch(epoch: int, start: int = 0) -> Iterator:
         for number, batch in enumerate(batches.epoch(epoch, start), start):
@@ -66,6 +72,29 @@ def part_of(batches: Batches, ranks: Ranks, notes: Notes) -> Batches:
             yield _cut(batch, ranks)
 
     return dataclasses.replace(batches, epoch=epoch, by=None)
+
+
+def _drawn_apart(iterator: Iterator) -> Iterator:
+    """The same batches, which draw random numbers as if nobody else did meanwhile; what else the process draws until their end are others."""
+    state = torch.get_rng_state()
+    torch.default_generator.manual_seed(derived(int(torch.empty((), dtype=torch.int64).random_())))
+    return _drawing_from(state, iterator)
+
+
+def _drawing_from(state: torch.Tensor, iterator: Iterator) -> Iterator:
+    """The same batches, each of which draws on where the one before it stopped; at their end so does the process."""
+    batch = True
+    while batch is not None:
+        elsewhere = torch.get_rng_state()
+        torch.set_rng_state(state)
+        try:
+            batch = next(iterator, None)
+        finally:
+            state = torch.get_rng_state()
+            torch.set_rng_state(elsewhere)
+        if batch is not None:
+            yield batch
+    torch.set_rng_state(state)
 
 
 def weighed(batches: Batches, ranks: Ranks, loop: Loop, clock: Clock, notes: Notes) -> Batches:

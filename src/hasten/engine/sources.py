@@ -43,11 +43,11 @@ def plan_of(task: Task) -> Loop:
     return Loop(batch_size=batch_size or task.batch_size or 1, epochs=task.epochs, samples=samples, evaluate_every=task.evaluate_every)
 
 
-def training(task: Task, batch_size: int, seed: int, ranks: Ranks = ALONE, notes: Notes | None = None) -> Batches:
+def training(task: Task, batch_size: int, seed: int, ranks: Ranks = ALONE, notes: Notes | None = None, stages: int = 1) -> Batches:
     """The training data; among several ranks, this one's part of every batch, of which there is a note."""
     if not ranks.alone and hasattr(task.train_data, "share"):
         return _batches(task.train_data.share(ranks.rank, ranks.world), task, batch_size, seed, training=True)
-    return part_of(_batches(task.train_data, task, batch_size, seed, training=True), ranks, notes)
+    return part_of(_batches(task.train_data, task, batch_size, seed, training=True), ranks, notes, stages)
 
 
 def validation(task: Task, batch_size: int, seed: int) -> Batches | None:

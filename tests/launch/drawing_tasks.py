@@ -1,0 +1,28 @@
+"""Tasks whose samples and whose labels are drawn together, while a layer of the first stage draws as well."""
+
+import torch
+from rank_tasks import BATCH, SAMPLES, Rows, network, task
+from torch.utils.data import DataLoader, SubsetRandomSampler
+
+from hasten import Task
+
+
+class Drawn(Rows):
+    """Each sample is drawn when it is read, and its label says what was drawn."""
+
+    def __getitem__(self, index: int):
+        inputs = torch.randn(6, dtype=torch.float64)
+        return inputs, (inputs.sum() > 0).long()
+
+
+def dropping(data) -> Task:
+    return task(data, model=lambda: network(dropout=0.3))
+
+
+def in_a_loader() -> Task:
+    return dropping(DataLoader(Drawn(), batch_size=BATCH, shuffle=True))
+
+
+def with_a_sampler() -> Task:
+    """Nobody knows the order but the loader itself."""
+    return dropping(DataLoader(Drawn(), batch_size=BATCH, sampler=SubsetRandomSampler(range(SAMPLES))))
