@@ -48,7 +48,7 @@ def diagnosed(task, world: int = 2) -> dict:
 
 def test_steps_that_no_few_blocks_show_are_told():
     def of(recipe: str):
-        return together(2, lambda rank: diagnose_ranks(rank_tasks.samples, recipe=recipe, budget=0.05, device="cpu"))
+        return together(2, lambda rank: diagnose_ranks(rank_tasks.task(epochs=10**6), recipe=recipe, budget=0.05, device="cpu"))
 
     for recipe, says in (("local_sgd:start=20", "the first 20 steps of"), ("local_sgd:period=40000", "repeats itself every 40000 steps")):
         for told in of(recipe):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import warnings
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -302,6 +303,10 @@ def test_an_overflow_is_not_remembered():
 
 @pytest.mark.parametrize(("recipe", "says"), [
     ("local_sgd:inner=2", "local_sgd:inner=2 has to divide the 3 processes"),
+    ("local_sgd:inner_period=2", "inner_period=2 is that of groups; say with inner how many"),
+    ("local_sgd:period=2,inner=3,inner_period=4", "inner_period=4 is due when all processes meet anyway, every 2 steps"),
+    ("local_sgd:period=47", "local_sgd:period=47 is longer than the run of 46 steps, in which the processes would never meet"),
+    ("diloco", "diloco:period=100 is longer than the run of 46 steps"),
     ("local_sgd + compressed_gradients", "compressed_gradients rounds what ddp sends"),
     ("local_sgd + diloco", "both replace shard"),
     ("local_sgd + ema", "ema needs like weights, which local_sgd takes away"),
@@ -311,6 +316,23 @@ def test_an_overflow_is_not_remembered():
 def test_what_cannot_be_is_told(recipe, says):
     told = together(3, training, rank_tasks.samples(), recipe)
     assert all(isinstance(answer, Refusal) and says in str(answer) for answer in told), told
+
+
+@pytest.mark.parametrize("recipe", ["local_sgd:start=46", "powersgd:rank=1,saves=1,start=46"])
+def test_what_begins_after_the_end_is_told(recipe):
+    told = together(2, training, rank_tasks.samples(), recipe)
+    assert all(("it begins after 46 steps, and the run has 46" in str(answer["idle"])) for answer in told), told
+
+
+@pytest.mark.parametrize(("make", "told"), [(rank_tasks.samples, 0), (rank_tasks.stream, 1)])
+def test_that_what_is_read_in_order_is_compared_in_every_step_is_told(make, told):
+    def notices(rank: int) -> int:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            training(rank, make(), "local_sgd")
+        return sum("before every step" in str(each.message) for each in caught)
+
+    assert together(2, notices) == [told, 0]
 
 
 class WithCounts(nn.Module):

@@ -196,6 +196,14 @@ def average_gradients(weights: Sequence[torch.nn.Parameter], group: dist.Process
     gradients.handed_back()
 
 
+def refuse_never_to_meet(run: Run, who: str, period: int) -> None:
+    """Refuses processes that would each train by themselves from the first step to the last."""
+    if run.loop.steps is not None and period > run.loop.steps:
+        raise Refusal(
+            f"{who}:period={period} is longer than the run of {run.loop.steps} steps, in which the processes would never meet; take a shorter one"
+        )
+
+
 def let_copies_differ(run: Run, name: str) -> None:
     """Lets the copies of the model differ between the ranks: a checkpoint holds the mean, and for each rank its own."""
     run.own[name] = OwnCopy(run)

@@ -122,7 +122,7 @@ def build(task: Task, methods: list[Method] = (), *, device: str = "cpu", seed: 
             run=run,
             loop=loop,
             process=process,
-            train=weighed(train, readers, loop, run.clock, notes),
+            train=weighed(train, readers, loop, run.clock, notes, run.rhythm),
             source=train,
             validation=validation,
             move=move,

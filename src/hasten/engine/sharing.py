@@ -7,6 +7,7 @@ gradient as over the whole batch, however unequal the parts are, and ranks that 
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from zlib import crc32
@@ -15,7 +16,7 @@ import torch
 
 from hasten.contract.batch import map_tensors, size, tensors
 from hasten.contract.data import Batches
-from hasten.contract.errors import Failure, Refusal
+from hasten.contract.errors import Failure, Notice, Refusal
 from hasten.contract.method import Clock, Loop
 from hasten.contract.ranks import Ranks
 from hasten.engine.seeds import derived
@@ -97,10 +98,11 @@ def _drawing_from(state: torch.Tensor, iterator: Iterator) -> Iterator:
     torch.set_rng_state(state)
 
 
-def weighed(batches: Batches, ranks: Ranks, loop: Loop, clock: Clock, notes: Notes) -> Batches:
+def weighed(batches: Batches, ranks: Ranks, loop: Loop, clock: Clock, notes: Notes, rhythm: int = 1) -> Batches:
     """The same batches; before each, the clock is told how many samples all ranks have in it, and what this rank's part counts.
 
-    Where all follow from an order that is known, the ranks compare it once a pass; else they tell each other before every step.
+    Where all follow from an order that is known, the ranks compare it once a pass; else they tell each other before every step, which
+    those that meant to meet in one of ``rhythm`` are told.
 
     Raises:
         Refusal: there are more ranks than samples in a batch.
@@ -110,6 +112,8 @@ def weighed(batches: Batches, ranks: Ranks, loop: Loop, clock: Clock, notes: Not
         return batches
     refuse_too_many(ranks.world, loop.batch_size)
     in_order = batches.samples is not None and batches.samples.order is notes.order
+    if rhythm > 1 and not in_order and ranks.leads:
+        warnings.warn(MEETS_ALWAYS, Notice, stacklevel=3)
 
     def epoch(epoch: int, start: int = 0) -> Iterator:
         notes.plans.clear()
@@ -143,6 +147,10 @@ def refuse_too_many(processes: int, samples: int) -> None:
         raise Refusal(f"{processes} processes cannot share a batch of {samples} samples; take fewer, or larger batches")
 
 
+MEETS_ALWAYS = (
+    "these data are not read by index, so the processes tell each other before every step what they have read: less is saved than could be; "
+    "a dataset with __len__ and __getitem__ needs no such word"
+)
 ALIKE = "all have to be given the same data, whole and in the same order; sharing them out (DistributedSampler) is done here"
 
 

@@ -14,7 +14,7 @@ import torch
 
 from hasten.contract.card import Card, Exactness, Order
 from hasten.contract.method import Method, setting
-from hasten.contract.replicas import average, let_copies_differ, make_alike, mean_model, notice_batch_norm
+from hasten.contract.replicas import average, let_copies_differ, make_alike, mean_model, notice_batch_norm, refuse_never_to_meet
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class DiLoCo(Method):
         if run.ranks.alone:
             run.nothing_to_do(self, "there is one process only; say --processes")
             return model
+        refuse_never_to_meet(run, self.name, self.period)
         notice_batch_norm(model, remedy="")
         make_alike(model)
         let_copies_differ(run, self.name)

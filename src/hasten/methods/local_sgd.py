@@ -25,6 +25,7 @@ from hasten.contract.replicas import (
     make_alike,
     mean_model,
     notice_batch_norm,
+    refuse_never_to_meet,
     refuse_sparse,
 )
 
@@ -52,8 +53,7 @@ class LocalSGD(Method):
         if run.ranks.alone:
             run.nothing_to_do(self, "there is one process only; say --processes")
             return model
-        if self.inner and run.ranks.world % self.inner:
-            raise Refusal(f"local_sgd:inner={self.inner} has to divide the {run.ranks.world} processes")
+        self._refuse_what_never_acts(run)
         if self.start:
             refuse_sparse(model, self.name)
         notice_batch_norm(model, remedy="")
@@ -61,6 +61,20 @@ class LocalSGD(Method):
         let_copies_differ(run, self.name)
         run.rhythm, run.prelude = math.lcm(self.period, self.inner_period if self.inner else 1), self.start
         return model
+
+    def _refuse_what_never_acts(self, run) -> None:
+        if self.inner and run.ranks.world % self.inner:
+            raise Refusal(f"local_sgd:inner={self.inner} has to divide the {run.ranks.world} processes")
+        if self.inner_period > 1 and not self.inner:
+            raise Refusal(f"local_sgd:inner_period={self.inner_period} is that of groups; say with inner how many processes make one")
+        if self.inner and self.inner_period % self.period == 0:
+            raise Refusal(
+                f"local_sgd:inner_period={self.inner_period} is due when all processes meet anyway, every {self.period} steps; take a longer period"
+            )
+        if run.loop.steps is not None and self.start >= run.loop.steps:
+            run.nothing_to_do(self, f"it begins after {self.start} steps, and the run has {run.loop.steps}")
+        elif not self.start:
+            refuse_never_to_meet(run, self.name, self.period)
 
     def gradients(self, gradients, run):
         if run.ranks.alone or not self.start:

@@ -57,6 +57,8 @@ class PowerSGD(Method):
             return model
         if not any(self._shortens(weight) for weight in model.parameters()):
             run.nothing_to_do(self, f"no matrix of the model becomes {self.saves:g} times shorter by rank {self.rank}")
+        if run.loop.steps is not None and self.start >= run.loop.steps:
+            run.nothing_to_do(self, f"it begins after {self.start} steps, and the run has {run.loop.steps}")
         refuse_sparse(model, self.name)
         notice_batch_norm(model)
         make_alike(model)
