@@ -324,12 +324,14 @@ def test_what_begins_after_the_end_is_told(recipe):
     assert all(("it begins after 46 steps, and the run has 46" in str(answer["idle"])) for answer in told), told
 
 
-@pytest.mark.parametrize(("make", "told"), [(rank_tasks.samples, 0), (rank_tasks.stream, 1)])
-def test_that_what_is_read_in_order_is_compared_in_every_step_is_told(make, told):
+@pytest.mark.parametrize(("make", "recipe", "told"), [
+    (rank_tasks.samples, "local_sgd", 0), (rank_tasks.stream, "local_sgd", 1), (rank_tasks.own_sampler, "parameter_server", 1), (rank_tasks.stream, "ddp", 0),
+])  # fmt: skip
+def test_that_what_is_read_in_order_is_compared_in_every_step_is_told(make, recipe, told):
     def notices(rank: int) -> int:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            training(rank, make(), "local_sgd")
+            training(rank, make(), recipe)
         return sum("before every step" in str(each.message) for each in caught)
 
     assert together(2, notices) == [told, 0]

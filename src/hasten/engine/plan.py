@@ -122,7 +122,7 @@ def build(task: Task, methods: list[Method] = (), *, device: str = "cpu", seed: 
             run=run,
             loop=loop,
             process=process,
-            train=weighed(train, readers, loop, run.clock, notes, run.rhythm),
+            train=weighed(train, readers, loop, run.clock, notes, any("like weights" in method.card.breaks for method in methods)),
             source=train,
             validation=validation,
             move=move,

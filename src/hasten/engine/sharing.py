@@ -98,11 +98,11 @@ def _drawing_from(state: torch.Tensor, iterator: Iterator) -> Iterator:
     torch.set_rng_state(state)
 
 
-def weighed(batches: Batches, ranks: Ranks, loop: Loop, clock: Clock, notes: Notes, rhythm: int = 1) -> Batches:
+def weighed(batches: Batches, ranks: Ranks, loop: Loop, clock: Clock, notes: Notes, apart: bool = False) -> Batches:
     """The same batches; before each, the clock is told how many samples all ranks have in it, and what this rank's part counts.
 
     Where all follow from an order that is known, the ranks compare it once a pass; else they tell each other before every step, which
-    those that meant to meet in one of ``rhythm`` are told.
+    those are told that meant to train ``apart``.
 
     Raises:
         Refusal: there are more ranks than samples in a batch.
@@ -112,7 +112,7 @@ def weighed(batches: Batches, ranks: Ranks, loop: Loop, clock: Clock, notes: Not
         return batches
     refuse_too_many(ranks.world, loop.batch_size)
     in_order = batches.samples is not None and batches.samples.order is notes.order
-    if rhythm > 1 and not in_order and ranks.leads:
+    if apart and not in_order and ranks.leads:
         warnings.warn(MEETS_ALWAYS, Notice, stacklevel=3)
 
     def epoch(epoch: int, start: int = 0) -> Iterator:
