@@ -7,6 +7,7 @@ wrong, or is worth a notice, is told in one line on standard error. Nothing heav
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import re
 import signal
@@ -46,22 +47,24 @@ def main(words: list[str] | None = None) -> int:
     _quieten_libraries()
     _show_notices()
     mute = not speaks() and any(word in launch.COMMANDS for word in words)  # rank 0 answers for all
-    if own_process:
-        _end_as_by_ctrl_c()
+    asked = _end_as_by_ctrl_c() if own_process else []
     if is_rank() and own_process:
         end_with_the_parent()
+    answer, interrupted = None, False
     try:
         _refuse_a_folder_that_is_gone()
         answer = _answer(words)
         if answer is None:
             return 0
+        if asked and answer.elsewhere:  # while something was imported that swallows all exceptions
+            raise KeyboardInterrupt
         if answer.elsewhere is None and not mute:
             if is_rank() and (trouble := trouble_of_the_others()):  # or two would answer
                 raise Aftermath(trouble)
             _show_to_whoever_reads(answer, as_json)
         ending = Ending(answer.elsewhere() if answer.elsewhere else answer.code)
     except BaseException as error:  # a task's own code may raise anything
-        ending = _ending(error)
+        ending, interrupted = _ending(error), isinstance(error, KeyboardInterrupt)
     code, line = ending.code, ending.line
     if in_job() and line is None:  # a "no" is no failure of the job, and must not make anybody end the other ranks or start them again
         code = 0
@@ -75,11 +78,17 @@ def main(words: list[str] | None = None) -> int:
         _say(line)
         if as_json and not mute:
             print(strict_json({"error": line}))
+    if own_process and (interrupted or (answer and answer.elsewhere)):
+        atexit._run_exitfuncs()
+        return _end_now(code)
     return code
 
 
 def _end_now(code: int) -> NoReturn:
-    """Threads of a library may crash in an interpreter that is going, and a rank that has done its work would count as lost."""
+    """Threads of a library may crash in an interpreter that is going, and a rank that has done its work would count as lost.
+
+    One that was interrupted while it imported something ends by the signal, whatever it returns.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -114,18 +123,20 @@ def _write_in_any_encoding() -> None:
         del os.environ["COLUMNS"]
 
 
-def _end_as_by_ctrl_c() -> None:
-    """Who ends us by a signal gets an answer, too; ``nohup`` stays what it is."""
-    owner = os.getpid()
+def _end_as_by_ctrl_c() -> list[int]:
+    """Who ends us by a signal gets an answer, too; ``nohup`` stays what it is. The signals that came are noted in the list."""
+    owner, came = os.getpid(), []
 
     def end(number: int, frame) -> None:
         if os.getpid() != owner:  # whoever was forked has nothing to say
             os._exit(128 + number)
+        came.append(number)
         raise KeyboardInterrupt
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, end)
+    return came
 
 
 def _refuse_a_folder_that_is_gone() -> None:

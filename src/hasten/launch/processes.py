@@ -38,6 +38,7 @@ from hasten.launch.meeting import HERE, PATIENCE, interface_of, is_host, own_add
 MEETING = 900  # seconds that the machines have to find each other, and a machine that was lost to come back
 OF_A_RANK = 200_000_000  # bytes of a process that has imported torch
 ANSWER = 30  # seconds that a store has to say that it is one
+LET_GO = 2  # more, on the way out: a thread that comes back from torch while Python ends would abort the process
 LAST_CALL = 10  # seconds that fewer machines than could come wait for more
 NOT_ALIKE = "they do not do the same, as where the data decide which layers a batch goes through"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # which torch's agent heeds
@@ -145,12 +146,15 @@ def _backend(parameters: RendezvousParameters) -> tuple[RendezvousBackend, dist.
         except Exception as error:
             made.set_exception(error)
 
-    threading.Thread(target=make, daemon=True).start()
+    thread = threading.Thread(target=make, daemon=True)
+    thread.start()
     try:
         return made.result(ANSWER)
     except (RendezvousConnectionError, TimeoutError):
         advice = "choose another port, the same on all machines"
         raise Refusal(f"the machines cannot meet at {parameters.endpoint}: another program has that port; {advice}") from None
+    finally:
+        thread.join(LET_GO)
 
 
 def _verdict(folder: str, codes: dict[int, int], otherwise: str = "the ranks ended without a word", here_alone: bool = False) -> Exception:
