@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
 from hasten import Task
 from hasten.data import arrays
@@ -331,11 +331,6 @@ def tied() -> Task:
 
 def losing_itself() -> Task:
     return task(loss=None)
-
-
-def divides_itself(rank: int) -> Task:
-    rows = Rows()
-    return task(DataLoader(rows, batch_size=BATCH, sampler=DistributedSampler(rows)))
 
 
 def stream_that_divides_itself(rank: int) -> Task:

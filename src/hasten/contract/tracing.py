@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 
+import numpy
 import torch
 import torch.fx
 from torch import nn
 
+PLAIN = (bool, int, float, str)  # types of what a part of a model may keep to decide by
 MAKERS = (
     "arange",
     "zeros",
@@ -23,12 +26,15 @@ MAKERS = (
 def traced(module: nn.Module, is_leaf: Callable[[nn.Module], bool] | None = None) -> torch.fx.Graph | None:
     """The graph of a model; None where it cannot be told, or is another one when the model is evaluated.
 
+    Nor can that of a model which decides while it computes: by random numbers (LayerDrop), or by a count of its calls. Neither is changed by looking.
+
     Args:
         is_leaf: whether a part is one node of the graph; None for torch.fx's choice, which looks into all that is not of torch.nn.
     """
     tracer = torch.fx.Tracer()
     if is_leaf is not None:
         tracer.is_leaf_module = lambda part, name: is_leaf(part)
+    before = _moving(module)
     try:
         with _making_nodes():
             graph = tracer.trace(module)
@@ -36,7 +42,30 @@ def traced(module: nn.Module, is_leaf: Callable[[nn.Module], bool] | None = None
                 same = str(graph) == str(tracer.trace(module))
     except Exception:
         return None
-    return graph if same else None
+    finally:
+        moved = _put_back(module, before)
+    return graph if same and not moved else None
+
+
+def _moving(module: nn.Module) -> tuple:
+    """What computing may move beside tensors: the generators, and the plain values that parts of a model keep."""
+    plain = [{name: value for name, value in vars(part).items() if isinstance(value, PLAIN)} for part in module.modules()]
+    return torch.get_rng_state(), random.getstate(), numpy.random.get_state(), plain
+
+
+def _put_back(module: nn.Module, before: tuple) -> bool:
+    """Makes it as it was; whether it was not."""
+    torchs, pythons, numpys, plain = before
+    now = _moving(module)
+    of_numpy = any(not numpy.array_equal(one, other) for one, other in zip(numpys, now[2], strict=True))
+    moved = not torch.equal(torchs, now[0]) or pythons != now[1] or of_numpy or plain != now[3]
+    if moved:
+        torch.set_rng_state(torchs)
+        random.setstate(pythons)
+        numpy.random.set_state(numpys)
+        for part, values in zip(module.modules(), plain, strict=True):
+            vars(part).update(values)
+    return moved
 
 
 @contextmanager

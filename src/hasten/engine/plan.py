@@ -27,7 +27,7 @@ from hasten.engine.budget import free_memory, usable_cores
 from hasten.engine.forward import forward_of, own_loss, refuse_loss
 from hasten.engine.metrics import higher_is_better
 from hasten.engine.seeds import derived, set_seeds, undisturbed
-from hasten.engine.sharing import Notes, weighed
+from hasten.engine.sharing import Notes, same_in_a_copy, weighed
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,13 @@ def build(task: Task, methods: list[Method] = (), *, device: str = "cpu", seed: 
             set_seeds(derived(seed, drawer))
         elif drawer and run.device.type == "cuda":  # where no source draws
             torch.cuda.manual_seed(derived(seed, drawer))
+        apart = any("like weights" in method.card.breaks for method in methods)
         return Program(
             task=task,
             run=run,
             loop=loop,
             process=process,
-            train=weighed(train, readers, loop, run.clock, notes, any("like weights" in method.card.breaks for method in methods)),
+            train=same_in_a_copy(weighed(train, readers, loop, run.clock, notes, apart), ranks, run.replica),
             source=train,
             validation=validation,
             move=move,

@@ -7,11 +7,13 @@ gradient as over the whole batch, however unequal the parts are, and ranks that 
 from __future__ import annotations
 
 import dataclasses
+import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from zlib import crc32
 
+import numpy
 import torch
 
 from hasten.contract.batch import map_tensors, size, tensors
@@ -147,9 +149,10 @@ def refuse_too_many(processes: int, samples: int) -> None:
         raise Refusal(f"{processes} processes cannot share a batch of {samples} samples; take fewer, or larger batches")
 
 
+SAME = 1e-6  # relative difference of sums, which other processors may add up otherwise
 MEETS_ALWAYS = (
-    "these data are not read by index, so the processes tell each other before every step what they have read: less is saved than could be; "
-    "a dataset with __len__ and __getitem__ needs no such word"
+    "the processes tell each other before every step what they have read, so less is saved than could be; "
+    "a dataset with __len__ and __getitem__, and no method that reads it otherwise, needs no such word"
 )
 ALIKE = "all have to be given the same data, whole and in the same order; sharing them out (DistributedSampler) is done here"
 
@@ -221,18 +224,78 @@ def _parts(order: Callable, ranks: Ranks, notes: Notes) -> Callable:
 
 def _cut(batch, ranks: Ranks):
     samples = size(batch)
-    if any(tensor.ndim and tensor.shape[0] != samples for tensor in tensors(batch)):
-        raise Failure("a batch whose tensors have not one number of samples cannot be shared out; give data by index, or pad them")
+    if _holds_more_than_tensors(batch, samples) or any(tensor.ndim and tensor.shape[0] != samples for tensor in tensors(batch)):
+        raise Failure(
+            "a batch that is not made of tensors with one number of samples cannot be shared out; give data by index, or such tensors"
+        )
     if samples < ranks.world:
         return batch
     first, end = ranks.part(samples)
     return map_tensors(lambda tensor: tensor[first:end] if tensor.ndim and tensor.shape[0] == samples else tensor, batch)
 
 
+def _holds_more_than_tensors(batch, samples: int) -> bool:
+    """Whether something in a batch has an item for each sample and is no tensor: an array, or a list of texts."""
+    if isinstance(batch, numpy.ndarray):
+        return batch.ndim > 0
+    if isinstance(batch, Mapping):
+        return any(_holds_more_than_tensors(value, samples) for value in batch.values())
+    if isinstance(batch, (list, tuple)):
+        bare = len(batch) == samples and not any(isinstance(item, (torch.Tensor, Mapping, list, tuple)) for item in batch)
+        return bare or any(_holds_more_than_tensors(item, samples) for item in batch)
+    return False
+
+
 def _mark(batch) -> int:
-    """Of the labels, one whole number a sample: inputs may be augmented by generators that nobody seeds."""
+    """What tells the samples of a batch from others, whatever an unseeded generator may have made of the inputs.
+
+    One whole number a sample, as labels are; else all whole numbers, as token ids are; else the last tensor, if that is a table, as targets are.
+    """
+    held = tensors(batch)
+    whole = [tensor for tensor in held if tensor.dtype in (torch.int32, torch.int64)]
+    labels = [tensor for tensor in whole if tensor.ndim == 1]
+    targets = [tensor for tensor in held[-1:] if tensor.ndim <= 2]
     mark = 0
-    for tensor in tensors(batch):
-        if tensor.ndim == 1 and tensor.dtype in (torch.int32, torch.int64):
-            mark = crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy(), mark)
+    for tensor in labels or whole or targets:
+        mark = crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(), mark)
     return mark
+
+
+def same_in_a_copy(batches: Batches, ranks: Ranks, replica: int) -> Batches:
+    """The same batches; the first of each pass is compared by those ranks that hold one copy of the model between them, and have to see the same.
+
+    Raises:
+        Failure: they do not.
+    """
+    if replica == 1:
+        return batches
+
+    def epoch(epoch: int, start: int = 0) -> Iterator:
+        iterator = iter(batches.epoch(epoch, start))
+        first = next(iterator, None)
+        seen = [json.loads(each) for each in ranks.every(json.dumps(_sums(first)).encode())]
+        own = seen[ranks.rank // replica * replica :][:replica]
+        if other := next((rank for rank, sums in enumerate(own) if not _alike(sums, own[0])), None):
+            first_of_all = ranks.rank // replica * replica
+            raise Failure(
+                f"rank {first_of_all + other} was given other samples than rank {first_of_all}, and both compute parts of one model: "
+                "a dataset may draw from torch's, NumPy's or Python's own generators, which are seeded alike, or from one with a fixed seed"
+            )
+        if first is not None:
+            yield first
+            del first
+        yield from iterator
+
+    return dataclasses.replace(batches, epoch=epoch)
+
+
+def _sums(batch) -> list[list[float]]:
+    """Of each tensor its sum, and that of its sizes: enough to tell samples, and not what machines of two kinds make of one."""
+    held = [tensor.detach().double() for tensor in tensors(batch) if not tensor.is_complex()]
+    return [[tensor.sum().item(), tensor.abs().sum().item()] for tensor in held]
+
+
+def _alike(some: list, others: list) -> bool:
+    return len(some) == len(others) and all(
+        not abs(one - other) > SAME * max(size, 1e-30) for (one, size), (other, _) in zip(some, others, strict=True)
+    )

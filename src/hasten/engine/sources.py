@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import islice
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from hasten.contract.data import Batches, Samples
 from hasten.contract.errors import Refusal
@@ -44,10 +44,27 @@ def plan_of(task: Task) -> Loop:
 
 
 def training(task: Task, batch_size: int, seed: int, ranks: Ranks = ALONE, notes: Notes | None = None, stages: int = 1) -> Batches:
-    """The training data; among several ranks, this one's part of every batch, of which there is a note."""
+    """The training data; among several ranks, this one's part of every batch, of which there is a note.
+
+    Raises:
+        Refusal: they leave bad rows out, which every rank would count by itself; or a sampler shares them out already.
+    """
+    if not ranks.alone:
+        _refuse_divided(task.train_data, "train_data")
+        _refuse_divided(task.validation_data, "validation_data")
     if not ranks.alone and hasattr(task.train_data, "share"):
+        if task.train_data.faults.at_most:
+            raise Refusal("skip_bad is for one process: several would count their bad rows apart; leave it out, or mend the data")
         return _batches(task.train_data.share(ranks.rank, ranks.world), task, batch_size, seed, training=True)
     return part_of(_batches(task.train_data, task, batch_size, seed, training=True), ranks, notes, stages)
+
+
+def _refuse_divided(data, field: str) -> None:
+    sampler = getattr(getattr(data, "batch_sampler", None), "sampler", None) or getattr(data, "sampler", None)
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        raise Refusal(
+            f"the DistributedSampler of Task({field}=) shares the data out, and so does hasten: nobody would see the rest; leave it out"
+        )
 
 
 def validation(task: Task, batch_size: int, seed: int) -> Batches | None:

@@ -1,0 +1,112 @@
+"""What ranks are given: other samples than they ought to have are found before a step, and a batch that cannot be cut is told."""
+
+import numpy
+import pytest
+import rank_tasks
+import torch
+from ranks import together, training
+from test_ddp import training_as_rank
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
+
+from hasten.contract.errors import Failure, Refusal
+from hasten.data import arrays
+
+
+class Made(IterableDataset):
+    """Every ``step``-th of some samples, each made by ``make(number)``."""
+
+    def __init__(self, make, first: int = 0, step: int = 1):
+        self.make, self.numbers = make, range(first, rank_tasks.SAMPLES, step)
+
+    def __iter__(self):
+        return map(self.make, self.numbers)
+
+
+def ids(number: int):
+    return torch.full((6,), number % 7), torch.full((6,), number % 7)
+
+
+def numbers(number: int):
+    return torch.full((6,), float(number), dtype=torch.float64), torch.tensor([number / 7.0], dtype=torch.float64)
+
+
+def texts(number: int):
+    return torch.full((6,), float(number), dtype=torch.float64), f"number {number}"
+
+
+@pytest.mark.parametrize("make", [ids, numbers])
+def test_a_stream_that_divides_itself_is_found_by_its_ids_or_targets(make):
+    told = together(2, training_as_rank, lambda rank: rank_tasks.task(Made(make, first=rank, step=2)))
+    assert all(isinstance(answer, Failure) and str(answer).startswith("the ranks read other data as batch 1") for answer in told), told
+
+
+@pytest.mark.parametrize("field", ["train_data", "validation_data"])
+def test_a_sampler_that_shares_data_out_is_refused(field):
+    def task(rank: int):
+        rows = rank_tasks.Rows()
+        loader = DataLoader(rows, batch_size=rank_tasks.BATCH, sampler=DistributedSampler(rows, num_replicas=2, rank=rank))
+        return rank_tasks.task(**{"data": loader} if field == "train_data" else {field: loader})
+
+    told = together(2, training_as_rank, task)
+    assert all(isinstance(answer, Refusal) and f"DistributedSampler of Task({field}=)" in str(answer) for answer in told), told
+
+
+class DrawingForItself(rank_tasks.Rows):
+    """From a generator of its own, which each process seeds otherwise."""
+
+    def __init__(self):
+        super().__init__()
+        self.chance = numpy.random.default_rng()
+
+    def __getitem__(self, index: int):
+        inputs, label = super().__getitem__(index)
+        return inputs * self.chance.random(), label
+
+
+@pytest.mark.parametrize("strategy", ["pipeline", "tensor_parallel"])
+def test_ranks_of_one_copy_that_are_given_other_samples_are_found(strategy):
+    def task(rank: int):
+        rows = DrawingForItself()
+        return rank_tasks.tower(DataLoader(rows, batch_size=rank_tasks.BATCH, sampler=RandomSampler(rows)))
+
+    told = together(2, lambda rank: training(rank, task(rank), strategy))
+    assert all(isinstance(answer, Failure) and "rank 1 was given other samples than rank 0" in str(answer) for answer in told), told
+
+
+def test_a_batch_that_holds_more_than_tensors_cannot_be_cut():
+    told = together(2, training, rank_tasks.task(Made(texts)))
+    assert all(isinstance(answer, Failure) and "not made of tensors with one number of samples" in str(answer) for answer in told), told
+
+
+def test_a_pipeline_that_leaves_bad_rows_out_is_for_one_process():
+    rows = rank_tasks.Rows()
+    data = arrays(rows.inputs.numpy(), rows.labels.numpy()).skip_bad(3)
+    told = together(2, training, rank_tasks.task(data))
+    assert all(isinstance(answer, Refusal) and str(answer).startswith("skip_bad is for one process") for answer in told), told
+
+
+class Skipping(rank_tasks.Tower):
+    """Leaves layers out at random while it trains (LayerDrop), by whichever generator; or counts its calls."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.how, self.calls = how, 0
+
+    def forward(self, inputs):
+        for layer in self.layers:
+            self.calls += self.how == "counted"
+            chance = {"torch": lambda: torch.rand([]), "numpy": numpy.random.random, "counted": lambda: self.calls}[self.how]()
+            if not (self.training and chance < 1e-9):
+                inputs = layer(inputs)
+        return self.last(inputs.mean(1)) if hasattr(self, "last") else inputs
+
+
+@pytest.mark.parametrize("how", ["torch", "numpy", "counted"])
+def test_a_model_that_decides_while_it_computes_is_not_traced(how):
+    from hasten.contract.tracing import traced
+
+    model = Skipping(how)
+    state, calls = torch.get_rng_state(), model.calls
+    assert traced(model, is_leaf=lambda part: isinstance(part, nn.Linear) or not list(part.children())) is None
+    assert torch.equal(state, torch.get_rng_state()) and model.calls == calls
