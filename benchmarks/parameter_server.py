@@ -21,10 +21,11 @@ from pathlib import Path
 
 import torch
 from _common import finish, in_turns, interval, parser, say, show, tell
-from ddp_scaling import ANSWER, BATCH, data, leg, model, optimizer
+from ddp_scaling import ANSWER, data, leg, model, optimizer
 from torch.nn.functional import cross_entropy
 
 WANTED, SLEEP, EVERY = 1.1, 0.020, 3
+BATCH = 32  # samples a process and step
 RING, BEST, ROOM = "ddp", "parameter_server:staleness=2", "parameter_server:staleness=8"
 RECIPES = (RING, "parameter_server:staleness=0", BEST, ROOM)
 TURNS = "in turns"
