@@ -1,5 +1,6 @@
 """Damaged, hostile and half-written checkpoints, full disks and folders that cannot be written to."""
 
+import dataclasses
 import json
 import os
 import pickle
@@ -14,8 +15,9 @@ import torch
 import hasten
 from hasten import Failure, Refusal
 from hasten.contract.errors import Notice
-from hasten.engine.checkpoint import loaded
+from hasten.engine.checkpoint import loaded, resting
 from hasten.engine.folder import RunFolder
+from hasten.engine.plan import build
 from hasten.engine.seeds import random_state, restore_random_state
 
 
@@ -197,3 +199,23 @@ def test_a_random_state_of_a_machine_with_more_gpus_is_taken_up():
     drawn = torch.rand(3)
     restore_random_state(state)
     assert torch.equal(torch.rand(3), drawn)
+
+
+class Following(torch.nn.Module):
+    """A student, and a teacher that follows it in the forward pass, by a way that torch does not count."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, inputs):
+        for own, other in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            own.data.mul_(0.9).add_(other.data, alpha=0.1)
+        return self.student(inputs) - self.teacher(inputs)
+
+
+def test_weights_that_follow_others_in_the_forward_pass_are_copied_before_it():
+    task = engine_tasks.map_style()
+    run = build(dataclasses.replace(task, model=Following)).run
+    address = {weight.data_ptr() for weight in resting(run)}
+    assert address == {weight.data_ptr() for weight in run.module.student.parameters()}

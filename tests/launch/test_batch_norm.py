@@ -12,6 +12,7 @@ from torch import nn
 
 from hasten.contract.batch import map_tensors
 from hasten.contract.batch_norm import Parts, over_all
+from hasten.contract.errors import Refusal
 from hasten.contract.method import Clock
 from hasten.engine.train import train
 
@@ -40,6 +41,19 @@ def test_a_job_trains_what_one_process_trains(tmp_path, make, world, recipe):
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
     assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=CLOSE)
+
+
+class Activated(nn.BatchNorm1d):
+    """As libraries have it: another forward under a name of its own."""
+
+    def forward(self, inputs):
+        return super().forward(inputs).relu()
+
+
+def test_a_normalisation_that_it_does_not_know_is_named():
+    task = rank_tasks.task(model=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), Activated(8), nn.Linear(8, 2)).double())
+    told = together(2, training_of, lambda: task, "sync_batch_norm", None)
+    assert all(isinstance(answer, Refusal) and "the model has Activated; leave it out" in str(answer) for answer in told), told
 
 
 def test_without_it_another_formula_is_trained(tmp_path):

@@ -1,12 +1,14 @@
 """``hasten diagnose`` of several processes: what is planted is found, by rank and by cause."""
 
 import json
+import resource
 import shutil
 import subprocess
 import sys
 from io import StringIO
 from itertools import zip_longest
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import rank_tasks
@@ -44,6 +46,17 @@ def diagnosed(task, world: int = 2) -> dict:
     told = [{name: each[name] for name in ("verdict", "ranks", "straggler", "ceilings")} for each in found]
     assert all(each == told[0] for each in told)
     return found[0]
+
+
+def test_memory_that_ranks_share_is_enough_for_one_process_more():
+    """What is free is told by the share of each rank."""
+
+    def with_little(rank: int) -> dict:
+        share = int(1.3 * 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        with patch("hasten.engine.plan.free_memory", lambda *_: share):
+            return diagnose_ranks(rank_tasks.samples, budget=0.5, device="cpu")
+
+    assert all(each["speedup"] and "speedup" not in each["not_measured"] for each in together(2, with_little))
 
 
 def test_steps_that_no_few_blocks_show_are_told():

@@ -72,6 +72,19 @@ def test_without_a_shortcut_there_is_nothing_to_do(make):
     assert program.run.idle and not zeros(make())
 
 
+@pytest.mark.parametrize(("scale", "why"), [(0.7, "zeros would shut off what these scales have learnt"), (0.0, "start with zeros already")])
+def test_scales_that_are_not_fresh_stay(scale, why):
+    def residual():
+        block = Residual()
+        nn.init.constant_(block.last.weight, scale)
+        return block
+
+    run = build(task(residual, residual), make_methods(Recipe.read("last_gamma_zero"))).run
+    assert why in run.idle[0][1]
+    scales = [part.weight for name, part in run.model.named_modules() if name.endswith(".last")]
+    assert len(scales) == 2 and all((each == scale).all() for each in scales)
+
+
 def test_it_keeps_the_contract():
     results = check_method("last_gamma_zero", task(Residual, Residual))
     assert set(results.values()) - {"passed"} == {"skipped: last_gamma_zero has something to do on every task"}, results

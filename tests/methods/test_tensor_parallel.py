@@ -42,6 +42,11 @@ def test_what_is_between_decides(between):
     assert blocks_of(Uses(forward), 2)[0] == expected
 
 
+@pytest.mark.parametrize("drawing", [nn.AlphaDropout, nn.Dropout1d, nn.FeatureAlphaDropout, nn.RReLU])
+def test_what_draws_in_a_way_of_its_own_is_not_cut(drawing):
+    assert blocks_of(nn.Sequential(nn.Linear(4, 8), drawing(), nn.Linear(8, 4)), 2)[0] == []
+
+
 def test_parts_of_a_model_that_cannot_be_traced():
     class Untraceable(nn.Module):
         def __init__(self):

@@ -165,8 +165,8 @@ def is_shared_out(run: Run) -> bool:
 
 
 def resting(run: Run) -> list[torch.Tensor]:
-    """What of a run's state nothing but the update changes."""
-    held = [*run.module.parameters(), *tensors(dict(run.optimizer.state))]
+    """What of a run's state nothing but the update changes. Weights that do not learn may follow others in the forward pass, unseen (``.data.mul_()``)."""
+    held = [*(weight for weight in run.module.parameters() if weight.requires_grad), *tensors(dict(run.optimizer.state))]
     return [own_part(tensor).detach() for tensor in held if not tensor.is_meta]
 
 

@@ -23,6 +23,7 @@ from hasten.contract.ranks import PATIENCE, Ranks
 from hasten.contract.watch import Watch, silent
 from hasten.engine.devices import pick_device
 from hasten.engine.ranks import joined
+from hasten.engine.train import device_of
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000, 4_000_000, 16_000_000, 64_000_000)  # bytes that each rank gives
 ROUNDS = 5
@@ -41,9 +42,11 @@ def network(device: str | None = None, sizes: tuple[int, ...] = SIZES, watch: Wa
     Raises:
         Refusal: this process is alone.
     """
-    with joined(pick_device(device), patience) as ranks:
+    device = pick_device(device)
+    with joined(device, patience) as ranks:
         if ranks.alone:
             raise Refusal("one process has nobody to talk to; say --processes 2, or more")
+        device_of(ranks, device)  # or one without a GPU of its own is refused
         return _measured(ranks, wire(ranks), sizes, watch)
 
 

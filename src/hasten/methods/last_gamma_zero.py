@@ -38,7 +38,13 @@ class LastGammaZero(Method):
         last = _last_of_blocks(model)
         if not last:
             run.nothing_to_do(self, "no batch normalisation of the model is added to a shortcut, as far as torch.fx can follow it")
-        for norm in last:
+        fresh = [norm for norm in last if norm.weight.is_meta or bool((norm.weight == 1).all())]
+        if last and not fresh:
+            trained = any(norm.weight.any() for norm in last)
+            run.nothing_to_do(
+                self, "zeros would shut off what these scales have learnt already" if trained else "the scales start with zeros already"
+            )
+        for norm in fresh:
             torch.nn.init.zeros_(norm.weight)
         return model
 

@@ -6,7 +6,8 @@ of each part stays independent of the others); it is another formula, and with f
 
 from dataclasses import dataclass
 
-from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hasten.contract.batch_norm import Parts, over_all
 from hasten.contract.card import Card, Exactness, Order
@@ -28,11 +29,14 @@ class SyncBatchNorm(Method):
     )
 
     def model(self, model, run):
-        norms = [part for part in model.modules() if type(part) in (BatchNorm1d, BatchNorm2d, BatchNorm3d)]
+        found = [part for part in model.modules() if isinstance(part, _BatchNorm) and not isinstance(part, nn.SyncBatchNorm)]
+        norms = [norm for norm in found if type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)]
         if run.ranks.alone:
             run.nothing_to_do(self, "there is one process only; say --processes")
-        elif not norms:
+        elif not found:
             run.nothing_to_do(self, "the model has no batch normalisation")
+        elif unknown := sorted({type(norm).__name__ for norm in found} - {type(norm).__name__ for norm in norms}):
+            raise Refusal(f"sync_batch_norm knows BatchNorm1d, 2d and 3d, and the model has {', '.join(unknown)}; leave it out")
         elif run.stages > 1:
             raise Refusal(
                 "pipeline normalises each piece of a batch by itself, and sync_batch_norm cannot change that; leave the latter out"

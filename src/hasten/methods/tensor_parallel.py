@@ -195,7 +195,7 @@ def _ending_at(last: torch.fx.Node, modules: dict) -> Block | None:
             continue
         if _is_linear(node, modules):
             first.append(node)
-        elif (node.op == "call_module" and any(True for _ in modules[node.target].parameters())) or node.op not in COMPUTES or draws(node):
+        elif (node.op == "call_module" and _is_whole(modules[node.target])) or node.op not in COMPUTES or draws(node):
             return None
         else:
             between.append(node)
@@ -209,6 +209,12 @@ def _ending_at(last: torch.fx.Node, modules: dict) -> Block | None:
     dropouts = [node.target for node in between if node.op == "call_module" and type(modules[node.target]) is nn.Dropout]
     order = {name: place for place, name in enumerate(modules)}
     return Block(tuple(sorted((node.target for node in first), key=order.get)), last.target, elementwise, tuple(dropouts))
+
+
+def _is_whole(module: nn.Module) -> bool:
+    """Whether a module between two layers has to see all of them: for its weights, or since it draws for each channel, or in a way of its own."""
+    draws_otherwise = isinstance(module, (nn.modules.dropout._DropoutNd, nn.RReLU)) and type(module) is not nn.Dropout
+    return draws_otherwise or any(True for _ in module.parameters())
 
 
 def _what(node: torch.fx.Node, modules: dict):
