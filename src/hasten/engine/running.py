@@ -241,10 +241,8 @@ class Training:
         self.earlier, self.split = state["seconds"], state["split"]
         skipping.remember(self.program.task, state["skipped"])
         self.list_skipped()
-        found = {
-            name: settings for name, settings in state["chosen"].items() if name in self.recipe.methods
-        }  # the strategy may be another now
-        self.run.chosen |= found | self.run.chosen
+        still = {name: found for name, found in state["chosen"].items() if name in self.recipe.methods}  # the strategy may be another
+        self.run.chosen |= still | self.run.chosen
         self.start_of_pass = state["start of pass"]
         self.interrupted = checkpoint.taken_up(self.source, self.start_of_pass, checkpoint.random_of(self.run, state))
 
