@@ -18,7 +18,7 @@ from forked import PATIENCE, begun, ended, program
 
 from hasten.cli import methods, progress
 from hasten.cli.answer import strict_json
-from hasten.cli.main import _read, main
+from hasten.cli.main import read, main
 from hasten.cli.values import seconds
 from hasten.contract.watch import silent
 from hasten.engine.find import method_names
@@ -102,7 +102,7 @@ def test_an_error_is_json_too(here):
     "words", ["--json --seed 7 train TASK", "train --json --seed 7 TASK", "train TASK --seed 7 --json", "--seed 7 train TASK --json"]
 )
 def test_global_options_before_and_after_the_verb(words):
-    options = _read(words.split())
+    options = read(words.split())
     assert (options.json, options.seed, options.verb, options.task, options.device, options.quiet) == (
         True,
         7,

@@ -85,7 +85,7 @@ def test_more_processes_than_cores_is_noticed(monkeypatch):
         raise Failure(f"{processes}")
 
     monkeypatch.setattr("hasten.measure.compare.take_turns", told)
-    monkeypatch.setattr("hasten.measure.job.usable_cores", lambda: 3)
+    monkeypatch.setattr("hasten.engine.sharing.usable_cores", lambda: 3)
     with pytest.warns(Notice, match=r"^4 processes share 3 cores: "), pytest.raises(Failure, match=r"^\(4, 4\)$"):
         hasten.compare(TASK, processes=4)
 

@@ -14,7 +14,11 @@ from chaos import children, environment
 from forked import wait_until_it_trains
 
 from hasten.cli.main import main
+from hasten.contract.errors import Refusal
 from hasten.contract.recipe import Recipe
+from hasten.engine.find import make_methods
+from hasten.engine.sharing import refuse_processes
+from hasten.engine.tasks import TaskRef
 
 HERE = Path(__file__).parent
 
@@ -99,6 +103,31 @@ def test_launch_hands_on_what_is_said_before_the_command(folder):
 def test_wrong_words(words, says, capfd):
     assert main(words.split()) == 2
     assert says in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["train TASK --processes N", "diagnose TASK --processes N", "launch --processes N -- train TASK"])
+def test_more_processes_than_cores_are_held_against_the_batch_before_any_is_started(words, monkeypatch, capfd):
+    def started(*arguments, **settings):
+        raise AssertionError("nothing was to be started")
+
+    monkeypatch.setattr("hasten.launch.processes.start", started)
+    monkeypatch.setattr("hasten.launch.processes.usable_cores", lambda: 1)
+    task = str(HERE / "waiting_tasks.py:few")
+    assert main([{"N": "2", "TASK": task}.get(word, word) for word in words.split()]) == 2
+    assert capfd.readouterr().err == "hasten: 2 processes cannot share a batch of 1 samples; take fewer, or larger batches\n"
+
+
+def test_a_copy_of_the_model_among_all_processes_needs_one_sample_only():
+    task = TaskRef.of(str(HERE / "waiting_tasks.py:few")).load()
+    refuse_processes(task, 2, make_methods(Recipe.read("tensor_parallel")))
+    with pytest.raises(Refusal, match="2 processes cannot share a batch of 1 samples"):
+        refuse_processes(task, 2, make_methods(Recipe.read("ddp")))
+
+
+def test_words_that_the_command_does_not_know_are_refused_before_it_is_launched(monkeypatch, capfd):
+    monkeypatch.setattr("hasten.launch.processes.start", None)
+    assert main(["launch", "--processes", "2", "--", "train", "digits", "--nonsense"]) == 2
+    assert "there is no option --nonsense" in capfd.readouterr().err
 
 
 def test_the_recipe_of_the_run_that_is_gone_on_with_has_to_fit_too(tmp_path, capfd):

@@ -23,8 +23,10 @@ def arguments(parser) -> None:
 
 def run(options, watch) -> Answer:
     if options.processes > 1 and not in_job():
-        from hasten.launch.processes import start
+        from hasten.engine.find import make_methods
+        from hasten.launch.processes import refuse_in_time, start
 
+        refuse_in_time(options.task, options.processes, make_methods(values.recipe_of_ranks(options)))
         return Answer(None, elsewhere=partial(start, options.words, options.processes))
     if in_job():
         from hasten.diagnosis.ranks import diagnose_ranks

@@ -42,7 +42,7 @@ def run(options, watch) -> Answer:
         raise Refusal(f"{options.nodes[1]} nodes have to meet somewhere; say --rendezvous HOST:PORT, where HOST is one of them")
     if misplaced := [word for word in command if word.partition("=")[0] in BEFORE]:
         raise Refusal(f"say {misplaced[0].partition('=')[0]} before the command, once: {FORM}")
-    _refuse_what_does_not_fit(command[1:], options)
+    _refuse_what_does_not_fit(command, options)
     from hasten.launch.processes import start
 
     restarts = options.restarts if command[0] == "train" else 0  # the others keep nothing to go on from
@@ -52,45 +52,32 @@ def run(options, watch) -> Answer:
     return Answer(None, elsewhere=partial(start, command, options.processes, options.nodes, options.rendezvous, restarts))
 
 
-def _refuse_what_does_not_fit(words: list[str], options) -> None:
+def _refuse_what_does_not_fit(command: list[str], options) -> None:
     """What is asked for has to fit every number of machines that may come together, or the job would end with the machine that comes or goes.
 
     Raises:
-        Refusal: a method that nobody knows; ranks that a setting of one does not divide; what one process alone can do.
+        Refusal: words that the command does not know; a method that nobody knows; ranks that a setting of one does not divide, or with less
+            than a sample each; what one process alone can do.
     """
+    from hasten.cli.main import read
     from hasten.engine.find import make_methods
 
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False, parents=[values.everywhere()])
-    values.add_recipe(parser)
-    for option in ("--skip-bad", "--out"):
-        parser.add_argument(option)
-    parser.add_argument("--resume", action="store_true")
-    try:
-        said, _ = parser.parse_known_args(words)
-    except argparse.ArgumentError:  # the command itself says what is wrong
+    if {"-h", "--help"}.intersection(command):
         return
-    recipe = values.recipe(said)
-    if said.resume and not recipe:
-        recipe = _begun_with(said.out)
-    methods = make_methods(recipe)
+    said = read(command)
+    if said.verb == "network":
+        return
+    methods = make_methods(values.recipe_of_ranks(said))
     if options.processes * options.nodes[1] == 1:
         return
-    if said.skip_bad:
+    if said.verb == "train" and said.skip_bad:
         raise Refusal("--skip-bad is for one process: several would count their bad rows apart; leave it out, or mend the data")
-    if ":" in (device := getattr(said, "device", options.device) or ""):
+    if ":" in (device := said.device or options.device or ""):
         raise Refusal(f"several processes cannot share {device}; say --device cuda, and each gets a GPU of its own")
     _refuse_what_divides_not(methods, options.processes, *options.nodes)
+    from hasten.launch.processes import refuse_in_time
 
-
-def _begun_with(out: str | None):
-    """The recipe of the run that is gone on with, as far as it is ours: code from outside is not loaded for this."""
-    from hasten.contract.recipe import Recipe  # TOML is not needed to show the help
-
-    try:
-        found = Recipe.load(f"{out}/recipe.toml")
-    except Refusal:  # on another machine, or nothing to go on with: the run itself looks again
-        return Recipe()
-    return found.without(*(name for name in found.methods if ":" in name))
+    refuse_in_time(said.task, options.processes, methods, machines=options.nodes[0])
 
 
 def _refuse_what_divides_not(methods, processes: int, fewest: int, most: int) -> None:

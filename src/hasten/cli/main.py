@@ -149,7 +149,7 @@ def _refuse_a_folder_that_is_gone() -> None:
 def _answer(words: list[str]) -> Answer | None:
     """What the verb answers; None where argparse has said all there is to say (``--help``, ``--version``)."""
     try:
-        options = _read(words)
+        options = read(words)
     except SystemExit:
         return None
     if options is None:
@@ -192,7 +192,7 @@ def _verdict(error: BaseException) -> tuple[int, str]:
     return 1, f"internal error: {one_line(error)} (set HASTEN_TRACEBACK=1 for the traceback; please report it)"
 
 
-def _read(words: list[str]) -> argparse.Namespace | None:
+def read(words: list[str]) -> argparse.Namespace | None:
     """The options, or None where nothing was asked for and the help was shown instead."""
     parser = _parser()
     options, strangers = parser.parse_known_args(words)

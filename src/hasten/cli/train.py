@@ -47,9 +47,10 @@ def run(options, watch) -> Answer:
     """Exit code 1 where the task has a target that the training did not reach."""
     if options.processes > 1 and not in_job():
         from hasten.engine.find import make_methods
-        from hasten.launch.processes import start
+        from hasten.launch.processes import refuse_in_time, start
 
-        make_methods(values.recipe(options))  # a wrong word need not wait until all ranks have started
+        methods = make_methods(values.recipe_of_ranks(options))  # a wrong word need not wait until all ranks have started
+        refuse_in_time(options.task, options.processes, methods)
         return Answer(None, elsewhere=partial(start, options.words, options.processes, restarts=options.restarts))
     from hasten.engine.train import train
 

@@ -158,6 +158,20 @@ def recipe(options: Namespace) -> Recipe:
     return written | Recipe({name: written.methods.get(name, {}) | settings for name, settings in given.methods.items()})
 
 
+def recipe_of_ranks(options: Namespace) -> Recipe:
+    """What the ranks of a job will train with, as far as whoever starts them can tell; code of a folder that is gone on with is not loaded."""
+    from hasten.contract.recipe import Recipe
+
+    said = recipe(options)
+    if said or not (getattr(options, "resume", False) and options.out):
+        return said
+    try:
+        found = Recipe.load(f"{options.out}/recipe.toml")
+    except Refusal:  # on another machine, or nothing to go on with: the run itself looks again
+        return said
+    return found.without(*(name for name in found.methods if ":" in name))
+
+
 def named_recipe(what: str, given: Recipe) -> Recipe:
     """A recipe as options name one. A file brings no code of its own: a method from outside has to be in ``given``, too.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -19,8 +19,10 @@ import torch
 from hasten.contract.batch import map_tensors, size, tensors
 from hasten.contract.data import Batches
 from hasten.contract.errors import Failure, Notice, Refusal
-from hasten.contract.method import Clock, Loop
+from hasten.contract.method import Clock, Loop, Method, hooks_of
 from hasten.contract.ranks import Ranks
+from hasten.contract.task import Task
+from hasten.engine.budget import usable_cores
 from hasten.engine.seeds import derived
 
 
@@ -112,7 +114,7 @@ def weighed(batches: Batches, ranks: Ranks, loop: Loop, clock: Clock, notes: Not
     """
     if ranks.alone:
         return batches
-    refuse_too_many(ranks.world, loop.batch_size)
+    _refuse_too_many(ranks.world, loop.batch_size)
     in_order = batches.samples is not None and batches.samples.order is notes.order
     if apart and not in_order and ranks.leads:
         warnings.warn(MEETS_ALWAYS, Notice, stacklevel=3)
@@ -140,7 +142,26 @@ def weighed(batches: Batches, ranks: Ranks, loop: Loop, clock: Clock, notes: Not
     return dataclasses.replace(batches, epoch=epoch)
 
 
-def refuse_too_many(processes: int, samples: int) -> None:
+def refuse_processes(task: Task, processes: int, methods: Iterable[Method] = ()) -> None:
+    """Holds a number of processes against a task, before any is started.
+
+    A method with a hook ``loop`` may change the batch, or how many processes share it: then the ranks themselves find out.
+
+    Raises:
+        Refusal: a batch has fewer samples.
+    """
+    batch_size = getattr(task.train_data, "batch_size", None) or task.batch_size
+    if batch_size and not any("loop" in hooks_of(method) for method in methods):
+        _refuse_too_many(processes, batch_size)
+
+
+def notice_turns(processes: int) -> None:
+    """Says so where a machine has fewer cores."""
+    if processes > (there := usable_cores()):
+        warnings.warn(f"{processes} processes share {there} cores: they take turns, and take longer than fewer would", Notice, stacklevel=3)
+
+
+def _refuse_too_many(processes: int, samples: int) -> None:
     """
     Raises:
         Refusal: there are more ranks than samples in a batch.

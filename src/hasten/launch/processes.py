@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import NoReturn
@@ -30,7 +30,10 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, create_handler
 
 from hasten.contract.errors import Failure, Notice, Refusal
+from hasten.contract.method import Method
 from hasten.engine.budget import OUR_THREADS, free_memory, usable_cores
+from hasten.engine.sharing import notice_turns, refuse_processes
+from hasten.engine.tasks import TaskRef
 from hasten.launch.elastic import CAME, ENDED, Agent, codes_of, how_lost, refuse_another_shape, say_farewell, waited_for_each_other
 from hasten.launch.endings import FOLDER, GOES_ON, PARENT, folder_of_a_job, left
 from hasten.launch.meeting import HERE, PATIENCE, interface_of, is_host, own_address
@@ -85,6 +88,18 @@ def start(words: list[str], processes: int, nodes: tuple[int, int] = (1, 1), ren
         if result.state in ENDED:
             raise _verdict(folder, codes_of(result), here_alone=nodes[1] == 1)
         return max((ending.code for ending in left(folder).values()), default=0)
+
+
+def refuse_in_time(task: str, processes: int, methods: Iterable[Method], machines: int = 1) -> None:
+    """Where more processes than cores begin one after the other, what they would find at last is found before any begins.
+
+    Raises:
+        Refusal: there is no such task, or a batch of it has fewer samples; the machine has no memory for so many.
+    """
+    _refuse_what_does_not_fit(processes)
+    if processes > usable_cores():
+        refuse_processes(TaskRef.of(task).load(), processes * machines, methods)
+        notice_turns(processes)
 
 
 def _refuse_what_does_not_fit(processes: int) -> None:

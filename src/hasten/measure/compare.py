@@ -22,8 +22,9 @@ from hasten.contract.watch import Watch, silent
 from hasten.engine.devices import pick_device
 from hasten.engine.find import make_methods
 from hasten.engine.plan import in_order, refuse_conflicts
+from hasten.engine.sharing import notice_turns, refuse_processes
 from hasten.engine.tasks import TaskRef
-from hasten.measure.job import Job, refuse_processes, started
+from hasten.measure.job import Job, started
 from hasten.measure.noise import Noise
 from hasten.measure.ratio import ERROR, LOOKS, SAME, UNSURE, Ratio, ratio_of, spread, verdict_of, with_evaluations
 from hasten.measure.workers import Worker, listen_anew, told_already
@@ -135,7 +136,10 @@ def compare(
     recipes = Recipe.read(a), Recipe.read(b)
     if processes > 1:
         with told_already():
-            refuse_processes(task.load(), processes)
+            loaded = task.load()
+            for recipe in recipes:
+                refuse_processes(loaded, processes, make_methods(recipe))
+            notice_turns(processes)
     done = take_turns(
         task, *recipes, budget=budget, processes=(processes,) * 2, patience=patience or PATIENCE,
         device=pick_device(device), seed=seed, watch=watch,

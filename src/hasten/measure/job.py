@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from contextlib import ExitStack
 from multiprocessing.connection import wait
 
 from torch.distributed import TCPStore
 
-from hasten.contract.errors import Aftermath, Failure, Notice, Refusal
-from hasten.contract.task import Task
+from hasten.contract.errors import Aftermath, Failure, Refusal
 from hasten.contract.watch import Watch, silent
-from hasten.engine.budget import usable_cores
-from hasten.engine.sharing import refuse_too_many
 from hasten.launch.meeting import HERE, interface_of
 from hasten.measure.workers import ERRORS, Worker, pass_on, too_long
 
@@ -125,20 +121,6 @@ class Job:
 
     def __exit__(self, *_) -> None:
         self.living.close()
-
-
-def refuse_processes(task: Task, processes: int) -> None:
-    """Holds a number of processes against a task and the machine, before anything is started.
-
-    Raises:
-        Refusal: a batch has fewer samples.
-    """
-    if processes == 1:
-        return
-    if batch_size := getattr(task.train_data, "batch_size", None) or task.batch_size:
-        refuse_too_many(processes, batch_size)
-    if processes > (there := usable_cores()):
-        warnings.warn(f"{processes} processes share {there} cores: they take turns, and what is measured is that", Notice, stacklevel=3)
 
 
 def _told(rank: int, processes: int, port: int) -> dict[str, str]:

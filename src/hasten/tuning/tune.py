@@ -23,9 +23,9 @@ from hasten.engine.devices import pick_device
 from hasten.engine.environment import cores, own_code
 from hasten.engine.find import alone
 from hasten.engine.metrics import higher_is_better, name_of
+from hasten.engine.sharing import notice_turns, refuse_processes
 from hasten.engine.tasks import TaskRef
 from hasten.measure.arm import estimate
-from hasten.measure.job import refuse_processes
 from hasten.measure.ratio import SLOWER, Ratio
 from hasten.measure.workers import listen_anew, told_already
 from hasten.tuning.candidates import Wanted, candidates_for, competent_recipes
@@ -93,6 +93,7 @@ def tune(
     with told_already():  # here and not by a trial: in a search that goes on, all of them may be remembered
         loaded = ref.load()
         refuse_processes(loaded, processes)
+        notice_turns(processes)
     if loaded.validation_data is None:
         raise Refusal("tune needs validation_data and a metric: without them nobody can say that quality did not suffer")
     higher, wanted = higher_is_better(loaded), Wanted.of(consider, extra)  # names and settings are checked before anything runs
