@@ -18,7 +18,7 @@ from forked import PATIENCE, begun, ended, program
 
 from hasten.cli import methods, progress
 from hasten.cli.answer import strict_json
-from hasten.cli.main import read, main
+from hasten.cli.main import main, read
 from hasten.cli.values import seconds
 from hasten.contract.watch import silent
 from hasten.engine.find import method_names

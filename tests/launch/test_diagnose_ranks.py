@@ -195,6 +195,12 @@ def test_the_rank_whose_batch_is_bad_tells_it():
     assert any("the batch itself holds NaN" in str(each) for each in told), told
 
 
+def test_a_pipeline_is_looked_at_too():
+    told = together(2, lambda rank: diagnose_ranks(rank_tasks.tower, recipe="pipeline", budget=1.0, device="cpu"))
+    assert all(isinstance(answer, dict) for answer in told), told
+    assert all(rank["phases"]["forward"] + rank["phases"]["backward"] > 0 for rank in told[0]["ranks"])
+
+
 def test_one_process_has_nobody_to_wait_for():
     with pytest.raises(Refusal, match="one process has no other to wait for"):
         diagnose_ranks(rank_tasks.samples, device="cpu")

@@ -85,7 +85,7 @@ def test_more_processes_than_cores_is_noticed(monkeypatch):
         raise Failure(f"{processes}")
 
     monkeypatch.setattr("hasten.measure.compare.take_turns", told)
-    monkeypatch.setattr("hasten.engine.sharing.usable_cores", lambda: 3)
+    monkeypatch.setattr("hasten.engine.budget.usable_cores", lambda: 3)
     with pytest.warns(Notice, match=r"^4 processes share 3 cores: "), pytest.raises(Failure, match=r"^\(4, 4\)$"):
         hasten.compare(TASK, processes=4)
 
@@ -199,6 +199,14 @@ def test_the_winner_is_held_against_what_one_process_can_take_of_it(tmp_path):
     assert of.trials[-1]["what"] == "gradient_clipping, one process"
     assert found.won and found.better_alone
     assert _why_alone(of, found).startswith(f"one process with gradient_clipping is {found.winner_alone} as fast as 2 with the best recipe")
+
+
+@pytest.mark.parametrize(("strategy", "decides"), [("ddp:static_graph=true", True), ("local_sgd:period=4", False)])
+def test_one_process_that_would_train_otherwise_than_the_winner_takes_nothing_from_it(strategy, decides):
+    winner = confirmed(Ratio(1.8, 1.7, 1.9))
+    winner.recipe = Recipe.read(f"{strategy} + ema")
+    found = Found(confirmed=winner, winner_alone=Ratio(1.3, 1.2, 1.4))
+    assert found.won and found.better_alone is decides
 
 
 def confirmed(speedup: Ratio) -> Confirmed:

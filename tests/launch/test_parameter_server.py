@@ -121,6 +121,25 @@ def test_without_staleness_it_trains_what_one_process_trains(tmp_path, make, wor
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
 
+class Remembering(torch.nn.Module):
+    """Keeps a tensor that its gradients hang on, as a mixture of experts keeps its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 2).double()
+
+    def forward(self, inputs):
+        self.seen = self.layer(inputs)
+        return self.seen
+
+
+def test_a_model_may_keep_what_it_has_computed(tmp_path):
+    train(rank_tasks.task(model=Remembering), device="cpu", out=tmp_path / "alone")
+    answers = together(2, training_of, lambda: rank_tasks.task(model=Remembering), "parameter_server:staleness=0", tmp_path / "shared")
+    assert [type(answer) for answer in answers] == [dict] * 2, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+
+
 def test_the_optimizer_is_that_which_other_methods_made(tmp_path):
     train(rank_tasks.samples(), device="cpu", out=tmp_path / "alone")
     answers = together(2, training_of, rank_tasks.samples, "parameter_server:staleness=0 + fused_optimizer", tmp_path / "shared")

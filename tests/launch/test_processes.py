@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import rank_tasks
 from chaos import children, environment
 from forked import wait_until_it_trains
 
@@ -17,8 +18,9 @@ from hasten.cli.main import main
 from hasten.contract.errors import Refusal
 from hasten.contract.recipe import Recipe
 from hasten.engine.find import make_methods
-from hasten.engine.sharing import refuse_processes
+from hasten.engine.sources import refuse_processes
 from hasten.engine.tasks import TaskRef
+from hasten.launch.processes import refuse_in_time
 
 HERE = Path(__file__).parent
 
@@ -122,6 +124,20 @@ def test_a_copy_of_the_model_among_all_processes_needs_one_sample_only():
     refuse_processes(task, 2, make_methods(Recipe.read("tensor_parallel")))
     with pytest.raises(Refusal, match="2 processes cannot share a batch of 1 samples"):
         refuse_processes(task, 2, make_methods(Recipe.read("ddp")))
+
+
+def test_a_task_that_asks_which_rank_it_is_in_is_left_to_the_ranks(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("import os\n\ndef task():\n    return os.environ['LOCAL_RANK']\n")
+    monkeypatch.setattr("hasten.launch.processes.usable_cores", lambda: 1)
+    refuse_in_time(f"{tmp_path}/mine.py:task", 2, [])
+    with pytest.raises(Refusal, match="there is no file"):
+        refuse_in_time(f"{tmp_path}/nobody.py:task", 2, [])
+
+
+def test_a_dataset_may_know_a_batch_size_of_its_own():
+    rows = rank_tasks.Rows()
+    rows.batch_size = 1
+    refuse_processes(rank_tasks.task(rows), 2)
 
 
 def test_words_that_the_command_does_not_know_are_refused_before_it_is_launched(monkeypatch, capfd):

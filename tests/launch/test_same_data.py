@@ -1,5 +1,8 @@
 """What ranks are given: other samples than they ought to have are found before a step, and a batch that cannot be cut is told."""
 
+from dataclasses import dataclass
+from functools import partial
+
 import numpy
 import pytest
 import rank_tasks
@@ -7,9 +10,10 @@ import torch
 from ranks import together, training
 from test_ddp import training_as_rank
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, default_collate
 
 from hasten.contract.errors import Failure, Refusal
+from hasten.contract.tracing import traced
 from hasten.data import arrays
 
 
@@ -74,9 +78,59 @@ def test_ranks_of_one_copy_that_are_given_other_samples_are_found(strategy):
     assert all(isinstance(answer, Failure) and "rank 1 was given other samples than rank 0" in str(answer) for answer in told), told
 
 
-def test_a_batch_that_holds_more_than_tensors_cannot_be_cut():
-    told = together(2, training, rank_tasks.task(Made(texts)))
+def ragged(batch: list) -> tuple:
+    return torch.stack([inputs for inputs, _ in batch]), [[0] * (1 + number % 3) for number in range(len(batch))]
+
+
+def named(batch: list) -> tuple:
+    return torch.stack([inputs for inputs, _ in batch]), [{"name": "one"} for _ in batch]
+
+
+def single_numbers(batch: list) -> tuple:
+    return torch.stack([inputs for inputs, _ in batch]), [torch.tensor(1) for _ in batch]
+
+
+@dataclass
+class Worded:
+    inputs: torch.Tensor
+    labels: torch.Tensor
+    words: list
+
+
+def worded(batch: list) -> Worded:
+    return Worded(*default_collate(batch), words=["one" for _ in batch])
+
+
+def loader(collate) -> DataLoader:
+    """Of a stream, which every rank reads whole."""
+    return DataLoader(rank_tasks.Stream(), batch_size=rank_tasks.BATCH, collate_fn=collate)
+
+
+@pytest.mark.parametrize("data", [lambda: Made(texts), *(partial(loader, each) for each in (ragged, named, single_numbers, worded))])
+def test_a_batch_that_holds_more_than_tensors_cannot_be_cut(data):
+    told = together(2, training, rank_tasks.task(data()))
     assert all(isinstance(answer, Failure) and "not made of tensors with one number of samples" in str(answer) for answer in told), told
+
+
+class Scaling(nn.Module):
+    """Is told things about each batch, which are not of its samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 2).double()
+
+    def forward(self, inputs, scales):
+        return self.layer(inputs * sum(scales))
+
+
+def with_scales(batch: list) -> dict:
+    inputs, labels = default_collate(batch)
+    return {"inputs": inputs, "labels": labels, "scales": [0.25] * (rank_tasks.SAMPLES % rank_tasks.BATCH)}
+
+
+def test_what_belongs_to_a_batch_may_be_as_long_as_the_last_one():
+    told = together(2, training, rank_tasks.task(loader(with_scales), validation_data=loader(with_scales), model=Scaling))
+    assert [answer["steps"] for answer in told] == [46, 46], told
 
 
 def test_a_pipeline_that_leaves_bad_rows_out_is_for_one_process():
@@ -102,10 +156,44 @@ class Skipping(rank_tasks.Tower):
         return self.last(inputs.mean(1)) if hasattr(self, "last") else inputs
 
 
+class Remembering(nn.Module):
+    """Keeps what it has seen, and decides nothing by it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.rows, self.inputs, self.loss = nn.Linear(6, 2), 0, None, 0.0
+
+    def forward(self, inputs):
+        self.rows, self.inputs = inputs.shape[0], inputs
+        self.loss = inputs.mean()
+        self.norm = inputs.norm()
+        return self.layer(inputs)
+
+
+class Growing(nn.Module):
+    """Makes a part of itself when it is first called."""
+
+    def forward(self, inputs):
+        if not hasattr(self, "layer"):
+            self.layer = nn.Linear(6, 2)
+        return self.layer(inputs)
+
+
+def test_what_a_model_keeps_and_does_not_decide_by_is_no_obstacle_and_as_it_was():
+    model = Remembering()
+    before = dict(vars(model))
+    assert traced(model) is not None
+    assert vars(model) == before
+
+
+def test_a_model_that_makes_its_parts_while_it_computes_is_as_it_was():
+    model = Growing()
+    traced(model)
+    assert not list(model.children())
+
+
 @pytest.mark.parametrize("how", ["torch", "numpy", "counted"])
 def test_a_model_that_decides_while_it_computes_is_not_traced(how):
-    from hasten.contract.tracing import traced
-
     model = Skipping(how)
     state, calls = torch.get_rng_state(), model.calls
     assert traced(model, is_leaf=lambda part: isinstance(part, nn.Linear) or not list(part.children())) is None

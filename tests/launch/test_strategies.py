@@ -149,6 +149,27 @@ def test_ranks_that_go_through_different_layers_do_not_mix_them(stage):
     assert all(isinstance(answer, Failure) and "through different layers" in str(answer) for answer in told), told
 
 
+class Opposed(rank_tasks.Rows):
+    """Two samples, each of which leads through a branch of its own."""
+
+    def __init__(self):
+        super().__init__(2)
+        self.inputs[:, 0] = torch.tensor([1.0, -1.0])
+
+
+def weights_after(rank: int) -> list[float]:
+    made = []
+    task = rank_tasks.task(Opposed(), model=lambda: made.append(Forked().double()) or made[0], epochs=1, batch_size=2)
+    train(task, "zero:stage=1", device="cpu")
+    return [weight.double().sum().item() for weight in made[0].parameters()]
+
+
+def test_weights_that_only_some_ranks_use_are_gathered_by_all():
+    """In the only step, after which DistributedDataParallel, which would tell, looks at nothing any more."""
+    told = together(2, weights_after)
+    assert told[0] == told[1], told
+
+
 def adding_up(shape: tuple = (1,)) -> rank_tasks.Task:
     """With an optimizer that makes at once what it knows of the weights."""
     return rank_tasks.task(

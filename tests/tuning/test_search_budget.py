@@ -90,6 +90,15 @@ def test_what_makes_other_steps_and_gains_by_its_pace_alone_stays():
     assert str(ladder.best) == threads(2)
 
 
+def test_a_faster_step_that_needs_more_of_them_is_worth_the_whole_way():
+    """1.5 times the pace, and 1.5 times as many samples."""
+    recipe = Recipe.read(f"{threads(2)} + {clipping(1)}")
+    study = Planted(faster={threads(2): 1.5, clipping(1): 1.5}, samples={clipping(1): 1.5}, better={clipping(1): -0.01})
+    ladder = Ladder([Recipe(), recipe])
+    leave_one_out(study, ladder)
+    assert str(ladder.best) == threads(2)
+
+
 # ── the competent run ────────────────────────────────────────────────────────────────────────────
 
 WORKERS = str(competent_recipes("cpu", cores())[-1].without("fused_optimizer"))

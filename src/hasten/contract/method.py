@@ -32,7 +32,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hasten.contract.card import Card
+from hasten.contract.card import Card, Exactness
 from hasten.contract.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
@@ -255,6 +255,9 @@ def hooks_of(method: Method | type[Method]) -> tuple[str, ...]:
 
 
 def needs_of(method: Method) -> frozenset[str]:
-    """The traits that a method relies on: who changes what happens to a batch relies on its being done in one go, whatever the card says."""
-    changes_a_pass = {"forward", "backward"}.intersection(hooks_of(method))
+    """The traits that a method relies on: who changes what happens to a batch relies on its being done in one go, whatever the card says.
+
+    Who changes no bit, as a watcher, may miss what is done otherwise.
+    """
+    changes_a_pass = method.card.exactness is not Exactness.BIT_EXACT and {"forward", "backward"}.intersection(hooks_of(method))
     return method.card.needs | ({"whole forward pass"} if changes_a_pass else frozenset())

@@ -13,6 +13,7 @@ import torch.fx
 from torch import nn
 
 PLAIN = (bool, int, float, str)  # types of what a part of a model may keep to decide by
+MEMBERS = ("_parameters", "_buffers", "_modules")  # where torch keeps what else a part has
 MAKERS = (
     "arange",
     "zeros",
@@ -43,29 +44,38 @@ def traced(module: nn.Module, is_leaf: Callable[[nn.Module], bool] | None = None
     except Exception:
         return None
     finally:
-        moved = _put_back(module, before)
+        moved = _put_back(before)
     return graph if same and not moved else None
 
 
 def _moving(module: nn.Module) -> tuple:
-    """What computing may move beside tensors: the generators, and the plain values that parts of a model keep."""
-    plain = [{name: value for name, value in vars(part).items() if isinstance(value, PLAIN)} for part in module.modules()]
-    return torch.get_rng_state(), random.getstate(), numpy.random.get_state(), plain
+    """What computing may move beside tensors: the generators, and what parts of a model keep."""
+    held = [each for part in module.modules() for each in (vars(part), *map(vars(part).get, MEMBERS)) if isinstance(each, dict)]
+    kept = [(each, dict(each)) for each in held]
+    return torch.get_rng_state(), random.getstate(), numpy.random.get_state(), kept
 
 
-def _put_back(module: nn.Module, before: tuple) -> bool:
-    """Makes it as it was; whether it was not."""
-    torchs, pythons, numpys, plain = before
-    now = _moving(module)
-    of_numpy = any(not numpy.array_equal(one, other) for one, other in zip(numpys, now[2], strict=True))
-    moved = not torch.equal(torchs, now[0]) or pythons != now[1] or of_numpy or plain != now[3]
-    if moved:
+def _put_back(before: tuple) -> bool:
+    """Makes it as it was; whether anything had moved that a model could decide by. A number that is part of the graph by now decides nothing."""
+    torchs, pythons, numpys, kept = before
+    drawn = not (
+        torch.equal(torchs, torch.get_rng_state())
+        and pythons == random.getstate()
+        and all(map(numpy.array_equal, numpys, numpy.random.get_state()))
+    )
+    counted = any(isinstance(value, PLAIN) and not _same(value, was.get(name)) for held, was in kept for name, value in held.items())
+    if drawn:
         torch.set_rng_state(torchs)
         random.setstate(pythons)
         numpy.random.set_state(numpys)
-        for part, values in zip(module.modules(), plain, strict=True):
-            vars(part).update(values)
-    return moved
+    for held, was in kept:
+        held.clear()
+        held.update(was)
+    return drawn or counted
+
+
+def _same(one, other) -> bool:
+    return one is other or (type(one) is type(other) and one == other)
 
 
 @contextmanager

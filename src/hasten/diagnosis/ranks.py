@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import resource
 import time
 from collections.abc import Callable, Iterator
@@ -285,7 +286,10 @@ def _single(probe: RankProbe, ranks: Ranks) -> tuple[Arm | None, dict[str, str]]
     """On the first rank: the same training by one process, if there is memory enough for the whole batch; why not, on all."""
     single, why = None, ""
     if ranks.leads:
-        needed = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # so many times as much in all, and so is what is free
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
+        needed = (
+            1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * ranks.world / here
+        )  # what is free is a rank's part of this machine
         try:
             if probe.program.run.free_memory() < needed:
                 raise Failure("there may be too little memory to try one process")

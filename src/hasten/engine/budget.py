@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import torch
 
+from hasten.contract.errors import Notice
 from hasten.engine.environment import cores
 
 OUR_THREADS = "HASTEN_THREADS"  # the environment's name for OMP_NUM_THREADS where we have said it, and not the user
@@ -32,6 +34,12 @@ def free_memory() -> int:
 def usable_cores() -> int:
     """Processors that this process may keep busy: its part of them, as with the memory; at least one."""
     return max(1, math.floor(min([cores(), *_quotas()])) // _ranks())
+
+
+def notice_turns(processes: int) -> None:
+    """Says so where a machine has fewer cores than a job has processes on it."""
+    if processes > (there := usable_cores()):
+        warnings.warn(f"{processes} processes share {there} cores: they take turns", Notice, stacklevel=3)
 
 
 def threads_alone() -> int:

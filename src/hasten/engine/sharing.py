@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -19,10 +19,8 @@ import torch
 from hasten.contract.batch import map_tensors, size, tensors
 from hasten.contract.data import Batches
 from hasten.contract.errors import Failure, Notice, Refusal
-from hasten.contract.method import Clock, Loop, Method, hooks_of
+from hasten.contract.method import Clock, Loop
 from hasten.contract.ranks import Ranks
-from hasten.contract.task import Task
-from hasten.engine.budget import usable_cores
 from hasten.engine.seeds import derived
 
 
@@ -73,6 +71,10 @@ def part_of(batches: Batches, ranks: Ranks, notes: Notes, stages: int = 1) -> Ba
 
     def epoch(epoch: int, start: int = 0) -> Iterator:
         for number, batch in enumerate(batches.epoch(epoch, start), start):
+            if number == start and _holds_more_than_tensors(
+                batch, size(batch)
+            ):  # what belongs to a batch may by chance be as long as the last one
+                raise Failure(NO_TENSORS)
             notes.wholes[epoch, number] = Whole(size(batch), _mark(batch))
             yield _cut(batch, ranks)
 
@@ -114,7 +116,7 @@ def weighed(batches: Batches, ranks: Ranks, loop: Loop, clock: Clock, notes: Not
     """
     if ranks.alone:
         return batches
-    _refuse_too_many(ranks.world, loop.batch_size)
+    refuse_too_many(ranks.world, loop.batch_size)
     in_order = batches.samples is not None and batches.samples.order is notes.order
     if apart and not in_order and ranks.leads:
         warnings.warn(MEETS_ALWAYS, Notice, stacklevel=3)
@@ -142,26 +144,7 @@ def weighed(batches: Batches, ranks: Ranks, loop: Loop, clock: Clock, notes: Not
     return dataclasses.replace(batches, epoch=epoch)
 
 
-def refuse_processes(task: Task, processes: int, methods: Iterable[Method] = ()) -> None:
-    """Holds a number of processes against a task, before any is started.
-
-    A method with a hook ``loop`` may change the batch, or how many processes share it: then the ranks themselves find out.
-
-    Raises:
-        Refusal: a batch has fewer samples.
-    """
-    batch_size = getattr(task.train_data, "batch_size", None) or task.batch_size
-    if batch_size and not any("loop" in hooks_of(method) for method in methods):
-        _refuse_too_many(processes, batch_size)
-
-
-def notice_turns(processes: int) -> None:
-    """Says so where a machine has fewer cores."""
-    if processes > (there := usable_cores()):
-        warnings.warn(f"{processes} processes share {there} cores: they take turns, and take longer than fewer would", Notice, stacklevel=3)
-
-
-def _refuse_too_many(processes: int, samples: int) -> None:
+def refuse_too_many(processes: int, samples: int) -> None:
     """
     Raises:
         Refusal: there are more ranks than samples in a batch.
@@ -175,6 +158,8 @@ MEETS_ALWAYS = (
     "the processes tell each other before every step what they have read, so less is saved than could be; "
     "a dataset with __len__ and __getitem__, and no method that reads it otherwise, needs no such word"
 )
+NO_TENSORS = "a batch that is not made of tensors with one number of samples cannot be shared out; give data by index, or such tensors"
+DRAWN = "a dataset may draw from torch's, NumPy's or Python's own generators, which are seeded alike, or from one with a fixed seed"
 ALIKE = "all have to be given the same data, whole and in the same order; sharing them out (DistributedSampler) is done here"
 
 
@@ -219,7 +204,7 @@ def _told(known: Whole | None, own: int, where: str, ranks: Ranks) -> tuple[int,
     if any(owns) and not all(owns):
         raise Failure(f"rank {owns.index(0)} has no {where}, and others have: {ALIKE}")
     if most != -least:
-        raise Failure(f"the ranks read other data as {where}: {ALIKE}")
+        raise Failure(f"the ranks read other data as {where}: {ALIKE}; {DRAWN}")
     return (int(sum(owns)) if known is None else known.samples), int(sum(owns))
 
 
@@ -245,10 +230,8 @@ def _parts(order: Callable, ranks: Ranks, notes: Notes) -> Callable:
 
 def _cut(batch, ranks: Ranks):
     samples = size(batch)
-    if _holds_more_than_tensors(batch, samples) or any(tensor.ndim and tensor.shape[0] != samples for tensor in tensors(batch)):
-        raise Failure(
-            "a batch that is not made of tensors with one number of samples cannot be shared out; give data by index, or such tensors"
-        )
+    if any(tensor.ndim and tensor.shape[0] != samples for tensor in tensors(batch)):
+        raise Failure(NO_TENSORS)
     if samples < ranks.world:
         return batch
     first, end = ranks.part(samples)
@@ -256,21 +239,24 @@ def _cut(batch, ranks: Ranks):
 
 
 def _holds_more_than_tensors(batch, samples: int) -> bool:
-    """Whether something in a batch has an item for each sample and is no tensor: an array, or a list of texts."""
+    """Whether something in a batch has an item for each sample and is no tensor: an array, or a list of texts, of lists, of numbers."""
     if isinstance(batch, numpy.ndarray):
         return batch.ndim > 0
     if isinstance(batch, Mapping):
         return any(_holds_more_than_tensors(value, samples) for value in batch.values())
     if isinstance(batch, (list, tuple)):
-        bare = len(batch) == samples and not any(isinstance(item, (torch.Tensor, Mapping, list, tuple)) for item in batch)
+        bare = len(batch) == samples and not any(tensor.ndim for tensor in tensors(batch))
         return bare or any(_holds_more_than_tensors(item, samples) for item in batch)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return any(_holds_more_than_tensors(getattr(batch, field.name), samples) for field in dataclasses.fields(batch))
     return False
 
 
 def _mark(batch) -> int:
-    """What tells the samples of a batch from others, whatever an unseeded generator may have made of the inputs.
+    """What tells the samples of a batch from others.
 
-    One whole number a sample, as labels are; else all whole numbers, as token ids are; else the last tensor, if that is a table, as targets are.
+    One whole number a sample, as labels are, whatever an unseeded generator may have made of the inputs; else all whole numbers, as token ids are;
+    else the last tensor, if that is a table, as targets are.
     """
     held = tensors(batch)
     whole = [tensor for tensor in held if tensor.dtype in (torch.int32, torch.int64)]
@@ -299,8 +285,7 @@ def same_in_a_copy(batches: Batches, ranks: Ranks, replica: int) -> Batches:
         if other := next((rank for rank, sums in enumerate(own) if not _alike(sums, own[0])), None):
             first_of_all = ranks.rank // replica * replica
             raise Failure(
-                f"rank {first_of_all + other} was given other samples than rank {first_of_all}, and both compute parts of one model: "
-                "a dataset may draw from torch's, NumPy's or Python's own generators, which are seeded alike, or from one with a fixed seed"
+                f"rank {first_of_all + other} was given other samples than rank {first_of_all}, and both compute parts of one model: {DRAWN}"
             )
         if first is not None:
             yield first

@@ -17,12 +17,12 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from hasten.contract.data import Batches, Samples
 from hasten.contract.errors import Refusal
-from hasten.contract.method import Loop, Method, Run
+from hasten.contract.method import Loop, Method, Run, hooks_of
 from hasten.contract.ranks import ALONE, Ranks
 from hasten.contract.task import Task
 from hasten.engine.loaders import from_loader, from_samples, from_stream, length_of
 from hasten.engine.seeds import derived, undisturbed
-from hasten.engine.sharing import Notes, part_of
+from hasten.engine.sharing import Notes, part_of, refuse_too_many
 
 
 def opened(task: Task) -> Task:
@@ -38,9 +38,8 @@ def opened(task: Task) -> Task:
 def plan_of(task: Task) -> Loop:
     """The plan of steps of a task whose data are opened, before any method has touched it."""
     data = task.train_data
-    batch_size = data.batch_size if makes_batches(data) else task.batch_size
     samples = length_of(data.dataset) if makes_batches(data) else length_of(data)
-    return Loop(batch_size=batch_size or task.batch_size or 1, epochs=task.epochs, samples=samples, evaluate_every=task.evaluate_every)
+    return Loop(batch_size=_batch_size_of(task) or 1, epochs=task.epochs, samples=samples, evaluate_every=task.evaluate_every)
 
 
 def training(task: Task, batch_size: int, seed: int, ranks: Ranks = ALONE, notes: Notes | None = None, stages: int = 1) -> Batches:
@@ -57,6 +56,24 @@ def training(task: Task, batch_size: int, seed: int, ranks: Ranks = ALONE, notes
             raise Refusal("skip_bad is for one process: several would count their bad rows apart; leave it out, or mend the data")
         return _batches(task.train_data.share(ranks.rank, ranks.world), task, batch_size, seed, training=True)
     return part_of(_batches(task.train_data, task, batch_size, seed, training=True), ranks, notes, stages)
+
+
+def refuse_processes(task: Task, processes: int, methods: Iterable[Method] = ()) -> None:
+    """Holds a number of processes against a task, before any is started.
+
+    A method with a hook ``loop`` may change the batch, or how many processes share it: then the ranks themselves find out.
+
+    Raises:
+        Refusal: a batch has fewer samples.
+    """
+    batch_size = _batch_size_of(task)
+    if batch_size and not any("loop" in hooks_of(method) for method in methods):
+        refuse_too_many(processes, batch_size)
+
+
+def _batch_size_of(task: Task) -> int | None:
+    """Samples of a batch; None where neither the task nor its data tell."""
+    return (task.train_data.batch_size if makes_batches(task.train_data) else None) or task.batch_size
 
 
 def _refuse_divided(data, field: str) -> None:

@@ -31,8 +31,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBa
 
 from hasten.contract.errors import Failure, Notice, Refusal
 from hasten.contract.method import Method
-from hasten.engine.budget import OUR_THREADS, free_memory, usable_cores
-from hasten.engine.sharing import notice_turns, refuse_processes
+from hasten.engine.budget import OUR_THREADS, free_memory, notice_turns, usable_cores
+from hasten.engine.sources import refuse_processes
 from hasten.engine.tasks import TaskRef
 from hasten.launch.elastic import CAME, ENDED, Agent, codes_of, how_lost, refuse_another_shape, say_farewell, waited_for_each_other
 from hasten.launch.endings import FOLDER, GOES_ON, PARENT, folder_of_a_job, left
@@ -97,9 +97,15 @@ def refuse_in_time(task: str, processes: int, methods: Iterable[Method], machine
         Refusal: there is no such task, or a batch of it has fewer samples; the machine has no memory for so many.
     """
     _refuse_what_does_not_fit(processes)
-    if processes > usable_cores():
-        refuse_processes(TaskRef.of(task).load(), processes * machines, methods)
-        notice_turns(processes)
+    named = TaskRef.of(task)
+    if processes <= usable_cores():
+        return
+    try:
+        loaded = named.load()
+    except (Refusal, Failure):  # it may ask which rank it is in, and only a rank has an answer
+        return
+    refuse_processes(loaded, processes * machines, methods)
+    notice_turns(processes)
 
 
 def _refuse_what_does_not_fit(processes: int) -> None:

@@ -19,10 +19,11 @@ from hasten.contract.errors import Failure
 from hasten.contract.recipe import Recipe
 from hasten.contract.spans import budget_of
 from hasten.contract.watch import Watch, silent
+from hasten.engine.budget import notice_turns
 from hasten.engine.devices import pick_device
 from hasten.engine.find import make_methods
 from hasten.engine.plan import in_order, refuse_conflicts
-from hasten.engine.sharing import notice_turns, refuse_processes
+from hasten.engine.sources import refuse_processes
 from hasten.engine.tasks import TaskRef
 from hasten.measure.job import Job, started
 from hasten.measure.noise import Noise

@@ -237,8 +237,9 @@ class Line:
 
         What that knows of the weights is shared with the run's, which a checkpoint holds.
         """
-        own, copies = self.run.optimizer, {}
-        weights = trained(copy.deepcopy(self.run.module, copies))
+        own, mine = self.run.optimizer, trained(self.run.module)
+        copies = {id(weight): torch.nn.Parameter(weight.detach().clone(), weight.requires_grad) for weight in (*mine, *members(own))}
+        weights = [copies[id(weight)] for weight in mine]
         optimizer = object.__new__(
             type(own)
         )  # not by copy(): an Optimizer leaves out what its class has added; and ``step`` is a schedule's

@@ -133,11 +133,13 @@ class Zero(Method):
         if run.ranks.alone or self.stage > 1:
             return update
         parts, mesh = [part for group in run.optimizer.param_groups for part in group["params"]], _mesh(run)
+        learning = [
+            part for part in parts if part.ndim and part.requires_grad
+        ]  # the same on all ranks, whatever their data lead them through
 
         def updated():
             for part in parts:
                 part.grad = None if part.whole.grad is None else _as_part(part.whole.grad, mesh)
-            learning = [part for part in parts if part.ndim and part.grad is not None]  # what is frozen does not travel
             update()
             for bucket in buckets(learning):
                 _gather(bucket, run.ranks)

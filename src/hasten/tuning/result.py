@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 
+from hasten.contract.card import Exactness
 from hasten.contract.recipe import Recipe
 from hasten.engine.environment import environment
 from hasten.engine.find import alone
@@ -16,7 +17,7 @@ from hasten.measure.ratio import Ratio
 from hasten.tuning.candidates import Candidates
 from hasten.tuning.confirm import SURELY_FASTER, Confirmed
 from hasten.tuning.search import Baseline, Ladder
-from hasten.tuning.study import Study
+from hasten.tuning.study import Study, exactness_of
 
 
 @dataclass
@@ -45,7 +46,15 @@ class Found:
         """Whether one process is surely faster than the job, whatever was found for that: as the task is, or with the same recipe."""
         best = self.confirmed.speedup.high if self.won else SURELY_FASTER
         as_it_is = self.one_process is not None and self.one_process.low > max(SURELY_FASTER, best)
-        return as_it_is or (self.winner_alone is not None and self.winner_alone.low > SURELY_FASTER)
+        return as_it_is or self.better_with_the_same
+
+    @property
+    def better_with_the_same(self) -> bool:
+        """Whether one process with the winner's recipe is: of one that trains otherwise without the strategy, nobody has looked at the quality."""
+        if self.winner_alone is None or self.winner_alone.low <= SURELY_FASTER:
+            return False
+        there = alone(self.confirmed.recipe).methods
+        return all(exactness_of(name) is not Exactness.OTHER_MATHS for name in self.confirmed.recipe.methods if name not in there)
 
 
 def result_of(study: Study, found: Found, *, metric: str, offered: Recipe) -> dict:
@@ -122,7 +131,7 @@ def _why_alone(study: Study, found: Found) -> str | None:
     """What is to be said where one process is surely faster."""
     if not found.better_alone:
         return None
-    if found.winner_alone is not None and found.winner_alone.low > SURELY_FASTER:
+    if found.better_with_the_same:
         there = alone(found.confirmed.recipe)
         return (
             f"one process with {there} is {found.winner_alone} as fast as {study.processes} with the best recipe found for them, "

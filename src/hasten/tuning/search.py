@@ -158,10 +158,10 @@ def _unproven(proof: dict) -> tuple[str, str]:
     return ("failed", proof["failed"]) if "failed" in proof else ("refused", proof["why"])
 
 
-def gain_of_a_run(outcome: dict, samples: float) -> float:
-    """How much shorter a whole run gets: the pace over so many samples, and what starting costs."""
+def gain_of_a_run(outcome: dict, samples: float, samples_of_a: float | None = None) -> float:
+    """How much shorter a whole run gets: the pace over so many samples, of a over others where they are given, and what starting costs."""
     pace, start = outcome["seconds_per_1000_samples"], outcome["start_seconds"]
-    a = start["a"] + samples / 1000 * pace["a"]
+    a = start["a"] + (samples if samples_of_a is None else samples_of_a) / 1000 * pace["a"]
     return a / (start["b"] + samples / 1000 * pace["a"] / outcome["ratio"]["median"])
 
 

@@ -43,7 +43,7 @@ def shares_of(study: Study, recipe: Recipe) -> list[dict]:
 
 
 def _share(study: Study, recipe: Recipe, name: str) -> dict | None:
-    without = recipe.without(name)
+    without, samples_without = recipe.without(name), None
     if exactness_of(name) is Exactness.OTHER_MATHS:
         whole, part = study.run(recipe, study.seed), study.run(without, study.seed)
         times = [run.get("seconds_to_target") for run in (part, whole)]
@@ -51,11 +51,12 @@ def _share(study: Study, recipe: Recipe, name: str) -> dict | None:
             return None
         if _trains_better(study, whole, part):
             return {"method": name, "speedup": {"median": times[0] / times[1], "low": None, "high": None}}
+        samples_without = part["samples_to_target"]
     outcome = study.pace(without, recipe)
     if "failed" in outcome:
         return None
     samples = study.run(recipe, study.seed).get("samples_to_target")
-    scale = gain_of_a_run(outcome, samples) / outcome["ratio"]["median"] if samples else 1.0
+    scale = gain_of_a_run(outcome, samples, samples_without) / outcome["ratio"]["median"] if samples else 1.0
     return {"method": name, "speedup": {key: value * scale for key, value in outcome["ratio"].items()}}
 
 

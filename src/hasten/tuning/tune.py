@@ -19,11 +19,12 @@ from hasten.contract.recipe import Recipe
 from hasten.contract.spans import budget_of
 from hasten.contract.watch import Watch, silent
 from hasten.diagnosis.diagnose import diagnose
+from hasten.engine.budget import notice_turns
 from hasten.engine.devices import pick_device
 from hasten.engine.environment import cores, own_code
 from hasten.engine.find import alone
 from hasten.engine.metrics import higher_is_better, name_of
-from hasten.engine.sharing import notice_turns, refuse_processes
+from hasten.engine.sources import refuse_processes
 from hasten.engine.tasks import TaskRef
 from hasten.measure.arm import estimate
 from hasten.measure.ratio import SLOWER, Ratio
