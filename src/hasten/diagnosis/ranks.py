@@ -286,10 +286,8 @@ def _single(probe: RankProbe, ranks: Ranks) -> tuple[Arm | None, dict[str, str]]
     """On the first rank: the same training by one process, if there is memory enough for the whole batch; why not, on all."""
     single, why = None, ""
     if ranks.leads:
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
-        needed = (
-            1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * ranks.world / here
-        )  # what is free is a rank's part of this machine
+        machines = ranks.world / int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
+        needed = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * machines  # what is free here is a rank's part of this machine
         try:
             if probe.program.run.free_memory() < needed:
                 raise Failure("there may be too little memory to try one process")

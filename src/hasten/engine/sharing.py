@@ -71,9 +71,8 @@ def part_of(batches: Batches, ranks: Ranks, notes: Notes, stages: int = 1) -> Ba
 
     def epoch(epoch: int, start: int = 0) -> Iterator:
         for number, batch in enumerate(batches.epoch(epoch, start), start):
-            if number == start and _holds_more_than_tensors(
-                batch, size(batch)
-            ):  # what belongs to a batch may by chance be as long as the last one
+            # only of the first: what belongs to a whole batch may by chance be as long as the last one
+            if number == start and _holds_more_than_tensors(batch, size(batch)):
                 raise Failure(NO_TENSORS)
             notes.wholes[epoch, number] = Whole(size(batch), _mark(batch))
             yield _cut(batch, ranks)

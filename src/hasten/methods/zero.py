@@ -133,9 +133,7 @@ class Zero(Method):
         if run.ranks.alone or self.stage > 1:
             return update
         parts, mesh = [part for group in run.optimizer.param_groups for part in group["params"]], _mesh(run)
-        learning = [
-            part for part in parts if part.ndim and part.requires_grad
-        ]  # the same on all ranks, whatever their data lead them through
+        learning = [part for part in parts if part.ndim and part.requires_grad]  # on all ranks alike, whatever their data lead through
 
         def updated():
             for part in parts:

@@ -218,12 +218,7 @@ def _one_process(result: dict) -> list[tuple[str, str]]:
         job = f"{words.plain(result['processes'])} as they are"
         rows.append(("one process", f"with all cores, or OMP_NUM_THREADS, is {words.with_interval(ratio)} as fast as {job}"))
     if (ratio := result["winner_in_one_process"])["median"] is not None:
-        rows.append(
-            (
-                "",
-                f"with what it can take of the best recipe, {words.with_interval(ratio)} as fast as that recipe by the job, over as many samples",
-            )
-        )
+        rows.append(("", f"with what it can take of the best recipe, {words.with_interval(ratio)} as fast, over as many samples"))
     return rows
 
 
