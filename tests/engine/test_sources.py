@@ -1,16 +1,21 @@
 """Batches are a function of the position: any pass can be entered anywhere, with any number of workers."""
 
+import dataclasses
 import os
 import signal
+import time
 
 import engine_tasks
+import psutil
 import pytest
 import torch
+from forked import forked
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from hasten import Failure
 from hasten.contract.batch import tensors
 from hasten.engine import sources
+from hasten.engine.loaders import from_samples
 from hasten.engine.seeds import random_state, set_seeds
 
 x, y = torch.arange(22.0).reshape(11, 2), torch.arange(11)
@@ -189,3 +194,23 @@ def test_a_sample_that_only_a_worker_fails_at_is_not_guessed():
     loader = DataLoader(RaisingAt(OSError("no network"), index=None), batch_size=4, num_workers=1)
     with pytest.raises(Failure, match=r"^the data raised at batch 1 of the pass: OSError: no network$"):
         list(batches(loader).epoch(0, 0))
+
+
+def waits_until_it_is_an_orphan(worker: int) -> None:
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(0.01)
+
+
+def test_a_worker_that_has_just_begun_does_not_outlive_a_run_that_is_killed():
+    loader = DataLoader(TensorDataset(x, y), batch_size=4, worker_init_fn=waits_until_it_is_an_orphan)
+    samples = dataclasses.replace(batches(loader).samples, workers=1)
+    process = forked(lambda: next(from_samples(samples).epoch(0)))
+    while not (workers := psutil.Process(process.pid).children()):
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    _, alive = psutil.wait_procs(workers, timeout=30)
+    for worker in alive:
+        worker.kill()
+    assert not alive

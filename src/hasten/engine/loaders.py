@@ -6,7 +6,10 @@ order in which it comes. What the data raise is told in one line that names the 
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import count, dropwhile, islice
 from traceback import walk_tb
 
@@ -38,7 +41,7 @@ def from_samples(samples: Samples) -> Batches:
             prefetch_factor=samples.prefetch if samples.workers else None,
             pin_memory=samples.pin,
             persistent_workers=samples.persistent and samples.workers > 0,
-            worker_init_fn=samples.loader and samples.loader.worker_init_fn,
+            worker_init_fn=partial(_begun, samples.loader and samples.loader.worker_init_fn),
             generator=torch.Generator().manual_seed(derived(samples.seed, number)),  # its base seed; the run's own stream stays untouched
         )
         if made.persistent_workers:
@@ -53,6 +56,14 @@ def from_samples(samples: Samples) -> Batches:
         epoch=epoch, length=samples.length, samples=samples, training=samples.training,
         seekable=samples.loader is None, generators=_generators_of(samples.loader),
     )  # fmt: skip
+
+
+def _begun(init: Callable[[int], None] | None, worker: int) -> None:
+    """In a worker, before it reads: one whose parent is gone by now would take its new one for the parent that torch lets it end with."""
+    if init is not None:
+        init(worker)
+    if multiprocessing.get_start_method() != "forkserver" and os.getppid() != multiprocessing.parent_process().pid:
+        os._exit(1)
 
 
 def from_loader(loader: DataLoader, task_size: int | None, batch_size: int, seed: int, training: bool) -> Batches:
