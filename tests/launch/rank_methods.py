@@ -74,18 +74,20 @@ class RaisingFirst(Method):
         return raising
 
 
-class Wakeful(Method):
-    """Nobody sleeps: what a slow dataset loses is won."""
+class LighterSleep(Method):
+    """Everybody sleeps half as long, so that a slow dataset loses less; two processes still sleep side by side."""
 
-    card = Card(summary="no sleep", exactness=Exactness.BIT_EXACT, speeds={"input"})
+    card = Card(summary="half the sleep", exactness=Exactness.BIT_EXACT, speeds={"input"})
 
     def process(self, context, run):
+        whole = time.sleep
+
         @contextmanager
-        def awake():
-            with context(), patch("time.sleep", lambda seconds: None):
+        def lighter():
+            with context(), patch("time.sleep", lambda seconds: whole(seconds / 2)):
                 yield
 
-        return awake
+        return lighter
 
 
 class Faster(Method):

@@ -149,11 +149,11 @@ def test_gradients_that_no_rank_has_whole_are_held_against_whole_ones(tmp_path):
 def test_a_search_goes_on_after_a_rank_that_hangs_and_one_that_raises(tmp_path):
     """The first by its proof, which comes first where a method is from outside; then by its pace, as if it were ours."""
     of, ladder = study_of(tmp_path, "slow"), Ladder()
-    names = [method(name) for name in ("Hanging", "Stuck", "Raising", "Wakeful")]
+    names = [method(name) for name in ("Hanging", "Stuck", "Raising", "LighterSleep")]
     systems(of, ladder, [candidate(names[0], offered=True), *map(candidate, names)], 100_000, 1.0)
     verdicts = [(trial["what"].rpartition(":")[2], trial["verdict"]) for trial in of.trials]
     lost = [(name, "failed") for name in ("Hanging", "Hanging", "Stuck", "Raising")]
-    assert verdicts == [*lost, ("Wakeful", "kept")], of.trials
+    assert verdicts == [*lost, ("LighterSleep", "kept")], of.trials
     assert [trial["why"].startswith("took longer than ") for trial in of.trials] == [True, True, True, False, False]
     assert of.trials[3]["why"].startswith("rank 1: ")
     assert ladder.best == Recipe().with_method(names[3])
@@ -221,17 +221,15 @@ def test_a_search_for_a_job_finds_a_recipe_that_trains_one(tmp_path, monkeypatch
     monkeypatch.setattr(tune, "FEWEST_PATIENCE", 10.0)
     monkeypatch.setattr(tune, "PATIENT_PART", 0.01)
     monkeypatch.chdir(HERE)
-    offered = [word for name in ("Hanging", "Wakeful") for word in ("--with", f"./rank_methods.py:{name}")]
+    offered = [word for name in ("Hanging", "LighterSleep") for word in ("--with", f"./rank_methods.py:{name}")]
     words = f"tune rank_tasks.py:sluggish --processes 2 --budget 600s --margin 0.05 --consider ddp --out {tmp_path}/out --json"
     assert main([*words.split(), *offered]) == 0
     told = json.loads(capfd.readouterr().out)
     assert told["verdict"] == "faster" and told["processes"] == 2, told["why"]
-    assert set(told["recipe"]) - {"ddp"} == {"./rank_methods.py:Wakeful"}
+    assert set(told["recipe"]) - {"ddp"} == {"./rank_methods.py:LighterSleep"}
     assert told["one_process"]["median"] < 1
     hung = next(trial for trial in told["trials"] if "Hanging" in trial["what"])
     assert hung["verdict"] == "failed" and hung["why"].startswith("took longer than ")
-    words = (
-        f"train rank_tasks.py:sluggish --recipe {told['recipe_file']} --with ./rank_methods.py:Wakeful --processes 2 --out {tmp_path}/run"
-    )
+    words = f"train rank_tasks.py:sluggish --recipe {told['recipe_file']} --with ./rank_methods.py:LighterSleep --processes 2 --out {tmp_path}/run"
     assert main(words.split()) == 0
     assert json.loads((tmp_path / "run/environment.json").read_text())["processes"] == 2
