@@ -81,8 +81,8 @@ class PoisonedStream(IterableDataset):
 class Slow(Rows):
     """Each sample takes so many seconds."""
 
-    def __init__(self, seconds: float = 0.002):
-        super().__init__()
+    def __init__(self, samples: int = SAMPLES, seconds: float = 0.002):
+        super().__init__(samples)
         self.seconds = seconds
 
     def __getitem__(self, index: int):
@@ -441,7 +441,7 @@ def in_float32() -> Task:
 
 def sluggish() -> Task:
     """A pass of two processes takes more than a second, beside which what a run begins with is little; it is learnt in one."""
-    return task(Slow(0.01), epochs=3, target=0.8)
+    return task(Slow(seconds=0.01), epochs=3, target=0.8)
 
 
 def path(*sizes: int, dropout: float = 0.0) -> nn.Module:
