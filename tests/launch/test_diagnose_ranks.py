@@ -199,6 +199,8 @@ def test_a_pipeline_is_looked_at_too():
     told = together(2, lambda rank: diagnose_ranks(rank_tasks.tower, recipe="pipeline", budget=1.0, device="cpu"))
     assert all(isinstance(answer, dict) for answer in told), told
     assert all(rank["phases"]["forward"] + rank["phases"]["backward"] > 0 for rank in told[0]["ranks"])
+    rows = told[0]["advice"] + told[0]["not_advised"]
+    assert rows and not {"ddp", "zero", "branch_parallel"}.intersection(row["method"] for row in rows), "they would take its place"
 
 
 def test_one_process_has_nobody_to_wait_for():

@@ -326,11 +326,20 @@ def _talks_less(card: Card) -> bool:
     return TOGETHER in card.applies_to and "backward" in card.speeds and "whole weights" not in card.breaks
 
 
+def _goes_with(recipe: Recipe, name: str) -> bool:
+    """Whether a method could be added: another strategy than the one in use would take its place, of which no phase of this one tells anything."""
+    try:
+        refuse_conflicts(make_methods(recipe.with_method(name)))
+    except Refusal:
+        return False
+    return True
+
+
 def _advice(
     probe: RankProbe, ceilings: dict[str, Ratio], phases: dict[str, float], talk: dict, step: float
 ) -> tuple[list[dict], list[dict]]:
     """Methods that change how ranks talk can give at most what it would be not to talk; of rounding more is known."""
-    cards = {name: method_class(name).card for name in method_names() if name not in probe.plain.methods}
+    cards = {name: method_class(name).card for name in method_names() if name not in probe.plain.methods and _goes_with(probe.plain, name)}
     talking = {name for name, card in cards.items() if _talks_less(card)} if EXCHANGE in ceilings else ()
     measured = {name: max(1.0, ratio.median) for name, ratio in ceilings.items()}
     headroom, told = {INPUT: measured[INPUT]} | dict.fromkeys(talking, measured.get(EXCHANGE)), {}
