@@ -72,7 +72,7 @@ class Arms:
     def by_hand(self) -> Iterator[None]:
         run = self.built.run
         with open(self.folder / "by_hand.part", "wb") as file:
-            torch.save({"model": run.module.state_dict(), "optimizer": run.optimizer.state_dict()}, file)
+            torch.save({"model": run.unwrapped_model.state_dict(), "optimizer": run.optimizer.state_dict()}, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(self.folder / "by_hand.part", self.folder / "by_hand.pt")
@@ -89,7 +89,7 @@ class Arms:
 
     def torchs(self) -> Iterator[None]:
         run = self.built.run
-        state = {"model": run.module.state_dict(), "optimizer": run.optimizer.state_dict()}
+        state = {"model": run.unwrapped_model.state_dict(), "optimizer": run.optimizer.state_dict()}
         written = dcp.async_save(state, storage_writer=dcp.FileSystemWriter(self.folder / "dcp", overwrite=True), no_dist=True)
         yield
         getattr(written, "upload_completion", written).result()

@@ -55,7 +55,7 @@ class Waiting(Probe):
 
     def warm_up(self, seconds: float) -> None:
         """Steps until buffers are full, processes there, and a tuner has settled."""
-        began, climber = time.perf_counter(), self.program.run.kept.get(TUNED)
+        began, climber = time.perf_counter(), self.program.run.checkpoint_state.get(TUNED)
         while (passed := time.perf_counter() - began) < seconds or (climber and climber.waits is None and passed < PATIENCE):
             self.train(1)
 

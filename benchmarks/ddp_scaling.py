@@ -91,7 +91,7 @@ def hasten(ranks) -> Iterator:
         loss=cross_entropy,
         optimizer=optimizer,
         metric="accuracy",
-        batch_size=BATCH * ranks.world,
+        batch_size=BATCH * ranks.world_size,
         epochs=10**6,
     )
     return steps(build(task, [make_method("ddp")], ranks=ranks))
@@ -204,30 +204,32 @@ def main() -> int:
         missing = {name: why for name in PEERS if (why := installed(name)) is not None}
         for name in (name for name in PEERS if name not in missing):  # in one order on all ranks
             arms[name] = PEERS[name]()
-        ways = {name: lambda name=name: leg(arms[name], options.steps, ranks, idle=name == ONE and not ranks.leads) for name in arms}
+        ways = {
+            name: lambda name=name: leg(arms[name], options.steps, ranks, idle=name == ONE and not ranks.is_main_process) for name in arms
+        }
         if (why := installed(RAY)) is None:
-            ray = Ray(folder, options.steps) if ranks.leads else None
-            ways[RAY] = lambda: ranks.most([ray.leg() if ray else 0.0])[0]
+            ray = Ray(folder, options.steps) if ranks.is_main_process else None
+            ways[RAY] = lambda: ranks.all_reduce_max([ray.leg() if ray else 0.0])[0]
         else:
             missing[RAY] = why
         for way in ways.values():
             way()
-        if not ranks.leads:
+        if not ranks.is_main_process:
             sys.stderr = open(os.devnull, "w")  # noqa: SIM115  rank 0 speaks
         taken = in_turns(ways, options.rounds)
-        if ranks.leads:
-            Path(os.environ[ANSWER]).write_text(str(told(options, taken, missing, ranks.world)))
+        if ranks.is_main_process:
+            Path(os.environ[ANSWER]).write_text(str(told(options, taken, missing, ranks.world_size)))
     return 0
 
 
 def leg(arm: Iterator, steps: int, ranks, idle: bool) -> float:
     """Seconds of a step, on the slowest rank."""
-    ranks.agree(False)
+    ranks.any(False)
     began = perf_counter()
     if not idle:
         for _ in islice(arm, steps):
             pass
-    return ranks.most([0.0 if idle else (perf_counter() - began) / steps])[0]
+    return ranks.all_reduce_max([0.0 if idle else (perf_counter() - began) / steps])[0]
 
 
 def told(options, taken: dict[str, list[float]], missing: dict[str, str], world: int) -> int:

@@ -34,7 +34,7 @@ def hasten_engine(loader) -> None:
     from hasten.engine.plan import build
 
     program = build(as_task(model, loader))
-    with program.process():
+    with program.process_context():
         for _ in steps(program):
             pass
 

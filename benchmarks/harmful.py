@@ -48,7 +48,7 @@ class Mislabelled(Kept):
 
 
 class Honest(Method):
-    card = Card(summary="keep the samples in memory", exactness=Exactness.BIT_EXACT, speeds={"input"})
+    card = Card(summary="keep the samples in memory", exactness=Exactness.BIT_EXACT, accelerates={"input"})
     dataset = Kept
 
     def data(self, batches, run):
@@ -80,7 +80,7 @@ class FrozenFirstLayer(Honest):
 
 
 def _claiming(harm: type[Method], exactness: Exactness) -> type[Method]:
-    card = Card(summary=f"faster, and {exactness.value}", exactness=exactness, speeds={"input", "backward"})
+    card = Card(summary=f"faster, and {exactness.value}", exactness=exactness, accelerates={"input", "backward"})
     return type(f"{harm.__name__}_{exactness.name}", (harm,), {"card": card, "__module__": __name__})
 
 

@@ -44,7 +44,7 @@ def program_of(recipe: str, ranks):
 
     task = Task(
         model=model, train_data=data(), loss=cross_entropy, optimizer=optimizer, metric="accuracy",
-        batch_size=BATCH * ranks.world, epochs=10**6,
+        batch_size=BATCH * ranks.world_size, epochs=10**6,
     )  # fmt: skip
     return build(task, make_methods(Recipe.read(recipe)), ranks=ranks)
 
@@ -66,21 +66,21 @@ def rank_of_a_job(options) -> None:
 
     torch.set_num_threads(1)
     with joined("cpu") as ranks, ExitStack() as stack:
-        if not ranks.leads:
+        if not ranks.is_main_process:
             sys.stderr = open(os.devnull, "w")  # noqa: SIM115  rank 0 speaks
         taken = {}
         programs = {recipe: program_of(recipe, ranks) for recipe in RECIPES}
         for program in programs.values():
-            stack.enter_context(program.process())
+            stack.enter_context(program.process_context())
         trainings = {recipe: steps(program) for recipe, program in programs.items()}
         for case, slow in CASES.items():
             arms = {recipe: sleeping(training, slow, ranks.rank) for recipe, training in trainings.items()}
             ways = {recipe: lambda arm=arm: leg(arm, options.steps, ranks, idle=False) for recipe, arm in arms.items()}
             for way in ways.values():
                 way()
-            tell(f"{ranks.world} processes, {case}")
+            tell(f"{ranks.world_size} processes, {case}")
             taken[case] = in_turns(ways, options.rounds)
-        if ranks.leads:
+        if ranks.is_main_process:
             Path(os.environ[ANSWER]).write_text(json.dumps(taken))
 
 

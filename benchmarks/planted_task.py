@@ -55,7 +55,7 @@ class Sooner(Method):
 
     share: float = 0.5
 
-    card = Card(summary="wait less for every batch", exactness=Exactness.BIT_EXACT, speeds={"input"})
+    card = Card(summary="wait less for every batch", exactness=Exactness.BIT_EXACT, accelerates={"input"})
 
     def data(self, batches, run):
         dataset = batches.samples.dataset

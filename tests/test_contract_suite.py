@@ -45,10 +45,10 @@ import torch
 from hasten import Card, Exactness, Method
 
 def card(exactness, **more):
-    return Card(summary="faster", exactness=exactness, source="a friend", gain_when="always", speeds={"forward"}, **more)
+    return Card(summary="faster", exactness=exactness, source="a friend", gain_when="always", accelerates={"forward"}, **more)
 
 class NoCardFacts(Method):
-    card = Card(summary="faster", exactness=Exactness.OTHER_MATHS)
+    card = Card(summary="faster", exactness=Exactness.CHANGES_TRAINING)
     def batch(self, move, run):
         return lambda batch: [-move(batch)[0], batch[1]]
 
@@ -65,7 +65,7 @@ class LeavesEnvironment(Method):
         return model
 
 class DrawsNumbers(Method):
-    card = card(Exactness.SAME_MATHS)
+    card = card(Exactness.EQUIVALENT_MATH)
     def update(self, update, run):
         return lambda: (torch.rand(1), update())
 
@@ -75,7 +75,7 @@ class ChangesLabels(Method):
         return lambda batch: [move(batch)[0], torch.zeros_like(batch[1])]
 
 class ForgetsItsState(Method):
-    card = card(Exactness.OTHER_MATHS)
+    card = card(Exactness.CHANGES_TRAINING)
     def update(self, update, run):
         class Count:
             steps = 0
@@ -83,14 +83,14 @@ class ForgetsItsState(Method):
                 return {"steps": self.steps}
             def load_state_dict(self, state):
                 pass
-        count = run.kept[self.name] = Count()
+        count = run.checkpoint_state[self.name] = Count()
         def counted():
             update()
             count.steps += 1
         return counted
 
 class KeepsToItself(Method):
-    card = card(Exactness.OTHER_MATHS)
+    card = card(Exactness.CHANGES_TRAINING)
     def forward(self, forward, run):
         calls = [0]
         def slower_and_slower(batch):
@@ -99,14 +99,14 @@ class KeepsToItself(Method):
         return slower_and_slower
 
 class ExportsAWrapper(Method):
-    card = card(Exactness.OTHER_MATHS)
+    card = card(Exactness.CHANGES_TRAINING)
     def export(self, model, run):
         return torch.nn.Sequential(model)
 
 class IdleButBusy(Method):
-    card = card(Exactness.OTHER_MATHS)
+    card = card(Exactness.CHANGES_TRAINING)
     def batch(self, move, run):
-        run.nothing_to_do(self, "nothing here")
+        run.report_no_effect(self, "nothing here")
         return lambda batch: [2 * move(batch)[0], batch[1]]
 '''
 

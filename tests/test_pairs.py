@@ -12,9 +12,10 @@ import torch
 from hasten.contract.card import TRAITS
 from hasten.contract.errors import Refusal
 from hasten.contract.recipe import Recipe
+from hasten.engine.composition import check_conflicts
 from hasten.engine.find import make_method, make_methods, method_names
 from hasten.engine.loop import steps
-from hasten.engine.plan import build, refuse_conflicts
+from hasten.engine.plan import build
 from hasten.measure.process_state import restored
 from hasten.testing import tasks
 
@@ -67,30 +68,30 @@ def _two_steps(task, names) -> tuple[dict, list]:
     with restored(), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         program = build(task(), make_methods(Recipe({name: SETTINGS.get(name, {}) for name in names})))
-        with program.process():
+        with program.process_context():
             for _ in islice(steps(program), 2):
                 pass
             weights = {name: value.detach().clone() for name, value in program.export().state_dict().items()}
-    return weights, program.run.idle
+    return weights, program.run.no_effect
 
 
 @pytest.mark.parametrize(
     ("pair", "trait"),
     [
-        (("bfloat16", "float16"), "one precision"),
-        (("gradient_clipping", "znorm"), "gradient size"),
-        (("activation_checkpointing", "cuda_graph"), "python between kernels"),
+        (("bfloat16", "float16"), "uniform_precision"),
+        (("gradient_clipping", "znorm"), "gradient_norm"),
+        (("activation_checkpointing", "cuda_graph"), "python_between_kernels"),
     ],
 )
 def test_what_one_needs_and_the_other_takes_away(pair, trait):
     for order in (pair, pair[::-1]):
-        with pytest.raises(Refusal, match=f"needs {trait}, which"):
-            refuse_conflicts([make_method(name) for name in order])
+        with pytest.raises(Refusal, match=f"requires {trait}, which"):
+            check_conflicts([make_method(name) for name in order])
 
 
 @pytest.mark.parametrize("trait", TRAITS)
 def test_a_trait_is_needed_by_one_and_broken_by_another(trait):
     cards = {name: make_method(name).card for name in method_names()}
-    needy = {name for name, card in cards.items() if trait in card.needs}
-    breakers = {name for name, card in cards.items() if trait in card.breaks}
+    needy = {name for name, card in cards.items() if trait in card.requires}
+    breakers = {name for name, card in cards.items() if trait in card.invalidates}
     assert any(one != other for one in needy for other in breakers), f"nobody opposes anybody over {trait!r}"

@@ -13,7 +13,7 @@ _WHERE = {
     "Method": "hasten.contract.method",
     "Card": "hasten.contract.card",
     "Exactness": "hasten.contract.card",
-    "Order": "hasten.contract.card",
+    "WrapOrder": "hasten.contract.card",
     "Recipe": "hasten.contract.recipe",
     "Refusal": "hasten.contract.errors",
     "Failure": "hasten.contract.errors",

@@ -99,7 +99,7 @@ class NoCard(Method):
 
 @dataclasses.dataclass(frozen=True)
 class Fine(Method):
-    card = Card(summary="", exactness=Exactness.OTHER_MATHS)
+    card = Card(summary="", exactness=Exactness.CHANGES_TRAINING)
     times: int = 2
     def batches(self): return "a helper that is no hook"
     def loop(self, loop, run):
@@ -108,12 +108,12 @@ class Fine(Method):
 
 @dataclasses.dataclass(frozen=True)
 class NoDefault(Method):
-    card = Card(summary="", exactness=Exactness.OTHER_MATHS)
+    card = Card(summary="", exactness=Exactness.CHANGES_TRAINING)
     amount: int
 
 @dataclasses.dataclass(frozen=True)
 class OneOf(Method):
-    card = Card(summary="", exactness=Exactness.OTHER_MATHS)
+    card = Card(summary="", exactness=Exactness.CHANGES_TRAINING)
     rule: typing.Literal["linear", "root"] = "linear"
     several: list = ()
 

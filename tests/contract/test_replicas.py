@@ -6,18 +6,18 @@ import pytest
 import torch
 
 from hasten.contract.errors import Refusal
-from hasten.contract.method import Run
-from hasten.contract.ranks import Ranks
+from hasten.contract.ranks import ProcessGroupInfo
 from hasten.contract.replicas import hold_between
+from hasten.contract.run_context import ParallelContext, RunContext
 
 
 def laid_out(world: int, shards: int | None, stages: int | None, stages_first: bool = False) -> tuple[int, int, int]:
-    run = Run(torch.device("cpu"), None, ranks=Ranks(world=world))
+    run = RunContext(torch.device("cpu"), None, parallel=ParallelContext(ProcessGroupInfo(world_size=world)))
     asked = [("shards", "cut", shards), ("stages", "row", stages)]
     for dimension, name, degree in asked[::-1] if stages_first else asked:
         if degree is not None:
             hold_between(SimpleNamespace(name=name, degree=degree), run, dimension)
-    return world // run.replica, run.stages, run.shards
+    return world // run.parallel.model_parallel_size, run.parallel.pp_size, run.parallel.tp_size
 
 
 @pytest.mark.parametrize(("world", "shards", "stages", "right"), [

@@ -60,6 +60,6 @@ def test_the_plan_of_a_pipeline():
     assert (plan.batch_size, plan.samples) == (8, pipeline_tasks.ROWS)
     bare = arrays(pipeline_tasks.NUMBERS, pipeline_tasks.LABELS).shuffle()
     program = build(pipeline_tasks.task(bare, batch_size=12))
-    assert (program.loop.batch_size, program.loop.steps) == (12, 16)
+    assert (program.plan.batch_size, program.plan.steps) == (12, 16)
     with pytest.raises(Refusal, match=r"batch_size=\) is missing"):
         build(pipeline_tasks.task(bare))

@@ -6,13 +6,13 @@ from hasten.contract.card import Card, Exactness
 from hasten.diagnosis.advise import advise, amdahl
 
 PHASES = {
-    "input": 0.5, "copy": 0.0, "forward": 0.1, "backward": 0.2, "gradients": 0.0, "update": 0.19, "evaluation": 0.005, "logging": 0.005,
+    "input": 0.5, "copy": 0.0, "forward": 0.1, "backward": 0.2, "grad_transform": 0.0, "optimizer_step": 0.19, "evaluation": 0.005, "logging": 0.005,
 }  # fmt: skip
-FACTS = frozenset({"cpu", "indexed samples"})
+FACTS = frozenset({"cpu", "indexed_samples"})
 
 
 def card(*speeds, applies_to=(), gain=None) -> Card:
-    return Card(summary="a card", exactness=Exactness.BIT_EXACT, speeds=set(speeds), applies_to=set(applies_to), gain=gain)
+    return Card(summary="a card", exactness=Exactness.BIT_EXACT, accelerates=set(speeds), applies_to=set(applies_to), gain=gain)
 
 
 def ask(headroom=None, **cards):
@@ -21,14 +21,14 @@ def ask(headroom=None, **cards):
 
 
 def test_amdahl_bounds_in_order():
-    advice, against = ask(update=card("update"), both=card("forward", "backward"), input=card("input"))
-    assert list(advice) == ["input", "both", "update"]
-    assert advice == {"input": pytest.approx(2.0), "both": pytest.approx(1 / 0.7), "update": pytest.approx(1 / 0.81)}
+    advice, against = ask(update=card("optimizer_step"), both=card("forward", "backward"), input=card("input"))
+    assert list(advice) == ["input", "both", "optimizer_step"]
+    assert advice == {"input": pytest.approx(2.0), "both": pytest.approx(1 / 0.7), "optimizer_step": pytest.approx(1 / 0.81)}
     assert not against
 
 
 def test_a_measured_ceiling_takes_the_place_of_a_share():
-    advice, _ = ask({"input": 4.0}, fast=card("input"), all=card("input", "update"))
+    advice, _ = ask({"input": 4.0}, fast=card("input"), all=card("input", "optimizer_step"))
     assert advice == {"fast": pytest.approx(4.0), "all": pytest.approx(1 / (0.25 - 0.19))}
 
 
@@ -39,7 +39,7 @@ def test_a_ceiling_of_the_method_itself_is_taken_as_it_is():
 
 
 def test_whole_steps_have_no_bound_and_come_last():
-    advice, _ = ask(fewer=card("steps"), tiny=card("update"))
+    advice, _ = ask(fewer=card("steps"), tiny=card("optimizer_step"))
     assert list(advice.items())[-1] == ("fewer", None)
 
 
@@ -50,14 +50,14 @@ def test_what_cannot_pay_is_told_with_its_number():
 
 
 def test_missing_facts_are_named():
-    advice, against = ask(gpu=card("input", applies_to={"cuda", "indexed samples"}))
+    advice, against = ask(gpu=card("input", applies_to={"cuda", "indexed_samples"}))
     assert not advice
     assert "NVIDIA GPU" in against["gpu"] and "index" not in against["gpu"]
 
 
 def test_free_words_about_what_it_applies_to_hinder_nothing():
     advice, against = ask(
-        deep=card("input", applies_to={"skip connections", "indexed samples"}), gpu=card("input", applies_to={"cuda", "x"})
+        deep=card("input", applies_to={"skip connections", "indexed_samples"}), gpu=card("input", applies_to={"cuda", "x"})
     )
     assert list(advice) == ["deep"]
     assert against == {"gpu": "it needs what does not hold here: the run is on an NVIDIA GPU"}

@@ -54,7 +54,7 @@ def test_a_for_loop_optimizer():
     result = diagnose(planted_tasks.for_loop_optimizer(), budget=BUDGET)
     assert "optimizer's update" in result["verdict"]
     assert advised(result)["fused_optimizer"] > 1.5
-    assert advised(result)["fused_optimizer"] == pytest.approx(result["headroom"]["update"])
+    assert advised(result)["fused_optimizer"] == pytest.approx(result["headroom"]["optimizer_step"])
 
 
 @pytest.mark.slow

@@ -16,9 +16,10 @@ from hasten.diagnosis.headroom import take_away
 from hasten.diagnosis.probe import Probe
 from hasten.diagnosis.replacements import NoUpdate, ReplayedBatch, outside_name, taken_away
 from hasten.diagnosis.timeline import Timeline
+from hasten.engine.composition import sort_methods
 from hasten.engine.find import make_methods, method_names
 from hasten.engine.loop import evaluate, steps
-from hasten.engine.plan import build, in_order
+from hasten.engine.plan import build
 from hasten.engine.tasks import TaskRef
 from hasten.measure.workers import Worker
 from hasten.testing.tasks import convolutional, perceptron, transformer
@@ -38,7 +39,7 @@ def with_schedule(model):
 
 def timed_program(task):
     program = build(task, make_methods(OUTERMOST))
-    program.run.kept["timeline"].start()
+    program.run.checkpoint_state["timeline"].start()
     return program
 
 
@@ -48,7 +49,7 @@ def test_a_timed_run_has_the_same_bits(task):
     for recipe in (Recipe(), OUTERMOST):
         program = build(task, make_methods(recipe))
         if recipe:
-            program.run.kept["timeline"].start()
+            program.run.checkpoint_state["timeline"].start()
         for _ in steps(program):
             pass
         evaluate(program)
@@ -63,23 +64,23 @@ def test_every_phase_of_the_step_is_seen(monkeypatch):
     monkeypatch.setattr(timeline, "time", SimpleNamespace(perf_counter=time.thread_time))  # what others do on the machine is no phase
     program = timed_program(perceptron())
     list(islice(steps(program), 8))
-    seconds = program.run.kept["timeline"].stop()
-    assert seconds.keys() == {"input", "copy", "forward", "backward", "gradients", "update"}
+    seconds = program.run.checkpoint_state["timeline"].stop()
+    assert seconds.keys() == {"input", "copy", "forward", "backward", "grad_transform", "optimizer_step"}
     assert all(value > 0 for value in seconds.values())
-    assert min(seconds["forward"], seconds["backward"], seconds["update"], seconds["input"]) > 10 * seconds["gradients"]
+    assert min(seconds["forward"], seconds["backward"], seconds["optimizer_step"], seconds["input"]) > 10 * seconds["grad_transform"]
 
 
 def test_nothing_is_noted_while_the_tape_is_stopped():
     program = timed_program(perceptron())
-    program.run.kept["timeline"].stop()
-    before = len(program.run.kept["timeline"].marks)
+    program.run.checkpoint_state["timeline"].stop()
+    before = len(program.run.checkpoint_state["timeline"].marks)
     list(islice(steps(program), 3))
-    assert len(program.run.kept["timeline"].marks) == before
+    assert len(program.run.checkpoint_state["timeline"].marks) == before
 
 
 def test_it_is_outermost_whatever_else_is_installed():
     recipe = Recipe({name: {} for name in (*method_names(), outside_name(Timeline))})
-    assert in_order(make_methods(recipe))[-1].name == outside_name(Timeline)
+    assert sort_methods(make_methods(recipe))[-1].name == outside_name(Timeline)
 
 
 def test_phases_are_taken_away_and_given_back():
@@ -91,7 +92,7 @@ def test_phases_are_taken_away_and_given_back():
         return torch.cat([parameter.detach().flatten() for parameter in run.model.parameters()])
 
     before = weights()
-    taken_away(run).update({"update", "input"})
+    taken_away(run).update({"optimizer_step", "input"})
     losses = torch.stack(list(islice(training, 4)))
     assert torch.equal(weights(), before)
     assert torch.equal(losses, losses[:1].expand(4)), "the same batch with the same weights gives the same loss"
@@ -143,11 +144,11 @@ def test_the_peak_is_a_rate_of_this_machine():
 
 def test_facts():
     facts = facts_of(build(convolutional()))
-    assert {"cpu", "convolutions", "indexed samples", "several epochs", "evaluations", "matrix weights"} <= facts
-    assert not {"cuda", "tf32 hardware"} & facts
-    assert "repeated blocks" not in facts_of(build(perceptron()))
+    assert {"cpu", "convolutions", "indexed_samples", "multiple_epochs", "evaluations", "matrix_weights"} <= facts
+    assert not {"cuda", "tf32_hardware"} & facts
+    assert "repeated_blocks" not in facts_of(build(perceptron()))
     facts = facts_of(build(transformer(epochs=1)))
-    assert "repeated blocks" in facts
-    assert not {"convolutions", "several epochs", "evaluations"} & facts
+    assert "repeated_blocks" in facts
+    assert not {"convolutions", "multiple_epochs", "evaluations"} & facts
     assert "evaluations" in facts_of(build(transformer(epochs=1, evaluate_every=32)))
-    assert "indexed samples" not in facts_of(build(perceptron(train_data=Stream())))
+    assert "indexed_samples" not in facts_of(build(perceptron(train_data=Stream())))

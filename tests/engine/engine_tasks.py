@@ -87,29 +87,29 @@ def longer():
 class Averaging(Method):
     """A method with a state of its own: the weights' running average is what gets exported."""
 
-    card = Card(summary="averages", exactness=Exactness.OTHER_MATHS)
+    card = Card(summary="averages", exactness=Exactness.CHANGES_TRAINING)
 
-    def update(self, update, run):
-        average = run.kept["average"] = torch.optim.swa_utils.AveragedModel(run.model)
+    def optimizer_step(self, optimizer_step, run):
+        average = run.checkpoint_state["average"] = torch.optim.swa_utils.AveragedModel(run.model)
 
         def averaging():
-            update()
+            optimizer_step()
             average.update_parameters(run.model)
 
         return averaging
 
     def export(self, model, run):
-        return run.kept["average"].module
+        return run.checkpoint_state["average"].module
 
 
 class Mixing(Method):
     """A method that draws from NumPy during the step."""
 
-    card = Card(summary="mixes", exactness=Exactness.OTHER_MATHS)
+    card = Card(summary="mixes", exactness=Exactness.CHANGES_TRAINING)
 
-    def batch(self, move, run):
+    def batch_transform(self, to_device, run):
         def mixing(batch):
-            x, y = move(batch)
+            x, y = to_device(batch)
             return x + float(numpy.random.rand()) * 0.1, y
 
         return mixing

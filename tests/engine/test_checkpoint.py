@@ -127,7 +127,7 @@ def test_only_two_are_kept_and_they_hold_plain_data(broken_off):
     assert [path.name for path in kept] == ["step-0000000011.pt", "step-0000000012.pt"]
     with zipfile.ZipFile(kept[-1]) as archive:
         assert archive.testzip() is None
-    assert loaded(kept[-1])["clock"]["step"] == 12
+    assert loaded(kept[-1])["progress"]["step"] == 12
 
 
 def test_full_disk_keeps_the_newest_whole_checkpoint(tmp_path):
@@ -218,4 +218,4 @@ def test_weights_that_follow_others_in_the_forward_pass_are_copied_before_it():
     task = engine_tasks.map_style()
     run = build(dataclasses.replace(task, model=Following)).run
     address = {weight.data_ptr() for weight in resting(run)}
-    assert address == {weight.data_ptr() for weight in run.module.student.parameters()}
+    assert address == {weight.data_ptr() for weight in run.unwrapped_model.student.parameters()}

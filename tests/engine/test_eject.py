@@ -171,7 +171,7 @@ def size(batch):
 
 
 class Shrunk(Method):
-    card = Card(summary="shrinks the gradients", exactness=Exactness.OTHER_MATHS, source="", gain=None, gain_when="never")
+    card = Card(summary="shrinks the gradients", exactness=Exactness.CHANGES_TRAINING, source="", gain=None, gain_when="never")
 
     def gradients(self, gradients, run):
         def shrunk():
@@ -192,7 +192,7 @@ class Halving(Method):
 class InHalves(Halving):
     """What it does to the loop stands in its base class."""
 
-    card = Card(summary="each batch in two pieces, until the fourth look", exactness=Exactness.OTHER_MATHS)
+    card = Card(summary="each batch in two pieces, until the fourth look", exactness=Exactness.CHANGES_TRAINING)
 
     def loop(self, loop, run):
         return self.halve(loop)
@@ -201,7 +201,7 @@ class InHalves(Halving):
 class EveryOther(Method):
     """Its batches are a plain generator."""
 
-    card = Card(summary="takes every other batch", exactness=Exactness.OTHER_MATHS)
+    card = Card(summary="takes every other batch", exactness=Exactness.CHANGES_TRAINING)
 
     def data(self, batches, run):
         for number, batch in enumerate(batches):

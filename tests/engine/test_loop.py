@@ -202,4 +202,4 @@ def test_evaluation_keeps_frozen_parts_frozen():
 def test_steps_stop_where_the_plan_ends_in_the_middle_of_a_pass():
     program = build(engine_tasks.task(PLAIN, epochs=1.5))
     assert len(list(steps(program))) == 9
-    assert (program.run.clock.epoch, program.run.clock.batch, program.run.clock.samples) == (1, 3, 36)
+    assert (program.run.progress.epoch, program.run.progress.batch, program.run.progress.samples) == (1, 3, 36)

@@ -1,4 +1,4 @@
-"""Order, conflicts and the folding of hooks."""
+"""WrapOrder, conflicts and the folding of hooks."""
 
 from itertools import permutations
 
@@ -6,54 +6,55 @@ import engine_tasks
 import pytest
 import torch
 
-from hasten import Card, Exactness, Method, Order, Refusal, Task
-from hasten.engine.plan import build, in_order, refuse_conflicts
+from hasten import Card, Exactness, Method, Refusal, Task, WrapOrder
+from hasten.engine.composition import check_conflicts, sort_methods
+from hasten.engine.plan import build
 
 
 def method(name: str, hooks: dict | None = None, **card) -> Method:
-    facts = {"summary": name, "exactness": Exactness.OTHER_MATHS} | card
+    facts = {"summary": name, "exactness": Exactness.CHANGES_TRAINING} | card
     made = type(name, (Method,), {"card": Card(**facts), **(hooks or {})})
     made.name = name
     return made()
 
 
-FOUR = [method("late", order=Order.LATE), method("b"), method("a"), method("first_after_b", order=Order.FIRST, after=("b",))]
+FOUR = [method("late", order=WrapOrder.LATE), method("b"), method("a"), method("first_after_b", order=WrapOrder.FIRST, after=("b",))]
 
 
 @pytest.mark.parametrize("given", list(permutations(FOUR)))
 def test_the_order_given_never_matters(given):
-    assert [m.name for m in in_order(list(given))] == ["a", "b", "first_after_b", "late"]
+    assert [m.name for m in sort_methods(list(given))] == ["a", "b", "first_after_b", "late"]
 
 
 def test_a_circle_is_refused():
     with pytest.raises(Refusal, match="a and b each want to come after the other"):
-        in_order([method("a", after=("b",)), method("b", after=("a",))])
+        sort_methods([method("a", after=("b",)), method("b", after=("a",))])
 
 
 def test_two_that_replace_one_hook():
     with pytest.raises(Refusal, match="a and b both replace data"):
-        refuse_conflicts([method("a", replaces={"data"}), method("b", replaces={"data"})])
+        check_conflicts([method("a", replaces={"data"}), method("b", replaces={"data"})])
 
 
 def test_needs_against_breaks_either_way_round():
-    needy, breaker = method("needy", needs={"gradient size"}), method("breaker", breaks={"gradient size"})
+    needy, breaker = method("needy", requires={"gradient_norm"}), method("breaker", invalidates={"gradient_norm"})
     for pair in ([needy, breaker], [breaker, needy]):
-        with pytest.raises(Refusal, match="needy needs gradient size, which breaker takes away"):
-            refuse_conflicts(pair)
+        with pytest.raises(Refusal, match="needy requires gradient_norm, which breaker invalidates"):
+            check_conflicts(pair)
 
 
 @pytest.mark.parametrize("hook", ["forward", "backward"])
 def test_who_changes_a_pass_needs_one_whatever_its_card_says(hook):
-    changes, cuts = method("changes", {hook: lambda self, inner, run: inner}), method("cuts", breaks={"whole forward pass"})
-    with pytest.raises(Refusal, match="changes needs whole forward pass, which cuts takes away"):
-        refuse_conflicts([changes, cuts])
+    changes, cuts = method("changes", {hook: lambda self, inner, run: inner}), method("cuts", invalidates={"monolithic_forward"})
+    with pytest.raises(Refusal, match="changes requires monolithic_forward, which cuts invalidates"):
+        check_conflicts([changes, cuts])
 
 
 def test_later_levels_wrap_earlier_ones_and_a_replacement_is_innermost():
     told = []
 
     def telling(name, throws_away=False):
-        def update(self, inner, run):
+        def optimizer_step(self, inner, run):
             def outer():
                 told.append(name)
                 if not throws_away:
@@ -61,14 +62,14 @@ def test_later_levels_wrap_earlier_ones_and_a_replacement_is_innermost():
 
             return outer
 
-        return {"update": update}
+        return {"optimizer_step": optimizer_step}
 
     methods = [
-        method("inner", telling("inner", throws_away=True), order=Order.LAST, replaces={"update"}),
-        method("early", telling("early"), order=Order.EARLY),
-        method("late", telling("late"), order=Order.LATE),
+        method("inner", telling("inner", throws_away=True), order=WrapOrder.LAST, replaces={"optimizer_step"}),
+        method("early", telling("early"), order=WrapOrder.EARLY),
+        method("late", telling("late"), order=WrapOrder.LATE),
     ]
-    build(engine_tasks.map_style(), methods).update()
+    build(engine_tasks.map_style(), methods).optimizer_step()
     assert told == ["late", "early", "inner"]
 
 

@@ -6,16 +6,18 @@ from hasten import Card, Exactness, Method
 
 
 class Averaging(Method):
-    card = Card(summary="averages gradients by hand", exactness=Exactness.SAME_MATHS, applies_to={"several processes"}, replaces={"shard"})
+    card = Card(
+        summary="averages gradients by hand", exactness=Exactness.EQUIVALENT_MATH, applies_to={"distributed"}, replaces={"parallelize"}
+    )
 
-    def shard(self, model, run):
+    def parallelize(self, model, run):
         return model
 
-    def gradients(self, gradients, run):
+    def grad_transform(self, grad_transform, run):
         def averaged():
-            for parameter in run.module.parameters():
+            for parameter in run.unwrapped_model.parameters():
                 dist.all_reduce(parameter.grad)
-                parameter.grad /= run.ranks.world
-            gradients()
+                parameter.grad /= run.ranks.world_size
+            grad_transform()
 
         return averaged

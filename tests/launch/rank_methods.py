@@ -14,13 +14,13 @@ AT_STEP, LATE = 5, 0.020
 class Dozing(Method):
     """Rank 1 sleeps in every step."""
 
-    card = Card(summary="a straggler", exactness=Exactness.BIT_EXACT, speeds={"update"})
+    card = Card(summary="a straggler", exactness=Exactness.BIT_EXACT, accelerates={"optimizer_step"})
 
-    def update(self, update, run):
+    def optimizer_step(self, optimizer_step, run):
         def late() -> None:
             if run.ranks.rank == 1:
                 time.sleep(LATE)
-            update()
+            optimizer_step()
 
         return late
 
@@ -28,13 +28,13 @@ class Dozing(Method):
 class Hanging(Method):
     """Rank 1 does not come back from a step."""
 
-    card = Card(summary="a rank that hangs", exactness=Exactness.BIT_EXACT, speeds={"update"})
+    card = Card(summary="a rank that hangs", exactness=Exactness.BIT_EXACT, accelerates={"optimizer_step"})
 
-    def update(self, update, run):
+    def optimizer_step(self, optimizer_step, run):
         def never() -> None:
-            while run.ranks.rank == 1 and run.clock.step == AT_STEP:
+            while run.ranks.rank == 1 and run.progress.step == AT_STEP:
                 time.sleep(1)
-            update()
+            optimizer_step()
 
         return never
 
@@ -42,7 +42,7 @@ class Hanging(Method):
 class Stuck(Method):
     """Rank 1 never comes to its first step."""
 
-    card = Card(summary="a rank that hangs while it is built", exactness=Exactness.BIT_EXACT, speeds={"update"})
+    card = Card(summary="a rank that hangs while it is built", exactness=Exactness.BIT_EXACT, accelerates={"optimizer_step"})
 
     def model(self, model, run):
         while run.ranks.rank == 1:
@@ -51,25 +51,25 @@ class Stuck(Method):
 
 
 class Raising(Method):
-    card = Card(summary="a rank that raises", exactness=Exactness.BIT_EXACT, speeds={"update"})
+    card = Card(summary="a rank that raises", exactness=Exactness.BIT_EXACT, accelerates={"optimizer_step"})
 
-    def update(self, update, run):
+    def optimizer_step(self, optimizer_step, run):
         def raising() -> None:
-            if run.ranks.rank == 1 and run.clock.step == AT_STEP:
+            if run.ranks.rank == 1 and run.progress.step == AT_STEP:
                 raise RuntimeError("planted")
-            update()
+            optimizer_step()
 
         return raising
 
 
 class RaisingFirst(Method):
-    card = Card(summary="the first rank raises", exactness=Exactness.BIT_EXACT, speeds={"update"})
+    card = Card(summary="the first rank raises", exactness=Exactness.BIT_EXACT, accelerates={"optimizer_step"})
 
-    def update(self, update, run):
+    def optimizer_step(self, optimizer_step, run):
         def raising() -> None:
-            if run.ranks.leads and run.clock.step == AT_STEP:
+            if run.ranks.is_main_process and run.progress.step == AT_STEP:
                 raise RuntimeError("planted")
-            update()
+            optimizer_step()
 
         return raising
 
@@ -77,9 +77,9 @@ class RaisingFirst(Method):
 class LighterSleep(Method):
     """Everybody sleeps half as long, so that a slow dataset loses less; two processes still sleep side by side."""
 
-    card = Card(summary="half the sleep", exactness=Exactness.BIT_EXACT, speeds={"input"})
+    card = Card(summary="half the sleep", exactness=Exactness.BIT_EXACT, accelerates={"input"})
 
-    def process(self, context, run):
+    def process_context(self, context, run):
         whole = time.sleep
 
         @contextmanager
@@ -93,22 +93,22 @@ class LighterSleep(Method):
 class Faster(Method):
     """Says that it is exact, and updates twice."""
 
-    card = Card(summary="two updates a step", exactness=Exactness.SAME_MATHS, speeds={"update"})
+    card = Card(summary="two updates a step", exactness=Exactness.EQUIVALENT_MATH, accelerates={"optimizer_step"})
 
-    def update(self, update, run):
-        return lambda: (update(), update())
+    def optimizer_step(self, optimizer_step, run):
+        return lambda: (optimizer_step(), optimizer_step())
 
 
 class Rounding(Method):
     """Of the gradients that the last rank has, a fifth is lost."""
 
-    card = Card(summary="rounds on the last rank", exactness=Exactness.FEWER_BITS, speeds={"update"})
+    card = Card(summary="rounds on the last rank", exactness=Exactness.REDUCED_PRECISION, accelerates={"optimizer_step"})
 
-    def gradients(self, gradients, run):
+    def grad_transform(self, grad_transform, run):
         def rounded() -> None:
-            gradients()
+            grad_transform()
             for weight in run.model.parameters():
-                if weight.grad is not None and run.ranks.rank == run.ranks.world - 1:
+                if weight.grad is not None and run.ranks.rank == run.ranks.world_size - 1:
                     weight.grad.mul_(0.8)
 
         return rounded
@@ -117,7 +117,7 @@ class Rounding(Method):
 class Descending(Method):
     """Another optimizer than the task's, with an attribute that torch's own copies leave out."""
 
-    card = Card(summary="gradient descent", exactness=Exactness.OTHER_MATHS, speeds={"update"})
+    card = Card(summary="gradient descent", exactness=Exactness.CHANGES_TRAINING, accelerates={"optimizer_step"})
 
     def optimizer(self, make, run):
         def descending(model):
@@ -145,7 +145,7 @@ class Descent(torch.optim.SGD):
 class Unlike(Method):
     """Says that it is exact, and trains rank 1 otherwise."""
 
-    card = Card(summary="another rate on rank 1", exactness=Exactness.SAME_MATHS, speeds={"update"})
+    card = Card(summary="another rate on rank 1", exactness=Exactness.EQUIVALENT_MATH, accelerates={"optimizer_step"})
 
     def backward(self, backward, run):
         return lambda loss: backward(loss * (2.0 if run.ranks.rank == 1 else 1.0))

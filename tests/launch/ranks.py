@@ -1,4 +1,4 @@
-"""Ranks for tests: forked from this process, which has imported torch, and told who they are as torchrun tells it."""
+"""ProcessGroupInfo for tests: forked from this process, which has imported torch, and told who they are as torchrun tells it."""
 
 import os
 import socket

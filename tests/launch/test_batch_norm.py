@@ -13,7 +13,7 @@ from torch import nn
 from hasten.contract.batch import map_tensors
 from hasten.contract.batch_norm import Parts, over_all
 from hasten.contract.errors import Refusal
-from hasten.contract.method import Clock
+from hasten.contract.run_context import TrainProgress
 from hasten.engine.train import train
 
 LAYERS = {
@@ -99,7 +99,7 @@ def over_parts(rank: int, dimensions: int, settings: dict) -> dict:
     first, end = (0, 13 - 2 * (world - 1)) if rank == 0 else (13 - 2 * (world - rank), 13 - 2 * (world - rank - 1))
     inputs, weights = (tensor[first:end] for tensor in batch(dimensions))
     layer = LAYERS[dimensions](**settings)
-    over_all(layer, Parts(Clock(whole=13), world))
+    over_all(layer, Parts(TrainProgress(global_batch_size=13), world))
     layer = copy.deepcopy(layer)  # as methods that export a copy do
     inputs = inputs.clone().requires_grad_()
     for _ in range(2):

@@ -102,7 +102,7 @@ def test_much_to_tell_and_little_to_compute():
     assert found["ceilings"]["exchange"]["median"] > 2
     bounds = {row["method"]: row["bound"] for row in found["advice"]}
     assert bounds["ddp"] == pytest.approx(found["ceilings"]["exchange"]["median"])
-    assert "several processes" in found["facts"]
+    assert "distributed" in found["facts"]
 
 
 def test_little_to_tell_and_much_to_compute():
@@ -125,7 +125,7 @@ def test_ranks_that_cannot_train_without_talking():
 
 def blocks(*waits: list[float], forward: tuple[float, ...] = (), cpu: tuple[float, ...] = ()) -> list[dict]:
     """What ranks tell that wait so long in each step of a block."""
-    usual = dict.fromkeys(("input", "copy", "forward", "backward", "gradients", "update"), 0.01)
+    usual = dict.fromkeys(("input", "copy", "forward", "backward", "grad_transform", "optimizer_step"), 0.01)
     own = [
         {"waits": each, "phases": usual | {"forward": longer}, "cpu": busy}
         for each, longer, busy in zip_longest(waits, forward, cpu, fillvalue=0.01)
@@ -169,7 +169,7 @@ def test_a_slow_link_is_that_of_the_rank_between_two_slow_ways(links, rank):
     assert (straggler and (straggler["rank"], straggler["cause"])) == (None if rank is None else (rank, "link"))
 
 
-ROW = {"phases": dict.fromkeys(("input", "copy", "forward", "backward", "gradients", "update"), 0.01)}
+ROW = {"phases": dict.fromkeys(("input", "copy", "forward", "backward", "grad_transform", "optimizer_step"), 0.01)}
 TALK = {"exposed": 0.05, "hidden": 0.01, "share": 0.5}
 LATE_RANK = {"share": 0.4, "sentence": "rank 1 is late"}
 

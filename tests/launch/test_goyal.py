@@ -61,7 +61,7 @@ def test_remark_1_weight_decay_is_not_scaled_with_the_loss(tmp_path, recipe, wor
 def test_remark_2_the_momentum_is_corrected_when_the_rate_changes(corrected):
     """Where the rate is part of the velocity, v <- m (new rate / old rate) v + rate g, it has to be; torch's v <- m v + g has it by its form."""
     program = build(noting(), make_methods(Recipe.read(f"batch_size:factor={FACTOR},rule=linear,warmup=0.9")))
-    weights = [weight.detach().clone() for weight in program.run.module.parameters()]
+    weights = [weight.detach().clone() for weight in program.run.unwrapped_model.parameters()]
     replayed = build(noting(), make_methods(Recipe.read(f"batch_size:factor={FACTOR},rule=linear,warmup=0.9")))
     for _ in steps(program):
         pass
@@ -70,16 +70,18 @@ def test_remark_2_the_momentum_is_corrected_when_the_rate_changes(corrected):
     assert len(set(rates)) > 5, "the rate changes"
     for rate, (inputs, labels) in zip(rates, batches, strict=True):
         with torch.no_grad():
-            for weight, new in zip(replayed.run.module.parameters(), weights, strict=True):
+            for weight, new in zip(replayed.run.unwrapped_model.parameters(), weights, strict=True):
                 weight.copy_(new)
-        replayed.run.module.zero_grad()
-        nn.functional.cross_entropy(replayed.run.module(inputs), labels).backward()
+        replayed.run.unwrapped_model.zero_grad()
+        nn.functional.cross_entropy(replayed.run.unwrapped_model(inputs), labels).backward()
         correction = rate / old if old and corrected else 1.0
-        for number, weight in enumerate(replayed.run.module.parameters()):
+        for number, weight in enumerate(replayed.run.unwrapped_model.parameters()):
             velocity[number] = MOMENTUM * correction * velocity[number] + rate * weight.grad
             weights[number] = weights[number] - velocity[number]
         old = rate
-    apart = max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(weights, program.run.module.parameters(), strict=True))
+    apart = max(
+        ((a - b).abs().max() / b.abs().max()).item() for a, b in zip(weights, program.run.unwrapped_model.parameters(), strict=True)
+    )
     assert apart < CLOSE if corrected else apart > 1e-3
 
 
@@ -89,8 +91,8 @@ def test_remark_3_the_loss_is_normalised_by_the_whole_batch(world, number):
     """By kn, not by each worker's n: also in the last batch, of 7 samples, of which no two ranks may have alike many."""
     program = build(rank_tasks.samples())
     inputs, labels = list(program.train.epoch(0, 0))[number]
-    nn.functional.cross_entropy(program.run.module(inputs), labels).backward()
-    expected = [weight.grad for weight in program.run.module.parameters()]
+    nn.functional.cross_entropy(program.run.unwrapped_model(inputs), labels).backward()
+    expected = [weight.grad for weight in program.run.unwrapped_model.parameters()]
     for gradients in together(world, gradients_of_batch, number):
         for own, whole in zip(gradients, expected, strict=True):
             assert torch.allclose(torch.tensor(own, dtype=torch.float64), whole, rtol=1e-9, atol=1e-15)
@@ -114,7 +116,7 @@ def test_the_warm_up_climbs_in_every_iteration(rule, scale):
     program = build(noting(), make_methods(Recipe.read(f"batch_size:factor={FACTOR},rule={rule},warmup=0.5")))
     for _ in steps(program):
         pass
-    rates, warm = program.run.optimizer.rates, round(0.5 * program.loop.steps)
+    rates, warm = program.run.optimizer.rates, round(0.5 * program.plan.steps)
     assert rates == pytest.approx([RATE * (1 + (scale - 1) * min(step / warm, 1)) for step in range(len(rates))])
 
 
@@ -124,8 +126,8 @@ def gradients_of_batch(rank: int, number: int) -> list:
 
 
 def gradients(program, number: int) -> list:
-    program.micro(next(program.train.epoch(0, number)))
-    return [weight.grad.tolist() for weight in program.run.module.parameters()]
+    program.forward_backward(next(program.train.epoch(0, number)))
+    return [weight.grad.tolist() for weight in program.run.unwrapped_model.parameters()]
 
 
 def rows_read_by_rank(rank: int) -> list:

@@ -17,7 +17,7 @@ from torch import nn
 
 from hasten.contract.batch import map_tensors
 from hasten.contract.errors import Failure, Refusal
-from hasten.contract.ranks import Ranks
+from hasten.contract.ranks import ProcessGroupInfo
 from hasten.contract.replicas import average, make_alike, mean_of
 from hasten.engine.checkpoint import loaded
 from hasten.engine.plan import build
@@ -33,7 +33,7 @@ class ByHand:
 
     def __init__(self, task, world: int):
         program = build(task)
-        self.models = [copy.deepcopy(program.run.module) for _ in range(world)]
+        self.models = [copy.deepcopy(program.run.unwrapped_model) for _ in range(world)]
         self.optimizers = [task.optimizer(model) for model in self.models]
         self.weights = [list(model.parameters()) for model in self.models]
         self.batches = [batch for epoch in range(int(task.epochs)) for batch in program.train.epoch(epoch, 0)]
@@ -43,7 +43,7 @@ class ByHand:
         """Before every step, its number, counted from 1; each copy has the gradients of its part, which counts by its samples."""
         for number, (inputs, labels) in enumerate(self.batches, 1):
             for rank, model in enumerate(self.models):
-                first, end = Ranks(rank, self.world).part(len(labels))
+                first, end = ProcessGroupInfo(rank, self.world).part(len(labels))
                 weight = self.world * (end - first) / len(labels)
                 model.zero_grad()
                 (nn.functional.cross_entropy(model(inputs[first:end]), labels[first:end]) * weight).backward()
@@ -246,11 +246,11 @@ def test_what_one_process_began_goes_on_at_two(tmp_path, recipe):
 def test_a_checkpoint_holds_the_mean_and_everybodys_own(tmp_path, recipe):
     together(2, broken_off, rank_tasks.samples, tmp_path / "run", recipe)
     state = loaded(max((tmp_path / "run/checkpoints").iterdir()))
-    (name,) = state["own"][0]
-    ones, others = (own[name]["model"] for own in state["own"])
+    (name,) = state["rank_state"][0]
+    ones, others = (own[name]["model"] for own in state["rank_state"])
     assert all(torch.equal(state["model"][key], (ones[key] + others[key]) / 2) for key in ones)
     assert any(not torch.equal(ones[key], others[key]) for key in ones), "the checkpoint was made where the ranks agree"
-    moments = [own[name]["optimizer"][0]["exp_avg"] for own in state["own"]]
+    moments = [own[name]["optimizer"][0]["exp_avg"] for own in state["rank_state"]]
     assert torch.equal(state["optimizer"]["state"][0]["exp_avg"], sum(moments) / 2)
 
 
@@ -309,7 +309,7 @@ def test_an_overflow_is_not_remembered():
     ("diloco", "diloco:period=100 is longer than the run of 46 steps"),
     ("local_sgd + compressed_gradients", "compressed_gradients rounds what ddp sends"),
     ("local_sgd + diloco", "both replace shard"),
-    ("local_sgd + ema", "ema needs like weights, which local_sgd takes away"),
+    ("local_sgd + ema", "ema requires replicated_weights, which local_sgd invalidates"),
     ("powersgd + zero", "both replace shard"),
     ("compressed_gradients:format=int8", "format must be"),
 ])  # fmt: skip
@@ -397,11 +397,11 @@ def rests_after_an_overflow(rank: int) -> bool:
 
     with joined("cpu") as ranks:
         program = build(plain(), [make_method("powersgd", {"rank": 1, "saves": 1.0})], ranks=ranks)
-        for weight in program.run.module.parameters():
+        for weight in program.run.unwrapped_model.parameters():
             weight.grad = torch.full_like(weight, float("inf") if rank else 1.0)
-        program.gradients()
-        rests = program.run.own["powersgd"].tensors
-        return not any(rest.any() for rest in rests) and all(not w.grad.isfinite().any() for w in program.run.module.parameters())
+        program.grad_transform()
+        rests = program.run.parallel.rank_state["powersgd"].tensors
+        return not any(rest.any() for rest in rests) and all(not w.grad.isfinite().any() for w in program.run.unwrapped_model.parameters())
 
 
 def test_the_mean_of_states_that_are_not_built_alike_is_that_of_what_they_have_in_common():
@@ -455,7 +455,7 @@ def longest_message(rank: int, recipe: str, out) -> int:
 def test_what_nobody_trains_stays_as_it_is_and_does_not_travel(tmp_path, recipe):
     answers = together(3, longest_message, recipe, tmp_path / "run")
     assert max(answers) < 1000, answers
-    there, before = load_file(tmp_path / "run/model.safetensors"), build(beside()).run.module.state_dict()
+    there, before = load_file(tmp_path / "run/model.safetensors"), build(beside()).run.unwrapped_model.state_dict()
     assert all(torch.equal(there[name], before[name]) for name in ("large", "mask"))
 
 

@@ -198,9 +198,9 @@ def test_a_rank_that_raises_ends_the_job(tmp_path, rank, method, staleness):
 
 @pytest.mark.parametrize(("recipe", "says"), [
     ("parameter_server + ddp", "both replace shard"),
-    ("parameter_server + ema", "ema needs like weights, which parameter_server takes away"),
-    ("parameter_server + gradient_clipping", "gradient_clipping needs final gradients, which parameter_server takes away"),
-    ("parameter_server + znorm", "znorm needs final gradients, which parameter_server takes away"),
+    ("parameter_server + ema", "ema requires replicated_weights, which parameter_server invalidates"),
+    ("parameter_server + gradient_clipping", "gradient_clipping requires reduced_gradients, which parameter_server invalidates"),
+    ("parameter_server + znorm", "znorm requires reduced_gradients, which parameter_server invalidates"),
     ("parameter_server:staleness=-1", "staleness must be at least 0"),
 ])  # fmt: skip
 def test_what_cannot_be_is_told(recipe, says):

@@ -126,7 +126,7 @@ methods = make_methods(Recipe.read(sys.argv[1]))
 with joined("cpu") as ranks:
     before = psutil.Process().memory_info().rss
     build(task, methods, ranks=ranks)
-    ranks.agree(False)  # all end together
+    ranks.any(False)  # all end together
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) >> 20)
 """
 

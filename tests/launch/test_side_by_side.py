@@ -117,4 +117,4 @@ def test_branches_are_told():
 def weights_held(rank: int) -> set[str]:
     with joined("cpu") as ranks:
         program = build(rank_tasks.towers(), [make_method("branch_parallel", {"places": "0-1"})], ranks=ranks)
-        return {name for name, weight in program.run.module.named_parameters() if not weight.is_meta}
+        return {name for name, weight in program.run.unwrapped_model.named_parameters() if not weight.is_meta}

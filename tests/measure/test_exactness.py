@@ -112,7 +112,7 @@ class Raises(Plain):
 
 class Idle(Plain):
     def model(self, model, run):
-        run.nothing_to_do(self, "no such layer")
+        run.report_no_effect(self, "no such layer")
         return model
 
 class ChangesTheProcess(Plain):
@@ -141,14 +141,14 @@ def on_trial(tmp_path_factory):
     return proof
 
 
-@pytest.mark.parametrize("exactness", [Exactness.BIT_EXACT, Exactness.SAME_MATHS, Exactness.FEWER_BITS])
+@pytest.mark.parametrize("exactness", [Exactness.BIT_EXACT, Exactness.EQUIVALENT_MATH, Exactness.REDUCED_PRECISION])
 def test_what_changes_nothing_is_as_exact_as_one_likes(exactness, on_trial):
     proof = on_trial("DoesNothing", exactness)
     assert proof.passed and ("12 steps" in proof.why or "3 batches" in proof.why)
 
 
 @pytest.mark.parametrize("lie", ["DropsLabels", "DividesTheRate", "DetachesTheFirstLayer", "EasierValidation", "HalfTheSteps"])
-@pytest.mark.parametrize("claim", [Exactness.BIT_EXACT, Exactness.SAME_MATHS, Exactness.FEWER_BITS])
+@pytest.mark.parametrize("claim", [Exactness.BIT_EXACT, Exactness.EQUIVALENT_MATH, Exactness.REDUCED_PRECISION])
 def test_a_lie_about_exactness_is_caught(lie, claim, on_trial):
     proof = on_trial(lie, claim)
     assert not proof.passed, proof.why
@@ -159,29 +159,29 @@ def test_a_lie_about_exactness_is_caught(lie, claim, on_trial):
 
 
 def test_rounding_is_fewer_bits_but_not_the_same_bits(on_trial):
-    fewer = on_trial("Rounds", Exactness.FEWER_BITS)
+    fewer = on_trial("Rounds", Exactness.REDUCED_PRECISION)
     assert fewer.passed and 40 < fewer.number < 80, fewer.why
     assert not on_trial("Rounds", Exactness.BIT_EXACT).passed
 
 
 def test_too_few_bits_are_too_few(on_trial):
-    proof = on_trial("RoundsTooMuch", Exactness.FEWER_BITS)
+    proof = on_trial("RoundsTooMuch", Exactness.REDUCED_PRECISION)
     assert not proof.passed and proof.number < 20 and "above its error against float64" in proof.why
 
 
 def test_a_gradient_that_is_no_number_is_the_worst_of_all(on_trial):
-    proof = on_trial("SpoilsAGradient", Exactness.FEWER_BITS)
+    proof = on_trial("SpoilsAGradient", Exactness.REDUCED_PRECISION)
     assert not proof.passed and proof.number == -math.inf, proof.why
 
 
 def test_other_maths_must_have_an_effect(on_trial):
-    nothing, labels = on_trial("DoesNothing", Exactness.OTHER_MATHS), on_trial("DropsLabels", Exactness.OTHER_MATHS)
+    nothing, labels = on_trial("DoesNothing", Exactness.CHANGES_TRAINING), on_trial("DropsLabels", Exactness.CHANGES_TRAINING)
     assert not nothing.passed and nothing.number == 0 and "no effect" in nothing.why
     assert labels.passed and labels.number > 1e-3
 
 
 def test_a_plan_that_is_another_is_an_effect(on_trial):
-    proof = on_trial("StopsLater", Exactness.OTHER_MATHS)
+    proof = on_trial("StopsLater", Exactness.CHANGES_TRAINING)
     assert proof.passed and "stops early: True instead of False" in proof.why
 
 
@@ -204,7 +204,7 @@ def test_nothing_is_left_behind(on_trial):
     random.seed(3)
     numpy.random.seed(3)
     before = process_state()
-    assert on_trial("ChangesTheProcess", Exactness.SAME_MATHS).passed
+    assert on_trial("ChangesTheProcess", Exactness.EQUIVALENT_MATH).passed
     assert differences(before, process_state()) == []
 
 
@@ -219,17 +219,17 @@ def test_a_ready_loader_with_a_generator_is_rewound_for_each_arm():
     task = tasks.perceptron()
     loader = torch.utils.data.DataLoader(task.train_data, batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(5))
     task = tasks.perceptron(train_data=loader, batch_size=None)
-    proof = prove(task, Recipe(), Recipe.read("gradient_accumulation"), Exactness.SAME_MATHS, device="cpu")
+    proof = prove(task, Recipe(), Recipe.read("gradient_accumulation"), Exactness.EQUIVALENT_MATH, device="cpu")
     assert proof.passed, proof.why
 
 
 def test_dropout_does_not_stand_in_the_way_of_the_same_formula():
-    proof = prove(tasks.transformer(dropout=0.5), Recipe(), Recipe.read("gradient_accumulation"), Exactness.SAME_MATHS, device="cpu")
+    proof = prove(tasks.transformer(dropout=0.5), Recipe(), Recipe.read("gradient_accumulation"), Exactness.EQUIVALENT_MATH, device="cpu")
     assert proof.passed and 0 < proof.number < 1e-10, proof.why
 
 
 @pytest.mark.parametrize("task", [tasks.perceptron, tasks.convolutional, tasks.transformer])
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
 def test_lower_precisions_keep_every_gradient_20_decibels_above_its_error(name, task):
-    proof = prove(task(), Recipe(), Recipe.read(name), Exactness.FEWER_BITS, device="cpu")
+    proof = prove(task(), Recipe(), Recipe.read(name), Exactness.REDUCED_PRECISION, device="cpu")
     assert proof.passed and 20 <= proof.number < 90, proof.why

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from hasten.contract.errors import Aftermath, Failure, Notice, Refusal
-from hasten.contract.ranks import Ranks
+from hasten.contract.ranks import ProcessGroupInfo
 from hasten.engine.budget import usable_cores
 from hasten.engine.ranks import joined
 from hasten.measure.job import Job, started
@@ -26,17 +26,17 @@ class Service:
         self.start, self.context = start, ExitStack()
 
     @cached_property
-    def ranks(self) -> Ranks:
+    def ranks(self) -> ProcessGroupInfo:
         return self.context.enter_context(joined("cpu"))
 
     def sum_of_ranks(self) -> float:
-        return self.ranks.total([self.start + self.ranks.rank])[0]
+        return self.ranks.all_reduce_sum([self.start + self.ranks.rank])[0]
 
     def who(self) -> tuple[str, str]:
         return os.environ["RANK"], os.environ["LOCAL_WORLD_SIZE"]
 
     def pids(self) -> list[int]:
-        return [int(answer) for answer in self.ranks.every(str(os.getpid()).encode())]
+        return [int(answer) for answer in self.ranks.all_gather(str(os.getpid()).encode())]
 
     def cores(self) -> int:
         return usable_cores()
@@ -45,7 +45,7 @@ class Service:
         """That rank fails while the others wait for it."""
         if self.ranks.rank == rank:
             self._fail(how)
-        self.ranks.agree(False)
+        self.ranks.any(False)
 
     def _fail(self, how: str) -> None:
         if how == "raise":
@@ -58,7 +58,7 @@ class Service:
             time.sleep(3600)
 
     def fail_alike(self) -> None:
-        self.ranks.agree(False)
+        self.ranks.any(False)
         raise Failure("all of us")
 
     def feel_it_first(self) -> None:

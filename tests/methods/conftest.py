@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from hasten.contract.method import Run
 from hasten.contract.recipe import Recipe
+from hasten.contract.run_context import RunContext
 from hasten.engine.find import make_methods
 from hasten.engine.loop import steps
 from hasten.engine.plan import Program, build
@@ -24,7 +24,7 @@ class Trained:
     losses: list[float]
     weights: dict[str, torch.Tensor]
     program: Program
-    run: Run
+    run: RunContext
 
     def same_bits(self, other: "Trained") -> bool:
         return self.weights.keys() == other.weights.keys() and all(
@@ -55,7 +55,7 @@ def trained():
         methods = recipe if isinstance(recipe, list) else make_methods(Recipe.read(recipe))
         program = build(task, methods, seed=seed)
         losses = []
-        with program.process():
+        with program.process_context():
             for loss in steps(program):
                 losses.append(loss.item())
                 if len(losses) == number:

@@ -17,7 +17,7 @@ def test_dropout_repeats_itself(transformer, trained):
 
 def test_batch_normalisation_counts_each_batch_once(convolutional, trained):
     usual, less = (trained(convolutional(), recipe) for recipe in ("baseline", "activation_checkpointing"))
-    assert less.run.idle == [] and usual.same_bits(less)
+    assert less.run.no_effect == [] and usual.same_bits(less)
     assert less.weights["0.1.num_batches_tracked"] == 12
 
 
@@ -58,6 +58,6 @@ def test_a_copy_computes_with_its_own_weights(transformer, trained):
 
 
 def test_without_blocks_it_says_so(perceptron, trained):
-    assert trained(perceptron(), "activation_checkpointing", 1).run.idle == [
+    assert trained(perceptron(), "activation_checkpointing", 1).run.no_effect == [
         ("activation_checkpointing", "the model has no sequence of like blocks")
     ]

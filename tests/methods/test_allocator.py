@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from hasten.contract.method import Run
+from hasten.contract.run_context import RunContext
 from hasten.methods.allocator import Allocator
 
 needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this machine's C library is not glibc")
@@ -17,10 +17,9 @@ needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this
 FAULTS = """
 import resource, torch
 from contextlib import nullcontext
-from hasten.contract.method import Run
 from hasten.methods.allocator import Allocator
 torch.set_num_threads(1)
-for process in nullcontext, Allocator().process(nullcontext, Run(torch.device("cpu"), None)):
+for process in nullcontext, Allocator().process_context(nullcontext, RunContext(torch.device("cpu"), None)):
     with process():
         for step in range(14):
             if step == 4:
@@ -44,7 +43,7 @@ def test_the_same_bits(convolutional, trained):
 
 @needs_glibc
 def test_afterwards_memory_goes_back_to_the_system():
-    with Allocator().process(nullcontext, Run(torch.device("cpu"), None))():
+    with Allocator().process_context(nullcontext, RunContext(torch.device("cpu"), None))():
         torch.ones(16 << 20)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(3):
@@ -53,6 +52,6 @@ def test_afterwards_memory_goes_back_to_the_system():
 
 
 def test_a_run_on_the_gpu_has_nothing_to_keep():
-    run = Run(torch.device("cuda"), None)
-    assert Allocator().process(nullcontext, run) is nullcontext
-    assert "GPU" in run.idle[0][1]
+    run = RunContext(torch.device("cuda"), None)
+    assert Allocator().process_context(nullcontext, run) is nullcontext
+    assert "GPU" in run.no_effect[0][1]

@@ -81,7 +81,7 @@ def test_a_slow_source_gets_workers_and_the_recipe_says_so(name, tmp_path, monke
 
     recipe = Recipe.load(tmp_path / "run" / "recipe.toml")
     assert recipe.methods["autotuned_loader"] == {"cores": 2, **found}
-    climber = build(task, make_methods(recipe)).run.kept["autotuned_loader"]
+    climber = build(task, make_methods(recipe)).run.checkpoint_state["autotuned_loader"]
     assert climber.crew == Crew(processes=found["processes"], ahead=found["ahead"]), "the next run begins there"
 
     for words in ([TUNED], recipe, None):  # a run is known by what was asked for, by what it came to, and where it is
@@ -113,11 +113,11 @@ def test_a_fast_source_is_left_alone(perceptron, monkeypatch):
     napped = 0.0
     monkeypatch.setattr(climbing, "perf_counter", lambda: time.thread_time() + napped)  # a busy machine is not a slow source
     program = build(perceptron(), make_methods(Recipe.read("autotuned_loader")))
-    climber = program.run.kept["autotuned_loader"]
+    climber = program.run.checkpoint_state["autotuned_loader"]
     with pytest.warns(Notice, match="has settled"):
         for _ in program.train.epoch(0, 0):
             napped += 1.0
-    assert climber.settled and climber.crew.workers == 0 and program.run.chosen == {"autotuned_loader": {"processes": 0}}
+    assert climber.settled and climber.crew.workers == 0 and program.run.tuned_settings == {"autotuned_loader": {"processes": 0}}
 
 
 def run(name, out, end):
@@ -159,7 +159,7 @@ def test_validation_data_are_read_by_as_many_as_were_found(name):
     before, ours = at_work(), {os.getpid()}
     program = build(loader_tasks.who(name), make_methods(Recipe.read(TUNED)))
     assert readers(program) == ours, "nobody was found yet"
-    program.run.kept["autotuned_loader"].crew = Crew(processes=2, ahead=2)
+    program.run.checkpoint_state["autotuned_loader"].crew = Crew(processes=2, ahead=2)
     found = readers(program)
     assert len(found) == 2 and not found & ours
     if name != "pipeline":
@@ -171,13 +171,13 @@ def test_validation_data_are_read_by_as_many_as_were_found(name):
 @pytest.mark.parametrize(("train", "validation"), [("dataset", "pipeline"), ("pipeline", "dataset"), ("dataset", "other")])
 def test_validation_data_of_another_kind_are_read_as_the_task_says(train, validation):
     program = build(loader_tasks.who(train, validation), make_methods(Recipe.read(TUNED)))
-    program.run.kept["autotuned_loader"].crew = Crew(processes=2, ahead=2)
+    program.run.checkpoint_state["autotuned_loader"].crew = Crew(processes=2, ahead=2)
     assert readers(program) == {os.getpid()}
 
 
 def test_workers_that_the_task_names_for_its_validation_data_stay():
     program = build(loader_tasks.who("loader", workers=1), make_methods(Recipe.read(TUNED)))
-    program.run.kept["autotuned_loader"].crew = Crew(processes=2, ahead=2)
+    program.run.checkpoint_state["autotuned_loader"].crew = Crew(processes=2, ahead=2)
     assert len(readers(program) - {os.getpid()}) == 1
 
 
@@ -185,13 +185,13 @@ def test_a_run_taken_up_begins_with_what_was_found(perceptron):
     program = build(perceptron(), make_methods(Recipe.read("autotuned_loader:cores=4")))
     found = Climber(Crew(processes=3, ahead=4), cores=4, room=float)
     found.waits = 0.002
-    program.run.kept["autotuned_loader"].load_state_dict(found.state_dict())
-    assert program.run.kept["autotuned_loader"].crew == Crew(processes=3, ahead=4)
-    assert program.run.kept["autotuned_loader"].settled
+    program.run.checkpoint_state["autotuned_loader"].load_state_dict(found.state_dict())
+    assert program.run.checkpoint_state["autotuned_loader"].crew == Crew(processes=3, ahead=4)
+    assert program.run.checkpoint_state["autotuned_loader"].settled
 
 
 def climber_of(task, words):
-    return build(task, make_methods(Recipe.read(words))).run.kept["autotuned_loader"]
+    return build(task, make_methods(Recipe.read(words))).run.checkpoint_state["autotuned_loader"]
 
 
 def test_where_it_begins(perceptron):
@@ -205,9 +205,9 @@ def test_where_it_begins(perceptron):
 
 
 def test_what_it_has_nothing_to_do_with(trained):
-    assert "nobody else" in trained(loader_tasks.stream(), "autotuned_loader").run.idle[0][1]
+    assert "nobody else" in trained(loader_tasks.stream(), "autotuned_loader").run.no_effect[0][1]
     noisy = trained(loader_tasks.loader(noisy=True, epochs=1), "autotuned_loader")
-    assert "random" in noisy.run.idle[0][1]
+    assert "random" in noisy.run.no_effect[0][1]
 
 
 def test_settings_that_do_not_go_together(perceptron):

@@ -79,7 +79,7 @@ def test_the_rate_is_the_planned_one_again_after_the_step(perceptron):
 
 def test_batches_and_steps(perceptron, trained):
     run = trained(perceptron(batch_size=8, epochs=2), "batch_size:factor=3")
-    assert (run.run.loop.batch_size, run.run.loop.steps, len(run.losses)) == (24, 8, 8)
+    assert (run.run.plan.batch_size, run.run.plan.steps, len(run.losses)) == (24, 8, 8)
 
 
 def test_a_ready_loader_gets_larger_batches_too(perceptron):

@@ -47,7 +47,7 @@ def batches_of(task, recipe=RECIPE, passes=2, validation=False, start=0):
     program = build(task, make_methods(recipe))
     source = program.validation if validation else program.train
     drawn = [[_copied(batch) for batch in source.epoch(number, start)] for number in range(passes)]
-    return drawn, program.run.idle
+    return drawn, program.run.no_effect
 
 
 def _copied(batch):
@@ -76,7 +76,7 @@ def test_thirty_steps_end_in_the_same_bits(kind, request, trained):
     task = request.getfixturevalue(kind)(epochs=5)
     plain, batched = trained(task), trained(task, RECIPE)
     assert len(plain.losses) == 30
-    assert batched.run.idle == []
+    assert batched.run.no_effect == []
     assert plain.same_bits(batched)
 
 
@@ -89,7 +89,7 @@ def test_a_ready_loader_ends_in_the_same_bits(transformer, trained, generator, d
         return transformer(dropout=0.2, train_data=loader, batch_size=None, epochs=6)
 
     plain, batched = trained(task()), trained(task(), RECIPE)
-    assert batched.run.idle == []
+    assert batched.run.no_effect == []
     assert len(plain.losses) == (24 if drop_last else 30)
     assert plain.same_bits(batched)
 
@@ -186,9 +186,9 @@ def test_a_collate_function_of_ones_own(perceptron):
 def test_one_odd_sample_that_the_first_look_missed(perceptron):
     data = Listed(lambda i: (torch.zeros(4 if i == 77 else 3), i), 100)  # the look reads every fourth sample
     program = build(perceptron(train_data=data, batch_size=1, validation_data=None), make_methods(RECIPE))
-    assert program.run.idle == []
+    assert program.run.no_effect == []
     assert sum(len(x[0]) for x, _ in program.train.epoch(0, 0)) == 301
-    assert "cannot be stacked" in program.run.idle[0][1]
+    assert "cannot be stacked" in program.run.no_effect[0][1]
 
 
 def test_a_dataset_that_raises_still_names_its_sample(perceptron):
@@ -201,7 +201,7 @@ def test_a_dataset_that_raises_still_names_its_sample(perceptron):
 def test_it_goes_with_the_methods_that_wrap_batches_and_not_with_the_cache(perceptron, trained):
     task = perceptron()
     both = trained(task, "batched_fetch + loader_workers")
-    assert [name for name, _ in both.run.idle] == ["loader_workers"]
+    assert [name for name, _ in both.run.no_effect] == ["loader_workers"]
     assert both.same_bits(trained(task))
     with pytest.raises(Refusal, match="both replace data"):
         build(task, make_methods(Recipe.read("batched_fetch + cache_dataset")))

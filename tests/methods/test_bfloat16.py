@@ -37,4 +37,4 @@ def test_a_model_that_is_bfloat16_already_has_nothing_to_lower(perceptron, train
             return self.inner(x.to(torch.bfloat16))
 
     run = trained(perceptron(model=Lowered, loss=loss), "bfloat16", 1).run
-    assert run.idle == [("bfloat16", "the model has no float32 matrix that could be multiplied in bfloat16")]
+    assert run.no_effect == [("bfloat16", "the model has no float32 matrix that could be multiplied in bfloat16")]

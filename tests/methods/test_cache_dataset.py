@@ -42,7 +42,7 @@ def test_the_same_bits_with_one_reading_a_sample(perceptron, trained):
     data = Ragged()
     cached = trained(ragged(perceptron, data), RECIPE)
     assert len(plain.losses) == 30
-    assert cached.run.idle == []
+    assert cached.run.no_effect == []
     assert plain.same_bits(cached)
     assert data.readings == 60 + 3 * 30  # once each, after three looks at every other one
 
@@ -76,7 +76,7 @@ def test_what_it_leaves_alone_and_why(perceptron, data, reason):
             return torch.rand(12), 0
 
     program = build(perceptron(train_data=Noise() if reason == "random" else data, validation_data=None), make_methods(RECIPE))
-    assert [reason in why for _, why in program.run.idle] == [True]
+    assert [reason in why for _, why in program.run.no_effect] == [True]
 
 
 def test_bad_settings():

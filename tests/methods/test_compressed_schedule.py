@@ -42,7 +42,7 @@ def test_a_task_without_schedule_climbs_and_falls_to_zero(perceptron, decay, pea
 def test_no_decay_is_fewer_epochs_and_nothing_else(perceptron, trained):
     task = perceptron(epochs=4)
     short = trained(task, "compressed_schedule:factor=0.5,decay=none")
-    assert short.run.loop.epochs == 2
+    assert short.run.plan.epochs == 2
     assert short.same_bits(trained(task, number=12))
 
 

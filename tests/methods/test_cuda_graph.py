@@ -13,7 +13,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an N
 
 def test_without_a_gpu_it_says_so_and_changes_nothing(perceptron, trained):
     usual, graph = trained(perceptron()), trained(perceptron(), "cuda_graph")
-    assert graph.run.idle == [("cuda_graph", "CUDA graphs need an NVIDIA GPU; this run is on cpu")]
+    assert graph.run.no_effect == [("cuda_graph", "CUDA graphs need an NVIDIA GPU; this run is on cpu")]
     assert usual.same_bits(graph)
 
 
@@ -40,8 +40,8 @@ def test_a_run_that_begins_with_the_short_batch_records_the_whole_ones(perceptro
 
 def _weights(task, recipe, first: int = 0):
     program = build(task, make_methods(Recipe.read(recipe)), device="cuda")
-    program.run.clock.batch = first
-    with program.process():
+    program.run.progress.batch = first
+    with program.process_context():
         for _ in steps(program):
             pass
     return {name: value.float().cpu() for name, value in program.export().state_dict().items()}

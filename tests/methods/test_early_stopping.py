@@ -2,9 +2,9 @@
 
 import pytest
 
-from hasten.contract.method import Evaluation
-from hasten.contract.ranks import Ranks
+from hasten.contract.ranks import ProcessGroupInfo
 from hasten.contract.recipe import Recipe
+from hasten.contract.run_context import Evaluation
 from hasten.engine.find import make_methods
 from hasten.engine.plan import build
 
@@ -13,9 +13,9 @@ def stops_at(task, metrics, agree=None, **settings) -> int | None:
     """After how many looks the run would stop."""
     program = build(task, make_methods(Recipe().with_method("early_stopping", **settings)))
     if agree:
-        program.run.ranks = Ranks(most=lambda numbers: [agree(*numbers)])
+        program.run.ranks = ProcessGroupInfo(most=lambda numbers: [agree(*numbers)])
     history = [Evaluation(step, step * 16, metric) for step, metric in enumerate(metrics, 1)]
-    return next((looks for looks in range(len(history) + 1) if program.loop.stop(history[:looks])), None)
+    return next((looks for looks in range(len(history) + 1) if program.plan.stop(history[:looks])), None)
 
 
 @pytest.mark.parametrize(
@@ -67,14 +67,14 @@ def test_what_wanted_to_stop_before_still_may(perceptron):
 
     task = perceptron(target=0.9)
     method, run = make_methods(Recipe.read("early_stopping"))[0], build(task).run
-    loop = plan_of(task)
-    loop.stop = lambda history: len(history) == 1
-    assert method.loop(loop, run).stop([Evaluation(1, 16, 0.1)])
-    assert not loop.stop([Evaluation(1, 16, 0.1), Evaluation(2, 32, 0.2)])
+    plan = plan_of(task)
+    plan.stop = lambda history: len(history) == 1
+    assert method.plan(plan, run).stop([Evaluation(1, 16, 0.1)])
+    assert not plan.stop([Evaluation(1, 16, 0.1), Evaluation(2, 32, 0.2)])
 
 
 def test_without_validation_data_nothing_tells(perceptron, trained):
-    assert "no validation data" in trained(perceptron(validation_data=None), "early_stopping").run.idle[0][1]
+    assert "no validation data" in trained(perceptron(validation_data=None), "early_stopping").run.no_effect[0][1]
 
 
 @pytest.mark.parametrize("settings", ["hold=0", "patience=0", "min_delta=-1.0"])

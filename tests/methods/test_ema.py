@@ -45,17 +45,17 @@ def test_the_average_travels_in_checkpoints(perceptron):
     first, second = (build(perceptron(), make_methods(recipe), seed=seed) for seed in (0, 1))
     for _ in steps(first):
         pass
-    state = {name: tensor.clone() for name, tensor in first.run.kept["ema"].state_dict().items()}
-    second.run.kept["ema"].load_state_dict(state)
+    state = {name: tensor.clone() for name, tensor in first.run.checkpoint_state["ema"].state_dict().items()}
+    second.run.checkpoint_state["ema"].load_state_dict(state)
     assert all(map(torch.equal, first.export().parameters(), second.export().parameters()))
 
 
 def test_a_start_that_the_run_never_reaches_is_nothing_to_act_on(perceptron, trained):
     number = build(perceptron()).loop.steps
-    assert not trained(perceptron(), f"ema:start={number - 1}").run.idle
+    assert not trained(perceptron(), f"ema:start={number - 1}").run.no_effect
     for start in (number, 10**23):
         idle = trained(perceptron(), f"ema:start={start}")
-        assert [name for name, _ in idle.run.idle] == ["ema"] and f"ends after {number} steps" in idle.run.idle[0][1]
+        assert [name for name, _ in idle.run.no_effect] == ["ema"] and f"ends after {number} steps" in idle.run.no_effect[0][1]
         assert idle.same_bits(trained(perceptron()))
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from hasten.contract.errors import Failure, Refusal
-from hasten.contract.method import Run
-from hasten.contract.ranks import Ranks
+from hasten.contract.ranks import ProcessGroupInfo
 from hasten.contract.recipe import Recipe
+from hasten.contract.run_context import ParallelContext, RunContext
 from hasten.engine.find import make_method
 from hasten.engine.loop import steps
 from hasten.engine.plan import build
@@ -23,7 +23,7 @@ def test_gradients_are_unscaled_before_anybody_sees_them(perceptron, trained):
 def test_an_overflow_skips_the_update_and_halves_the_scale(perceptron):
     task = perceptron(loss=lambda output, target: 1e4 * torch.nn.functional.cross_entropy(output, target))
     program = build(task, [make_method("float16")])
-    scale = program.run.kept["float16"]
+    scale = program.run.checkpoint_state["float16"]
     before = [parameter.detach().clone() for parameter in program.run.model.parameters()]
     running = steps(program)
     next(running)
@@ -50,7 +50,7 @@ def test_the_scale_doubles_after_many_good_steps_and_starts_counting_again_after
 
 
 def test_a_constant_scale_stays(perceptron, trained):
-    assert trained(perceptron(), "float16:scale=128").run.kept["float16"].value == 128.0
+    assert trained(perceptron(), "float16:scale=128").run.checkpoint_state["float16"].value == 128.0
 
 
 def test_the_scale_rescues_small_gradients(perceptron, trained):
@@ -74,7 +74,7 @@ def test_gradients_that_never_become_finite_end_the_run(perceptron, trained):
 
 
 def test_the_scale_survives_a_checkpoint(perceptron, trained):
-    saved = trained(perceptron(), "float16").run.kept["float16"]
+    saved = trained(perceptron(), "float16").run.checkpoint_state["float16"]
     saved.overflow = True
     saved.adapt()
     loaded = Scale("dynamic", torch.device("cpu"))
@@ -85,11 +85,11 @@ def test_the_scale_survives_a_checkpoint(perceptron, trained):
 def test_one_ranks_overflow_is_every_ranks():
     model = torch.nn.Linear(2, 2)
     model.weight.grad = torch.ones(2, 2)
-    run = Run(torch.device("cpu"), task=None, model=model, ranks=Ranks(most=lambda mine: [True]))
+    run = RunContext(torch.device("cpu"), task=None, model=model, parallel=ParallelContext(ProcessGroupInfo(all_reduce_max=lambda mine: [True])))
     method = Float16()
     method.forward(lambda batch: None, run)
-    method.gradients(lambda: None, run)()
-    method.update(lambda: pytest.fail("the update ran although another rank overflowed"), run)()
+    method.grad_transform(lambda: None, run)()
+    method.optimizer_step(lambda: pytest.fail("the update ran although another rank overflowed"), run)()
 
 
 def test_a_model_without_float32_matrices_is_left_alone(perceptron, trained):
@@ -97,8 +97,8 @@ def test_a_model_without_float32_matrices_is_left_alone(perceptron, trained):
         return perceptron(model=lambda: perceptron().model().double(), train_data=Doubled())
 
     usual, scaled = trained(task()), trained(task(), "float16")
-    assert scaled.run.idle == [("float16", "the model has no float32 matrix that could be multiplied in float16")]
-    assert "float16" not in scaled.run.kept and usual.same_bits(scaled)
+    assert scaled.run.no_effect == [("float16", "the model has no float32 matrix that could be multiplied in float16")]
+    assert "float16" not in scaled.run.checkpoint_state and usual.same_bits(scaled)
 
 
 class Doubled(Labelled):

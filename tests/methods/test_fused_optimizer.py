@@ -14,7 +14,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_fused_optimizer_of_torch_gives_the_same_weights(name, perceptron, trained):
     usual, fused = (trained(perceptron(optimizer=OPTIMIZERS[name]), recipe) for recipe in ("baseline", "fused_optimizer"))
-    assert fused.run.idle == [] and all(group["fused"] for group in fused.run.optimizer.param_groups)
+    assert fused.run.no_effect == [] and all(group["fused"] for group in fused.run.optimizer.param_groups)
     for key in usual.weights:
         torch.testing.assert_close(fused.weights[key], usual.weights[key], rtol=1e-4, atol=1e-6)
 
@@ -32,8 +32,8 @@ def test_the_schedule_keeps_its_optimizer(perceptron, trained):
 def test_the_state_is_loaded_into_a_fused_optimizer(perceptron, trained):
     first, second = (trained(perceptron(), "fused_optimizer", number) for number in (3, 1))
     second.run.optimizer.load_state_dict(first.run.optimizer.state_dict())
-    second.program.micro(next(iter(second.program.train)))
-    second.program.update()
+    second.program.forward_backward(next(iter(second.program.train)))
+    second.program.optimizer_step()
     assert next(iter(second.run.optimizer.state.values()))["step"].item() == 4
 
 
@@ -50,5 +50,5 @@ class OwnAdam(torch.optim.Adam):
     ],
 )
 def test_it_says_what_it_cannot_fuse(optimizer, why, perceptron, trained):
-    ((name, reason),) = trained(perceptron(optimizer=optimizer), "fused_optimizer", 1).run.idle
+    ((name, reason),) = trained(perceptron(optimizer=optimizer), "fused_optimizer", 1).run.no_effect
     assert name == "fused_optimizer" and why in reason

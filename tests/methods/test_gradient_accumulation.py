@@ -12,7 +12,7 @@ def test_the_batch_comes_in_pieces_and_the_step_stays_one(perceptron, trained):
     model.register_forward_hook(lambda module, inputs, output: sizes.append(len(inputs[0])))
     run = trained(perceptron(model=lambda: model), "gradient_accumulation:pieces=3", 2).run
     assert sizes == [5, 5, 6, 5, 5, 6]
-    assert run.clock.step == 2 and run.clock.samples == 32
+    assert run.progress.step == 2 and run.progress.samples == 32
 
 
 def test_unequal_pieces_give_the_gradient_of_the_whole(perceptron, trained):
@@ -24,13 +24,13 @@ def test_unequal_pieces_give_the_gradient_of_the_whole(perceptron, trained):
 
 def test_batch_normalisation_is_another_formula_so_nothing_is_cut(convolutional, trained):
     usual, cut = trained(convolutional()), trained(convolutional(), "gradient_accumulation")
-    ((name, why),) = cut.run.idle
+    ((name, why),) = cut.run.no_effect
     assert name == "gradient_accumulation" and "batch normalisation" in why
-    assert cut.program.loop.microbatches == 1 and usual.same_bits(cut)
+    assert cut.program.plan.microbatches == 1 and usual.same_bits(cut)
 
 
 def test_one_piece_is_nothing_to_do(perceptron, trained):
-    assert trained(perceptron(), "gradient_accumulation:pieces=1", 1).run.idle == [
+    assert trained(perceptron(), "gradient_accumulation:pieces=1", 1).run.no_effect == [
         ("gradient_accumulation", "the batch stays in one piece")
     ]
 

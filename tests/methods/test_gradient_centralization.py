@@ -13,8 +13,8 @@ def test_the_formula(convolutional, convolutions_only):
     recipe = Recipe().with_method("gradient_centralization", convolutions_only=convolutions_only)
     plain, changed = build(convolutional()), build(convolutional(), make_methods(recipe))
     for program in (plain, changed):
-        program.micro(next(iter(program.train.epoch(0, 0))))
-        program.gradients()
+        program.forward_backward(next(iter(program.train.epoch(0, 0))))
+        program.grad_transform()
     for (name, before), after in zip(plain.run.model.named_parameters(), changed.run.model.parameters(), strict=True):
         g = before.grad.double().numpy()
         touched = g.ndim == 4 or (g.ndim == 2 and not convolutions_only)
@@ -30,4 +30,4 @@ def test_it_trains_differently(convolutional, trained):
 
 def test_a_perceptron_has_no_convolutions(perceptron, trained):
     run = trained(perceptron(), "gradient_centralization:convolutions_only=true").run
-    assert [(name, "4 or more" in why) for name, why in run.idle] == [("gradient_centralization", True)]
+    assert [(name, "4 or more" in why) for name, why in run.no_effect] == [("gradient_centralization", True)]

@@ -12,9 +12,9 @@ def _norms(task, max_norm: float) -> tuple[float, float]:
     """The norm of the first step's gradients before and after."""
     program = build(task, [make_method("gradient_clipping", {"max_norm": max_norm})])
     gradients = lambda: torch.cat([parameter.grad.flatten() for parameter in program.run.model.parameters()]).norm().item()  # noqa: E731
-    program.micro(next(iter(program.train)))
+    program.forward_backward(next(iter(program.train)))
     before = gradients()
-    program.gradients()
+    program.grad_transform()
     return before, gradients()
 
 

@@ -69,7 +69,7 @@ def test_what_cannot_be_followed_does_not_hide_the_rest():
 @pytest.mark.parametrize("make", [lambda: task(Plain, Plain), tasks.convolutional, tasks.transformer])
 def test_without_a_shortcut_there_is_nothing_to_do(make):
     program = build(make(), make_methods(Recipe.read("last_gamma_zero")))
-    assert program.run.idle and not zeros(make())
+    assert program.run.no_effect and not zeros(make())
 
 
 @pytest.mark.parametrize(("scale", "why"), [(0.7, "zeros would shut off what these scales have learnt"), (0.0, "start with zeros already")])
@@ -80,7 +80,7 @@ def test_scales_that_are_not_fresh_stay(scale, why):
         return block
 
     run = build(task(residual, residual), make_methods(Recipe.read("last_gamma_zero"))).run
-    assert why in run.idle[0][1]
+    assert why in run.no_effect[0][1]
     scales = [part.weight for name, part in run.model.named_modules() if name.endswith(".last")]
     assert len(scales) == 2 and all((each == scale).all() for each in scales)
 

@@ -65,16 +65,16 @@ def test_settings_reach_the_loader(perceptron):
 def test_a_stream_has_nothing_to_read_by_index(perceptron, trained):
     stream = [(torch.randn(12), torch.tensor(index % 4)) for index in range(32)]
     task = perceptron(train_data=DataLoader(_Stream(stream), batch_size=8), batch_size=None)
-    assert [name for name, _ in trained(task, with_workers(2)).run.idle] == ["loader_workers"]
+    assert [name for name, _ in trained(task, with_workers(2)).run.no_effect] == ["loader_workers"]
 
 
 def test_validation_data_that_are_a_stream_leave_the_training_data_to_it(perceptron, trained):
     stream = DataLoader(_Stream([(torch.randn(12), torch.tensor(0))] * 8), batch_size=8)
-    assert trained(perceptron(validation_data=stream), with_workers(1)).run.idle == []
+    assert trained(perceptron(validation_data=stream), with_workers(1)).run.no_effect == []
 
 
 def test_what_is_so_already(perceptron, trained):
-    assert "already" in trained(perceptron(), with_workers(0)).run.idle[0][1]
+    assert "already" in trained(perceptron(), with_workers(0)).run.no_effect[0][1]
 
 
 def test_pipelines_are_computed_by_as_many_processes(perceptron, trained):
@@ -84,10 +84,10 @@ def test_pipelines_are_computed_by_as_many_processes(perceptron, trained):
         return perceptron(train_data=arrays(x, y).shuffle(seed=2).batch(16).map(noisy), batch_size=None)
 
     plain, others = trained(task()), trained(task(), "loader_workers:workers=2,prefetch=3")
-    assert plain.same_bits(others) and others.run.idle == []
+    assert plain.same_bits(others) and others.run.no_effect == []
     assert build(task(), make_methods(Recipe.read("loader_workers:workers=2,prefetch=3"))).train.crew == Crew(processes=2, ahead=4)
-    assert "already" in trained(task(), with_workers(0)).run.idle[0][1]
-    assert "workers" in facts_of(build(task())) and "indexed samples" not in facts_of(build(task()))
+    assert "already" in trained(task(), with_workers(0)).run.no_effect[0][1]
+    assert "workers" in facts_of(build(task())) and "indexed_samples" not in facts_of(build(task()))
 
 
 def noisy(batch, chance):

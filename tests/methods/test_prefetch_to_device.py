@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from hasten.contract.ahead import one_ahead
-from hasten.contract.method import Run
+from hasten.contract.run_context import RunContext
 from hasten.methods.prefetch_to_device import PrefetchToDevice
 
 
 def test_on_the_cpu_there_is_nothing_to_copy(perceptron, trained):
     task = perceptron()
     run = trained(task, "prefetch_to_device")
-    assert [(name, "nothing to copy" in why) for name, why in run.run.idle] == [("prefetch_to_device", True)]
+    assert [(name, "nothing to copy" in why) for name, why in run.run.no_effect] == [("prefetch_to_device", True)]
     assert run.same_bits(trained(task))
 
 
@@ -48,10 +48,10 @@ def test_training_on_the_gpu_ends_in_the_same_bits(perceptron):
 
 
 def test_a_run_without_data_to_wrap_is_told_once():
-    run = Run(torch.device("cpu"), None)
+    run = RunContext(torch.device("cpu"), None)
     from hasten.contract.data import Batches
 
     batches = Batches(epoch=lambda epoch, start: iter(()))
     assert PrefetchToDevice().data(batches, run) is batches
     PrefetchToDevice().data(batches, run)
-    assert len(run.idle) == 1
+    assert len(run.no_effect) == 1

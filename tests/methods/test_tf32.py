@@ -13,7 +13,7 @@ from hasten.methods.tf32 import _chosen_already
 
 def test_without_a_gpu_it_says_so_and_changes_nothing(perceptron, trained):
     usual, tf32 = trained(perceptron()), trained(perceptron(), "tf32")
-    assert tf32.run.idle == [("tf32", "TF32 needs an NVIDIA GPU from Ampere on; this run is on cpu")]
+    assert tf32.run.no_effect == [("tf32", "TF32 needs an NVIDIA GPU from Ampere on; this run is on cpu")]
     assert usual.same_bits(tf32)
 
 
@@ -21,7 +21,7 @@ def test_without_a_gpu_it_says_so_and_changes_nothing(perceptron, trained):
 def test_the_flags_are_set_inside_and_restored_outside(perceptron):
     torch.backends.cudnn.allow_tf32 = False
     program = build(perceptron(), [make_method("tf32")], device="cuda")
-    with pytest.raises(KeyError), program.process():
+    with pytest.raises(KeyError), program.process_context():
         assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == ("high", True)
         raise KeyError
     assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == ("highest", False)

@@ -6,8 +6,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from hasten.contract.method import Run
 from hasten.contract.recipe import Recipe
+from hasten.contract.run_context import RunContext
 from hasten.engine.find import make_methods
 from hasten.engine.plan import build
 from hasten.methods.threads import Threads
@@ -19,7 +19,7 @@ two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one cor
 def test_the_count_holds_inside_only(perceptron):
     program = build(perceptron(), [Threads(2)])
     assert torch.get_num_threads() == 1
-    with pytest.raises(KeyError), program.process():
+    with pytest.raises(KeyError), program.process_context():
         assert torch.get_num_threads() == 2
         raise KeyError
     assert torch.get_num_threads() == 1
@@ -31,7 +31,7 @@ def test_the_same_maths(convolutional, trained):
         return convolutional(model=lambda: convolutional().model().double(), train_data=Double(convolutional().train_data), epochs=5)
 
     plain, other = trained(task()), trained(task(), [Threads(2)])
-    assert other.run.idle == []
+    assert other.run.no_effect == []
     for name, value in plain.weights.items():
         torch.testing.assert_close(value, other.weights[name], rtol=1e-10, atol=1e-12)
 
@@ -50,9 +50,9 @@ class Double(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize(("count", "reason"), [(1, "already"), (4096, "cores")])
 def test_what_it_leaves_alone_and_why(count, reason):
-    run = Run(torch.device("cpu"), None)
-    assert Threads(count).process(nullcontext, run) is nullcontext
-    assert reason in run.idle[0][1]
+    run = RunContext(torch.device("cpu"), None)
+    assert Threads(count).process_context(nullcontext, run) is nullcontext
+    assert reason in run.no_effect[0][1]
 
 
 def test_bad_settings():

@@ -13,8 +13,8 @@ def gradients_of(task, recipe):
     """(before, after): gradients of one batch by parameter name, as NumPy arrays in double precision."""
     plain, changed = build(task), build(task, make_methods(Recipe.read(recipe)))
     for program in (plain, changed):
-        program.micro(next(iter(program.train.epoch(0, 0))))
-        program.gradients()
+        program.forward_backward(next(iter(program.train.epoch(0, 0))))
+        program.grad_transform()
     return tuple({name: p.grad.double().numpy() for name, p in each.run.model.named_parameters()} for each in (plain, changed))
 
 
@@ -39,7 +39,7 @@ def test_half_gradients_are_computed_in_single_precision(perceptron):
     weight = next(program.run.model.parameters())
     weight.data = weight.data.half()
     weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).mul(1e-4).half()
-    program.gradients()
+    program.grad_transform()
     assert weight.grad.dtype == torch.float16
     assert weight.grad.float().std(correction=0).item() == pytest.approx(1, abs=0.01)
 
@@ -58,8 +58,8 @@ def test_vectors_only_leave_nothing_to_do(perceptron, trained):
         def forward(self, x):
             return (x * self.scale)[:, :4]
 
-    assert "two or more dimensions" in trained(perceptron(model=Vectors), "znorm").run.idle[0][1]
-    assert trained(perceptron(model=Vectors), "znorm:skip_1d=false").run.idle == []
+    assert "two or more dimensions" in trained(perceptron(model=Vectors), "znorm").run.no_effect[0][1]
+    assert trained(perceptron(model=Vectors), "znorm:skip_1d=false").run.no_effect == []
 
 
 def test_embeddings_are_left_alone(transformer):

@@ -24,8 +24,8 @@ ENVIRONMENT = {
     "seed": 0,
 }
 
-BASELINE = {"input": 0.52, "forward": 0.031, "backward": 0.046, "update": 0.052, "evaluation": 0.081, "logging": 0.002}
-TUNED = {"input": 0.012, "forward": 0.027, "backward": 0.041, "update": 0.019, "evaluation": 0.03, "logging": 0.002}
+BASELINE = {"input": 0.52, "forward": 0.031, "backward": 0.046, "optimizer_step": 0.052, "evaluation": 0.081, "logging": 0.002}
+TUNED = {"input": 0.012, "forward": 0.027, "backward": 0.041, "optimizer_step": 0.019, "evaluation": 0.03, "logging": 0.002}
 
 
 def faster() -> dict:
@@ -78,9 +78,9 @@ def faster() -> dict:
             trial("all that was kept", "composition", "won", 5.1),
             trial("all that was kept", "confirmation", "won", 5.12, "three fresh seeds, both arms from start to end"),
         ],
-        "headroom": {"input": 3.4, "forward": 1.04, "backward": 1.07, "update": 1.08, "evaluation": 1.12, "logging": 1.0},
-        "phases": {"input": 0.71, "forward": 0.04, "backward": 0.06, "update": 0.07, "evaluation": 0.11, "logging": 0.003},
-        "facts": ["cpu", "indexed samples", "several epochs"],
+        "headroom": {"input": 3.4, "forward": 1.04, "backward": 1.07, "optimizer_step": 1.08, "evaluation": 1.12, "logging": 1.0},
+        "phases": {"input": 0.71, "forward": 0.04, "backward": 0.06, "optimizer_step": 0.07, "evaluation": 0.11, "logging": 0.003},
+        "facts": ["cpu", "indexed_samples", "multiple_epochs"],
         "search_seconds": 151.0,
         "budget_seconds": 170.0,
         "pays_after_runs": 23.0,
@@ -106,7 +106,7 @@ def leave_it() -> dict:
         "quality": {"baseline": 0.9731, "margin": 0.005},
         "curves": {"baseline": won["curves"]["baseline"]},
         "anatomy": {"baseline": BASELINE | {"input": 0.004, "backward": 0.4, "forward": 0.22}},
-        "headroom": {"input": 1.01, "update": 1.07, "evaluation": 1.12, "logging": 1.0},
+        "headroom": {"input": 1.01, "optimizer_step": 1.07, "evaluation": 1.12, "logging": 1.0},
         "shares": [],
         "trials": lost,
         "pays_after_runs": None,
@@ -135,8 +135,8 @@ def diagnosed() -> dict:
         "kind": "diagnose",
         "task": "digits",
         "verdict": "The training waits for its data: 71 % of the time goes into reading samples one at a time.",
-        "phases": {"input": 0.71, "forward": 0.04, "backward": 0.06, "update": 0.07, "evaluation": 0.11, "logging": 0.01},
-        "headroom": {"input": 3.4, "forward": 1.04, "backward": 1.07, "update": 1.08, "evaluation": 1.12, "logging": 1.01},
+        "phases": {"input": 0.71, "forward": 0.04, "backward": 0.06, "optimizer_step": 0.07, "evaluation": 0.11, "logging": 0.01},
+        "headroom": {"input": 3.4, "forward": 1.04, "backward": 1.07, "optimizer_step": 1.08, "evaluation": 1.12, "logging": 1.01},
         "advice": [
             {"method": "batched_fetch", "bound": 3.4, "why": "samples can be read by index"},
             {"method": "loader_workers", "bound": 2.0, "why": "two cores, one of them idle"},

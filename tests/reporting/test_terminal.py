@@ -123,8 +123,8 @@ def test_the_catalogue_has_every_method_under_its_class():
 
 def test_the_page_of_a_method_shows_its_whole_card():
     card = {
-        "source": "https://arxiv.org/abs/1", "gain_when": "samples lie in memory", "speeds": frozenset({"input"}), "applies_to": {"indexed samples"},
-        "tries": ({}, {"gigabytes": 4.0}), "text": "First ``line``,\n    wrapped.\n\nSecond.", "hooks": ("data",), "replaces": {"data"},
+        "source": "https://arxiv.org/abs/1", "gain_when": "samples lie in memory", "accelerates": frozenset({"input"}), "applies_to": {"indexed_samples"},
+        "presets": ({}, {"gigabytes": 4.0}), "text": "First ``line``,\n    wrapped.\n\nSecond.", "hooks": ("data",), "replaces": {"data"},
         "settings": [{"name": "gigabytes", "type": "float", "default": 2.0, "range": "above 0"}], "conflicts": [{"method": "cache_dataset", "why": "both replace data"}],
         "records": [{"task": "digits", "what": "batched_fetch", "verdict": "kept", "ratio": {"median": 1.52}}], "wraps": [], "wrapped_by": ["ema"],
     }  # fmt: skip

@@ -36,13 +36,13 @@ def test_where_the_budget_ends_the_best_setting_so_far_is_kept():
 
 def test_a_start_that_a_run_does_not_earn_back_is_no_gain():
     study = Planted(faster={threads(1): 1.5}, start={threads(1): 5.0})  # saves 3.3 of 10 seconds
-    assert searched_systems(study, replace(THREADS, tries=({"count": 1},))).rungs == [Recipe()]
+    assert searched_systems(study, replace(THREADS, presets=({"count": 1},))).rungs == [Recipe()]
     assert study.trials[0]["verdict"] == "no gain"
     assert not study.kinds("proof")
 
 
 def test_what_is_offered_is_proven_first():
-    offered = replace(THREADS, tries=({"count": 1},), offered=True)
+    offered = replace(THREADS, presets=({"count": 1},), offered=True)
     refuted = Planted(faster={threads(1): 2.0}, refuted=(threads(1),))
     assert searched_systems(refuted, offered).rungs == [Recipe()]
     assert [kind for kind, _ in refuted.asked] == ["proof"]
@@ -74,7 +74,7 @@ def test_every_gain_of_a_training_method_is_a_rung():
 )
 def test_as_many_samples_have_to_be_faster_by_pace_not_by_the_luck_of_a_stopwatch(samples, faster, kept):
     study = Planted(samples={clipping(1): samples}, faster={clipping(1): faster}, luck={clipping(1): 1.1})
-    ladder = searched_training(study, replace(CLIPPING, tries=CLIPPING.tries[:1]))
+    ladder = searched_training(study, replace(CLIPPING, presets=CLIPPING.presets[:1]))
     assert (str(ladder.best) == clipping(1)) is kept
     assert bool(study.kinds("pace")) is (samples > 0.99)
 
@@ -82,24 +82,24 @@ def test_as_many_samples_have_to_be_faster_by_pace_not_by_the_luck_of_a_stopwatc
 @pytest.mark.parametrize(("better", "luck", "kept"), [(1.5, 0.98, True), (0.5, 0.98, False), (1.5, 0.9, False)])
 def test_of_two_that_are_there_as_soon_the_one_that_ends_better_is_kept(better, luck, kept):
     study = Planted(samples={clipping(1): 0.5, clipping(2): 0.5}, better={clipping(2): better * MARGIN}, luck={clipping(2): luck})
-    ladder = searched_training(study, replace(CLIPPING, tries=CLIPPING.tries[:2]))
+    ladder = searched_training(study, replace(CLIPPING, presets=CLIPPING.presets[:2]))
     assert (str(ladder.best) == clipping(2)) is kept
 
 
 def test_many_that_are_nearly_as_soon_do_not_add_up():
     """A better end may cost 5 % of the time, once: not again for each that ends better still."""
-    tries = CLIPPING.tries[:7]
+    presets = CLIPPING.presets[:7]
     study = Planted(
         samples={clipping(norm): 0.5 for norm in range(1, 8)},
         better={clipping(norm): 2 * norm * MARGIN for norm in range(1, 8)},
         luck={clipping(norm): 0.97 ** (norm - 1) for norm in range(1, 8)},
     )
-    assert str(searched_training(study, replace(CLIPPING, tries=tries)).best) == clipping(2)
+    assert str(searched_training(study, replace(CLIPPING, presets=presets)).best) == clipping(2)
 
 
 def test_a_setting_that_changes_nothing_is_not_kept_for_being_lucky():
     study = Planted(samples={clipping(2): 0.9, clipping(3): 0.9}, faster={clipping(3): 1.3}, spread=0.0)
-    ladder = searched_training(study, replace(CLIPPING, tries=CLIPPING.tries[:3]))
+    ladder = searched_training(study, replace(CLIPPING, presets=CLIPPING.presets[:3]))
     assert str(ladder.best) == clipping(2)
     assert study.trials[-1]["why"] == "trains exactly as a setting that was tried before"
     assert len([what for what in study.kinds("run") if what.startswith(clipping(3))]) == 1
@@ -114,13 +114,13 @@ def test_a_training_method_without_its_promised_effect_is_out_at_once():
 @pytest.mark.parametrize(("budget", "seeds"), [(1e6, BASELINE_SEEDS), (20 * TRIAL, BASELINE_SEEDS), (12 * TRIAL, 1)])
 def test_further_seeds_are_run_where_they_can_be_afforded(budget, seeds):
     study = Planted(samples={clipping(1): 0.5}, budget=Budget(budget))
-    searched_training(study, replace(CLIPPING, tries=CLIPPING.tries[:1]))
+    searched_training(study, replace(CLIPPING, presets=CLIPPING.presets[:1]))
     assert sum(what.startswith(clipping(1)) for what in study.kinds("run")) == seeds
 
 
 def test_what_may_be_faster_is_compared_for_longer_on_a_restless_machine():
     study, ladder = Planted(faster={threads(2): 1.2, threads(3): 1.03}, restless=True), Ladder()
-    systems(study, ladder, [replace(THREADS, tries=({"count": 2}, {"count": 3}))], SAMPLES, 5.0)
+    systems(study, ladder, [replace(THREADS, presets=({"count": 2}, {"count": 3}))], SAMPLES, 5.0)
     assert str(ladder.best) == threads(2)
     assert study.kinds("pace") == [
         f"{threads(2)} against baseline",

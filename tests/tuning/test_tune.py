@@ -42,7 +42,7 @@ import torch
 from hasten import Method, Card, Exactness
 
 class Slow(Method):
-    card = Card(summary="divides the learning rate by 30", exactness=Exactness.SAME_MATHS, speeds={"backward"})
+    card = Card(summary="divides the learning rate by 30", exactness=Exactness.EQUIVALENT_MATH, accelerates={"backward"})
 
     def optimizer(self, make, run):
         def slowed(model):
@@ -53,7 +53,7 @@ class Slow(Method):
         return slowed
 
 class Honest(Slow):
-    card = Card(summary="says so", exactness=Exactness.OTHER_MATHS, speeds={"backward"})
+    card = Card(summary="says so", exactness=Exactness.CHANGES_TRAINING, accelerates={"backward"})
 """
 BUDGET = 600  # seconds, on a busy machine; most of it is never used
 

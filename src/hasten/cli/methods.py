@@ -99,10 +99,10 @@ def _others(cls) -> list:
 def _place(cls) -> dict:
     """Which methods this one wraps, and which wrap it, among those that share a hook with it."""
     from hasten.contract.method import hooks_of
-    from hasten.engine.plan import in_order
+    from hasten.engine.composition import sort_methods
 
     hooks = set(hooks_of(cls))
-    names = [each.name for each in in_order([cls, *_others(cls)])]
+    names = [each.name for each in sort_methods([cls, *_others(cls)])]
     shares = {other.name for other in _others(cls) if hooks & set(hooks_of(other))}
     here = names.index(cls.name)
     return {"wraps": [n for n in names[:here] if n in shares], "wrapped_by": [n for n in names[here + 1 :] if n in shares]}
@@ -110,12 +110,12 @@ def _place(cls) -> dict:
 
 def _conflicts(cls) -> list[dict]:
     """The methods that it cannot go together with, and why: computed from the cards, as in a run."""
-    from hasten.engine.plan import refuse_conflicts
+    from hasten.engine.composition import check_conflicts
 
     found = []
     for other in _others(cls):
         try:
-            refuse_conflicts([cls, other])
+            check_conflicts([cls, other])
         except Refusal as why:
             found.append({"method": other.name, "why": str(why)})
     return found

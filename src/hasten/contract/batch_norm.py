@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hasten.contract.method import Clock
+from hasten.contract.run_context import TrainProgress
 
 
 @dataclass(frozen=True)
 class Parts:
     """How a batch is shared out now; all layers of a model ask the same, and so do their copies."""
 
-    clock: Clock
+    progress: TrainProgress
     world: int
 
     def __deepcopy__(self, memo) -> Parts:
@@ -28,7 +28,7 @@ class Parts:
     @property
     def shared_out(self) -> bool:
         """A batch of fewer samples than ranks is read whole by all of them."""
-        return self.clock.whole >= self.world
+        return self.progress.global_batch_size >= self.world
 
 
 class BatchNormOfAll(_BatchNorm):

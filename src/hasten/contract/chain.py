@@ -130,7 +130,10 @@ def keep(model: nn.Module, own: list, parts: list, keeps_unused: bool, run) -> l
     registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     kept = of_own | (registered - used) if keeps_unused else of_own
     wanted = list({id(tensor): tensor for *_, tensor in tensors_of(model) if id(tensor) in kept or id(tensor) not in registered}.values())
-    made = {id(wanted[number]): tensor.to(run.device) if id(wanted[number]) in kept else tensor for number, tensor in run.making(wanted)}
+    made = {
+        id(wanted[number]): tensor.to(run.device) if id(wanted[number]) in kept else tensor
+        for number, tensor in run.parallel.materialize(wanted)
+    }
     exchange(nn.ModuleList([model, *own]), lambda tensor: made[id(tensor)] if id(tensor) in made else _nothing_like(tensor))
     return [made[id(tensor)] for tensor in wanted if id(tensor) in kept]
 

@@ -37,12 +37,12 @@ def ends_of(asked: str, stages: int, members: int) -> list[int]:
 def agreed_cuts(measured: Callable[[], list[list[float]]], run) -> tuple[list[int], list[float]]:
     """Where the stages end, and what each costs, as the first rank measured it, and those that compute every layer with it."""
     told = b""
-    if run.ranks.rank < run.shards:
+    if run.ranks.rank < run.parallel.tp_size:
         costs = measured()
         ends = cuts(costs)
         of_stages = [sum(of_stage[first:end]) for of_stage, (first, end) in zip(costs, pairwise([0, *ends]), strict=True)]
         told = json.dumps([ends, of_stages]).encode()
-    return tuple(json.loads(run.ranks.first(told)))
+    return tuple(json.loads(run.ranks.broadcast(told)))
 
 
 def cuts(costs: list[list[float]]) -> list[int]:

@@ -34,14 +34,14 @@ def proven(model: torch.nn.Module, found: list, ways: Sequence[Way], name: str, 
     """
     if not found:
         return [], []
-    batch, own = run.sample(), run.task.loss is None
+    batch, own = run.services.peek_batch(), run.task.loss is None
     few = batches.pieces(batch, max(1, batches.size(batch) // SAMPLES))[0]
     right = outcome(copy.deepcopy(model), few, own)
 
     def doubt(blocks: list) -> str | None:
         for way in ways:
             why = _doubt(copy.deepcopy(model), blocks, way, few, own, right)
-            if run.agree(why is not None):
+            if run.any_rank(why is not None):
                 return why or "it goes wrong on another process"
         return None
 

@@ -1,7 +1,6 @@
-"""One process among those that train together.
+"""One process among those that train together: its rank, and the collectives that the engine and methods use.
 
-A job's processes, its ranks, are numbered from 0. What they tell each other goes through the functions below, which every rank
-has to call at the same point of the run; a process that trains alone answers them itself.
+All ranks must call a collective at the same point of the run. A single process computes the result by itself.
 """
 
 from __future__ import annotations
@@ -9,56 +8,58 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-PATIENCE = 1800.0  # seconds for a rank that says nothing, and may be evaluating; one that died is noticed at once
+PATIENCE = 1800.0  # seconds to wait for a rank that does not answer, and may be evaluating; a rank that died is noticed at once
 
 
-def _own(answer: bytes) -> list[bytes]:
-    return [answer]
+def _gather_alone(content: bytes) -> list[bytes]:
+    return [content]
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """Who this process is among the ranks of its job, and how it reaches the others.
+class ProcessGroupInfo:
+    """The process group of a run, seen from this rank.
 
     Attributes:
-        rank: its number; rank 0 leads: it evaluates, writes the run's folder and shows progress.
-        world: how many ranks there are.
-        local: its number among those of its machine.
-        total: ``(numbers) -> sums``: each number added up over all ranks, in float64.
-        most: ``(numbers) -> numbers``: the greatest that any rank has.
-        first: ``(bytes) -> bytes``: what rank 0 gave, whatever the others did.
-        to_first: ``(bytes) -> list``: what each rank gave, by rank, on rank 0; nothing on the others.
-        every: ``(bytes) -> list``: what each rank gave, by rank.
+        rank: index of this process. Rank 0, the main process, evaluates, writes the run directory and shows progress.
+        world_size: number of ranks.
+        local_rank: index of this process among those of its node.
+        all_reduce_sum: ``(numbers) -> numbers``: each number summed over all ranks, in float64.
+        all_reduce_max: ``(numbers) -> numbers``: each number's maximum over all ranks.
+        broadcast: ``(bytes) -> bytes``: the argument of rank 0.
+        all_gather: ``(bytes) -> list``: the arguments of all ranks, by rank.
+        gather: ``(bytes) -> list``: the arguments of all ranks, by rank, on rank 0; an empty list on the others.
     """
 
     rank: int = 0
-    world: int = 1
-    local: int = 0
-    total: Callable[[Sequence[float]], list[float]] = list
-    most: Callable[[Sequence[float]], list[float]] = list
-    first: Callable[[bytes], bytes] = bytes
-    every: Callable[[bytes], list[bytes]] = _own
-    to_first: Callable[[bytes], list[bytes]] = _own
+    world_size: int = 1
+    local_rank: int = 0
+    all_reduce_sum: Callable[[Sequence[float]], list[float]] = list
+    all_reduce_max: Callable[[Sequence[float]], list[float]] = list
+    broadcast: Callable[[bytes], bytes] = bytes
+    all_gather: Callable[[bytes], list[bytes]] = _gather_alone
+    gather: Callable[[bytes], list[bytes]] = _gather_alone
 
     @property
-    def alone(self) -> bool:
-        return self.world == 1
+    def is_single_process(self) -> bool:
+        return self.world_size == 1
 
     @property
-    def leads(self) -> bool:
+    def is_main_process(self) -> bool:
         return self.rank == 0
 
-    def agree(self, yes: bool) -> bool:
-        """Any rank's yes becomes every rank's yes."""
-        return self.most([yes])[0] > 0
+    def any(self, condition: bool) -> bool:
+        """Whether the condition holds on any rank."""
+        return self.all_reduce_max([condition])[0] > 0
 
-    def readers(self, replica: int) -> Ranks:
-        """The same among those that read different samples, where so many ranks at a time hold one copy of the model between them."""
-        return self if replica == 1 else replace(self, rank=self.rank // replica, world=self.world // replica)
+    def data_parallel_view(self, model_parallel_size: int) -> ProcessGroupInfo:
+        """The same with rank and world size counted in model replicas: ranks of one replica read the same samples."""
+        if model_parallel_size == 1:
+            return self
+        return replace(self, rank=self.rank // model_parallel_size, world_size=self.world_size // model_parallel_size)
 
-    def part(self, samples: int) -> tuple[int, int]:
-        """(first, end) of this rank's samples in a batch of so many: the parts of all ranks, one after the other, are the whole batch."""
-        return samples * self.rank // self.world, samples * (self.rank + 1) // self.world
+    def shard_bounds(self, samples: int) -> tuple[int, int]:
+        """(first, end) of this rank's samples in a global batch. In rank order, the shards are the batch."""
+        return samples * self.rank // self.world_size, samples * (self.rank + 1) // self.world_size
 
 
-ALONE = Ranks()
+SINGLE_PROCESS = ProcessGroupInfo()

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from hasten.contract.batch import map_tensors
 from hasten.contract.batch_norm import BatchNormOfAll
 from hasten.contract.errors import Notice, Refusal
-from hasten.contract.method import Clock, Method, Run
+from hasten.contract.method import Method
+from hasten.contract.run_context import RunContext, TrainProgress
 from hasten.contract.sharded import own_part
 
 BUCKET = 2_000_000  # numbers that travel together
@@ -52,14 +53,14 @@ def degree_of(method: Method, world: int) -> int:
     return degree
 
 
-def hold_between(method: Method, run: Run, dimension: str) -> None:
+def hold_between(method: Method, run: RunContext, dimension: str) -> None:
     """Gives a dimension of the mesh as many ranks of each copy of the model as the method's ``degree`` says; 0 is all that the other dimension leaves.
 
     Raises:
         Refusal: the degrees do not fit the ranks, or each would take all that the other leaves.
     """
-    run.holders[dimension] = method
-    world, methods = run.ranks.world, run.holders.values()
+    run.parallel.mesh_dim_owner[dimension] = method
+    world, methods = run.ranks.world_size, run.parallel.mesh_dim_owner.values()
     if len(methods) == 1:
         degrees = [degree_of(method, world)]
     else:
@@ -70,23 +71,26 @@ def hold_between(method: Method, run: Run, dimension: str) -> None:
             raise Refusal(f"{named} would each take all {world} processes; give one of them a degree, such as {method.name}:degree=2")
         if min(degrees) < 2 or world % math.prod(degrees):
             raise Refusal(f"{named} do not fit {world} processes: each takes 2 or more, and their product has to divide the processes")
-    run.replica, run.stages = math.prod(degrees), dict(zip(run.holders, degrees, strict=True)).get("stages", 1)
+    run.parallel.model_parallel_size, run.parallel.pp_size = (
+        math.prod(degrees),
+        dict(zip(run.parallel.mesh_dim_owner, degrees, strict=True)).get("stages", 1),
+    )
 
 
-def mesh_of(run: Run) -> DeviceMesh:
+def mesh_of(run: RunContext) -> DeviceMesh:
     """The ranks of the run: copies of the model, the stages of a copy, and the shards of a stage, which follow each other."""
-    if run.mesh is None:
-        shape = (run.ranks.world // run.replica, run.stages, run.shards)
-        run.mesh = init_device_mesh(run.device.type, shape, mesh_dim_names=("copies", "stages", "shards"))
-    return run.mesh
+    if run.parallel.device_mesh is None:
+        shape = (run.ranks.world_size // run.parallel.model_parallel_size, run.parallel.pp_size, run.parallel.tp_size)
+        run.parallel.device_mesh = init_device_mesh(run.device.type, shape, mesh_dim_names=("copies", "stages", "shards"))
+    return run.parallel.device_mesh
 
 
-def averaged_over_copies(gradients: Callable, run: Run) -> Callable:
+def averaged_over_copies(gradients: Callable, run: RunContext) -> Callable:
     """``gradients``, and then the mean over the copies of the model, where there are several."""
-    if run.replica == run.ranks.world:
+    if run.parallel.model_parallel_size == run.ranks.world_size:
         return gradients
-    weights = [weight for weight in run.module.parameters() if weight.requires_grad and not weight.is_meta]
-    common, own = ([weight for weight in weights if (weight in run.common) is shared] for shared in (True, False))
+    weights = [weight for weight in run.unwrapped_model.parameters() if weight.requires_grad and not weight.is_meta]
+    common, own = ([weight for weight in weights if (weight in run.parallel.replicated_params) is shared] for shared in (True, False))
     copies = mesh_of(run)["copies"].get_group()
 
     def averaged():
@@ -196,32 +200,32 @@ def average_gradients(weights: Sequence[torch.nn.Parameter], group: dist.Process
     gradients.handed_back()
 
 
-def refuse_never_to_meet(run: Run, who: str, period: int) -> None:
+def refuse_never_to_meet(run: RunContext, who: str, period: int) -> None:
     """Refuses processes that would each train by themselves from the first step to the last."""
-    if run.loop.steps is not None and period > run.loop.steps:
+    if run.plan.steps is not None and period > run.plan.steps:
         raise Refusal(
-            f"{who}:period={period} is longer than the run of {run.loop.steps} steps, in which the processes would never meet; take a shorter one"
+            f"{who}:period={period} is longer than the run of {run.plan.steps} steps, in which the processes would never meet; take a shorter one"
         )
 
 
-def let_copies_differ(run: Run, name: str) -> None:
+def let_copies_differ(run: RunContext, name: str) -> None:
     """Lets the copies of the model differ between the ranks: a checkpoint holds the mean, and for each rank its own."""
-    run.own[name] = OwnCopy(run)
-    run.mean = lambda state: mean_of(state, run)
+    run.parallel.rank_state[name] = OwnCopy(run)
+    run.parallel.merge_rank_states = lambda state: mean_of(state, run)
 
 
 class OwnCopy:
     """This rank's copy of the model, and the state of its optimizer."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: RunContext):
         self.run = run
 
     def state_dict(self) -> dict:
-        return {"model": self.run.module.state_dict(), "optimizer": self.run.optimizer.state_dict()["state"]}
+        return {"model": self.run.unwrapped_model.state_dict(), "optimizer": self.run.optimizer.state_dict()["state"]}
 
     def load_state_dict(self, state: dict) -> None:
         """Comes after the mean, beside whose tensors these are put."""
-        self.run.module.load_state_dict(state["model"])
+        self.run.unwrapped_model.load_state_dict(state["model"])
         optimizer = self.run.optimizer
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         for number, weight in enumerate(weights):
@@ -235,12 +239,12 @@ def _beside(there, value):
     return value.to(there.device) if both else value
 
 
-def mean_of(state, run: Run):
+def mean_of(state, run: RunContext):
     """A copy of a state of any nesting, whose real numbers are their mean over all ranks, which ask at once; what not all of them have stays."""
     state = map_tensors(lambda tensor: tensor.detach().clone(), state)
     own = dict(_named(state))
     told = json.dumps({name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in own.items()})
-    first, *others = map(json.loads, run.ranks.every(told.encode()))
+    first, *others = map(json.loads, run.ranks.all_gather(told.encode()))
     alike = [name for name, built in first.items() if all(other.get(name) == built for other in others)]
     average(differing(filter(is_real_or_complex, map(own.get, alike))))
     return state
@@ -268,11 +272,11 @@ def is_real_or_complex(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def talking_last(micro: Callable, clock: Clock, silence: Callable[[], AbstractContextManager]) -> Callable:
+def talking_last(micro: Callable, progress: TrainProgress, silence: Callable[[], AbstractContextManager]) -> Callable:
     """``micro``, whose gradients are exchanged after the last piece of a batch only."""
 
     def quiet_but_for_the_last(piece):
-        if clock.last_piece:
+        if progress.is_last_microbatch:
             return micro(piece)
         with silence():
             return micro(piece)

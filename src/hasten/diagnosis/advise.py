@@ -33,7 +33,7 @@ def advise(
         if missing := sorted(card.applies_to & FACTS.keys() - facts):
             against.append({"method": name, "why": f"it needs what does not hold here: {'; '.join(FACTS[fact] for fact in missing)}"})
             continue
-        if not card.speeds:
+        if not card.accelerates:
             against.append({"method": name, "why": "it shortens no phase of the step"})
             continue
         bound, why = bound_of(name, card, phases, headroom)
@@ -53,9 +53,9 @@ def bound_of(name: str, card: Card, phases: Mapping[str, float], headroom: Mappi
     """
     if name in headroom:
         return headroom[name], f"what it works on, taken away as a whole, gives {headroom[name]:.2f}x"
-    if "steps" in card.speeds:
+    if "steps" in card.accelerates:
         return None, "it saves whole steps; how many, only training can tell"
-    shares = {phase: _share(phase, phases, headroom) for phase in PHASES if phase in card.speeds}
+    shares = {phase: _share(phase, phases, headroom) for phase in PHASES if phase in card.accelerates}
     bound = amdahl(sum(shares.values()))
     parts = " and ".join(f"{phase} {share:.0%}" for phase, share in shares.items())
     how = "by replacement" if shares.keys() <= headroom.keys() else "by the timeline"

@@ -105,7 +105,7 @@ def examine(
         phases, headroom = _shares(timed, extra), Headroom()
         if ceilings:
             shares = {"input": phases["input"], BATCH_SIZE: 1.0 - phases["evaluation"]} | {
-                name: phases[name] for name in ("logging", "update")
+                name: phases[name] for name in ("logging", "optimizer_step")
             }
             left = budget * (1 - TIMELINE_SHARE)
             headroom = take_away(probe, shares, count=count, step=plan["step"], extra=extra, budget=left, watch=watch)

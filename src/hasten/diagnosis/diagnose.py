@@ -12,9 +12,9 @@ from hasten.diagnosis.advise import advise, amdahl
 from hasten.diagnosis.anatomy import Anatomy, examine
 from hasten.diagnosis.headroom import exchange_allocator
 from hasten.diagnosis.verdict import gains, verdict_of
+from hasten.engine.composition import check_conflicts, sort_methods
 from hasten.engine.devices import pick_device
 from hasten.engine.find import make_methods, method_class, method_names
-from hasten.engine.plan import in_order, refuse_conflicts
 from hasten.engine.tasks import TaskRef
 from hasten.measure.ratio import Ratio
 
@@ -50,7 +50,7 @@ def diagnose(
         Refusal: a wrong request. Failure: the task could not run.
     """
     task, recipe, device, budget = TaskRef.of(task), Recipe.read(recipe), pick_device(device), budget_of(budget)
-    refuse_conflicts(in_order(make_methods(recipe)))
+    check_conflicts(sort_methods(make_methods(recipe)))
     cards = {name: method_class(name).card for name in method_names() if name not in recipe.methods}
     began = time.monotonic()
     where = {"device": device, "seed": seed, "processes": processes}

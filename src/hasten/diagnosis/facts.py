@@ -11,24 +11,24 @@ from hasten.engine.plan import Program
 
 CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 CPU_FLAGS = {  # matrix units by the names under which Linux lists them
-    "bfloat16 hardware": {"avx512_bf16", "amx_bf16", "bf16"},
-    "float16 hardware": {"avx512_fp16", "amx_fp16"},
+    "bfloat16_hardware": {"avx512_bf16", "amx_bf16", "bf16"},
+    "float16_hardware": {"avx512_fp16", "amx_fp16"},
 }
-GPU_CAPABILITIES = {"float16 hardware": (7, 0), "bfloat16 hardware": (8, 0), "tf32 hardware": (8, 0)}
+GPU_CAPABILITIES = {"float16_hardware": (7, 0), "bfloat16_hardware": (8, 0), "tf32_hardware": (8, 0)}
 
 
 def facts_of(program: Program) -> frozenset[str]:
     """The facts (keys of ``contract.card.FACTS``) that hold for a built run."""
-    run, loop = program.run, program.loop
+    run, plan = program.run, program.plan
     samples = program.train.samples
     held = {
         "convolutions": any(isinstance(module, CONVOLUTIONS) for module in run.model.modules()),
-        "repeated blocks": any(_has_like_blocks(module) for module in run.model.modules()),
-        "matrix weights": any(parameter.ndim >= 2 for parameter in run.model.parameters()),
-        "indexed samples": samples is not None,
+        "repeated_blocks": any(_has_like_blocks(module) for module in run.model.modules()),
+        "matrix_weights": any(parameter.ndim >= 2 for parameter in run.model.parameters()),
+        "indexed_samples": samples is not None,
         "workers": samples is not None or program.train.by is not None,
-        "several epochs": loop.epochs > 1,
-        "several processes": not run.ranks.alone,
+        "multiple_epochs": plan.epochs > 1,
+        "distributed": not run.ranks.is_single_process,
         "evaluations": program.validation is not None and _evaluations(program) > 1,
     }
     return hardware_facts(run.device) | {fact for fact, holds in held.items() if holds}
@@ -61,7 +61,7 @@ def _has_like_blocks(module: nn.Module) -> bool:
 
 def _evaluations(program: Program) -> float:
     """How many times the metric is measured in a whole run."""
-    loop, length = program.loop, program.train.length
-    if loop.evaluate_every is None or length is None:
-        return loop.epochs
-    return loop.epochs * length * loop.batch_size / loop.evaluate_every
+    plan, length = program.plan, program.train.length
+    if plan.evaluate_every is None or length is None:
+        return plan.epochs
+    return plan.epochs * length * plan.batch_size / plan.evaluate_every

@@ -21,10 +21,10 @@ def flops_a_sample(program: Program) -> float:
     The program has to be one without methods: a compiled or captured step hides its operations.
     It trains on one batch without an update.
     """
-    batch = program.move(next(iter(program.train.epoch(0, 0))))
+    batch = program.to_device(next(iter(program.train.epoch(0, 0))))
     with FlopCounterMode(display=False) as counter:
-        program.micro(batch)
-    program.clear()
+        program.forward_backward(batch)
+    program.zero_grad()
     return counter.get_total_flops() / size(batch)
 
 

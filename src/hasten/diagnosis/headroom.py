@@ -48,7 +48,7 @@ def take_away(
     """The ceilings of what can be taken away while the run goes on.
 
     Args:
-        shares: of the time that each takes, by the timeline: "input", "batch_size", "logging" and, last because it may break the run, "update".
+        shares: of the time that each takes, by the timeline: "input", "batch_size", "logging" and, last because it may break the run, "optimizer_step".
         count: steps of a block.
         step: seconds that one takes.
         extra: seconds of evaluation for a sample, which stay.

@@ -52,7 +52,7 @@ class Probe(Arm):
             self.unread.clear()
             return []
         losses = super()._read_losses()
-        first = self.program.run.clock.step - len(losses) + 1
+        first = self.program.run.progress.step - len(losses) + 1
         self.log.write(lines_of([{"step": first + number, "loss": loss} for number, loss in enumerate(losses)]).encode())
         return losses
 
@@ -66,7 +66,7 @@ class Probe(Arm):
 
     def anatomy(self, count: int) -> dict:
         """A block of steps with the seconds of each of its ``phases``."""
-        tape = self.program.run.kept["timeline"]
+        tape = self.program.run.checkpoint_state["timeline"]
         tape.start()
         block = self.train(count)
         return {**block, "phases": tape.stop()}
@@ -82,14 +82,14 @@ class Probe(Arm):
         program, taken = self.program, 0
         device = program.run.device.type
         watched = _Operations(device)
-        for batch in islice(self.source.epoch(program.run.clock.epoch, 0), count):
-            batch = program.move(batch)
+        for batch in islice(self.source.epoch(program.run.progress.epoch, 0), count):
+            batch = program.to_device(batch)
             with watched:
-                program.micro(batch)
-                program.gradients()
+                program.forward_backward(batch)
+                program.grad_transform()
             with watched if device == "cuda" else nullcontext():
-                program.update()
-            program.clear()
+                program.optimizer_step()
+            program.zero_grad()
             taken += 1
         dtype = watched.dtypes.most_common(1)[0][0] if watched.dtypes else next(program.run.model.parameters()).dtype
         return {"host_reads_per_step": watched.reads / max(1, taken), "dtype": str(dtype).removeprefix("torch.")}

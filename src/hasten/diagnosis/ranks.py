@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hasten.contract.card import Card
 from hasten.contract.errors import Failure, Refusal
-from hasten.contract.ranks import ALONE, PATIENCE, Ranks
+from hasten.contract.ranks import PATIENCE, SINGLE_PROCESS, ProcessGroupInfo
 from hasten.contract.recipe import Recipe
 from hasten.contract.spans import budget_of
 from hasten.contract.task import Task
@@ -35,10 +35,11 @@ from hasten.diagnosis.skew import phases_of_the_slowest, ranks_of, skew_of, stra
 from hasten.diagnosis.talk import communication_of, verdict_of
 from hasten.diagnosis.timeline import Timeline
 from hasten.engine.budget import threads_alone
+from hasten.engine.composition import check_conflicts, sort_methods
 from hasten.engine.devices import pick_device
 from hasten.engine.failures import explained
 from hasten.engine.find import TOGETHER, alone, make_methods, method_class, method_names
-from hasten.engine.plan import Program, in_order, refuse_conflicts
+from hasten.engine.plan import Program
 from hasten.engine.ranks import joined, refuse_strangers
 from hasten.engine.tasks import TaskRef
 from hasten.engine.train import USUAL_STRATEGY, device_of, identity_of
@@ -85,16 +86,16 @@ def diagnose_ranks(
     """
     task, recipe, device, budget = TaskRef.of(task), Recipe.read(recipe), pick_device(device), budget_of(budget)
     with joined(device, patience) as ranks:
-        if ranks.alone:
+        if ranks.is_single_process:
             raise Refusal(NOBODY_ELSE)
-        refuse_conflicts(in_order(make_methods(recipe)))
+        check_conflicts(sort_methods(make_methods(recipe)))
         given = task.load()
         code = task.fingerprint() if task.given is None else None
         refuse_strangers(ranks, identity_of(given, seed, code, recipe))
         without_metric = TaskRef.of(dataclasses.replace(given, validation_data=None))
         probe = RankProbe(without_metric, recipe, device_of(ranks, device), seed, ranks)
         try:
-            found = _diagnosed(probe, ranks, budget, watch if ranks.leads else silent)
+            found = _diagnosed(probe, ranks, budget, watch if ranks.is_main_process else silent)
         except Exception as error:
             raise explained(error, "the training", given.batch_size or 0) from error
         finally:
@@ -102,16 +103,16 @@ def diagnose_ranks(
     return {"kind": "diagnose_ranks", "task": str(task), "recipe": str(recipe), "device": device, **found}
 
 
-def _diagnosed(probe: RankProbe, ranks: Ranks, budget: float, watch: Watch) -> dict:
+def _diagnosed(probe: RankProbe, ranks: ProcessGroupInfo, budget: float, watch: Watch) -> dict:
     began, noise = time.monotonic(), Noise()
     watch("building the run", 0.0, None)
     plan = probe.build()
-    plan |= {"step": ranks.most([plan["step"]])[0]}
+    plan |= {"step": ranks.all_reduce_max([plan["step"]])[0]}
     count = block_steps(plan)
     refuse_unfair_blocks(probe.plain, plan, count, RHYTHM_BUDGETS * budget, LEAST_ROUNDS * len(probe.kinds))
     single, why_not = _single(probe, ranks)
     blocks, exchanges = _rounds(probe, single, count, ranks, began + budget, watch)
-    told = [json.loads(each) for each in ranks.every(json.dumps(blocks).encode())]
+    told = [json.loads(each) for each in ranks.all_gather(json.dumps(blocks).encode())]
     links = to_the_next(LINK_BYTES, ranks, wire(ranks))
 
     paces = {kind: _of_the_slowest(told, kind, "pace") for kind in probe.kinds}
@@ -126,13 +127,15 @@ def _diagnosed(probe: RankProbe, ranks: Ranks, budget: float, watch: Watch) -> d
     not_measured = ({} if EXCHANGE in ceilings else {EXCHANGE: NOT_SHARED_SO, "straggler": NOT_SHARED_SO}) | why_not
     return {
         "verdict": verdict_of(straggler, ceilings, talk, rows, step),
-        "processes": ranks.world,
+        "processes": ranks.world_size,
         "backend": dist.get_backend(),
         "ranks": rows,
         "skew": skew_of(rows),
         "communication": talk,
         "straggler": straggler,
-        "links": [{"from": rank, "to": (rank + 1) % ranks.world, "bytes": LINK_BYTES, "seconds": each} for rank, each in enumerate(links)],
+        "links": [
+            {"from": rank, "to": (rank + 1) % ranks.world_size, "bytes": LINK_BYTES, "seconds": each} for rank, each in enumerate(links)
+        ],
         "ceilings": {name: ratio.to_json() for name, ratio in ceilings.items()},
         "speedup": speedup and speedup.to_json(),
         "threads": {"each": torch.get_num_threads(), "alone": threads_alone()},
@@ -153,11 +156,11 @@ def _diagnosed(probe: RankProbe, ranks: Ranks, budget: float, watch: Watch) -> d
 class RankProbe(Arm):
     """This rank's part of a run whose exchange of gradients and whose input can be switched off, block by block. All ranks call the same."""
 
-    def __init__(self, task: TaskRef, recipe: Recipe, device: str, seed: int, ranks: Ranks):
+    def __init__(self, task: TaskRef, recipe: Recipe, device: str, seed: int, ranks: ProcessGroupInfo):
         self.plain, self.waited, self.waits = recipe, 0.0, []
         self.steps = (nothing for nothing in ())
         methods = {**recipe.methods, outside_name(Timeline): {}}
-        super().__init__(task, methods, device, seed, dataclasses.replace(ranks, most=self._timed(ranks.most)))
+        super().__init__(task, methods, device, seed, dataclasses.replace(ranks, most=self._timed(ranks.all_reduce_max)))
 
     def program_of(self, task: Task) -> Program:
         """All batches and words of the other ranks are taken away with the input, so that is switched outermost."""
@@ -174,9 +177,9 @@ class RankProbe(Arm):
     def block(self, count: int, switched: tuple[str, ...]) -> dict:
         """So many steps: seconds of one, of one sample of the whole batch, of each phase, of the processor, and of every wait."""
         run = self.program.run
-        tape, away = run.kept["timeline"], taken_away(run)
-        before = [weight.detach().clone() for weight in run.module.parameters()] if EXCHANGE in switched else []
-        run.ranks.agree(False)  # all begin together
+        tape, away = run.checkpoint_state["timeline"], taken_away(run)
+        before = [weight.detach().clone() for weight in run.unwrapped_model.parameters()] if EXCHANGE in switched else []
+        run.ranks.any(False)  # all begin together
         self.waits, self.waited = [], 0.0
         away.update(switched)
         tape.start()
@@ -184,7 +187,7 @@ class RankProbe(Arm):
         phases = tape.stop()
         away.clear()
         with torch.no_grad():
-            for weight, was in zip(run.module.parameters(), before, strict=bool(before)):  # the same again on all ranks
+            for weight, was in zip(run.unwrapped_model.parameters(), before, strict=bool(before)):  # the same again on all ranks
                 weight.copy_(was)
         if not block["samples"]:
             raise Failure("the training ended within a block of steps")
@@ -231,7 +234,7 @@ class RankProbe(Arm):
         pass  # where ranks meet is what is measured
 
     def _switchable(self, program: Program) -> Callable:
-        micro, away, ranks = program.micro, taken_away(program.run), program.run.ranks
+        micro, away, ranks = program.forward_backward, taken_away(program.run), program.run.ranks
 
         def switchable(batch):
             if EXCHANGE not in away:
@@ -240,7 +243,7 @@ class RankProbe(Arm):
                 loss = micro(batch)
             if MEETING in away:
                 self._synchronise()
-                ranks.agree(False)
+                ranks.any(False)
                 self.waits.append(self.waited)
                 self.waited = 0.0
             return loss
@@ -260,7 +263,7 @@ class RankProbe(Arm):
 
 
 def _rounds(
-    probe: RankProbe, single: Arm | None, count: int, ranks: Ranks, until: float, watch: Watch
+    probe: RankProbe, single: Arm | None, count: int, ranks: ProcessGroupInfo, until: float, watch: Watch
 ) -> tuple[dict[str, list[dict]], list[float]]:
     """Blocks of every kind, in turns, and seconds of each exchange by itself."""
     blocks: dict[str, list[dict]] = {kind: [] for kind in (*probe.kinds, "alone")}
@@ -272,31 +275,31 @@ def _rounds(
             exchanges.append(seconds_of(exchange, EXCHANGES, ranks, probe.program.run.device))
         if single:  # the others wait for the first rank
             with _threads_of_one():
-                block = single.train(max(1, count // ranks.world))
+                block = single.train(max(1, count // ranks.world_size))
             blocks["alone"].append({"pace": block["seconds"] / block["samples"]})
         now = time.monotonic()
         left = min(until - now, (now - began) / number * (MOST_ROUNDS - number))
         watch("timing the ranks", min(1.0, (now - began) / max(1e-9, now - began + left)), max(0.0, left))
-        if ranks.agree(number >= LEAST_ROUNDS and now > until):
+        if ranks.any(number >= LEAST_ROUNDS and now > until):
             break
     return blocks, exchanges
 
 
-def _single(probe: RankProbe, ranks: Ranks) -> tuple[Arm | None, dict[str, str]]:
+def _single(probe: RankProbe, ranks: ProcessGroupInfo) -> tuple[Arm | None, dict[str, str]]:
     """On the first rank: the same training by one process, if there is memory enough for the whole batch; why not, on all."""
     single, why = None, ""
-    if ranks.leads:
-        machines = ranks.world / int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
+    if ranks.is_main_process:
+        machines = ranks.world_size / int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
         needed = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * machines  # what is free here is a rank's part of this machine
         try:
-            if probe.program.run.free_memory() < needed:
+            if probe.program.run.services.free_memory() < needed:
                 raise Failure("there may be too little memory to try one process")
-            single = Arm(probe.task, alone(probe.plain).methods, probe.device, probe.seed, ALONE)
+            single = Arm(probe.task, alone(probe.plain).methods, probe.device, probe.seed, SINGLE_PROCESS)
             with _threads_of_one():
                 single.build()
         except Exception as error:  # whatever a second copy of the task meets: the diagnosis is of the job
             single, why = None, str(error) or type(error).__name__
-    why = ranks.first(why.encode()).decode()
+    why = ranks.broadcast(why.encode()).decode()
     return single, {"speedup": why} if why else {}
 
 
@@ -311,10 +314,10 @@ def _threads_of_one() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _times_as_much(probe: RankProbe, ranks: Ranks) -> float:
+def _times_as_much(probe: RankProbe, ranks: ProcessGroupInfo) -> float:
     """How many times the devices, or the threads, of one process the job has."""
     on_cpu = probe.program.run.device.type == "cpu"
-    return ranks.world * (torch.get_num_threads() / threads_alone() if on_cpu else 1)
+    return ranks.world_size * (torch.get_num_threads() / threads_alone() if on_cpu else 1)
 
 
 def _of_the_slowest(told: list[dict], kind: str, what: str) -> list[float]:
@@ -323,13 +326,13 @@ def _of_the_slowest(told: list[dict], kind: str, what: str) -> list[float]:
 
 def _talks_less(card: Card) -> bool:
     """Whether a method changes how gradients travel, rather than what a process keeps."""
-    return TOGETHER in card.applies_to and "backward" in card.speeds and "whole weights" not in card.breaks
+    return TOGETHER in card.applies_to and "backward" in card.accelerates and "full_weights" not in card.invalidates
 
 
 def _goes_with(recipe: Recipe, name: str) -> bool:
     """Whether a method could be added: another strategy than the one in use would take its place, of which no phase of this one tells anything."""
     try:
-        refuse_conflicts(make_methods(recipe.with_method(name)))
+        check_conflicts(make_methods(recipe.with_method(name)))
     except Refusal:
         return False
     return True

@@ -9,8 +9,11 @@ from __future__ import annotations
 import dataclasses
 
 from hasten.contract.batch import size
-from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.card import Card, Exactness, WrapOrder
+from hasten.contract.data import Batches
 from hasten.contract.method import Method
+from hasten.contract.run_context import RunContext, TrainPlan
+from hasten.contract.types import StepFn
 from hasten.engine.find import method_names
 
 BATCH_FACTOR = 8
@@ -18,31 +21,31 @@ BATCH_SIZE = "batch_size"  # the ceiling that a larger batch gives, under the na
 
 
 def taken_away(run) -> set[str]:
-    """What of a run is switched off at the moment: "input" and "update" here, "logging" by the probe."""
-    return run.kept.setdefault("taken away", set())
+    """What of a run is switched off at the moment: "input" and "optimizer_step" here, "logging" by the probe."""
+    return run.checkpoint_state.setdefault("taken away", set())
 
 
 def _card(summary: str) -> Card:
     """Outermost, so that what the recipe's own methods do in that phase is taken away too."""
-    return Card(summary=summary, exactness=Exactness.OTHER_MATHS, order=Order.LAST, after=tuple(method_names()))
+    return Card(summary=summary, exactness=Exactness.CHANGES_TRAINING, order=WrapOrder.LAST, after=tuple(method_names()))
 
 
 class ReplayedBatch(Method):
     card = _card("gives the same batch again and again: input costs nothing")
 
-    def data(self, batches, run):
+    def data(self, batches: Batches, run: RunContext) -> Batches:
         if not batches.training:
             return batches
-        away, clock = taken_away(run), run.clock
+        away, progress = taken_away(run), run.progress
 
         def epoch(number, start):
             kept = None
             for batch in batches.epoch(number, start):
                 if kept is None or size(batch) > size(kept):  # the last of a pass may be short
-                    kept, counts = batch, (clock.whole, clock.weight)
+                    kept, counts = batch, (progress.global_batch_size, progress.loss_weight)
                 yield batch
                 while "input" in away:
-                    clock.whole, clock.weight = counts
+                    progress.global_batch_size, progress.loss_weight = counts
                     yield kept
 
         return dataclasses.replace(batches, epoch=epoch)
@@ -51,16 +54,16 @@ class ReplayedBatch(Method):
 class NoUpdate(Method):
     card = _card("leaves the weights as they are: the update costs nothing")
 
-    def update(self, update, run):
+    def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
         away = taken_away(run)
-        return lambda: None if "update" in away else update()
+        return lambda: None if "optimizer_step" in away else optimizer_step()
 
 
 class LargerBatch(Method):
     card = _card(f"{BATCH_FACTOR} times the batch: what every step costs whatever its size is paid {BATCH_FACTOR} times less often")
 
-    def loop(self, loop, run):
-        return dataclasses.replace(loop, batch_size=BATCH_FACTOR * loop.batch_size)
+    def plan(self, plan: TrainPlan, run: RunContext) -> TrainPlan:
+        return dataclasses.replace(plan, batch_size=BATCH_FACTOR * plan.batch_size)
 
 
 def outside_name(method: type[Method]) -> str:

@@ -9,11 +9,11 @@ LEAST_SHARE = 0.05  # of a step, that a rank has to be waited for to be called a
 MOST_BLOCKS = 0.75  # in which that has to be so
 LEAST_PART = 0.5  # of its lateness, that a cause has to explain
 SLOW_LINK = 2.0  # times what the others' links take
-CAUSES = {"data": ("input", "copy"), "compute": ("forward", "backward"), "update": ("gradients", "update")}
+CAUSES = {"data": ("input", "copy"), "compute": ("forward", "backward"), "optimizer": ("grad_transform", "optimizer_step")}
 WHY = {
     "data": "its data come late ({own} a step for its batches, {others} on the other ranks)",
     "compute": "its forward and backward pass take longer ({own}, {others} on the other ranks){processor}",
-    "update": "its optimizer takes longer ({own}, {others} on the other ranks)",
+    "optimizer": "its optimizer takes longer ({own}, {others} on the other ranks)",
     "unknown": "what holds it up lies outside of the phases that are timed",
 }
 PROCESSOR = {

@@ -12,8 +12,11 @@ from collections import Counter
 
 import torch
 
-from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.card import Card, Exactness, WrapOrder
+from hasten.contract.data import Batches
 from hasten.contract.method import Method
+from hasten.contract.run_context import RunContext
+from hasten.contract.types import BackwardFn, BatchFn, ForwardFn, OptimizerFactory, StepFn
 from hasten.engine.find import method_names
 
 BACKWARD_OVER_FORWARD = 2.0  # two matrix products for every one of forward: used where a replayed graph hides which is which
@@ -69,19 +72,19 @@ class Tape:
 
 
 class Timeline(Method):
-    """Leaves its Tape in ``run.kept``."""
+    """Leaves its Tape in ``run.checkpoint_state``."""
 
     card = Card(
         summary="times every phase of the step",
         exactness=Exactness.BIT_EXACT,
-        order=Order.LAST,
+        order=WrapOrder.LAST,
         after=tuple(method_names()),  # outermost: what another method adds to a phase belongs to that phase
     )
 
-    def data(self, batches, run):
+    def data(self, batches: Batches, run: RunContext) -> Batches:
         if not batches.training:
             return batches
-        tape = run.kept["timeline"] = Tape(run.device)
+        tape = run.checkpoint_state["timeline"] = Tape(run.device)
 
         def epoch(number, start):
             began, end = tape.now(), object()
@@ -94,53 +97,53 @@ class Timeline(Method):
 
         return dataclasses.replace(batches, epoch=epoch)
 
-    def optimizer(self, make, run):
+    def optimizer(self, make: OptimizerFactory, run: RunContext) -> OptimizerFactory:
         def make_timed(model):
             made = make(model)
             return (made[0], _TimedSchedule(made[1], _tape(run))) if isinstance(made, tuple) and made[1] is not None else made
 
         return make_timed
 
-    def batch(self, move, run):
-        return _tape(run).timed("copy", move)
+    def batch_transform(self, to_device: BatchFn, run: RunContext) -> BatchFn:
+        return _tape(run).timed("copy", to_device)
 
-    def forward(self, forward, run):
+    def forward(self, forward: ForwardFn, run: RunContext) -> ForwardFn:
         return _tape(run).timed("forward", forward)
 
-    def backward(self, backward, run):
+    def backward(self, backward: BackwardFn, run: RunContext) -> BackwardFn:
         return _tape(run).timed("backward", backward)
 
-    def micro(self, micro, run):
-        return _tape(run).timed("micro", micro)
+    def forward_backward(self, forward_backward: ForwardFn, run: RunContext) -> ForwardFn:
+        return _tape(run).timed("forward_backward", forward_backward)
 
-    def gradients(self, gradients, run):
-        return _tape(run).timed("gradients", gradients)
+    def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
+        return _tape(run).timed("grad_transform", grad_transform)
 
-    def update(self, update, run):
-        return _tape(run).timed("update", update)
+    def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
+        return _tape(run).timed("optimizer_step", optimizer_step)
 
-    def clear(self, clear, run):
-        return _tape(run).timed("update", clear)
+    def zero_grad(self, zero_grad: StepFn, run: RunContext) -> StepFn:
+        return _tape(run).timed("optimizer_step", zero_grad)
 
 
 class _TimedSchedule:
     """A schedule whose steps count as part of the update."""
 
     def __init__(self, schedule, tape: Tape):
-        self.schedule, self.step = schedule, tape.timed("update", schedule.step)
+        self.schedule, self.step = schedule, tape.timed("optimizer_step", schedule.step)
 
     def __getattr__(self, name: str):
         return getattr(self.schedule, name)
 
 
 def _tape(run) -> Tape:
-    return run.kept["timeline"]
+    return run.checkpoint_state["timeline"]
 
 
 def _forward_and_backward(seconds: Counter[str]) -> dict[str, float]:
     """``micro`` holds both halves: divided as they were seen inside it, or by their usual proportion."""
-    whole = seconds.pop("micro", 0.0)
+    whole = seconds.pop("forward_backward", 0.0)
     halves = (seconds["forward"], seconds["backward"]) if seconds["forward"] else (1.0, BACKWARD_OVER_FORWARD)
-    names = ("input", "copy", "forward", "backward", "gradients", "update")
+    names = ("input", "copy", "forward", "backward", "grad_transform", "optimizer_step")
     divided = {name: whole * half / sum(halves) for name, half in zip(("forward", "backward"), halves, strict=True)}
     return {name: divided.get(name, seconds[name]) for name in names}

@@ -13,7 +13,7 @@ MOST_OF_THE_TIME = 2.0  # the gain from which on a phase is the cause, even if a
 
 CAUSES = {
     "input": "waiting for the next batch takes {input:.0%} of the time; if batches came for free, training would be {gain:.2f}x as fast",
-    "update": "the optimizer's update takes {update:.0%} of the time; if it were free, training would be {gain:.2f}x as fast",
+    "optimizer_step": "the optimizer's update takes {optimizer_step:.0%} of the time; if it were free, training would be {gain:.2f}x as fast",
     "evaluation": "measuring the metric takes {evaluation:.0%} of the time; without it, training would be {gain:.2f}x as fast",
     "logging": "the loop and its log take {logging:.0%} of the time; without the log, training would be {gain:.2f}x as fast",
     "allocator": "the operating system takes {system:.0%} of the processors' time, with {faults:.0f} page faults a step: "
@@ -31,7 +31,7 @@ COST_OF_READING = {
 
 def gains(anatomy: Anatomy, headroom: Mapping[str, float]) -> dict[str, float]:
     """What every possible cause could give: as measured, or else as the timeline and the system time bound it."""
-    bounds = {phase: amdahl(anatomy.phases[phase]) for phase in ("input", "update", "evaluation")}
+    bounds = {phase: amdahl(anatomy.phases[phase]) for phase in ("input", "optimizer_step", "evaluation")}
     return bounds | {"allocator": amdahl(anatomy.system_share) if anatomy.faults_show else 1.0} | dict(headroom)
 
 

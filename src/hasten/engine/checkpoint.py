@@ -21,17 +21,17 @@ from safetensors.torch import save
 from hasten.contract.batch import tensors
 from hasten.contract.data import Batches
 from hasten.contract.errors import Failure, Notice, one_line
-from hasten.contract.method import Run
-from hasten.contract.ranks import Ranks
+from hasten.contract.ranks import ProcessGroupInfo
+from hasten.contract.run_context import ParallelContext, RunContext
 from hasten.contract.sharded import own_part, pieces, put_together, shared_out_like, whole
 from hasten.engine.failures import disk_trouble
 from hasten.engine.folder import GO_ON, write_whole
 from hasten.engine.plan import Program
 from hasten.engine.seeds import derived, random_state, restore_random_state, set_seeds, undisturbed
 
-SHARED_OUT = ("model", "optimizer", "kept")  # what of a state ranks may have parts of
+SHARED_OUT = ("model", "optimizer", "checkpoint_state")  # what of a state ranks may have parts of
 OF_RANK = "-of-rank-"  # in the name of a file that holds another rank's part
-PLACE = ("step", "epoch", "batch", "samples")  # of the clock; the rest belongs to the step that is done
+PLACE = ("step", "epoch", "batch", "samples")  # of the progress; the rest belongs to the step that is done
 KEPT = 2  # files: the newest, and the one before it in case the newest is damaged
 
 
@@ -44,7 +44,7 @@ class Checkpoints:
 
     def save(self, state: dict, rank: int = 0) -> None:
         """Writes a checkpoint, or a rank's part of it."""
-        path = self.folder / _file_of(state["clock"]["step"], rank)
+        path = self.folder / _file_of(state["progress"]["step"], rank)
         write_whole(path, lambda file: torch.save(state, file))
         if not self.whole:
             self._warn_if_unloadable(path)
@@ -77,7 +77,7 @@ class Checkpoints:
 
     def _with_parts(self, state: dict) -> dict:
         """The same with what the other ranks have written of it."""
-        others = [self.folder / _file_of(state["clock"]["step"], rank) for rank in range(1, state.get("parts", 1))]
+        others = [self.folder / _file_of(state["progress"]["step"], rank) for rank in range(1, state.get("parts", 1))]
         if not others:
             return state
         if missing := next((path.name for path in others if not path.exists()), None):
@@ -107,12 +107,12 @@ def _file_of(step: int | str, rank: int) -> str:
     return f"step-{step:0>10}{f'{OF_RANK}{rank}' if rank else ''}.pt"
 
 
-def seen_by_all(ranks: Ranks, folder: Path | None) -> Path | None:
+def seen_by_all(ranks: ProcessGroupInfo, folder: Path | None) -> Path | None:
     """The first rank's folder, where every rank sees it on its own disk; None where one does not."""
     token = b"" if folder is None else json.dumps([str(folder), os.stat(folder).st_mtime_ns]).encode()
-    place, changed = json.loads(ranks.first(token) or b'["", 0]')
+    place, changed = json.loads(ranks.broadcast(token) or b'["", 0]')
     unseen = not place or not os.path.exists(place) or os.stat(place).st_mtime_ns != changed
-    return None if ranks.agree(unseen) else Path(place)
+    return None if ranks.any(unseen) else Path(place)
 
 
 def loaded(path: Path) -> dict:
@@ -129,53 +129,58 @@ def state_of(program: Program, in_parts: bool = False) -> dict:
     All ranks have to ask at once. ``in_parts``: every rank gets what it has of tensors that are shared out; else the first one gets them whole.
     """
     run, ranks = program.run, program.run.ranks
-    own = {"random": random_now(program.train), "own": {name: thing.state_dict() for name, thing in run.own.items()}}
-    everybodys = [own] if ranks.alone else [unpacked(state) for state in ranks.to_first(packed(own))]
+    parallel = run.parallel or ParallelContext(ranks)
+    own = {"random": random_now(program.train), "rank_state": {name: thing.state_dict() for name, thing in parallel.rank_state.items()}}
+    everybodys = [own] if ranks.is_single_process else [unpacked(state) for state in ranks.gather(packed(own))]
     shared_out = {
-        "model": run.mean(run.module.state_dict()),
-        "optimizer": run.mean(_optimizer_state(run)),
-        "kept": {name: thing.state_dict() for name, thing in run.kept.items()},
+        "model": parallel.merge_rank_states(run.unwrapped_model.state_dict()),
+        "optimizer": parallel.merge_rank_states(_optimizer_state(run)),
+        "checkpoint_state": {name: thing.state_dict() for name, thing in run.checkpoint_state.items()},
     }
-    if not ranks.alone:
-        shared_out = pieces(shared_out, keep=ranks.leads or run.apart) if in_parts else gathered(shared_out, run)
+    if not ranks.is_single_process:
+        shared_out = pieces(shared_out, keep=ranks.is_main_process or parallel.is_model_parallel) if in_parts else gathered(shared_out, run)
     return shared_out | {
         "schedule": program.schedule.state_dict() if program.schedule is not None else None,
-        "clock": {name: getattr(run.clock, name) for name in PLACE},
+        "progress": {name: getattr(run.progress, name) for name in PLACE},
         "random": own["random"],
         "other ranks": [state["random"] for state in everybodys[1:]],
-        "own": [state["own"] for state in everybodys],
-        "parts": ranks.world if in_parts else 1,
-        "save": ranks.first(os.urandom(8)).hex(),  # what tells its parts from those of another
+        "rank_state": [state["rank_state"] for state in everybodys],
+        "parts": ranks.world_size if in_parts else 1,
+        "save": ranks.broadcast(os.urandom(8)).hex(),  # what tells its parts from those of another
     }
 
 
-def _optimizer_state(run: Run) -> dict:
+def _optimizer_state(run: RunContext) -> dict:
     """What this rank knows of the weights that it has."""
     state = run.optimizer.state_dict()
-    if run.apart:
+    if _is_model_parallel(run):
         own = {number for weight, number in _numbered(run.optimizer, state) if not weight.is_meta}
         state["state"] = {number: known for number, known in state["state"].items() if number in own}
     return state
 
 
-def is_shared_out(run: Run) -> bool:
+def _is_model_parallel(run: RunContext) -> bool:
+    return run.parallel is not None and run.parallel.is_model_parallel
+
+
+def is_shared_out(run: RunContext) -> bool:
     """Whether any rank has but a part of some weight, or of what the optimizer knows of it."""
-    held = [*run.module.parameters(), *(weight for group in run.optimizer.param_groups for weight in group["params"])]
-    return run.apart or any(own_part(weight) is not weight for weight in held)
+    held = [*run.unwrapped_model.parameters(), *(weight for group in run.optimizer.param_groups for weight in group["params"])]
+    return _is_model_parallel(run) or any(own_part(weight) is not weight for weight in held)
 
 
-def resting(run: Run) -> list[torch.Tensor]:
+def resting(run: RunContext) -> list[torch.Tensor]:
     """What of a run's state nothing but the update changes. Weights that do not learn may follow others in the forward pass, unseen (``.data.mul_()``)."""
-    held = [*(weight for weight in run.module.parameters() if weight.requires_grad), *tensors(dict(run.optimizer.state))]
+    held = [*(weight for weight in run.unwrapped_model.parameters() if weight.requires_grad), *tensors(dict(run.optimizer.state))]
     return [own_part(tensor).detach() for tensor in held if not tensor.is_meta]
 
 
-def gathered(state: dict, run: Run) -> dict:
+def gathered(state: dict, run: RunContext) -> dict:
     """A model's state, or anything of its weights, whole on the first rank; another has what it holds of it. All have to ask at once."""
-    if not run.apart:
-        return whole(state, run.ranks.leads)
-    told = packed(pieces(state)) if run.ranks.rank < run.replica else b""  # the first copy is enough
-    parts = [unpacked(part) for part in run.ranks.to_first(told) if part]
+    if not _is_model_parallel(run):
+        return whole(state, run.ranks.is_main_process)
+    told = packed(pieces(state)) if run.ranks.rank < run.parallel.model_parallel_size else b""  # the first copy is enough
+    parts = [unpacked(part) for part in run.ranks.gather(told) if part]
     return put_together(parts) if parts else state
 
 
@@ -187,35 +192,37 @@ def restore(program: Program, state: dict) -> None:
     """
     run = program.run
     try:
-        there = run.module.state_dict()
-        run.module.load_state_dict({name: shared_out_like(value, there.get(name)) for name, value in state["model"].items()})
+        there = run.unwrapped_model.state_dict()
+        run.unwrapped_model.load_state_dict({name: shared_out_like(value, there.get(name)) for name, value in state["model"].items()})
         optimizer = _for_parameters_of(run.optimizer, state["optimizer"])
         run.optimizer.load_state_dict(optimizer)
         _keep_types(run.optimizer, optimizer)
         if program.schedule is not None:
             program.schedule.load_state_dict(state["schedule"])
-        everybodys = state.get("own", [])  # which earlier hastens did not have
-        for name, thing in run.kept.items():
-            if name in state["kept"] or len(everybodys) == run.ranks.world:  # a strategy keeps nothing where it is alone
-                thing.load_state_dict(state["kept"][name])
+        everybodys = state.get("rank_state", [])  # which earlier hastens did not have
+        for name, thing in run.checkpoint_state.items():
+            if name in state["checkpoint_state"] or len(everybodys) == run.ranks.world_size:  # a strategy keeps nothing where it is alone
+                thing.load_state_dict(state["checkpoint_state"][name])
         _restore_own(run, everybodys)
     except Exception as error:
         raise Failure(
             f"the checkpoint does not fit the task as it is now: {one_line(error)}; choose another --out to start anew"
         ) from error
     for name in PLACE:
-        setattr(run.clock, name, state["clock"][name])
+        setattr(run.progress, name, state["progress"][name])
 
 
-def _restore_own(run: Run, everybodys: list[dict]) -> None:
-    if not run.own or not everybodys:
+def _restore_own(run: RunContext, everybodys: list[dict]) -> None:
+    if run.parallel is None or not run.parallel.rank_state or not everybodys:
         return
-    if len(everybodys) == run.ranks.world:
-        for name, thing in run.own.items():
+    if len(everybodys) == run.ranks.world_size:
+        for name, thing in run.parallel.rank_state.items():
             thing.load_state_dict(everybodys[run.ranks.rank][name])
-    elif run.ranks.leads:
-        told = f"{len(everybodys)} processes trained this run and {run.ranks.world} go on with it: what each had of its own starts anew"
-        warnings.warn(f"{told} ({', '.join(run.own)})", Notice, stacklevel=2)
+    elif run.ranks.is_main_process:
+        told = (
+            f"{len(everybodys)} processes trained this run and {run.ranks.world_size} go on with it: what each had of its own starts anew"
+        )
+        warnings.warn(f"{told} ({', '.join(run.parallel.rank_state)})", Notice, stacklevel=2)
 
 
 def exported(weights: dict) -> bytes:
@@ -264,24 +271,24 @@ def taken_up(batches: Batches, start_of_pass: dict | None, now: dict) -> Callabl
     return epoch
 
 
-def draw_alike(ranks: Ranks, batches: Batches) -> None:
+def draw_alike(ranks: ProcessGroupInfo, batches: Batches) -> None:
     """From here on all ranks draw what rank 0 draws, so that they read a source that cannot be sought in the same order."""
-    if not ranks.alone:
+    if not ranks.is_single_process:
         drawn = random_now(batches)
         drawn["process"].pop("cuda", None)  # a source draws on the host; each rank's GPU goes on with what the model draws
-        restore_random(batches, unpacked(ranks.first(packed(drawn))))
+        restore_random(batches, unpacked(ranks.broadcast(packed(drawn))))
 
 
-def random_of(run: Run, state: dict) -> dict:
+def random_of(run: RunContext, state: dict) -> dict:
     """This rank's random state in a checkpoint; a rank that there was not then begins with one of its own. Those of one stage draw alike."""
-    rank = run.ranks.rank - run.ranks.rank % run.shards
+    rank = run.ranks.rank - run.ranks.rank % (run.parallel.tp_size if run.parallel else 1)
     others = state.get("other ranks", [])
     if rank <= len(others):
         return [state["random"], *others][rank]
     if state["start of pass"] is not None:  # the source cannot be sought, and all draw alike from it
         return state["random"]
     with undisturbed():
-        set_seeds(derived(run.seed, rank, state["clock"]["step"]))
+        set_seeds(derived(run.seed, rank, state["progress"]["step"]))
         return {"process": random_state(), "generators": state["random"]["generators"]}
 
 

@@ -14,19 +14,22 @@ import re
 import sys
 from pathlib import Path
 
+import torch
 from torch.utils.data import DataLoader
 
 import hasten
 from hasten.contract.errors import Refusal
 from hasten.contract.method import Method
 from hasten.contract.recipe import Recipe
+from hasten.contract.run_context import RunContext
 from hasten.contract.task import Task
 from hasten.engine import metrics, sources, tasks
+from hasten.engine.composition import applicable_methods
 from hasten.engine.devices import pick_device
 from hasten.engine.failures import explained
 from hasten.engine.find import make_methods
 from hasten.engine.flatten import Flat, flatten
-from hasten.engine.plan import build, in_order
+from hasten.engine.plan import build
 from hasten.engine.straight import literal, straight_lines
 
 OURS = ("hasten", "hasten_workloads")
@@ -49,16 +52,17 @@ def eject(task, recipe=None, *, device: str | None = None) -> str:
     """
     ref = tasks.TaskRef.of(task)
     function = _function_behind(ref)
-    methods = in_order(make_methods(recipe := Recipe.read(recipe)))
+    loaded = ref.load()
+    metrics.higher_is_better(loaded)
+    recipe, device_now = Recipe.read(recipe), pick_device(device)
+    methods = applicable_methods(make_methods(recipe), RunContext(torch.device(device_now), loaded))
     copied = {function.__module__, *(type(method).__module__ for method in methods)}
 
     def inline(module: str) -> bool:
         return module in copied or (module.partition(".")[0] in OURS and not f"{module}.".startswith(f"{DATA}."))
 
-    loaded = ref.load()
-    metrics.higher_is_better(loaded)
     try:
-        program = build(loaded, methods, device=pick_device(device))
+        program = build(loaded, methods, device=device_now)
     except Exception as error:
         raise explained(error, "building the run", loaded.batch_size or 0) from error
     _refuse_others_workers(program.task, methods)
@@ -94,6 +98,7 @@ def _smaller_parts(task: Task, methods: list[Method]) -> dict:
         (Task.__module__, "Task"): "\n".join(
             ["@dataclass(frozen=True, kw_only=True)", "class Task:", '    """What is trained."""', "", *fields]
         ),
+        (RunContext.__module__, "RunContext"): inspect.getsource(RunContext).replace("ParallelContext | None", "None"),
         (metrics.__name__, "METRICS"): f"METRICS = {{{_known_metric(task.metric)}}}",
     }
     classes = {cls for method in methods for cls in type(method).__mro__} - {Method, object}

@@ -42,7 +42,7 @@ def explained(error: Exception, where: str, batch_size: int) -> Failure | Refusa
 
 
 def place(step: int, epoch: int, batch: int) -> str:
-    """Where in a run something happened, as people count: from 1. ``epoch`` and ``batch`` as the clock does, from 0."""
+    """Where in a run something happened, as people count: from 1. ``epoch`` and ``batch`` as the progress does, from 0."""
     return f"step {step} (pass {epoch + 1}, batch {batch + 1})"
 
 

@@ -23,11 +23,11 @@ from pathlib import Path
 import hasten.methods
 from hasten.contract.card import Card
 from hasten.contract.errors import Refusal, nearest, one_line
-from hasten.contract.method import HOOKS, Method, check_settings
+from hasten.contract.method import HOOKS, Method, validate_options
 from hasten.contract.recipe import Recipe
 
 ENTRY_POINTS = "hasten.methods"
-TOGETHER = "several processes"  # the fact that methods rely on which change what these are to each other
+TOGETHER = "distributed"  # the fact that methods rely on which change what these are to each other
 DATA = {bool, int, float, str, type(None)}  # what a setting may be
 
 
@@ -73,7 +73,7 @@ def make_method(name: str, settings: dict | None = None) -> Method:
     try:
         method = cls(**checked)
         if fields:
-            check_settings(method)  # a __post_init__ of its own may have replaced ours
+            validate_options(method)  # a __post_init__ of its own may have replaced ours
         return method
     except ValueError as error:
         raise Refusal(f"{name}: {error}") from None

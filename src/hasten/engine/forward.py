@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from hasten.contract import batch as batches
 from hasten.contract.errors import Failure
+from hasten.contract.run_context import TrainProgress
+from hasten.contract.types import Batch, ForwardFn, LossFn
 
 
-def forward_of(model: torch.nn.Module, loss: Callable, own: bool) -> Callable:
+def forward_of(model: torch.nn.Module, loss: LossFn, own: bool) -> ForwardFn:
     """``(batch) -> loss``; ``own``: the model returns its loss itself."""
     if own:
         return lambda batch: loss(*call_model(model, batch, own=True))
@@ -62,3 +63,22 @@ def refuse_loss(loss) -> NoReturn:
 
 def _shown(loss) -> str:
     return "None" if loss is None else f"{loss!r:.40} ({type(loss).__name__})"
+
+
+def accumulate_gradients(forward_backward: ForwardFn, microbatches: int, progress: TrainProgress, readers: int = 1) -> ForwardFn:
+    """Forward and backward on the microbatches of a batch, each weighted by its share of the samples; all ranks have as many.
+
+    Args:
+        readers: ranks that read different samples.
+    """
+
+    def accumulated(batch: Batch) -> Any:
+        samples, loss = batches.size(batch), 0.0
+        fewest = samples if progress.global_batch_size < readers else progress.global_batch_size // readers
+        pieces = batches.pieces(batch, min(microbatches, fewest))
+        for index, piece in enumerate(pieces, 1):
+            progress.microbatch_fraction, progress.is_last_microbatch = batches.size(piece) / samples, index == len(pieces)
+            loss = loss + forward_backward(piece).detach() * progress.microbatch_fraction
+        return loss
+
+    return accumulated

@@ -20,12 +20,12 @@ from hasten.engine.seeds import undisturbed
 
 
 def steps(program: Program) -> Iterator[torch.Tensor]:
-    """Trains from where the clock stands to the end of the plan; yields each step's loss: a number, but still on the device."""
+    """Trains from the current progress to the end of the plan; yields each step's loss: a number, but still on the device."""
     while not finished(program):
-        before = program.run.clock.step
+        before = program.run.progress.step
         yield from rest_of_pass(program)
-        if program.run.clock.step == before:
-            raise no_batch(program.run.clock.epoch)
+        if program.run.progress.step == before:
+            raise no_batch(program.run.progress.epoch)
 
 
 def no_batch(number: int) -> Failure:
@@ -37,32 +37,33 @@ def no_batch(number: int) -> Failure:
 
 def finished(program: Program) -> bool:
     """Whether the plan has been carried out."""
-    clock, loop = program.run.clock, program.loop
-    return clock.epoch >= loop.epochs or (loop.steps is not None and clock.step >= loop.steps)
+    progress, plan = program.run.progress, program.plan
+    return progress.epoch >= plan.epochs or (plan.steps is not None and progress.step >= plan.steps)
 
 
 def rest_of_pass(program: Program) -> Iterator[torch.Tensor]:
-    """As ``steps``, to the end of the pass over the data that the clock stands in."""
-    clock, loop, schedule = program.run.clock, program.loop, program.schedule
-    move, micro, gradients, update, clear = program.move, program.micro, program.gradients, program.update, program.clear
-    last_step = loop.steps if loop.steps is not None else float("inf")
-    for batch in program.train.epoch(clock.epoch, clock.batch):
-        batch = move(batch)
+    """As ``steps``, to the end of the current epoch."""
+    progress, plan, schedule = program.run.progress, program.plan, program.schedule
+    to_device, forward_backward, grad_transform = program.to_device, program.forward_backward, program.grad_transform
+    optimizer_step, zero_grad = program.optimizer_step, program.zero_grad
+    last_step = plan.steps if plan.steps is not None else float("inf")
+    for batch in program.train.epoch(progress.epoch, progress.batch):
+        batch = to_device(batch)
         loss = None  # the graph of the step before goes now: freed before its own update, it costs 10 microseconds
-        loss = micro(batch)
-        gradients()
-        update()
-        clear()
+        loss = forward_backward(batch)
+        grad_transform()
+        optimizer_step()
+        zero_grad()
         if schedule is not None:
             schedule.step()
-        clock.step += 1
-        clock.batch += 1
-        clock.samples += clock.whole or size(batch)
+        progress.step += 1
+        progress.batch += 1
+        progress.samples += progress.global_batch_size or size(batch)
         yield loss.detach()
-        if clock.step >= last_step:
+        if progress.step >= last_step:
             return
-    clock.epoch += 1
-    clock.batch = 0
+    progress.epoch += 1
+    progress.batch = 0
 
 
 def evaluate(program: Program) -> Measured:
@@ -74,8 +75,17 @@ def evaluate(program: Program) -> Measured:
         Failure: a metric that is not a number.
     """
     model, ranks = program.export(), program.run.ranks
-    measured = _measured(program, model) if ranks.leads or program.run.joint else None
-    return measured if ranks.alone else Measured(**json.loads(ranks.first(json.dumps(vars(measured)).encode() if ranks.leads else b"")))
+    measured = _measured(program, model) if ranks.is_main_process or _all_ranks_evaluate(program) else None
+    return (
+        measured
+        if ranks.is_single_process
+        else Measured(**json.loads(ranks.broadcast(json.dumps(vars(measured)).encode() if ranks.is_main_process else b"")))
+    )
+
+
+def _all_ranks_evaluate(program: Program) -> bool:
+    parallel = program.run.parallel
+    return parallel is not None and parallel.eval_needs_all_ranks
 
 
 def _measured(program: Program, model: torch.nn.Module) -> Measured:
@@ -83,9 +93,8 @@ def _measured(program: Program, model: torch.nn.Module) -> Measured:
     metric, own = metric_of(task), task.loss is None
     modes = [(module, module.training) for module in model.modules()]  # parts may be frozen in evaluation mode
     loss_of, device = own_loss if own else task.loss, program.run.device
-    without_gradients = (
-        torch.no_grad if program.run.joint else torch.inference_mode
-    )  # a sharded model gathers weights, and trains on with them
+    # a sharded model gathers weights, and trains on with them: not in inference mode
+    without_gradients = torch.no_grad if _all_ranks_evaluate(program) else torch.inference_mode
 
     def to_device(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device, non_blocking=True)
@@ -94,7 +103,7 @@ def _measured(program: Program, model: torch.nn.Module) -> Measured:
     try:
         with undisturbed(), without_gradients():
             for batch in program.validation.epoch(0, 0):
-                batch = map_tensors(to_device, batch)  # not program.move: that one may augment
+                batch = map_tensors(to_device, batch)  # not program.to_device: that one may augment
                 output, target = call_model(model, batch, own)
                 metric.update(output, target, loss_of(output, target), size(batch))
         return metric.result()

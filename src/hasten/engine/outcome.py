@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hasten.contract.method import Evaluation, Run
+from hasten.contract.run_context import Evaluation, RunContext
 from hasten.contract.task import Task
 from hasten.engine.metrics import higher_is_better, name_of
 from hasten.engine.observers import number_or_none
 
 
-def outcome(task: Task, run: Run, history: list[Evaluation], seconds_at: list[float]) -> dict:
+def outcome(task: Task, run: RunContext, history: list[Evaluation], seconds_at: list[float]) -> dict:
     """The metrics of a run and when its target was reached.
 
     Args:
@@ -30,13 +30,13 @@ def outcome(task: Task, run: Run, history: list[Evaluation], seconds_at: list[fl
         "reached": at is not None,
         "seconds_to_target": seconds_at[at] if at is not None else None,
         "samples_to_target": history[at].samples if at is not None else None,
-        "steps": run.clock.step,
-        "samples": run.clock.samples,
+        "steps": run.progress.step,
+        "samples": run.progress.samples,
         "evaluations": [
             {"step": evaluation.step, "samples": evaluation.samples, "metric": metric, "seconds": seconds}
             for evaluation, metric, seconds in zip(history, metrics, seconds_at, strict=True)
         ],
-        "idle": [list(pair) for pair in run.idle],
+        "idle": [list(pair) for pair in run.no_effect],
         "task": task.name,
         "seed": run.seed,
         "device": str(run.device),

@@ -1,7 +1,7 @@
 """When a run pauses between two steps, and for what: progress, the log, a checkpoint, the end.
 
-A run alone looks at the clock after every step. The ranks of a job cannot, since all of them have to pause at the same step: there the first
-one's clock says at each pause which step the next one is at; the slower their network, the later.
+A run alone looks at the progress after every step. The ranks of a job cannot, since all of them have to pause at the same step: there the first
+one's progress says at each pause which step the next one is at; the slower their network, the later.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 from time import perf_counter
 
-from hasten.contract.method import Run
+from hasten.contract.run_context import RunContext
 from hasten.engine.observers import PROGRESS_EVERY
 
 STEPS_BETWEEN_LOGS = 1000
@@ -38,18 +38,18 @@ class Pauses:
         keeps: somebody keeps checkpoints.
     """
 
-    def __init__(self, run: Run, asked: list, every: float, keeps: bool):
-        self.clock, self.ranks, self.asked, self.every, self.keeps = run.clock, run.ranks, asked, every, keeps
-        self.together, self.parent = not run.ranks.alone, os.getppid()
+    def __init__(self, run: RunContext, asked: list, every: float, keeps: bool):
+        self.progress, self.ranks, self.asked, self.every, self.keeps = run.progress, run.ranks, asked, every, keeps
+        self.together, self.parent = not run.ranks.is_single_process, os.getppid()
         self.logged = self.saved = self.latest = self.next = perf_counter()
-        self.latest_step = self.next_step = run.clock.step
+        self.latest_step = self.next_step = run.progress.step
         self.saving = 0.0  # seconds that the latest checkpoint took
         self.word = 0.0  # seconds that ranks take at least to tell each other
 
     def is_time(self, unread: int) -> bool:
         """Whether to pause now, with so many losses not fetched yet."""
         if self.together:
-            return self.clock.step >= self.next_step
+            return self.progress.step >= self.next_step
         return bool(self.asked) or unread >= STEPS_BETWEEN_LOGS or perf_counter() >= self.next
 
     def wishes(self, unread: int) -> Wishes:
@@ -59,12 +59,12 @@ class Pauses:
         save = self.keeps and (asked or now >= self._next_save())
         if not self.together:
             return Wishes(asked, log, save)
-        first = (log, save, self._steps_ahead(now)) if self.ranks.leads else (False, False, 0)
+        first = (log, save, self._steps_ahead(now)) if self.ranks.is_main_process else (False, False, 0)
         began = perf_counter()
-        stop, log, save, steps = self.ranks.most([asked, *first])
+        stop, log, save, steps = self.ranks.all_reduce_max([asked, *first])
         self.word = min(self.word or math.inf, perf_counter() - began)
-        self.latest, self.latest_step = now, self.clock.step
-        self.next_step = self.clock.step + int(steps)
+        self.latest, self.latest_step = now, self.progress.step
+        self.next_step = self.progress.step + int(steps)
         return Wishes(stop > 0, log > 0, self.keeps and (stop > 0 or save > 0))
 
     def is_asked(self) -> bool:
@@ -80,6 +80,6 @@ class Pauses:
         return self.saved + (max(self.every, self.saving / SHARE_FOR_CHECKPOINTS) if self.every else 0.0)
 
     def _steps_ahead(self, now: float) -> int:
-        pace = (self.clock.step - self.latest_step) / max(now - self.latest, 1e-6)
+        pace = (self.progress.step - self.latest_step) / max(now - self.latest, 1e-6)
         seconds = max(PROGRESS_EVERY, self.word / SHARE_FOR_WORDS)
         return min(max(round(pace * seconds), 1), MOST_AHEAD) if self.every else 1

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from hasten.contract.errors import Aftermath, Failure, Refusal, Silence, one_line
-from hasten.contract.ranks import PATIENCE, Ranks
+from hasten.contract.ranks import PATIENCE, ProcessGroupInfo
 
 LEFT_ALONE = "another rank has ended without a word"
 GONE = ("closed by peer", "reset by peer", "Broken pipe", "pair closure", "remote process exited")  # in the words of gloo or NCCL
@@ -27,7 +27,7 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @contextmanager
-def joined(device: str, patience: float = PATIENCE) -> Iterator[Ranks]:
+def joined(device: str, patience: float = PATIENCE) -> Iterator[ProcessGroupInfo]:
     """The ranks of the job that this process was started in; itself alone where there is none.
 
     Args:
@@ -39,7 +39,7 @@ def joined(device: str, patience: float = PATIENCE) -> Iterator[Ranks]:
     """
     world = os.environ.get("WORLD_SIZE", "1")
     if not dist.is_initialized() and world == "1":
-        yield Ranks()
+        yield ProcessGroupInfo()
         return
     own_group = not dist.is_initialized()
     with _ended_at_once(), _told_as_ours(patience):
@@ -58,19 +58,19 @@ def joined(device: str, patience: float = PATIENCE) -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
-def by_the_first(ranks: Ranks, make: Callable):
+def by_the_first(ranks: ProcessGroupInfo, make: Callable):
     """What ``make()`` gives on rank 0, None elsewhere; what is refused there ends all of them.
 
     Raises:
         Refusal, Failure: what ``make`` raised. Aftermath: on the other ranks.
     """
     made = trouble = None
-    if ranks.leads:
+    if ranks.is_main_process:
         try:
             made = make()
         except (Refusal, Failure) as error:
             trouble = error
-    told = ranks.first(b"" if trouble is None else (str(trouble) or type(trouble).__name__).encode()).decode()
+    told = ranks.broadcast(b"" if trouble is None else (str(trouble) or type(trouble).__name__).encode()).decode()
     if trouble is not None:
         raise trouble
     if told:
@@ -78,7 +78,7 @@ def by_the_first(ranks: Ranks, make: Callable):
     return made
 
 
-def refuse_strangers(ranks: Ranks, told: dict[str, str]) -> None:
+def refuse_strangers(ranks: ProcessGroupInfo, told: dict[str, str]) -> None:
     """Makes sure that all ranks are about to do the same.
 
     Args:
@@ -87,7 +87,7 @@ def refuse_strangers(ranks: Ranks, told: dict[str, str]) -> None:
     Raises:
         Refusal: some rank differs; which, and in what.
     """
-    answers = [json.loads(answer) for answer in ranks.every(json.dumps(told).encode())]
+    answers = [json.loads(answer) for answer in ranks.all_gather(json.dumps(told).encode())]
     for rank, answer in enumerate(answers):
         for what, here in answers[0].items():
             if answer[what] != here:
@@ -175,7 +175,7 @@ def _ended_at_once() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _ranks(group: dist.ProcessGroup) -> Ranks:
+def _ranks(group: dist.ProcessGroup) -> ProcessGroupInfo:
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def reduced(numbers: Sequence[float], how: dist.ReduceOp) -> list[float]:
@@ -205,11 +205,11 @@ def _ranks(group: dist.ProcessGroup) -> Ranks:
         padded = _tensor(given + bytes(max(lengths) - len(given)))
         return lengths, padded, [torch.empty_like(padded) for _ in range(world)] if rank in on else []
 
-    return Ranks(
+    return ProcessGroupInfo(
         rank, world, int(os.environ.get("LOCAL_RANK", rank)),
-        total=lambda numbers: reduced(numbers, dist.ReduceOp.SUM),
-        most=lambda numbers: reduced(numbers, dist.ReduceOp.MAX),
-        first=first, every=every, to_first=to_first,
+        all_reduce_sum=lambda numbers: reduced(numbers, dist.ReduceOp.SUM),
+        all_reduce_max=lambda numbers: reduced(numbers, dist.ReduceOp.MAX),
+        broadcast=first, all_gather=every, gather=to_first,
     )  # fmt: skip
 
 

@@ -14,15 +14,16 @@ from functools import partial
 from time import perf_counter
 
 from hasten.contract.errors import Aftermath, Notice, Refusal, Stopped
-from hasten.contract.method import Evaluation
-from hasten.contract.ranks import Ranks
+from hasten.contract.ranks import ProcessGroupInfo
 from hasten.contract.recipe import Recipe
+from hasten.contract.run_context import Evaluation
 from hasten.contract.watch import Watch
 from hasten.engine import checkpoint, health, skipping
 from hasten.engine.failures import explained, place
 from hasten.engine.folder import RunFolder, write_whole
 from hasten.engine.loop import evaluate, finished, no_batch, rest_of_pass
-from hasten.engine.observers import number_or_none, numbers_of, progress
+from hasten.engine.observers import number_or_none, numbers_of
+from hasten.engine.observers import progress as progress_reporter
 from hasten.engine.outcome import outcome
 from hasten.engine.pauses import Pauses
 from hasten.engine.plan import Program
@@ -37,8 +38,8 @@ class Training:
         self, program: Program, recipe: Recipe, folder: RunFolder | None, observers, watch: Watch, every: float, asked: list, began: float
     ):
         self.run, self.recipe, self.folder = program.run, recipe, folder
-        self.ranks: Ranks = program.run.ranks
-        self.out = self.ranks.first(b"" if folder is None else str(folder.path).encode()).decode()
+        self.ranks: ProcessGroupInfo = program.run.ranks
+        self.out = self.ranks.broadcast(b"" if folder is None else str(folder.path).encode()).decode()
         self.keeps = bool(self.out)  # the first rank writes, and all have a part in it
         self.observers = [*([folder.log] if folder else []), *observers]
         self.began, self.earlier = began, 0.0  # seconds that runs before this resumption took
@@ -51,7 +52,7 @@ class Training:
         self.source, self.plain = program.train, program.source  # what the steps read, and the same without the other ranks
         self._decide_who_writes()
         self.saving = Saving()
-        train, update = dataclasses.replace(program.train, epoch=self._epoch), self._updating(program.update)
+        train, update = dataclasses.replace(program.train, epoch=self._epoch), self._updating(program.optimizer_step)
         self.program = dataclasses.replace(program, train=train, update=update)
         self.interrupted = None  # how to take up the pass that a checkpoint was made in
         self.skipped: list[dict] = []  # rows, as they stand in the folder
@@ -59,7 +60,7 @@ class Training:
         skipping.remember(program.task, [])  # not what another run with the same data met
         if self.keeps:
             self._take_up()
-        self.tell = progress(watch, self._share)
+        self.tell = progress_reporter(watch, self._share)
         self.pauses = Pauses(self.run, asked, every, self.keeps)
         self.next_evaluation = self._next_evaluation()
         self.split["start"] += perf_counter() - began
@@ -68,24 +69,24 @@ class Training:
         """The first rank alone, or all of them their parts of the checkpoints, where they see its folder."""
         folder = self.folder and self.folder.path / "checkpoints"
         self.in_parts = False
-        if self.keeps and self.ranks.agree(checkpoint.is_shared_out(self.run)):
+        if self.keeps and self.ranks.any(checkpoint.is_shared_out(self.run)):
             seen = checkpoint.seen_by_all(self.ranks, folder)
             folder, self.in_parts = seen or folder, seen is not None
         self.checkpoints = checkpoint.Checkpoints(folder) if folder else None
 
     def to_the_end(self) -> dict:
         if self.folder:
-            self.folder.note_time("start", self.run.clock.step, self._seconds())
+            self.folder.note_time("start", self.run.progress.step, self._seconds())
         while not finished(self.program) and not self.stopped:
-            before = self.run.clock.step, self.run.clock.batch
+            before = self.run.progress.step, self.run.progress.batch
             self._train_one_pass()
             self._fetch_losses()
-            if before == (self.run.clock.step, 0):
-                raise no_batch(self.run.clock.epoch)
-            if not self.stopped and self.run.loop.evaluate_every is None:
+            if before == (self.run.progress.step, 0):
+                raise no_batch(self.run.progress.epoch)
+            if not self.stopped and self.run.plan.evaluate_every is None:
                 self._evaluate()
-        health.refuse_bad_weights(self.run.model, self.run.clock.step)
-        if not self.history or self.history[-1].step != self.run.clock.step:
+        health.refuse_bad_weights(self.run.model, self.run.progress.step)
+        if not self.history or self.history[-1].step != self.run.progress.step:
             self._evaluate()
         return self._finish()
 
@@ -102,18 +103,18 @@ class Training:
         return updated
 
     def _train_one_pass(self) -> None:
-        clock, pending, is_time = self.run.clock, self.pending, self.pauses.is_time
+        progress, pending, is_time = self.run.progress, self.pending, self.pauses.is_time
         advance = rest_of_pass(self.program).__next__
         while True:
-            epoch, batch = clock.epoch, clock.batch
+            epoch, batch = progress.epoch, progress.batch
             try:
                 loss = advance()
             except StopIteration:
                 return
             except Exception as error:
-                raise explained(error, self._place(epoch, batch), self.run.loop.batch_size) from error
-            pending.append((loss, epoch, batch, clock.weight))
-            if clock.samples >= self.next_evaluation:
+                raise explained(error, self._place(epoch, batch), self.run.plan.batch_size) from error
+            pending.append((loss, epoch, batch, progress.loss_weight))
+            if progress.samples >= self.next_evaluation:
                 self._evaluate()
                 if self.stopped:
                     return
@@ -129,7 +130,7 @@ class Training:
         if wishes.save:
             self._save(now=wishes.stop or not self.pauses.every)
         if wishes.stop:
-            raise Stopped(f"stopped at step {self.run.clock.step} of {self.run.loop.steps or 'an unknown number'}{self._how_to_go_on()}")
+            raise Stopped(f"stopped at step {self.run.progress.step} of {self.run.plan.steps or 'an unknown number'}{self._how_to_go_on()}")
         self.pauses.over()
 
     def _fetch_losses(self) -> None:
@@ -141,9 +142,9 @@ class Training:
         try:
             own = numbers_of([loss for loss, *_ in pending])
         except Exception as error:  # CUDA tells of a failed kernel only when somebody waits for it
-            raise explained(error, f"{self._place(epoch, batch)} or just before", self.run.loop.batch_size) from error
-        first = self.run.clock.step - len(pending) + 1
-        losses = own if self.ranks.alone else self._mean_of_ranks(own)
+            raise explained(error, f"{self._place(epoch, batch)} or just before", self.run.plan.batch_size) from error
+        first = self.run.progress.step - len(pending) + 1
+        losses = own if self.ranks.is_single_process else self._mean_of_ranks(own)
         good = len(losses) if all(map(math.isfinite, losses)) else next(i for i, loss in enumerate(losses) if not math.isfinite(loss))
         self._observe([{"step": first + i, "loss": loss} for i, loss in enumerate(losses[:good])])
         if good < len(losses):
@@ -154,33 +155,33 @@ class Training:
             raise health.bad_loss(own[good], place(first + good, epoch, batch), again)
         pending.clear()
         if self.folder:
-            self.folder.note_time("steps", self.run.clock.step, self._seconds())
+            self.folder.note_time("steps", self.run.progress.step, self._seconds())
 
     def _mean_of_ranks(self, losses: list[float]) -> list[float]:
         """The losses of whole batches, from those of each rank's part."""
         shares = [loss * weight for loss, (*_, weight) in zip(losses, self.pending, strict=True)]
-        return [share / self.ranks.world for share in self.ranks.total(shares)]
+        return [share / self.ranks.world_size for share in self.ranks.all_reduce_sum(shares)]
 
     def _evaluate(self) -> None:
         self._fetch_losses()
         self.next_evaluation = self._next_evaluation()
         if self.program.validation is None:
             return
-        began, clock = perf_counter(), self.run.clock
+        began, progress = perf_counter(), self.run.progress
         try:
             measured = evaluate(self.program)
         except Exception as error:
-            raise explained(error, f"the evaluation after step {clock.step}", self.run.loop.batch_size) from error
+            raise explained(error, f"the evaluation after step {progress.step}", self.run.plan.batch_size) from error
         if number_or_none(measured.metric) is None:
-            health.refuse_bad_metric(measured.metric, clock.step, self.program.validation)
+            health.refuse_bad_metric(measured.metric, progress.step, self.program.validation)
         self.split["evaluation"] += perf_counter() - began
-        self.history.append(Evaluation(clock.step, clock.samples, measured.metric))
+        self.history.append(Evaluation(progress.step, progress.samples, measured.metric))
         self.seconds_at.append(self._seconds())
-        record = {"step": clock.step, "samples": clock.samples, "metric": measured.metric, "validation_loss": measured.loss}
+        record = {"step": progress.step, "samples": progress.samples, "metric": measured.metric, "validation_loss": measured.loss}
         self._observe([{name: number_or_none(value) for name, value in record.items()}])
         if self.folder:
-            self.folder.note_time("evaluation", clock.step, self.seconds_at[-1])
-        if self.run.loop.stop is not None and self.ranks.agree(bool(self.run.loop.stop(self.history))):
+            self.folder.note_time("evaluation", progress.step, self.seconds_at[-1])
+        if self.run.plan.stop is not None and self.ranks.any(bool(self.run.plan.stop(self.history))):
             self.stopped = True
 
     def list_skipped(self) -> int:
@@ -197,7 +198,7 @@ class Training:
         self.list_skipped()
         self.pauses.saved = began = perf_counter()
         self.saving.finish()  # on all ranks, before any begins the next
-        if self.ranks.agree(not health.weights_are_finite(self.run.model)):
+        if self.ranks.any(not health.weights_are_finite(self.run.model)):
             return  # the next loss will say so; the newest good checkpoint stays
         state = checkpoint.state_of(self.program, self.in_parts)
         if self.folder:
@@ -211,7 +212,7 @@ class Training:
         self.pauses.saving = stalled + self.saving.seconds
         self.split["checkpoints"] += stalled
         if self.folder:
-            self.folder.note_time("checkpoint", self.run.clock.step, self._seconds())
+            self.folder.note_time("checkpoint", self.run.progress.step, self._seconds())
             self._save_what_was_found()
 
     def _told_by_the_folder(self) -> dict:
@@ -219,10 +220,10 @@ class Training:
         return {
             "identity": self.folder.identity,
             "start of pass": self.start_of_pass,
-            "samples of a pass": self.run.loop.samples,
+            "samples of a pass": self.run.plan.samples,
             "history": [[e.step, e.samples, e.metric, s] for e, s in zip(self.history, self.seconds_at, strict=True)],
             "skipped": self.skipped,
-            "chosen": self.run.chosen,
+            "chosen": self.run.tuned_settings,
             "log": self.folder.logged(),
             "seconds": self._seconds(),
             "split": dict(self.split),
@@ -231,8 +232,8 @@ class Training:
     def _take_up(self) -> None:
         """Goes back to the newest whole checkpoint; to the start where none was made yet."""
         state = by_the_first(self.ranks, self._newest)
-        if not self.ranks.alone:
-            state = checkpoint.unpacked(self.ranks.first(checkpoint.packed(state)))
+        if not self.ranks.is_single_process:
+            state = checkpoint.unpacked(self.ranks.broadcast(checkpoint.packed(state)))
         if not state:
             return
         checkpoint.restore(self.program, state)
@@ -242,7 +243,7 @@ class Training:
         skipping.remember(self.program.task, state["skipped"])
         self.list_skipped()
         still = {name: found for name, found in state["chosen"].items() if name in self.recipe.methods}  # the strategy may be another
-        self.run.chosen |= still | self.run.chosen
+        self.run.tuned_settings |= still | self.run.tuned_settings
         self.start_of_pass = state["start of pass"]
         self.interrupted = checkpoint.taken_up(self.source, self.start_of_pass, checkpoint.random_of(self.run, state))
 
@@ -262,7 +263,7 @@ class Training:
 
     def _refuse_other_data(self, before: int | None) -> None:
         """A place in other data means other samples; told by how many there are, which alone is known of any data."""
-        now = self.run.loop.samples
+        now = self.run.plan.samples
         if before is not None and now is not None and before != now:
             raise Refusal(
                 f"the training data have {now} samples, and the run in {self.folder.path} was training on {before}: "
@@ -291,7 +292,7 @@ class Training:
             "stopped": self.stopped,
             "skipped": self.list_skipped(),
             "recipe": str(self.recipe),
-            "chosen": self.run.chosen,
+            "chosen": self.run.tuned_settings,
             "out": str(self.folder.path) if self.folder else None,
         }
         if self.folder:
@@ -301,7 +302,7 @@ class Training:
 
     def _save_what_was_found(self) -> None:
         """Puts the settings that methods found while they ran into the folder's recipe, for the next run."""
-        found = Recipe({name: settings | self.run.chosen.get(name, {}) for name, settings in self.recipe.methods.items()})
+        found = Recipe({name: settings | self.run.tuned_settings.get(name, {}) for name, settings in self.recipe.methods.items()})
         if found != self.written:
             self.folder.write("recipe.toml", found.to_toml())
             self.written = found
@@ -312,18 +313,18 @@ class Training:
 
     def _next_evaluation(self) -> float:
         """The sample count at which the next evaluation is due; with none asked for, the end of a pass is the time."""
-        every = self.run.loop.evaluate_every
-        return float("inf") if every is None else (self.run.clock.samples // every + 1) * every
+        every = self.run.plan.evaluate_every
+        return float("inf") if every is None else (self.run.progress.samples // every + 1) * every
 
     def _seconds(self) -> float:
         return self.earlier + perf_counter() - self.began
 
     def _share(self) -> float:
-        clock, loop = self.run.clock, self.run.loop
-        return clock.step / loop.steps if loop.steps else clock.epoch / loop.epochs
+        progress, plan = self.run.progress, self.run.plan
+        return progress.step / plan.steps if plan.steps else progress.epoch / plan.epochs
 
     def _place(self, epoch: int, batch: int) -> str:
-        return place(self.run.clock.step + 1, epoch, batch)
+        return place(self.run.progress.step + 1, epoch, batch)
 
     def _how_to_go_on(self) -> str:
         if not self.keeps:

@@ -19,8 +19,8 @@ import torch
 from hasten.contract.batch import map_tensors, size, tensors
 from hasten.contract.data import Batches
 from hasten.contract.errors import Failure, Notice, Refusal
-from hasten.contract.method import Clock, Loop
-from hasten.contract.ranks import Ranks
+from hasten.contract.ranks import ProcessGroupInfo
+from hasten.contract.run_context import TrainPlan, TrainProgress
 from hasten.engine.seeds import derived
 
 
@@ -52,21 +52,21 @@ class Notes:
     order: Callable | None = None  # whose plans these are
 
 
-def part_of(batches: Batches, ranks: Ranks, notes: Notes, stages: int = 1) -> Batches:
+def part_of(batches: Batches, ranks: ProcessGroupInfo, notes: Notes, stages: int = 1) -> Batches:
     """This rank's part of every batch; of one that has fewer samples than there are ranks, all of it.
 
     Samples that are read by index are not even read by the others; a stream, and a DataLoader with a sampler of its own, is read whole by
     every rank, which then keeps its part. What samples draw depends on their position, or is drawn apart from what models draw, since ranks that read
     the same ones may compute other layers: those of the ``stages`` of one copy of the model read all the same.
     """
-    if ranks.alone and (stages == 1 or batches.seekable):
+    if ranks.is_single_process and (stages == 1 or batches.seekable):
         return batches
     if batches.samples is not None:
         notes.order = _parts(batches.samples.order, ranks, notes)
         return batches.with_samples(order=notes.order)
     if not batches.seekable:  # else they draw by position already
         batches = batches.mapped(_drawn_apart)
-    if ranks.alone:
+    if ranks.is_single_process:
         return batches
 
     def epoch(epoch: int, start: int = 0) -> Iterator:
@@ -103,8 +103,10 @@ def _drawing_from(state: torch.Tensor, iterator: Iterator) -> Iterator:
     torch.set_rng_state(state)
 
 
-def weighed(batches: Batches, ranks: Ranks, loop: Loop, clock: Clock, notes: Notes, apart: bool = False) -> Batches:
-    """The same batches; before each, the clock is told how many samples all ranks have in it, and what this rank's part counts.
+def weighed(
+    batches: Batches, ranks: ProcessGroupInfo, plan: TrainPlan, progress: TrainProgress, notes: Notes, apart: bool = False
+) -> Batches:
+    """The same batches; before each, the progress is told how many samples all ranks have in it, and what this rank's part counts.
 
     Where all follow from an order that is known, the ranks compare it once a pass; else they tell each other before every step, which
     those are told that meant to train ``apart``.
@@ -113,11 +115,11 @@ def weighed(batches: Batches, ranks: Ranks, loop: Loop, clock: Clock, notes: Not
         Refusal: there are more ranks than samples in a batch.
         Failure: the ranks do not read the same data.
     """
-    if ranks.alone:
+    if ranks.is_single_process:
         return batches
-    refuse_too_many(ranks.world, loop.batch_size)
+    refuse_too_many(ranks.world_size, plan.batch_size)
     in_order = batches.samples is not None and batches.samples.order is notes.order
-    if apart and not in_order and ranks.leads:
+    if apart and not in_order and ranks.is_main_process:
         warnings.warn(MEETS_ALWAYS, Notice, stacklevel=3)
 
     def epoch(epoch: int, start: int = 0) -> Iterator:
@@ -135,8 +137,8 @@ def weighed(batches: Batches, ranks: Ranks, loop: Loop, clock: Clock, notes: Not
                 whole, everybodys = _told(_noted(notes, epoch, number), own, where, ranks)
             if batch is None:
                 return
-            clock.whole = whole
-            clock.weight = 1.0 if whole < ranks.world else ranks.world * own / everybodys
+            progress.global_batch_size = whole
+            progress.loss_weight = 1.0 if whole < ranks.world_size else ranks.world_size * own / everybodys
             yield batch
             del batch  # or its memory could not be used again for the next one
 
@@ -172,10 +174,10 @@ def _and_then(held: list, iterator: Iterator) -> Iterator:
         yield batch
 
 
-def _planned(epoch: int, ranks: Ranks, notes: Notes) -> list[int] | None:
+def _planned(epoch: int, ranks: ProcessGroupInfo, notes: Notes) -> list[int] | None:
     """The sizes of the batches of a pass, which is the same on all ranks; None where somebody does not know them."""
     sizes, mark = notes.plans.get(epoch, ([], -1))
-    most, least = ranks.most([mark, -mark])
+    most, least = ranks.all_reduce_max([mark, -mark])
     if most != -least and least < 1:
         raise Failure(f"the ranks read pass {epoch + 1} in another order: {ALIKE}")
     return sizes if least < 1 else None
@@ -187,7 +189,7 @@ def _noted(notes: Notes, epoch: int, number: int) -> Whole | None:
     return notes.wholes.pop((epoch, number), None) or (Whole(sizes[number], mark) if number < len(sizes) else None)
 
 
-def _of_plan(sizes: list[int], number: int, own: int, where: str, ranks: Ranks) -> tuple[int, int]:
+def _of_plan(sizes: list[int], number: int, own: int, where: str, ranks: ProcessGroupInfo) -> tuple[int, int]:
     """(samples of the batch, samples of all parts of it) as was planned."""
     whole = sizes[number] if number < len(sizes) else 0
     if own != _share(whole, ranks):
@@ -195,11 +197,11 @@ def _of_plan(sizes: list[int], number: int, own: int, where: str, ranks: Ranks) 
     return whole, whole
 
 
-def _told(known: Whole | None, own: int, where: str, ranks: Ranks) -> tuple[int, int]:
+def _told(known: Whole | None, own: int, where: str, ranks: ProcessGroupInfo) -> tuple[int, int]:
     """(samples of the batch, samples of all parts of it) as the ranks tell each other."""
     known = known if known is not None and own == _share(known.samples, ranks) else None  # a method may have made others of them
     mark = 0 if known is None else known.mark
-    most, least, *owns = ranks.most([mark, -mark, *(own if rank == ranks.rank else 0 for rank in range(ranks.world))])
+    most, least, *owns = ranks.all_reduce_max([mark, -mark, *(own if rank == ranks.rank else 0 for rank in range(ranks.world_size))])
     if any(owns) and not all(owns):
         raise Failure(f"rank {owns.index(0)} has no {where}, and others have: {ALIKE}")
     if most != -least:
@@ -207,19 +209,19 @@ def _told(known: Whole | None, own: int, where: str, ranks: Ranks) -> tuple[int,
     return (int(sum(owns)) if known is None else known.samples), int(sum(owns))
 
 
-def _share(samples: int, ranks: Ranks) -> int:
-    first, end = ranks.part(samples)
-    return samples if samples < ranks.world else end - first
+def _share(samples: int, ranks: ProcessGroupInfo) -> int:
+    first, end = ranks.shard_bounds(samples)
+    return samples if samples < ranks.world_size else end - first
 
 
-def _parts(order: Callable, ranks: Ranks, notes: Notes) -> Callable:
+def _parts(order: Callable, ranks: ProcessGroupInfo, notes: Notes) -> Callable:
     """``(epoch) -> this rank's indices of each batch``."""
 
     def parts(epoch: int) -> Iterator[Part]:
         batches = list(order(epoch))
         notes.plans[epoch] = [len(indices) for indices in batches], crc32(repr((batches[:8], batches[-1:], len(batches))).encode())
         for indices in batches:
-            first, end = (0, len(indices)) if len(indices) < ranks.world else ranks.part(len(indices))
+            first, end = (0, len(indices)) if len(indices) < ranks.world_size else ranks.shard_bounds(len(indices))
             part = Part(indices[first:end])
             part.first = first
             yield part
@@ -227,13 +229,13 @@ def _parts(order: Callable, ranks: Ranks, notes: Notes) -> Callable:
     return parts
 
 
-def _cut(batch, ranks: Ranks):
+def _cut(batch, ranks: ProcessGroupInfo):
     samples = size(batch)
     if any(tensor.ndim and tensor.shape[0] != samples for tensor in tensors(batch)):
         raise Failure(NO_TENSORS)
-    if samples < ranks.world:
+    if samples < ranks.world_size:
         return batch
-    first, end = ranks.part(samples)
+    first, end = ranks.shard_bounds(samples)
     return map_tensors(lambda tensor: tensor[first:end] if tensor.ndim and tensor.shape[0] == samples else tensor, batch)
 
 
@@ -267,7 +269,7 @@ def _mark(batch) -> int:
     return mark
 
 
-def same_in_a_copy(batches: Batches, ranks: Ranks, replica: int) -> Batches:
+def same_in_a_copy(batches: Batches, ranks: ProcessGroupInfo, replica: int) -> Batches:
     """The same batches; the first of each pass is compared by those ranks that hold one copy of the model between them, and have to see the same.
 
     Raises:
@@ -279,7 +281,7 @@ def same_in_a_copy(batches: Batches, ranks: Ranks, replica: int) -> Batches:
     def epoch(epoch: int, start: int = 0) -> Iterator:
         iterator = iter(batches.epoch(epoch, start))
         first = next(iterator, None)
-        seen = [json.loads(each) for each in ranks.every(json.dumps(_sums(first)).encode())]
+        seen = [json.loads(each) for each in ranks.all_gather(json.dumps(_sums(first)).encode())]
         own = seen[ranks.rank // replica * replica :][:replica]
         if other := next((rank for rank, sums in enumerate(own) if not _alike(sums, own[0])), None):
             first_of_all = ranks.rank // replica * replica

@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from hasten.contract.data import Batches, Samples
 from hasten.contract.errors import Refusal
-from hasten.contract.method import Loop, Method, Run, hooks_of
-from hasten.contract.ranks import ALONE, Ranks
+from hasten.contract.method import Method, hooks_of
+from hasten.contract.ranks import SINGLE_PROCESS, ProcessGroupInfo
+from hasten.contract.run_context import RunContext, TrainPlan
 from hasten.contract.task import Task
 from hasten.engine.loaders import from_loader, from_samples, from_stream, length_of
 from hasten.engine.seeds import derived, undisturbed
@@ -35,39 +36,41 @@ def opened(task: Task) -> Task:
     return replace(task, train_data=_opened(task.train_data, "train_data"), validation_data=validation)
 
 
-def plan_of(task: Task) -> Loop:
+def plan_of(task: Task) -> TrainPlan:
     """The plan of steps of a task whose data are opened, before any method has touched it."""
     data = task.train_data
     samples = length_of(data.dataset) if makes_batches(data) else length_of(data)
-    return Loop(batch_size=_batch_size_of(task) or 1, epochs=task.epochs, samples=samples, evaluate_every=task.evaluate_every)
+    return TrainPlan(batch_size=_batch_size_of(task) or 1, epochs=task.epochs, samples=samples, evaluate_every=task.evaluate_every)
 
 
-def training(task: Task, batch_size: int, seed: int, ranks: Ranks = ALONE, notes: Notes | None = None, stages: int = 1) -> Batches:
+def training(
+    task: Task, batch_size: int, seed: int, ranks: ProcessGroupInfo = SINGLE_PROCESS, notes: Notes | None = None, stages: int = 1
+) -> Batches:
     """The training data; among several ranks, this one's part of every batch, of which there is a note.
 
     Raises:
         Refusal: they leave bad rows out, which every rank would count by itself; or a sampler shares them out already.
     """
-    if not ranks.alone:
+    if not ranks.is_single_process:
         _refuse_divided(task.train_data, "train_data")
         _refuse_divided(task.validation_data, "validation_data")
-    if not ranks.alone and hasattr(task.train_data, "share"):
+    if not ranks.is_single_process and hasattr(task.train_data, "share"):
         if task.train_data.faults.at_most:
             raise Refusal("skip_bad is for one process: several would count their bad rows apart; leave it out, or mend the data")
-        return _batches(task.train_data.share(ranks.rank, ranks.world), task, batch_size, seed, training=True)
+        return _batches(task.train_data.share(ranks.rank, ranks.world_size), task, batch_size, seed, training=True)
     return part_of(_batches(task.train_data, task, batch_size, seed, training=True), ranks, notes, stages)
 
 
 def refuse_processes(task: Task, processes: int, methods: Iterable[Method] = ()) -> None:
     """Holds a number of processes against a task, before any is started.
 
-    A method with a hook ``loop`` may change the batch, or how many processes share it: then the ranks themselves find out.
+    A method with a hook ``plan`` may change the batch, or how many processes share it: then the ranks themselves find out.
 
     Raises:
         Refusal: a batch has fewer samples.
     """
     batch_size = _batch_size_of(task)
-    if batch_size and not any("loop" in hooks_of(method) for method in methods):
+    if batch_size and not any("plan" in hooks_of(method) for method in methods):
         refuse_too_many(processes, batch_size)
 
 
@@ -103,7 +106,7 @@ def first_batch(training: Batches, validation: Batches | None):
         return next(iter(found.epoch(0, 0)))
 
 
-def rewrapped(method: Method, inner: Batches, run: Run) -> Batches:
+def rewrapped(method: Method, inner: Batches, run: RunContext) -> Batches:
     """What a method's ``data`` hook makes of the batches; a plain iterable of batches becomes Batches again."""
     outer = method.data(inner, run)
     if isinstance(outer, Batches):

@@ -29,35 +29,35 @@ def straight_lines(function, task: Task, program: Program, methods: list[Method]
     names = {id(method): _variable(method, taken) for method in methods}
 
     def wrapped(hook: str, thing: str = "") -> list[str]:
-        """``update = ema.update(update, run)`` for every method with that hook; the first wraps ``thing``."""
+        """``optimizer_step = ema.optimizer_step(optimizer_step, run)`` for every method with that hook; the first wraps ``thing``."""
         users = [method for method in sorted(methods, key=lambda m: hook not in m.card.replaces) if hook in hooks_of(method)]
         return [f"{hook} = {names[id(method)]}.{hook}({thing if thing and not i else hook}, run)" for i, method in enumerate(users)]
 
-    there, loop, own, looks = program.task, program.loop, task.loss is None, task.validation_data is not None
-    cut, stops, every = loop.microbatches > 1, loop.stop is not None, loop.evaluate_every is not None
+    there, plan, own, looks = program.task, program.plan, task.loss is None, task.validation_data is not None
+    cut, stops, every = plan.microbatches > 1, plan.stop is not None, plan.evaluate_every is not None
     made = there.train_data is not task.train_data or there.validation_data is not task.validation_data
-    process, gradients = wrapped("process", "nullcontext"), wrapped("gradients", "lambda: None")
+    process_context, grad_transform = wrapped("process_context", "nullcontext"), wrapped("grad_transform", "lambda: None")
     body = [
         "set_seeds(options.seed)",
         "task = opened(task)" if made else "",
         "",
         "# how many samples a step sees, and how many steps there are",
-        f"loop = {_plan(there)}",
-        *wrapped("loop"),
-        "run.loop = loop",
+        f"plan = {_plan(there)}",
+        *wrapped("plan"),
+        "run.plan = plan",
         "",
         "# where batches come from",
         *_data_lines(there, [(names[id(method)], method) for method in methods if "data" in hooks_of(method)]),
-        "if loop.steps is None and train.length is not None:",
-        "    loop.steps = max(1, round(loop.epochs * train.length))",
+        "if plan.steps is None and train.length is not None:",
+        "    plan.steps = max(1, round(plan.epochs * train.length))",
         "",
         "# the model, then its optimizer",
         "model = task.model()",
         *wrapped("model"),
         "model = model.to(device)",
-        *[line.replace("shard =", "model =").replace("(shard,", "(model,") for line in wrapped("shard")],
-        "run.model = model",
-        "optimizer = " + ("lambda model: task.optimizer(model, loop.steps)" if takes_steps(task.optimizer) else "task.optimizer"),
+        *[line.replace("parallelize =", "model =").replace("(parallelize,", "(model,") for line in wrapped("parallelize")],
+        "run.model = run.unwrapped_model = model",
+        "optimizer = " + ("lambda model: task.optimizer(model, plan.steps)" if takes_steps(task.optimizer) else "task.optimizer"),
         *wrapped("optimizer"),
         "run.optimizer, schedule = optimizer_and_schedule(optimizer(model))",
         "",
@@ -65,8 +65,8 @@ def straight_lines(function, task: Task, program: Program, methods: list[Method]
         "def batch_to_device(batch):",
         "    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)",
         "",
-        "batch = batch_to_device" if wrapped("batch") else "",
-        *wrapped("batch"),
+        "batch_transform = batch_to_device" if wrapped("batch_transform") else "",
+        *wrapped("batch_transform"),
         f"loss = {'own_loss' if own else 'task.loss'}",
         *wrapped("loss"),
         "",
@@ -76,48 +76,48 @@ def straight_lines(function, task: Task, program: Program, methods: list[Method]
         *wrapped("forward"),
         "",
         "def backward(loss):",
-        "    (loss * run.clock.share).backward()" if cut else "    loss.backward()",
+        "    (loss * run.progress.microbatch_fraction).backward()" if cut else "    loss.backward()",
         "",
         *wrapped("backward"),
         "",
-        "def micro(batch):",
+        "def forward_backward(batch):",
         "    loss = forward(batch)",
         "    backward(loss)",
         "    return loss.detach()",
         "",
-        *wrapped("micro"),
-        "micro = _accumulated(micro, loop.microbatches, run.clock)" if cut else "",
-        *gradients,
-        "update, clear = run.optimizer.step, run.optimizer.zero_grad",
-        *wrapped("update"),
-        *wrapped("clear"),
+        *wrapped("forward_backward"),
+        "forward_backward = accumulate_gradients(forward_backward, plan.microbatches, run.progress)" if cut else "",
+        *grad_transform,
+        "optimizer_step, zero_grad = run.optimizer.step, run.optimizer.zero_grad",
+        *wrapped("optimizer_step"),
+        *wrapped("zero_grad"),
         "",
         *(["def exported():", "    export = model", *[f"    {line}" for line in wrapped("export")], "    return export", ""] if wrapped("export") else []),
         "# the training",
-        "clock, evaluations, began = run.clock, [], perf_counter()",
+        "progress, evaluations, began = run.progress, [], perf_counter()",
         *(_LOOK if looks else []),
         "done = False" if stops and looks else "",
-        f"while clock.epoch < loop.epochs and (loop.steps is None or clock.step < loop.steps){' and not done' if stops and looks else ''}:",
-        "    for each in train.epoch(clock.epoch, 0):",
-        f"        each = {'batch' if wrapped('batch') else 'batch_to_device'}(each)",
-        "        step_loss = micro(each)",
-        *(["        gradients()"] if gradients else []),
-        "        update()",
-        "        clear()",
+        f"while progress.epoch < plan.epochs and (plan.steps is None or progress.step < plan.steps){' and not done' if stops and looks else ''}:",
+        "    for each in train.epoch(progress.epoch, 0):",
+        f"        each = {'batch_transform' if wrapped('batch_transform') else 'batch_to_device'}(each)",
+        "        step_loss = forward_backward(each)",
+        *(["        grad_transform()"] if grad_transform else []),
+        "        optimizer_step()",
+        "        zero_grad()",
         "        if schedule is not None:",
         "            schedule.step()",
-        "        clock.step, clock.batch, clock.samples = clock.step + 1, clock.batch + 1, clock.samples + size(each)",
-        *(["        if clock.samples // loop.evaluate_every > (clock.samples - size(each)) // loop.evaluate_every:", "            look()"] if looks and every else []),
-        *(["            if loop.stop(evaluations):", "                done = True", "                break"] if looks and every and stops else []),
-        "        if clock.step == loop.steps:",
+        "        progress.step, progress.batch, progress.samples = progress.step + 1, progress.batch + 1, progress.samples + size(each)",
+        *(["        if progress.samples // plan.evaluate_every > (progress.samples - size(each)) // plan.evaluate_every:", "            look()"] if looks and every else []),
+        *(["            if plan.stop(evaluations):", "                done = True", "                break"] if looks and every and stops else []),
+        "        if progress.step == plan.steps:",
         "            break",
         "    else:",
-        "        clock.epoch, clock.batch = clock.epoch + 1, 0",
-        '    print(f"{perf_counter() - began:.1f} s, step {clock.step}: loss {step_loss:.4g}")',
+        "        progress.epoch, progress.batch = progress.epoch + 1, 0",
+        '    print(f"{perf_counter() - began:.1f} s, step {progress.step}: loss {step_loss:.4g}")',
         "    look()" if looks and not every else "",
-        "    done = loop.stop(evaluations)" if looks and stops and not every else "",
-        *(["if evaluations[-1:] == [] or evaluations[-1].step != clock.step:", "    look()"] if looks and every else []),
-        *(["for method, why in run.idle:", '    print(f"{method} had nothing to do: {why}")'] if methods else []),
+        "    done = plan.stop(evaluations)" if looks and stops and not every else "",
+        *(["if evaluations[-1:] == [] or evaluations[-1].step != progress.step:", "    look()"] if looks and every else []),
+        *(["for method, why in run.no_effect:", '    print(f"{method} had nothing to do: {why}")'] if methods else []),
         "torch.save(model.state_dict(), options.out)",
     ]  # fmt: skip
     exported = "exported()" if wrapped("export") else "model"
@@ -130,11 +130,12 @@ def straight_lines(function, task: Task, program: Program, methods: list[Method]
         "task, device = THE_TASK(), torch.device(options.device)",
         'if device.type == "cuda" and device.index:',
         "    torch.cuda.set_device(device)",
-        "run = Run(device, task, seed=options.seed)",
+        "run = RunContext(device, task, seed=options.seed)",
         *[f"{names[id(method)]} = {_made(method, f'METHOD_{i}')}" for i, method in enumerate(methods)],
-        *process,
+        *[f"{names[id(method)]}.setup(run)" for method in methods if "setup" in hooks_of(method)],
+        *process_context,
     ]
-    inside = ["with process():", *[f"    {line}" if line else "" for line in body]] if process else body
+    inside = ["with process_context():", *[f"    {line}" if line else "" for line in body]] if process_context else body
     classes = [f"from {type(method).__module__} import {type(method).__name__} as METHOD_{i}" for i, method in enumerate(methods)]
     main = ["def main():", *[f"    {line}" if line else "" for line in [*opening, *inside]]]
     evaluation = _EVALUATE.replace("LOSS", "own_loss" if own else "task.loss").replace("OWN", str(own)) if looks else ""
@@ -162,12 +163,12 @@ def _plan(task: Task) -> str:
     """The plan of steps before any method has touched it."""
     plan, data = sources.plan_of(task), "task.train_data.dataset" if sources.makes_batches(task.train_data) else "task.train_data"
     known = f", samples=len({data})" if plan.samples is not None else ""
-    return f"Loop(batch_size={plan.batch_size}, epochs={plan.epochs!r}, evaluate_every={plan.evaluate_every!r}{known})"
+    return f"TrainPlan(batch_size={plan.batch_size}, epochs={plan.epochs!r}, evaluate_every={plan.evaluate_every!r}{known})"
 
 
 def _batches(which: str, data, task: Task) -> list[str]:
     """Samples by index, the usual case, are written out; a pipeline makes its own; what else a task may bring is left to ``sources``."""
-    size = "loop.batch_size" if which == "train" else sources.plan_of(task).batch_size  # judged in the task's own batches
+    size = "plan.batch_size" if which == "train" else sources.plan_of(task).batch_size  # judged in the task's own batches
     if sources.makes_batches(data) and not isinstance(data, DataLoader):
         training = f"training={which == 'train'}"
         return [
@@ -206,7 +207,7 @@ def literal(value) -> str:
 
 
 _MAIN_NAMES = {
-    *HOOKS, "options", "task", "device", "run", "train", "validation", "schedule", "batch_to_device", "exported", "clock",
+    *HOOKS, "options", "task", "device", "run", "train", "validation", "schedule", "batch_to_device", "exported", "progress",
     "evaluations", "began", "look", "done", "data", "samples", "each", "step_loss", "size", "main", "evaluate", "method", "why",
 }  # fmt: skip
 
@@ -219,11 +220,10 @@ import torch
 
 from hasten.contract.batch import map_tensors, size, split
 from hasten.contract.data import Batches, Samples
-from hasten.contract.method import Evaluation, Loop, Run
+from hasten.contract.run_context import Evaluation, RunContext, TrainPlan
 from hasten.contract.task import optimizer_and_schedule
-from hasten.engine.forward import call_model, own_loss
+from hasten.engine.forward import accumulate_gradients, call_model, own_loss
 from hasten.engine.metrics import metric_of
-from hasten.engine.plan import _accumulated
 from hasten.engine.seeds import derived, set_seeds, undisturbed
 from hasten.engine import sources
 from hasten.engine.sources import from_samples, in_sequence, opened, rewrapped, shuffled, training
@@ -231,8 +231,8 @@ from hasten.engine.sources import from_samples, in_sequence, opened, rewrapped, 
 
 _LOOK = """
 def look():
-    evaluations.append(Evaluation(clock.step, clock.samples, evaluate(task, EXPORTED, validation, device)))
-    print(f"{perf_counter() - began:.1f} s, step {clock.step}: METRIC {evaluations[-1].metric:.4g}")
+    evaluations.append(Evaluation(progress.step, progress.samples, evaluate(task, EXPORTED, validation, device)))
+    print(f"{perf_counter() - began:.1f} s, step {progress.step}: METRIC {evaluations[-1].metric:.4g}")
 """.splitlines()
 
 _EVALUATE = '''

@@ -17,10 +17,11 @@ import torch
 from hasten.contract.card import Exactness
 from hasten.contract.errors import Notice, Refusal, Stopped
 from hasten.contract.method import Method
-from hasten.contract.ranks import PATIENCE, Ranks
+from hasten.contract.ranks import PATIENCE, ProcessGroupInfo
 from hasten.contract.recipe import Recipe
 from hasten.contract.task import Task
 from hasten.contract.watch import Watch, silent
+from hasten.engine.composition import check_conflicts, sort_methods
 from hasten.engine.devices import pick_device
 from hasten.engine.environment import environment, own_code
 from hasten.engine.failures import explained
@@ -28,7 +29,7 @@ from hasten.engine.find import make_method, make_methods, method_class
 from hasten.engine.folder import RunFolder
 from hasten.engine.metrics import higher_is_better
 from hasten.engine.observers import Observer
-from hasten.engine.plan import build, in_order, refuse_conflicts
+from hasten.engine.plan import build
 from hasten.engine.ranks import by_the_first, joined, refuse_strangers
 from hasten.engine.running import Training
 from hasten.engine.skipping import tolerant
@@ -90,24 +91,26 @@ def train(
         return _train(task, recipe, out, resume, device, seed, skip_bad, watch, checkpoint_seconds, observers, began, begun, ranks)
 
 
-def _train(task, recipe, out, resume, device, seed, skip_bad, watch, checkpoint_seconds, observers, began, begun, ranks: Ranks) -> dict:
+def _train(
+    task, recipe, out, resume, device, seed, skip_bad, watch, checkpoint_seconds, observers, began, begun, ranks: ProcessGroupInfo
+) -> dict:
     ref = TaskRef.of(task)
     task = ref.load()
-    if skip_bad is not None and not ranks.alone:
+    if skip_bad is not None and not ranks.is_single_process:
         raise Refusal("skip_bad is for one process: several would count their bad rows apart; leave it out, or mend the data")
     task = task if skip_bad is None else tolerant(task, skip_bad)
     recipe = None if recipe is None else Recipe.read(recipe)
     higher_is_better(task)  # refused now rather than after the first pass
     if recipe is not None:
-        refuse_conflicts(in_order(make_methods(recipe)))  # now, or what the folder has to complain about would hide it
+        check_conflicts(sort_methods(make_methods(recipe)))  # now, or what the folder has to complain about would hide it
     identity = {"task": task.name, "seed": seed, "batch_size": task.batch_size, "epochs": task.epochs, "skip_bad": skip_bad}
     code = ref.fingerprint() if ref.given is None else None
-    if not ranks.alone:
+    if not ranks.is_single_process:
         refuse_strangers(ranks, identity_of(task, seed, code, recipe))
     folder = by_the_first(ranks, lambda: None if out is None else RunFolder(out, identity, recipe, resume, without_strategy))
     recipe = folder.recipe if folder else recipe or Recipe()
     result = folder.finished() if folder else None
-    if not ranks.alone:
+    if not ranks.is_single_process:
         recipe, result, out = of_the_first(ranks, recipe, result, out)
     if result:
         _notice(ranks, f"the run in {out} had come to its end, with {result['recipe']}: this is its result, and nothing was trained")
@@ -121,13 +124,13 @@ def _train(task, recipe, out, resume, device, seed, skip_bad, watch, checkpoint_
             program = build(task, with_strategy(make_methods(recipe), ranks), device=device, seed=seed, ranks=ranks)
         except Exception as error:
             raise explained(error, "building the run", task.batch_size or 0) from error
-        if program.loop.steps is None:
+        if program.plan.steps is None:
             _notice(ranks, NO_LENGTH)
-        by_the_first(ranks, lambda: folder and folder.begin(environment(device) | {"code": code, "processes": ranks.world}))
+        by_the_first(ranks, lambda: folder and folder.begin(environment(device) | {"code": code, "processes": ranks.world_size}))
         if begun:
             begun(out)
         try:
-            with program.process():
+            with program.process_context():
                 training = Training(program, recipe, folder, observers, watch, checkpoint_seconds, asked, began)
                 try:
                     return training.to_the_end()
@@ -142,9 +145,9 @@ def _train(task, recipe, out, resume, device, seed, skip_bad, watch, checkpoint_
                 folder.close()
 
 
-def _notice(ranks: Ranks, what: str) -> None:
+def _notice(ranks: ProcessGroupInfo, what: str) -> None:
     """Tells it once, where a user of ``train`` sees it."""
-    if ranks.leads:
+    if ranks.is_main_process:
         warnings.warn(what, Notice, stacklevel=4)
 
 
@@ -163,24 +166,24 @@ def identity_of(task: Task, seed: int, code: str | None, recipe: Recipe | None) 
     return {what: str(value) for what, value in (told | fields).items()}
 
 
-def device_of(ranks: Ranks, device: str) -> str:
+def device_of(ranks: ProcessGroupInfo, device: str) -> str:
     """The device of this rank: of several GPUs each rank of a machine gets its own.
 
     Raises:
         Refusal: there are not so many.
     """
-    if ranks.alone or not device.startswith("cuda"):
+    if ranks.is_single_process or not device.startswith("cuda"):
         return device
     if device != "cuda":
         raise Refusal(f"several processes cannot share {device}; say --device cuda, and each gets a GPU of its own")
-    if ranks.local >= (there := torch.cuda.device_count()):
-        raise Refusal(f"there are {there} GPUs for {ranks.local + 1} processes or more; take fewer processes, or --device cpu")
-    return f"cuda:{ranks.local}"
+    if ranks.local_rank >= (there := torch.cuda.device_count()):
+        raise Refusal(f"there are {there} GPUs for {ranks.local_rank + 1} processes or more; take fewer processes, or --device cpu")
+    return f"cuda:{ranks.local_rank}"
 
 
-def with_strategy(methods: list[Method], ranks: Ranks) -> list[Method]:
+def with_strategy(methods: list[Method], ranks: ProcessGroupInfo) -> list[Method]:
     """The methods, and the usual way to train with several processes where none of them is one."""
-    if ranks.alone or any("shard" in method.card.replaces for method in methods):
+    if ranks.is_single_process or any("parallelize" in method.card.replaces for method in methods):
         return methods
     return [*methods, make_method(USUAL_STRATEGY)]
 
@@ -188,11 +191,13 @@ def with_strategy(methods: list[Method], ranks: Ranks) -> list[Method]:
 def without_strategy(recipe: Recipe) -> Recipe:
     """What stays of a recipe when other processes go on with its run, in another way: all but a strategy that trains what one process trains."""
     cards = {name: method_class(name).card for name in recipe.methods if ":" not in name}  # code from outside is not loaded for this
-    exact = (Exactness.BIT_EXACT, Exactness.SAME_MATHS)
-    return recipe.without(*(name for name, card in cards.items() if "shard" in card.replaces and card.exactness in exact))
+    exact = (Exactness.BIT_EXACT, Exactness.EQUIVALENT_MATH)
+    return recipe.without(*(name for name, card in cards.items() if "parallelize" in card.replaces and card.exactness in exact))
 
 
-def of_the_first(ranks: Ranks, recipe: Recipe, result: dict | None, out: str | Path | None) -> tuple[Recipe, dict | None, str | None]:
+def of_the_first(
+    ranks: ProcessGroupInfo, recipe: Recipe, result: dict | None, out: str | Path | None
+) -> tuple[Recipe, dict | None, str | None]:
     """The recipe and the result that rank 0 found in the run's folder, which is its alone; and which folder that is."""
-    told = json.loads(ranks.first(json.dumps([recipe.methods, result, None if out is None else str(out)]).encode()))
+    told = json.loads(ranks.broadcast(json.dumps([recipe.methods, result, None if out is None else str(out)]).encode()))
     return Recipe(told[0]), *told[1:]

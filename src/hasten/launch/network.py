@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hasten.contract.errors import Refusal
-from hasten.contract.ranks import PATIENCE, Ranks
+from hasten.contract.ranks import PATIENCE, ProcessGroupInfo
 from hasten.contract.watch import Watch, silent
 from hasten.engine.devices import pick_device
 from hasten.engine.ranks import joined
@@ -44,18 +44,18 @@ def network(device: str | None = None, sizes: tuple[int, ...] = SIZES, watch: Wa
     """
     device = pick_device(device)
     with joined(device, patience) as ranks:
-        if ranks.alone:
+        if ranks.is_single_process:
             raise Refusal("one process has nobody to talk to; say --processes 2, or more")
         device_of(ranks, device)  # or one without a GPU of its own is refused
         return _measured(ranks, wire(ranks), sizes, watch)
 
 
-def wire(ranks: Ranks) -> torch.device:
+def wire(ranks: ProcessGroupInfo) -> torch.device:
     """Where tensors have to be to be sent."""
-    return torch.device("cuda", ranks.local) if dist.get_backend() != "gloo" else torch.device("cpu")
+    return torch.device("cuda", ranks.local_rank) if dist.get_backend() != "gloo" else torch.device("cpu")
 
 
-def _measured(ranks: Ranks, device: torch.device, sizes: tuple[int, ...], watch: Watch) -> dict:
+def _measured(ranks: ProcessGroupInfo, device: torch.device, sizes: tuple[int, ...], watch: Watch) -> dict:
     calls, repeats = {}, {}
     for name, make in COLLECTIVES.items():
         for size in sizes:
@@ -76,8 +76,8 @@ def _measured(ranks: Ranks, device: torch.device, sizes: tuple[int, ...], watch:
         latency, bandwidth = fitted([(size, median(seconds)) for size, seconds in rows])
         readings = [{"bytes": size, "seconds": {"median": median(s), "low": min(s), "high": max(s)}} for size, s in rows]
         found[name] = {"latency": latency, "bandwidth": bandwidth, "sizes": readings}
-    nodes = ranks.world // int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
-    return {"processes": ranks.world, "nodes": nodes, "backend": dist.get_backend(), "device": str(device), "collectives": found}
+    nodes = ranks.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
+    return {"processes": ranks.world_size, "nodes": nodes, "backend": dist.get_backend(), "device": str(device), "collectives": found}
 
 
 def fitted(points: list[tuple[int, float]]) -> tuple[float, float]:
@@ -89,44 +89,44 @@ def fitted(points: list[tuple[int, float]]) -> tuple[float, float]:
     return max(latency, 0.0), 1 / max(a_byte, 1e-15)
 
 
-def to_the_next(size: int, ranks: Ranks, device: torch.device) -> list[float]:
+def to_the_next(size: int, ranks: ProcessGroupInfo, device: torch.device) -> list[float]:
     """Seconds that so many bytes take from each rank to the next one, and from the last to the first: one pair after the other."""
     given = _given(size, ranks, device)
 
     def call(sender: int) -> None:
-        receiver = (sender + 1) % ranks.world
+        receiver = (sender + 1) % ranks.world_size
         if ranks.rank == sender:
             dist.send(given, receiver)
         elif ranks.rank == receiver:
             dist.recv(given, sender)
 
-    pairs = range(ranks.world)
+    pairs = range(ranks.world_size)
     rounds = [[seconds_of(partial(call, sender), 1, ranks, device) for sender in pairs] for _ in range(ROUNDS)]
     return [median(times) for times in zip(*rounds, strict=True)]
 
 
-def seconds_of(call: Callable[[], None], repeats: int, ranks: Ranks, device: torch.device) -> float:
+def seconds_of(call: Callable[[], None], repeats: int, ranks: ProcessGroupInfo, device: torch.device) -> float:
     """Of one call, on the slowest rank."""
-    ranks.agree(False)  # all begin together
+    ranks.any(False)  # all begin together
     began = perf_counter()
     for _ in range(repeats):
         call()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return ranks.most([(perf_counter() - began) / repeats])[0]
+    return ranks.all_reduce_max([(perf_counter() - began) / repeats])[0]
 
 
-def _given(size: int, ranks: Ranks, device: torch.device) -> torch.Tensor:
+def _given(size: int, ranks: ProcessGroupInfo, device: torch.device) -> torch.Tensor:
     """So many bytes of float32, rounded up to a whole number of parts."""
-    return torch.ones(-(-size // (4 * ranks.world)) * ranks.world, device=device)
+    return torch.ones(-(-size // (4 * ranks.world_size)) * ranks.world_size, device=device)
 
 
-def _all_reduce(size: int, ranks: Ranks, device: torch.device) -> Callable[[], None]:
+def _all_reduce(size: int, ranks: ProcessGroupInfo, device: torch.device) -> Callable[[], None]:
     given = _given(size, ranks, device)
     return lambda: dist.all_reduce(given, dist.ReduceOp.MAX)
 
 
-def _reduce_and_broadcast(size: int, ranks: Ranks, device: torch.device) -> Callable[[], None]:
+def _reduce_and_broadcast(size: int, ranks: ProcessGroupInfo, device: torch.device) -> Callable[[], None]:
     given = _given(size, ranks, device)
 
     def call() -> None:
@@ -136,19 +136,19 @@ def _reduce_and_broadcast(size: int, ranks: Ranks, device: torch.device) -> Call
     return call
 
 
-def _reduce_scatter(size: int, ranks: Ranks, device: torch.device) -> Callable[[], None]:
+def _reduce_scatter(size: int, ranks: ProcessGroupInfo, device: torch.device) -> Callable[[], None]:
     given = _given(size, ranks, device)
-    part = torch.empty(len(given) // ranks.world, device=device)
+    part = torch.empty(len(given) // ranks.world_size, device=device)
     return lambda: dist.reduce_scatter_tensor(part, given, dist.ReduceOp.MAX)
 
 
-def _all_gather(size: int, ranks: Ranks, device: torch.device) -> Callable[[], None]:
+def _all_gather(size: int, ranks: ProcessGroupInfo, device: torch.device) -> Callable[[], None]:
     whole = _given(size, ranks, device)
-    part = torch.ones(len(whole) // ranks.world, device=device)
+    part = torch.ones(len(whole) // ranks.world_size, device=device)
     return lambda: dist.all_gather_into_tensor(whole, part)
 
 
-def _all_to_all(size: int, ranks: Ranks, device: torch.device) -> Callable[[], None]:
+def _all_to_all(size: int, ranks: ProcessGroupInfo, device: torch.device) -> Callable[[], None]:
     given = _given(size, ranks, device)
     came = torch.empty_like(given)
     return lambda: dist.all_to_all_single(came, given)

@@ -14,7 +14,7 @@ from itertools import islice
 import torch
 
 from hasten.contract.errors import Aftermath, Failure, Refusal
-from hasten.contract.ranks import Ranks
+from hasten.contract.ranks import ProcessGroupInfo
 from hasten.contract.recipe import Recipe
 from hasten.contract.task import Task
 from hasten.engine import checkpoint
@@ -41,7 +41,7 @@ class Arm:
     ``ranks``: with whom it runs; None: with those of the job that this process was started in.
     """
 
-    def __init__(self, task: str | TaskRef, methods: dict, device: str, seed: int, ranks: Ranks | None = None):
+    def __init__(self, task: str | TaskRef, methods: dict, device: str, seed: int, ranks: ProcessGroupInfo | None = None):
         self.task = task if isinstance(task, TaskRef) else TaskRef.from_json(task)
         self.recipe, self.device, self.seed, self.ranks = Recipe(methods), device, seed, ranks
         self.unread: list[tuple] = []  # (loss on the device, epoch, batch)
@@ -60,9 +60,9 @@ class Arm:
         self._meet()
         began = time.perf_counter()
         program = self.program_of(task)
-        if program.run.idle:
-            raise Failure("; ".join(f"{method} has nothing to act on: {why}" for method, why in program.run.idle))
-        self.context.enter_context(program.process())
+        if program.run.no_effect:
+            raise Failure("; ".join(f"{method} has nothing to act on: {why}" for method, why in program.run.no_effect))
+        self.context.enter_context(program.process_context())
         self.source = program.train
         self.program = _endless(program, self._epoch)
         self.steps = steps(self.program)
@@ -72,23 +72,23 @@ class Arm:
         step = min(self.train(WARM_UP_STEPS)["seconds"] for _ in range(WARM_UP_ROUNDS)) / WARM_UP_STEPS
         start = built + max(0.0, first - step * WARM_UP_STEPS)
         evaluation = None
-        if program.validation is not None and program.run.loop is not None:
+        if program.validation is not None and program.run.plan is not None:
             self.validation_batches = program.validation.length
             first, evaluation = (self._evaluate(None) for _ in range(2))
             start += max(0.0, first - evaluation)
             self.slice = self._slice(evaluation)
-        loop = program.loop
+        plan, parallel = program.plan, program.run.parallel
         return {
             "start": start,
             "step": step,
-            "rhythm": program.run.rhythm,
-            "prelude": program.run.prelude,
+            "rhythm": parallel.sync_period if parallel else 1,
+            "prelude": parallel.warmup_steps if parallel else 0,
             "evaluation": evaluation,
-            "samples_a_pass": loop.samples or (program.train.length and program.train.length * loop.batch_size),
-            "batch_size": loop.batch_size,
-            "steps": loop.steps,
-            "epochs": loop.epochs,
-            "evaluate_every": loop.evaluate_every,
+            "samples_a_pass": plan.samples or (program.train.length and program.train.length * plan.batch_size),
+            "batch_size": plan.batch_size,
+            "steps": plan.steps,
+            "epochs": plan.epochs,
+            "evaluate_every": plan.evaluate_every,
         }
 
     def program_of(self, task: Task) -> Program:
@@ -101,12 +101,12 @@ class Arm:
         Raises:
             Failure: a loss that is no finite number.
         """
-        clock = self.program.run.clock
+        progress = self.program.run.progress
         self._synchronise()
-        samples, usage, began = clock.samples, resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+        samples, usage, began = progress.samples, resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
         for _ in range(count):
             loss = next(self.steps)  # may read those of the pass before
-            self.unread.append((loss, clock.epoch, clock.batch - 1))
+            self.unread.append((loss, progress.epoch, progress.batch - 1))
             if len(self.unread) >= STEPS_BETWEEN_LOGS:  # as a run does
                 self._read_losses()
         self._synchronise()
@@ -118,7 +118,7 @@ class Arm:
             "faults": after.ru_minflt - usage.ru_minflt,
             "switches": after.ru_nivcsw - usage.ru_nivcsw,
         }
-        return {"seconds": seconds, "samples": clock.samples - samples} | self._of_all(used)
+        return {"seconds": seconds, "samples": progress.samples - samples} | self._of_all(used)
 
     def evaluate(self) -> float:
         """Seconds of one whole evaluation, from a slice of it."""
@@ -134,7 +134,7 @@ class Arm:
         evaluate(program)
         self._synchronise()
         scale = self.validation_batches / batches if batches is not None else 1.0
-        return self.ranks.most([(time.perf_counter() - began) * scale])[0]  # one number, since it decides what all ranks do next
+        return self.ranks.all_reduce_max([(time.perf_counter() - began) * scale])[0]  # one number, since it decides what all ranks do next
 
     def _slice(self, seconds: float) -> int | None:
         if not self.validation_batches or seconds <= EVALUATION_SECONDS:
@@ -148,10 +148,10 @@ class Arm:
             return []
         losses = numbers_of([loss for loss, _, _ in unread])
         good = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
-        everywhere = -int(self.ranks.most([-good])[0])  # what is bad on one rank is bad on all of them a step later
+        everywhere = -int(self.ranks.all_reduce_max([-good])[0])  # what is bad on one rank is bad on all of them a step later
         if everywhere < len(losses):
             _, epoch, batch = unread[everywhere]
-            where = place(self.program.run.clock.step - len(unread) + 1 + everywhere, epoch, batch)
+            where = place(self.program.run.progress.step - len(unread) + 1 + everywhere, epoch, batch)
             if everywhere < good:
                 raise Aftermath(f"the loss of another rank is not finite at {where}")
             raise bad_loss(losses[good], where, partial(checkpoint.read_again, self.program.source, self.start_of_pass, epoch, batch))
@@ -172,12 +172,12 @@ class Arm:
         self._meet()
 
     def _of_all(self, used: dict[str, float]) -> dict[str, float]:
-        return dict(zip(used, self.ranks.total(list(used.values())), strict=True))
+        return dict(zip(used, self.ranks.all_reduce_sum(list(used.values())), strict=True))
 
     def _meet(self) -> None:
         """Waits for the slowest rank."""
-        if not self.ranks.alone:
-            self.ranks.agree(False)
+        if not self.ranks.is_single_process:
+            self.ranks.any(False)
 
 
 def estimate(task: TaskRef, device: str, seed: int = 0, processes: int = 1, patience: float | None = None) -> dict:
@@ -220,7 +220,7 @@ class _Rewound:
 
 def _endless(program: Program, epoch: Callable[[int, int], Iterator]) -> Program:
     schedule = program.schedule
-    if schedule is not None and program.loop.steps is not None:
-        schedule = _Rewound(schedule, program.loop.steps)
-    loop = dataclasses.replace(program.loop, steps=None, epochs=float("inf"))
-    return dataclasses.replace(program, train=dataclasses.replace(program.train, epoch=epoch), loop=loop, schedule=schedule)
+    if schedule is not None and program.plan.steps is not None:
+        schedule = _Rewound(schedule, program.plan.steps)
+    plan = dataclasses.replace(program.plan, steps=None, epochs=float("inf"))
+    return dataclasses.replace(program, train=dataclasses.replace(program.train, epoch=epoch), plan=plan, schedule=schedule)

@@ -20,9 +20,9 @@ from hasten.contract.recipe import Recipe
 from hasten.contract.spans import budget_of
 from hasten.contract.watch import Watch, silent
 from hasten.engine.budget import notice_turns
+from hasten.engine.composition import check_conflicts, sort_methods
 from hasten.engine.devices import pick_device
 from hasten.engine.find import make_methods
-from hasten.engine.plan import in_order, refuse_conflicts
 from hasten.engine.sources import refuse_processes
 from hasten.engine.tasks import TaskRef
 from hasten.measure.job import Job, started
@@ -172,7 +172,7 @@ def take_turns(
         longest: seconds that the fewest fair blocks of processes that talk seldom may take; some budgets unless said.
     """
     for recipe in (a, b):  # a wrong request is told before anything is started
-        refuse_conflicts(in_order(make_methods(recipe)))
+        check_conflicts(sort_methods(make_methods(recipe)))
     began, noise, looks = time.monotonic(), Noise(), sorted(looks)
     with ExitStack() as stack:
         arms, sides = [], []

@@ -2,10 +2,10 @@
 
 =============  ============================================================================================
 BIT_EXACT      both runs from one seed, every exported weight the same to the bit
-SAME_MATHS     both runs in float64, the weights within a relative difference of 1e-10
-FEWER_BITS     every parameter's gradient at least 20 dB above its error against float64; and since a method that
+EQUIVALENT_MATH     both runs in float64, the weights within a relative difference of 1e-10
+REDUCED_PRECISION     every parameter's gradient at least 20 dB above its error against float64; and since a method that
                only rounds does nothing else, in float64 the weights must move as they do without it
-OTHER_MATHS    in float64 the weights or the plan of steps must differ, or the method has no effect
+CHANGES_TRAINING    in float64 the weights or the plan of steps must differ, or the method has no effect
 =============  ============================================================================================
 
 For all of them the validation data must be the same, too. A proof that cannot be run has failed: whatever
@@ -26,7 +26,7 @@ import torch
 
 from hasten.contract.card import Exactness
 from hasten.contract.errors import Failure, Refusal, one_line
-from hasten.contract.ranks import ALONE, Ranks
+from hasten.contract.ranks import SINGLE_PROCESS, ProcessGroupInfo
 from hasten.contract.recipe import Recipe
 from hasten.contract.task import Task
 from hasten.engine.devices import pick_device
@@ -45,8 +45,8 @@ class Proof:
 
     Attributes:
         passed: False also where nothing could be measured.
-        number: BIT_EXACT: weights (tensors) that differ; SAME_MATHS and OTHER_MATHS: relative difference in float64;
-            FEWER_BITS: signal-to-noise of the worst gradient in dB. NaN where nothing could be measured.
+        number: BIT_EXACT: weights (tensors) that differ; EQUIVALENT_MATH and CHANGES_TRAINING: relative difference in float64;
+            REDUCED_PRECISION: signal-to-noise of the worst gradient in dB. NaN where nothing could be measured.
         why: one sentence with the number in it.
     """
 
@@ -68,7 +68,7 @@ def prove(
     seed: int = 0,
     steps: int = 30,
     seconds: float = 60.0,
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroupInfo = SINGLE_PROCESS,
 ) -> Proof:
     """Holds ``candidate`` against ``base`` as its exactness demands.
 
@@ -87,10 +87,10 @@ def prove(
                 torch.use_deterministic_algorithms(True, warn_only=True)  # so that a run can repeat itself at all
             seen, judged = _PROOFS[exactness]
             evidence = seen(case)
-            return judged(*evidence) if ranks.leads else ELSEWHERE
+            return judged(*evidence) if ranks.is_main_process else ELSEWHERE
     except Exception as error:
         told = str(error) if isinstance(error, (Failure, Refusal)) else f"the proof could not be run: {one_line(error)}"
-        if not ranks.alone:
+        if not ranks.is_single_process:
             raise Failure(told) from error
         return Proof(False, math.nan, told)
 
@@ -154,9 +154,9 @@ def _other_maths(a: Arm, b: Arm) -> Proof:
 
 _PROOFS: dict[Exactness, tuple[Callable[[Case], tuple], Callable[..., Proof]]] = {  # what all ranks do, and what the first makes of it
     Exactness.BIT_EXACT: (both_arms, _bit_exact),
-    Exactness.SAME_MATHS: (_in_double, _same_maths),
-    Exactness.FEWER_BITS: (_gradients_and_movement, _fewer_bits),
-    Exactness.OTHER_MATHS: (_in_double, _other_maths),
+    Exactness.EQUIVALENT_MATH: (_in_double, _same_maths),
+    Exactness.REDUCED_PRECISION: (_gradients_and_movement, _fewer_bits),
+    Exactness.CHANGES_TRAINING: (_in_double, _other_maths),
 }
 
 

@@ -16,12 +16,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from hasten.contract.batch import map_tensors, tensors
-from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.card import Card, Exactness, WrapOrder
 from hasten.contract.errors import Failure
-from hasten.contract.method import Loop, Method
-from hasten.contract.ranks import ALONE, Ranks
+from hasten.contract.method import Method
+from hasten.contract.ranks import SINGLE_PROCESS, ProcessGroupInfo
 from hasten.contract.recipe import Recipe
+from hasten.contract.run_context import RunContext, TrainPlan
 from hasten.contract.sharded import own_part
+from hasten.contract.types import BatchFn
 from hasten.engine.checkpoint import gathered
 from hasten.engine.find import make_methods
 from hasten.engine.loop import steps as training_steps
@@ -37,7 +39,7 @@ LOOKS = "samples between evaluations"
 class Case:
     """What is held against what, and how much time it may take."""
 
-    def __init__(self, task, base, candidate, exactness, device, seed, steps, seconds, ranks: Ranks = ALONE):
+    def __init__(self, task, base, candidate, exactness, device, seed, steps, seconds, ranks: ProcessGroupInfo = SINGLE_PROCESS):
         self.task, self.base, self.candidate, self.exactness = task, base, candidate, exactness
         self.device, self.seed, self.steps, self.seconds, self.ranks = device, seed, steps, seconds, ranks
         self.new = {name for name, settings in candidate.methods.items() if base.methods.get(name) != settings}
@@ -53,10 +55,10 @@ class Case:
 
     def over(self, deadline: float) -> bool:
         """Whether somebody's time is over: all ranks have to do the same."""
-        return self.ranks.agree(time.monotonic() >= deadline)
+        return self.ranks.any(time.monotonic() >= deadline)
 
     def refuse_idle(self, program: Program) -> None:
-        for name, why in program.run.idle:
+        for name, why in program.run.no_effect:
             if name in self.new:
                 raise Failure(f"{name} has nothing to act on: {why}")
 
@@ -65,20 +67,20 @@ class Case:
 class Laboratory(Method):
     """Takes what is random out of the model and, if asked, runs it in float64."""
 
-    card = Card(summary="no dropout, float64", exactness=Exactness.OTHER_MATHS, order=Order.FIRST)
+    card = Card(summary="no dropout, float64", exactness=Exactness.CHANGES_TRAINING, order=WrapOrder.FIRST)
     double: bool
 
-    def model(self, model, run):
+    def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         for module in model.modules():
             for name, value in vars(module).items():
                 if isinstance(value, float) and ("drop" in name or isinstance(module, torch.nn.modules.dropout._DropoutNd)):
                     setattr(module, name, 0.0)
         return model.double() if self.double else model
 
-    def batch(self, move, run):
+    def batch_transform(self, to_device: BatchFn, run: RunContext) -> BatchFn:
         if not self.double:
-            return move
-        return lambda batch: map_tensors(lambda t: t.double() if t.is_floating_point() else t, move(batch))
+            return to_device
+        return lambda batch: map_tensors(lambda t: t.double() if t.is_floating_point() else t, to_device(batch))
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def _run(case: Case, recipe: Recipe, extra: tuple[Method, ...], steps: int) -> A
     program = case.program(recipe, *extra)
     deadline = math.inf  # counts from the first step on: a start may be long, and be worth it
     done, in_time = 0, True
-    with program.process():
+    with program.process_context():
         start = _weights(program)
         validation = _digest(program)
         for _ in training_steps(program):
@@ -119,11 +121,11 @@ def _run(case: Case, recipe: Recipe, extra: tuple[Method, ...], steps: int) -> A
         weights = _weights(program)
     if done < min(steps, FEWEST_STEPS) and not in_time:
         raise Failure(f"only {done} steps could be done in the time, too few to tell; it needs {FEWEST_STEPS}")
-    if case.exactness is not Exactness.FEWER_BITS:  # which has nothing to act on in float64, and is asked elsewhere
+    if case.exactness is not Exactness.REDUCED_PRECISION:  # which has nothing to act on in float64, and is asked elsewhere
         case.refuse_idle(program)
     if bad := [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]:
         raise Failure(f"{bad[0]} is not finite after {done} steps of {recipe}")
-    return Arm(done, start, weights, _plan(program.loop), validation, dropout, in_time)
+    return Arm(done, start, weights, _plan(program.plan), validation, dropout, in_time)
 
 
 def _weights(program: Program) -> dict[str, torch.Tensor]:
@@ -154,10 +156,10 @@ def _dropout(program: Program) -> list[float]:
     return [module.p for module in program.run.model.modules() if isinstance(module, torch.nn.modules.dropout._DropoutNd)]
 
 
-def _plan(loop: Loop) -> dict[str, object]:
+def _plan(plan: TrainPlan) -> dict[str, object]:
     return {
-        "samples a step": loop.batch_size, "passes": loop.epochs, "steps": loop.steps,
-        "stops early": loop.stop is not None, LOOKS: loop.evaluate_every,
+        "samples a step": plan.batch_size, "passes": plan.epochs, "steps": plan.steps,
+        "stops early": plan.stop is not None, LOOKS: plan.evaluate_every,
     }  # fmt: skip
 
 
@@ -199,16 +201,16 @@ def first_gradients(case: Case, recipe: Recipe, laboratory: Method, batches: int
     own = {name: weight for name, weight in model.named_parameters() if not weight.is_meta}
     deadline = time.monotonic() + case.seconds / 4
     passes = chain.from_iterable(program.train.epoch(number, 0) for number in range(batches))
-    with program.process():
+    with program.process_context():
         for batch in islice(passes, batches):
-            program.micro(program.move(batch))
-            program.gradients()
+            program.forward_backward(program.to_device(batch))
+            program.grad_transform()
             made = {name: weight.grad for name, weight in own.items() if weight.grad is not None}
-            finite = not case.ranks.agree(any(not own_part(gradient).isfinite().all() for gradient in made.values()))
+            finite = not case.ranks.any(any(not own_part(gradient).isfinite().all() for gradient in made.values()))
             gradients = _copied(gathered({_plain(name): gradient for name, gradient in made.items()}, program.run), torch.float64)
-            program.update()
-            used = case.ranks.agree(any(not torch.equal(own_part(weight), own_part(start[name])) for name, weight in own.items()))
-            program.clear()
+            program.optimizer_step()
+            used = case.ranks.any(any(not torch.equal(own_part(weight), own_part(start[name])) for name, weight in own.items()))
+            program.zero_grad()
             model.load_state_dict(start)
             found.append(gradients if finite or used else None)
             good += found[-1] is not None

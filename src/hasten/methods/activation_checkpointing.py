@@ -12,8 +12,9 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.card import Card, Exactness, WrapOrder
 from hasten.contract.method import Method
+from hasten.contract.run_context import RunContext
 
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 
@@ -25,15 +26,15 @@ class ActivationCheckpointing(Method):
         exactness=Exactness.BIT_EXACT,
         source="Chen et al. 2016, arXiv 1604.06174; torch.utils.checkpoint",
         gain_when="memory limits the batch; by itself it costs one more forward pass",
-        applies_to={"repeated blocks"},
-        needs={"python between kernels"},  # it keeps and restores the random state of every block
-        order=Order.EARLY,
+        applies_to={"repeated_blocks"},
+        requires={"python_between_kernels"},  # it keeps and restores the random state of every block
+        order=WrapOrder.EARLY,
     )
 
-    def model(self, model, run):
+    def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         blocks = repeated_blocks(model)
         if not blocks:
-            run.nothing_to_do(self, "the model has no sequence of like blocks")
+            run.report_no_effect(self, "the model has no sequence of like blocks")
         for block in blocks:
             block.forward = partial(_recomputed, block.forward)  # a partial of a bound method survives deepcopy
         return model

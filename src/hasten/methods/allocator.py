@@ -2,12 +2,13 @@
 
 import ctypes
 import platform
-from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hasten.contract.card import Card, Exactness
-from hasten.contract.method import Method, Run
+from hasten.contract.method import Method
+from hasten.contract.run_context import RunContext
+from hasten.contract.types import ContextFactory
 
 MIB = 1 << 20
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # <malloc.h>
@@ -29,16 +30,16 @@ class Allocator(Method):
         source="https://man7.org/linux/man-pages/man3/mallopt.3.html",
         gain=(1.4, 1.8),
         gain_when="convolutions on the CPU with large activations; small models gain nothing",
-        speeds={"forward", "backward"},
+        accelerates={"forward", "backward"},
         applies_to={"cpu"},
     )
 
-    def process(self, context: Callable[[], AbstractContextManager], run: Run):
+    def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:
         if run.device.type != "cpu":
-            run.nothing_to_do(self, "the tensors of this run live on the GPU")
+            run.report_no_effect(self, "the tensors of this run live on the GPU")
             return context
         if platform.libc_ver()[0] != "glibc":
-            run.nothing_to_do(self, "this machine's C library is not glibc")
+            run.report_no_effect(self, "this machine's C library is not glibc")
             return context
         libc = ctypes.CDLL(None)
 

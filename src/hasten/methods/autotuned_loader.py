@@ -8,11 +8,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.card import Card, Exactness, WrapOrder
 from hasten.contract.climbing import AHEAD, NO_WAIT, Choices, Climber, usual_room
 from hasten.contract.data import Batches, Crew
 from hasten.contract.errors import Notice, Refusal
-from hasten.contract.method import Method, Run, setting
+from hasten.contract.method import Method, option
+from hasten.contract.run_context import RunContext
 
 
 @dataclass(frozen=True)
@@ -31,23 +32,23 @@ class AutotunedLoader(Method):
     budgets, while those of training stand still once they are ahead.
     """
 
-    threads: int | None = setting(None, at_least=0, at_most=256)
-    processes: int | None = setting(None, at_least=0, at_most=256)
-    ahead: int | None = setting(None, at_least=0, at_most=1024)  # batches
-    cache: str | None = setting(None, one_of=("no", "memory", "disk"))
-    cores: int | None = setting(None, at_least=1, at_most=256)  # workers at most
-    gigabytes: float | None = setting(None, above=0)  # of batches on their way and of samples that are kept in memory
+    threads: int | None = option(None, at_least=0, at_most=256)
+    processes: int | None = option(None, at_least=0, at_most=256)
+    ahead: int | None = option(None, at_least=0, at_most=1024)  # batches
+    cache: str | None = option(None, one_of=("no", "memory", "disk"))
+    cores: int | None = option(None, at_least=1, at_most=256)  # workers at most
+    gigabytes: float | None = option(None, above=0)  # of batches on their way and of samples that are kept in memory
 
     card = Card(
         summary="find the number of loader workers while training, until no step waits",
         exactness=Exactness.BIT_EXACT,
         source="https://arxiv.org/abs/2101.12127",  # Murray et al. 2021: tf.data, its AUTOTUNE
         gain_when="steps wait for data and cores are idle; a run has to last longer than the search, which takes seconds",
-        speeds={"input"},
+        accelerates={"input"},
         applies_to={"workers"},
-        order=Order.EARLY,
+        order=WrapOrder.EARLY,
         after=("batched_fetch", "cache_dataset", "loader_workers"),
-        slow_start=True,
+        high_setup_cost=True,
     )
 
     def __post_init__(self):
@@ -56,26 +57,26 @@ class AutotunedLoader(Method):
         if (self.cores or 0) > 0 and (self.threads or self.processes or 0) > self.cores:
             raise ValueError(f"{self.threads or self.processes} workers are more than cores={self.cores}")
 
-    def data(self, batches: Batches, run: Run) -> Batches:
+    def data(self, batches: Batches, run: RunContext) -> Batches:
         if not batches.training:
             return self._validation(batches, run)
         if why_not := self._obstacle(batches):
-            run.nothing_to_do(self, why_not)
+            run.report_no_effect(self, why_not)
             return batches
-        climber = run.kept[self.name] = Climber(
+        climber = run.checkpoint_state[self.name] = Climber(
             self._start(present(batches)),
-            cores=self.cores or run.cores(),
-            room=usual_room(self.gigabytes, run.free_memory),
+            cores=self.cores or run.services.available_cpus(),
+            room=usual_room(self.gigabytes, run.services.free_memory),
             cache=self.cache,
-            passes=run.loop.epochs,
-            told=self._telling(run.chosen, by_index=batches.samples is not None),
+            passes=run.plan.epochs,
+            told=self._telling(run.tuned_settings, by_index=batches.samples is not None),
             of=kind(batches),
         )
         return batches.by(climber) if batches.samples is None else climbed(pinned(batches, run), climber)
 
-    def _validation(self, batches: Batches, run: Run) -> Batches:
+    def _validation(self, batches: Batches, run: RunContext) -> Batches:
         """Read by the crew that the climber is at when an evaluation begins, where it is one for these."""
-        climber = run.kept.get(self.name)
+        climber = run.checkpoint_state.get(self.name)
         if climber is None or climber.of != kind(batches) or present(batches).workers or draws_by_worker(batches):
             return batches
         by = batches.by if batches.samples is None else hiring(pinned(batches, run))
@@ -166,7 +167,7 @@ def present(batches: Batches) -> Crew:
     return batches.crew if batches.samples is None else batches.samples.crew
 
 
-def pinned(batches: Batches, run: Run) -> Batches:
+def pinned(batches: Batches, run: RunContext) -> Batches:
     return batches.with_samples(pin=True) if run.device.type == "cuda" else batches
 
 

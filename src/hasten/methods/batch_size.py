@@ -1,14 +1,15 @@
 """Larger batches, with the learning rate that goes with them: fewer steps, each better at filling the machine."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from hasten.contract.card import Card, Exactness
 from hasten.contract.data import Batches
 from hasten.contract.errors import Refusal
-from hasten.contract.method import Loop, Method, Run, setting
+from hasten.contract.method import Method, option
+from hasten.contract.run_context import RunContext, TrainPlan
 from hasten.contract.task import optimizer_and_schedule, scale_learning_rates
+from hasten.contract.types import OptimizerFactory, StepFn
 
 RULES = {"linear": float, "sqrt": math.sqrt, "none": lambda factor: 1.0}
 
@@ -21,17 +22,17 @@ class BatchSize(Method):
     larger one (Goyal et al. 2017, section 2.2), on top of whatever schedule there is.
     """
 
-    factor: int = setting(2, at_least=2, at_most=65536)
-    rule: str = setting("sqrt", one_of=tuple(RULES))
-    warmup: float = setting(0.05, at_least=0, below=1)  # share of the steps
+    factor: int = option(2, at_least=2, at_most=65536)
+    rule: str = option("sqrt", one_of=tuple(RULES))
+    warmup: float = option(0.05, at_least=0, below=1)  # share of the steps
 
     card = Card(
         summary="larger batches with a matching learning rate and warm-up",
-        exactness=Exactness.OTHER_MATHS,
+        exactness=Exactness.CHANGES_TRAINING,
         source="https://arxiv.org/abs/1706.02677",
         gain_when="a step's fixed costs weigh more than its arithmetic; linear for SGD, sqrt for Adam",
-        speeds={"steps", "forward", "backward", "update", "input"},
-        tries=tuple({"factor": factor, "rule": rule} for factor in (2, 4, 8) for rule in ("sqrt", "linear")),
+        accelerates={"steps", "forward", "backward", "optimizer_step", "input"},
+        presets=tuple({"factor": factor, "rule": rule} for factor in (2, 4, 8) for rule in ("sqrt", "linear")),
     )
 
     @property
@@ -39,17 +40,17 @@ class BatchSize(Method):
         """What the learning rate is multiplied by."""
         return RULES[self.rule](self.factor)
 
-    def loop(self, loop: Loop, run: Run) -> Loop:
-        loop.batch_size *= self.factor
-        return loop
+    def plan(self, plan: TrainPlan, run: RunContext) -> TrainPlan:
+        plan.batch_size *= self.factor
+        return plan
 
-    def data(self, batches: Batches, run: Run) -> Batches:
-        if batches.training and batches.samples is not None and len(batches.samples.dataset) < run.loop.batch_size:
-            samples, size = len(batches.samples.dataset), run.loop.batch_size
+    def data(self, batches: Batches, run: RunContext) -> Batches:
+        if batches.training and batches.samples is not None and len(batches.samples.dataset) < run.plan.batch_size:
+            samples, size = len(batches.samples.dataset), run.plan.batch_size
             raise Refusal(f"a batch of {size} is larger than the training data ({samples} samples); choose a factor below {self.factor}")
         return batches
 
-    def optimizer(self, make: Callable, run: Run) -> Callable:
+    def optimizer(self, make: OptimizerFactory, run: RunContext) -> OptimizerFactory:
         def with_scaled_rates(model):
             optimizer, schedule = optimizer_and_schedule(make(model))
             scale_learning_rates(optimizer, schedule, self.scale)
@@ -57,21 +58,21 @@ class BatchSize(Method):
 
         return with_scaled_rates
 
-    def update(self, update: Callable, run: Run) -> Callable:
+    def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
         if not self.warmup or self.scale == 1:
-            return update
-        if run.loop.steps is None:
+            return optimizer_step
+        if run.plan.steps is None:
             raise Refusal("the warm-up of batch_size is a share of the steps, but the training data has no length; say warmup=0")
-        steps, clock, groups = round(self.warmup * run.loop.steps), run.clock, run.optimizer.param_groups
+        steps, progress, groups = round(self.warmup * run.plan.steps), run.progress, run.optimizer.param_groups
 
         def warmed_up():
-            if clock.step >= steps:
-                return update()
+            if progress.step >= steps:
+                return optimizer_step()
             planned = [group["lr"] for group in groups]
-            share = (1 + (self.scale - 1) * clock.step / steps) / self.scale
+            share = (1 + (self.scale - 1) * progress.step / steps) / self.scale
             for group in groups:
                 group["lr"] = group["lr"] * share
-            update()
+            optimizer_step()
             for group, rate in zip(groups, planned, strict=True):
                 group["lr"] = rate
 

@@ -19,10 +19,11 @@ import torch
 from torch.utils.data import TensorDataset, default_collate
 
 from hasten.contract.batch import map_tensors, tensors
-from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.card import Card, Exactness, WrapOrder
 from hasten.contract.data import Batches, Samples
 from hasten.contract.errors import Failure, one_line
-from hasten.contract.method import Method, Run, setting
+from hasten.contract.method import Method, option
+from hasten.contract.run_context import RunContext
 
 RING = 3  # a batch stays whole until the third one after it is asked for
 CHUNK = 256  # samples that are collated together while stacking
@@ -34,7 +35,7 @@ ALIGNED = 64  # bytes: where torch lets a tensor's memory begin, and so has ever
 class BatchedFetch(Method):
     """Stacks all samples once, at the first use, if they fit into ``gigabytes`` (training and validation each)."""
 
-    gigabytes: float = setting(2.0, above=0)
+    gigabytes: float = option(2.0, above=0)
 
     card = Card(
         summary="stack the samples once, then fetch whole batches by index",
@@ -42,16 +43,16 @@ class BatchedFetch(Method):
         source="https://docs.pytorch.org/docs/stable/generated/torch.index_select.html",
         gain=(1.0, 21.0),
         gain_when="the loader alone, image batches on one core; the step gains what it waited for input",
-        speeds={"input"},
-        applies_to={"indexed samples"},
-        order=Order.EARLY,
+        accelerates={"input"},
+        applies_to={"indexed_samples"},
+        order=WrapOrder.EARLY,
         replaces={"data"},
     )
 
-    def data(self, batches: Batches, run: Run) -> Batches:
+    def data(self, batches: Batches, run: RunContext) -> Batches:
         if why_not := self._obstacle(batches.samples):
             if batches.training:
-                run.nothing_to_do(self, why_not)
+                run.report_no_effect(self, why_not)
             return batches
         samples, ring = batches.samples, cycle([Slot(pinned=run.device.type == "cuda") for _ in range(RING)])
 
@@ -62,7 +63,7 @@ class BatchedFetch(Method):
             try:
                 return stacked(samples)
             except (Failure, RuntimeError) as error:  # a sample like no other: read them one by one after all
-                return run.nothing_to_do(self, f"the samples cannot be stacked: {one_line(error)}")
+                return run.report_no_effect(self, f"the samples cannot be stacked: {one_line(error)}")
 
         def epoch(number: int, start: int = 0) -> Iterator:
             if fields() is None:

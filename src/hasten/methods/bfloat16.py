@@ -13,28 +13,30 @@ from dataclasses import dataclass
 
 import torch
 
-from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.card import Card, Exactness, WrapOrder
 from hasten.contract.method import Method
+from hasten.contract.run_context import RunContext
+from hasten.contract.types import ForwardFn
 
 
 @dataclass(frozen=True)
 class BFloat16(Method):
     card = Card(
         summary="matrix products and convolutions in bfloat16, weights and reductions in float32",
-        exactness=Exactness.FEWER_BITS,
+        exactness=Exactness.REDUCED_PRECISION,
         source="Kalamkar et al. 2019, arXiv 1905.12322; torch.autocast",
         gain=(1.0, 1.6),
         gain_when="large matrix products on hardware with bfloat16 units (1.4 to 1.6 on CPUs); nothing for narrow models",
-        speeds={"forward", "backward"},
-        applies_to={"matrix weights", "bfloat16 hardware"},
-        needs={"one precision", "whole forward pass"},
-        breaks={"one precision"},
-        order=Order.EARLY,
+        accelerates={"forward", "backward"},
+        applies_to={"matrix_weights", "bfloat16_hardware"},
+        requires={"uniform_precision", "monolithic_forward"},
+        invalidates={"uniform_precision"},
+        order=WrapOrder.EARLY,
     )
 
-    def forward(self, forward, run):
+    def forward(self, forward: ForwardFn, run: RunContext) -> ForwardFn:
         if all(parameter.ndim < 2 or parameter.dtype != torch.float32 for parameter in run.model.parameters()):
-            run.nothing_to_do(self, "the model has no float32 matrix that could be multiplied in bfloat16")
+            run.report_no_effect(self, "the model has no float32 matrix that could be multiplied in bfloat16")
             return forward
         device = run.device.type
 

@@ -30,13 +30,15 @@ from torch.fx import Node
 
 from hasten.contract import batch as batches
 from hasten.contract.branches import Block, blocks_of, graphs_of, held_by, key_of, nodes_of, outputs_of, rewritten, shared_out, taken_out
-from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.card import Card, Exactness, WrapOrder
 from hasten.contract.errors import Failure, Progress, Refusal
 from hasten.contract.headers import HEADER, header_of, room_for, told_by
-from hasten.contract.method import Method, setting
+from hasten.contract.method import Method, option
 from hasten.contract.proof import Way, called, proven
 from hasten.contract.replicas import averaged_over_copies, hold_between, make_alike, mesh_of, notice_batch_norm
+from hasten.contract.run_context import RunContext
 from hasten.contract.sharded import forget
+from hasten.contract.types import StepFn
 
 LOOKED_FOR = (
     "paths with trained weights that begin at one tensor, or at the inputs, and meet again, in a forward() that torch.fx can trace; "
@@ -49,48 +51,45 @@ MEASUREMENTS = 3
 class BranchParallel(Method):
     card = Card(
         summary="the branches of a model computed side by side, some on each process",
-        exactness=Exactness.SAME_MATHS,
+        exactness=Exactness.EQUIVALENT_MATH,
         source="Krizhevsky 2014, arXiv 1404.5997 (parts of a model on processes of their own); Szegedy et al. 2014, arXiv 1409.4842 (branches)",
         gain_when="the branches of a block take about equally long, and much longer than their outputs take from one process to another",
-        speeds={"forward", "backward", "update"},
-        applies_to={"several processes"},
-        breaks={"whole weights"},
-        order=Order.FIRST,
-        replaces={"shard"},
+        accelerates={"forward", "backward", "optimizer_step"},
+        applies_to={"distributed"},
+        invalidates={"full_weights"},
+        order=WrapOrder.FIRST,
+        replaces={"parallelize"},
     )
-    degree: int = setting(0, at_least=0)  # processes that hold one copy of the model between them; 0: all
+    degree: int = option(0, at_least=0)  # processes that hold one copy of the model between them; 0: all
     places: str = ""  # the process of each branch, as 0-1-1-0; unless said, as the measured times share out evenly
 
-    def loop(self, loop, run):
-        if not run.ranks.alone:
-            hold_between(self, run, "shards")
-        return loop
+    def setup(self, run: RunContext) -> None:
+        hold_between(self, run, "shards")
 
-    def shard(self, model, run):
-        if run.ranks.alone:
-            run.nothing_to_do(self, "there is one process only; say --processes")
-            return model
-        if run.replica < run.ranks.world:
+    def parallelize(self, model: nn.Module, run: RunContext) -> nn.Module:
+        if run.parallel.model_parallel_size < run.ranks.world_size:
             notice_batch_norm(model, remedy="")
         make_alike(model)
         graphs = dict(graphs_of(model))
         seconds, drawing = _watched(model, graphs, run)
         graphs = {name: graph for name, graph in graphs.items() if all(key_of(name, node) in seconds for node in graph.nodes)}
-        found, doubts = blocks_of(model, graphs, drawing, run.replica)
+        found, doubts = blocks_of(model, graphs, drawing, run.parallel.model_parallel_size)
         by_itself = Way(lambda model, blocks: _cut(model, graphs, blocks, _by_itself))
         exchanged = Way(lambda model, blocks: _cut(model, graphs, blocks, _by_turns(blocks, run)), everywhere=False)
         blocks, more = proven(model, found, [by_itself, exchanged], self.name, run)
         doubts += more
         if not blocks:
             raise Refusal(
-                f"branch_parallel finds no branches in this model for {run.replica} processes. It looked for {LOOKED_FOR}; "
+                f"branch_parallel finds no branches in this model for {run.parallel.model_parallel_size} processes. It looked for {LOOKED_FOR}; "
                 f"{'; '.join(doubts[:3]) or 'there are none'}"
             )
         costs = [[sum(seconds[key_of(block.part, node)] for node in branch) for branch in block.branches] for block in blocks]
-        places = self._asked(blocks, run.replica) if self.places else shared_out(costs, run.replica)
-        run.chosen[self.name] = {"places": "-".join(str(place) for each in places for place in each)}
-        if run.ranks.leads:
-            _tell(model, blocks, places, doubts, run.replica)
+        places = (
+            self._asked(blocks, run.parallel.model_parallel_size) if self.places else shared_out(costs, run.parallel.model_parallel_size)
+        )
+        run.tuned_settings[self.name] = {"places": "-".join(str(place) for each in places for place in each)}
+        if run.ranks.is_main_process:
+            _tell(model, blocks, places, doubts, run.parallel.model_parallel_size)
         _cut(model, graphs, blocks, partial(_exchanged, places=dict(zip(blocks, places, strict=True)), run=run))
         self._keep_own(model, blocks, places, run)
         return model
@@ -114,19 +113,19 @@ class BranchParallel(Method):
 
     def _keep_own(self, model, blocks: list[Block], places: list[list[int]], run) -> None:
         """Forgets the branches of other processes. What all have the first one counts."""
-        held = {place: [] for place in range(run.replica)}
+        held = {place: [] for place in range(run.parallel.model_parallel_size)}
         for block, of_block in zip(blocks, places, strict=True):
             part = model.get_submodule(block.part)
             for place, branch in zip(of_block, block.branches, strict=True):
                 held[place] += [tensor for node in branch for tensor in held_by(node, part)]
-        own = run.ranks.rank % run.replica
+        own = run.ranks.rank % run.parallel.model_parallel_size
         forget(model, [tensor for place, tensors in held.items() if place != own for tensor in tensors])
-        run.joint, run.owners = True, run.shards
+        run.parallel.eval_needs_all_ranks, run.parallel.num_parameter_owners = True, run.parallel.tp_size
         ours = {id(tensor) for tensor in held[own]}
-        run.common = frozenset(weight for weight in model.parameters() if not weight.is_meta and id(weight) not in ours)
+        run.parallel.replicated_params = frozenset(weight for weight in model.parameters() if not weight.is_meta and id(weight) not in ours)
 
-    def gradients(self, gradients, run):
-        return averaged_over_copies(gradients, run)
+    def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
+        return averaged_over_copies(grad_transform, run)
 
 
 def _watched(model: nn.Module, graphs: dict, run) -> tuple[dict[str, float], set[str]]:
@@ -135,8 +134,8 @@ def _watched(model: nn.Module, graphs: dict, run) -> tuple[dict[str, float], set
     Nodes that were not computed, since nobody calls their part or their graph is not what it does, are not there.
     """
     told = b""
-    if run.ranks.leads:
-        watched, batch = copy.deepcopy(model), run.sample()
+    if run.ranks.is_main_process:
+        watched, batch = copy.deepcopy(model), run.services.peek_batch()
         tries, drawing = [], set()
         for name, graph in graphs.items():
             part = watched.get_submodule(name)
@@ -146,7 +145,7 @@ def _watched(model: nn.Module, graphs: dict, run) -> tuple[dict[str, float], set
                 tries.append(Counter())
                 called(watched, batch, run.task.loss is None)
         told = json.dumps([{key: min(each[key] for each in tries) for key in tries[0]}, sorted(drawing)]).encode()
-    seconds, drawing = json.loads(run.ranks.first(told))
+    seconds, drawing = json.loads(run.ranks.broadcast(told))
     return seconds, set(drawing)
 
 
@@ -242,7 +241,7 @@ def _refuse_again() -> None:
 
 def _by_turns(blocks: list[Block], run) -> Callable:
     """Exchanged, with as many branches here as there."""
-    places = shared_out([[1.0] * len(block.branches) for block in blocks], run.replica)
+    places = shared_out([[1.0] * len(block.branches) for block in blocks], run.parallel.model_parallel_size)
     return partial(_exchanged, places=dict(zip(blocks, places, strict=True)), run=run)
 
 
@@ -251,7 +250,7 @@ def _exchanged(block: Block, branches: list[torch.fx.GraphModule], places: dict[
 
     A process knows how large those will be: they were told when it was given the like for the first time.
     """
-    group, own = mesh_of(run)["shards"].get_group(), run.ranks.rank % run.replica
+    group, own = mesh_of(run)["shards"].get_group(), run.ranks.rank % run.parallel.model_parallel_size
     sources = [place for place, branch in zip(places[block], block.branches, strict=True) for _ in outputs_of(branch)]
     mine = [branch if place == own else None for place, branch in zip(places[block], branches, strict=True)]
     counts = [len(outputs_of(branch)) for branch in block.branches]

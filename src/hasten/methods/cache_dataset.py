@@ -12,32 +12,33 @@ import torch
 from torch.utils.data import TensorDataset
 
 from hasten.contract.batch import map_tensors
-from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.card import Card, Exactness, WrapOrder
 from hasten.contract.data import Batches
-from hasten.contract.method import Method, Run, setting
+from hasten.contract.method import Method, option
+from hasten.contract.run_context import RunContext
 
 
 @dataclass(frozen=True)
 class CacheDataset(Method):
     """The first pass reads, later passes remember, as long as ``gigabytes`` last (training and validation each)."""
 
-    gigabytes: float = setting(2.0, above=0)
+    gigabytes: float = option(2.0, above=0)
 
     card = Card(
         summary="keep decoded samples in memory after their first reading",
         exactness=Exactness.BIT_EXACT,
         source="https://docs.pytorch.org/docs/stable/data.html",
         gain_when="decoding a sample is slow, the data are seen several times and fit into memory",
-        speeds={"input"},
-        applies_to={"indexed samples", "several epochs"},
-        order=Order.EARLY,
+        accelerates={"input"},
+        applies_to={"indexed_samples", "multiple_epochs"},
+        order=WrapOrder.EARLY,
         replaces={"data"},
     )
 
-    def data(self, batches: Batches, run: Run) -> Batches:
+    def data(self, batches: Batches, run: RunContext) -> Batches:
         if why_not := self._obstacle(batches):
             if batches.training:
-                run.nothing_to_do(self, why_not)
+                run.report_no_effect(self, why_not)
             return batches
         remembering = Remembering(batches.samples.dataset, int(self.gigabytes * 1e9))
         cached = batches.with_samples(dataset=remembering, workers=0)  # a worker's memory would die with the worker

@@ -11,27 +11,29 @@ import torch
 from hasten.contract.batch import map_tensors
 from hasten.contract.card import Card, Exactness
 from hasten.contract.method import Method
+from hasten.contract.run_context import RunContext
+from hasten.contract.types import BatchFn
 
 
 @dataclass(frozen=True)
 class ChannelsLast(Method):
     card = Card(
         summary="images and convolution weights with the channels innermost in memory",
-        exactness=Exactness.SAME_MATHS,
+        exactness=Exactness.EQUIVALENT_MATH,
         source="https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html",
         gain_when="two-dimensional convolutions, most together with lower precision; little for very few channels",
-        speeds={"forward", "backward"},
+        accelerates={"forward", "backward"},
         applies_to={"convolutions"},
     )
 
-    def model(self, model, run):
+    def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         if not any(parameter.ndim == 4 for parameter in model.parameters()):
-            run.nothing_to_do(self, "the model has no two-dimensional convolution")
+            run.report_no_effect(self, "the model has no two-dimensional convolution")
             return model
         return model.to(memory_format=torch.channels_last)
 
-    def batch(self, move, run):
-        return lambda batch: map_tensors(_channels_last, move(batch))
+    def batch_transform(self, to_device: BatchFn, run: RunContext) -> BatchFn:
+        return lambda batch: map_tensors(_channels_last, to_device(batch))
 
 
 def _channels_last(tensor: torch.Tensor) -> torch.Tensor:

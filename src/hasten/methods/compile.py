@@ -9,8 +9,12 @@ import os
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from hasten.contract.card import Card, Exactness, Order
-from hasten.contract.method import Method, setting
+import torch
+
+from hasten.contract.card import Card, Exactness, WrapOrder
+from hasten.contract.method import Method, option
+from hasten.contract.run_context import RunContext
+from hasten.contract.types import ContextFactory
 
 MODES = ("default", "max-autotune-no-cudagraphs")  # torch's others record CUDA graphs of their own; that is what cuda_graph is for
 COMPILER_VARIABLES = ("TORCHINDUCTOR_", "TRITON_")  # torch sets its cache folders in the environment while compiling
@@ -20,20 +24,20 @@ COMPILER_VARIABLES = ("TORCHINDUCTOR_", "TRITON_")  # torch sets its cache folde
 class Compile(Method):
     card = Card(
         summary="the model compiled into fused kernels by torch.compile",
-        exactness=Exactness.SAME_MATHS,
+        exactness=Exactness.EQUIVALENT_MATH,
         source="Ansel et al. 2024, PyTorch 2 (ASPLOS); https://docs.pytorch.org/docs/stable/torch.compiler.html",
         gain=(1.0, 1.16),
         gain_when="GPU runs long enough to pay for compiling (20 to 35 seconds on two cores); on a CPU often nothing",
-        speeds={"forward", "backward"},
-        needs={"whole forward pass"},
-        order=Order.LATE,
-        slow_start=True,
-        tries=({}, {"mode": "max-autotune-no-cudagraphs"}),
+        accelerates={"forward", "backward"},
+        requires={"monolithic_forward"},
+        order=WrapOrder.LATE,
+        high_setup_cost=True,
+        presets=({}, {"mode": "max-autotune-no-cudagraphs"}),
     )
-    mode: str = setting("default", one_of=MODES)
+    mode: str = option("default", one_of=MODES)
     backend: str = "inductor"
 
-    def process(self, context, run):
+    def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:
         @contextmanager
         def tidied():
             before = dict(os.environ)
@@ -46,9 +50,9 @@ class Compile(Method):
 
         return tidied
 
-    def model(self, model, run):
+    def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         model.compile(mode=self.mode, backend=self.backend)
         return model
 
-    def export(self, model, run):
+    def export(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         return copy.copy(model)  # shares the weights; a copied module leaves the compiled call behind

@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hasten.contract.card import Card, Exactness
 from hasten.contract.errors import Refusal
-from hasten.contract.method import Method, setting
+from hasten.contract.method import Method, option
+from hasten.contract.run_context import RunContext
 
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -22,26 +23,23 @@ FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class CompressedGradients(Method):
     card = Card(
         summary="gradients rounded to 16 bits on their way between the processes",
-        exactness=Exactness.FEWER_BITS,
+        exactness=Exactness.REDUCED_PRECISION,
         source="https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html",
         gain_when="the network is slow: the bytes saved take longer than rounding, and the backward pass does not hide them",
-        speeds={"backward"},
-        applies_to={"several processes"},
+        accelerates={"backward"},
+        applies_to={"distributed"},
         after=("ddp", "zero"),
-        tries=({"format": "bf16"}, {"format": "fp16"}),
+        presets=({"format": "bf16"}, {"format": "fp16"}),
     )
-    format: str = setting("bf16", one_of=tuple(FORMATS))
+    format: str = option("bf16", one_of=tuple(FORMATS))
 
-    def shard(self, model, run):
-        if run.ranks.alone:
-            run.nothing_to_do(self, "there is one process only; say --processes")
-            return model
+    def parallelize(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         if not isinstance(model, DistributedDataParallel):
             raise Refusal(
                 "compressed_gradients rounds what ddp sends (or zero:stage=1), and another strategy was chosen; leave one of them out"
             )
         if all(weight.dtype.itemsize <= 2 for weight in model.parameters()):
-            run.nothing_to_do(self, "the gradients have 16 bits already")
+            run.report_no_effect(self, "the gradients have 16 bits already")
             return model
         model.register_comm_hook(FORMATS[self.format], _summed)
         return model

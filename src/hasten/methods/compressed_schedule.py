@@ -1,6 +1,5 @@
 """Fewer passes over the data, with the whole schedule squeezed into them. Most record speed-ups are this."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import cos, pi
 
@@ -8,8 +7,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from hasten.contract.card import Card, Exactness
 from hasten.contract.errors import Refusal
-from hasten.contract.method import Loop, Method, Run, setting
+from hasten.contract.method import Method, option
+from hasten.contract.run_context import RunContext, TrainPlan
 from hasten.contract.task import optimizer_and_schedule, scale_learning_rates, takes_steps
+from hasten.contract.types import OptimizerFactory
 
 DECAYS = {"linear": lambda left: left, "cosine": lambda left: (1 - cos(pi * left)) / 2, "none": lambda left: 1.0}
 
@@ -23,18 +24,18 @@ class CompressedSchedule(Method):
     run end where a long one ends; the more epochs are left out, the higher a peak it takes.
     """
 
-    factor: float = setting(0.5, above=0, below=1)
-    decay: str = setting("linear", one_of=tuple(DECAYS))
-    peak: float = setting(1.0, above=0)
-    warmup: float = setting(0.1, at_least=0, below=1)  # share of the steps
+    factor: float = option(0.5, above=0, below=1)
+    decay: str = option("linear", one_of=tuple(DECAYS))
+    peak: float = option(1.0, above=0)
+    warmup: float = option(0.1, at_least=0, below=1)  # share of the steps
 
     card = Card(
         summary="fewer epochs with the learning-rate schedule squeezed into them",
-        exactness=Exactness.OTHER_MATHS,
+        exactness=Exactness.CHANGES_TRAINING,
         source="https://arxiv.org/abs/2404.00498",
         gain_when="the learning rate is constant, or the run goes on long after it could have ended",
-        speeds={"steps"},
-        tries=(
+        accelerates={"steps"},
+        presets=(
             {"factor": 0.5, "peak": 3.0},
             {"factor": 0.5, "peak": 5.0},
             {"factor": 0.5, "peak": 8.0},
@@ -44,18 +45,18 @@ class CompressedSchedule(Method):
         ),
     )
 
-    def loop(self, loop: Loop, run: Run) -> Loop:
-        loop.epochs *= self.factor
-        return loop
+    def plan(self, plan: TrainPlan, run: RunContext) -> TrainPlan:
+        plan.epochs *= self.factor
+        return plan
 
-    def optimizer(self, make: Callable, run: Run) -> Callable:
-        if run.loop.steps is None:
+    def optimizer(self, make: OptimizerFactory, run: RunContext) -> OptimizerFactory:
+        if run.plan.steps is None:
             raise Refusal("compressed_schedule cannot tell where the run ends: the training data has no length; give the dataset a __len__")
 
         def squeezed(model):
             optimizer, schedule = optimizer_and_schedule(make(model))
             if schedule is None:
-                schedule = self._own_schedule(optimizer, run.loop.steps)
+                schedule = self._own_schedule(optimizer, run.plan.steps)
             elif not takes_steps(run.task.optimizer):  # it was made for the long run
                 schedule = Squeezed(schedule, self.factor)
             scale_learning_rates(optimizer, schedule, self.peak)

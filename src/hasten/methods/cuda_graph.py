@@ -15,9 +15,11 @@ from dataclasses import dataclass
 import torch
 
 from hasten.contract.batch import map_tensors, size, tensors
-from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.card import Card, Exactness, WrapOrder
 from hasten.contract.errors import Failure, one_line
 from hasten.contract.method import Method
+from hasten.contract.run_context import RunContext
+from hasten.contract.types import ForwardFn, StepFn
 
 WARM_UP = 3  # passes; torch's documents ask for a few, so that libraries have chosen their kernels
 
@@ -26,37 +28,37 @@ WARM_UP = 3  # passes; torch's documents ask for a few, so that libraries have c
 class CudaGraph(Method):
     card = Card(
         summary="forward and backward replayed as one CUDA graph",
-        exactness=Exactness.SAME_MATHS,
+        exactness=Exactness.EQUIVALENT_MATH,
         source="https://docs.pytorch.org/docs/stable/notes/cuda.html, CUDA graphs",
         gain_when="steps of a few milliseconds on a GPU, where launching kernels takes longer than running them",
-        speeds={"forward", "backward"},
+        accelerates={"forward", "backward"},
         applies_to={"cuda"},
-        breaks={"python between kernels"},
-        order=Order.LAST,
-        replaces={"clear"},
+        invalidates={"python_between_kernels"},
+        order=WrapOrder.LAST,
+        replaces={"zero_grad"},
     )
 
-    def micro(self, micro, run):
-        if run.device.type != "cuda" or not run.ranks.alone:
-            who = run.device if run.ranks.alone else "several processes, whose parts of a batch weigh differently"
-            run.nothing_to_do(self, f"CUDA graphs need an NVIDIA GPU; this run is on {who}")
-            return micro
+    def forward_backward(self, forward_backward: ForwardFn, run: RunContext) -> ForwardFn:
+        if run.device.type != "cuda" or run.parallel is not None:
+            who = run.device if run.parallel is None else "several processes, whose parts of a batch weigh differently"
+            run.report_no_effect(self, f"CUDA graphs need an NVIDIA GPU; this run is on {who}")
+            return forward_backward
         graphs = {}
 
         def replayed(batch):
-            share = run.clock.share
+            share = run.progress.share
             if share not in graphs:
-                if round(size(batch) / share) < run.loop.batch_size:  # a resumed run may begin with the short batch
-                    return micro(batch).detach()  # a graph that is alive would be in the way of the recording
-                graphs[share] = _shapes(batch), _recorded(micro, batch, run)
+                if round(size(batch) / share) < run.plan.batch_size:  # a resumed run may begin with the short batch
+                    return forward_backward(batch).detach()  # a graph that is alive would be in the way of the recording
+                graphs[share] = _shapes(batch), _recorded(forward_backward, batch, run)
             shapes, replay = graphs[share]
-            return replay(batch) if _shapes(batch) == shapes else micro(batch).detach()
+            return replay(batch) if _shapes(batch) == shapes else forward_backward(batch).detach()
 
         return replayed
 
-    def clear(self, clear, run):
-        if run.device.type != "cuda" or not run.ranks.alone:
-            return clear
+    def zero_grad(self, zero_grad: StepFn, run: RunContext) -> StepFn:
+        if run.device.type != "cuda" or run.parallel is not None:
+            return zero_grad
         parameters = list(run.model.parameters())
 
         def zeroed():

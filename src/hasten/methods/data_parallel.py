@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.card import Card, Exactness, WrapOrder
 from hasten.contract.errors import Notice, Refusal
 from hasten.contract.method import Method
 from hasten.contract.replicas import notice_batch_norm
+from hasten.contract.run_context import RunContext
 
 WARNING = (
     "data_parallel copies the model to every GPU in every step; ddp (--processes) does the same training with less, nearly always faster"
@@ -23,21 +24,21 @@ WARNING = (
 class DataParallel(Method):
     card = Card(
         summary="the batch shared out among the GPUs of one process, by threads",
-        exactness=Exactness.SAME_MATHS,
+        exactness=Exactness.EQUIVALENT_MATH,
         source="torch.nn.DataParallel",
         gain_when="there are several GPUs and no way to start several processes",
-        speeds={"forward", "backward"},
+        accelerates={"forward", "backward"},
         applies_to={"cuda"},
-        needs={"whole forward pass"},
-        order=Order.FIRST,
-        replaces={"shard"},
+        requires={"monolithic_forward"},
+        order=WrapOrder.FIRST,
+        replaces={"parallelize"},
     )
 
-    def shard(self, model, run):
-        if not run.ranks.alone:
+    def parallelize(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
+        if run.parallel is not None:
             raise Refusal("data_parallel is for one process; with several take ddp")
         if why := _nothing(run):
-            run.nothing_to_do(self, why)
+            run.report_no_effect(self, why)
             return model
         if run.task.loss is None:
             raise Refusal("data_parallel gathers outputs, not the losses that models return themselves; give Task(loss=), or take ddp")
@@ -45,7 +46,7 @@ class DataParallel(Method):
         notice_batch_norm(model, remedy="", part="each GPU's part of a batch")
         return torch.nn.DataParallel(model, device_ids=[run.device, *_others(run.device)])
 
-    def export(self, model, run):
+    def export(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         return model if _nothing(run) else model.module
 
 

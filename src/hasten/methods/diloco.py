@@ -12,57 +12,54 @@ from dataclasses import dataclass
 
 import torch
 
-from hasten.contract.card import Card, Exactness, Order
-from hasten.contract.method import Method, setting
+from hasten.contract.card import Card, Exactness, WrapOrder
+from hasten.contract.method import Method, option
 from hasten.contract.replicas import average, let_copies_differ, make_alike, mean_model, notice_batch_norm, refuse_never_to_meet
+from hasten.contract.run_context import RunContext
+from hasten.contract.types import StepFn
 
 
 @dataclass(frozen=True)
 class DiLoCo(Method):
     card = Card(
         summary="processes train by themselves; an outer optimizer with momentum follows their mean every many steps",
-        exactness=Exactness.OTHER_MATHS,
+        exactness=Exactness.CHANGES_TRAINING,
         source="Douillard et al. 2023, arXiv 2311.08105",
         gain_when="the network is so slow that a message every hundreds of steps is what it can carry",
-        speeds={"backward"},
-        applies_to={"several processes"},
-        breaks={"like weights"},
-        order=Order.FIRST,
-        replaces={"shard"},
-        tries=({"period": 50}, {"period": 500}),
+        accelerates={"backward"},
+        applies_to={"distributed"},
+        invalidates={"replicated_weights"},
+        order=WrapOrder.FIRST,
+        replaces={"parallelize"},
+        presets=({"period": 50}, {"period": 500}),
     )
-    period: int = setting(100, at_least=1)  # steps
-    rate: float = setting(0.7, above=0)
-    momentum: float = setting(0.9, at_least=0, below=1)
+    period: int = option(100, at_least=1)  # steps
+    rate: float = option(0.7, above=0)
+    momentum: float = option(0.9, at_least=0, below=1)
 
-    def shard(self, model, run):
-        if run.ranks.alone:
-            run.nothing_to_do(self, "there is one process only; say --processes")
-            return model
+    def parallelize(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         refuse_never_to_meet(run, self.name, self.period)
         notice_batch_norm(model, remedy="")
         make_alike(model)
         let_copies_differ(run, self.name)
-        run.rhythm = self.period
+        run.parallel.sync_period = self.period
         return model
 
-    def update(self, update, run):
-        if run.ranks.alone:
-            return update
-        weights, clock = [weight for weight in run.module.parameters() if weight.requires_grad], run.clock
-        outer = run.kept[self.name] = Outer(weights, self.rate, self.momentum)
+    def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
+        weights, progress = [weight for weight in run.unwrapped_model.parameters() if weight.requires_grad], run.progress
+        outer = run.checkpoint_state[self.name] = Outer(weights, self.rate, self.momentum)
 
         def followed():
             outer.begin()
-            update()
-            if (clock.step + 1) % self.period == 0:
+            optimizer_step()
+            if (progress.step + 1) % self.period == 0:
                 average(weights)
                 outer.step()
 
         return followed
 
-    def export(self, model, run):
-        return model if run.ranks.alone else mean_model(model)
+    def export(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
+        return mean_model(model)
 
 
 class Outer:

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from hasten.contract.card import Card, Exactness
-from hasten.contract.method import Evaluation, Loop, Method, Run, setting
+from hasten.contract.method import Method, option
+from hasten.contract.run_context import Evaluation, RunContext, TrainPlan
 
 
 @dataclass(frozen=True)
@@ -13,34 +14,34 @@ class EarlyStopping(Method):
     The decision is a function of the evaluations so far, which travel in the checkpoint: so does the patience.
     """
 
-    hold: int = setting(2, at_least=1)  # looks
-    patience: int = setting(10, at_least=1)  # looks
-    min_delta: float = setting(0.0, at_least=0)  # in the metric's unit
+    hold: int = option(2, at_least=1)  # looks
+    patience: int = option(10, at_least=1)  # looks
+    min_delta: float = option(0.0, at_least=0)  # in the metric's unit
 
     card = Card(
         summary="stop once the target is reached and held, or progress has ended",
-        exactness=Exactness.OTHER_MATHS,
+        exactness=Exactness.CHANGES_TRAINING,
         source="https://doi.org/10.1007/3-540-49430-8_3",  # Prechelt 1998
         gain_when="the run goes on long after its target",
-        speeds={"steps"},
+        accelerates={"steps"},
         applies_to={"evaluations"},
-        tries=({"hold": 3}, {"hold": 2}),
+        presets=({"hold": 3}, {"hold": 2}),
     )
 
-    def loop(self, loop: Loop, run: Run) -> Loop:
+    def plan(self, plan: TrainPlan, run: RunContext) -> TrainPlan:
         if run.task.validation_data is None:
-            run.nothing_to_do(self, "the task has no validation data, so nothing tells when to stop")
-            return loop
-        sign, target, inner = (1 if run.higher_is_better() else -1), run.task.target, loop.stop
+            run.report_no_effect(self, "the task has no validation data, so nothing tells when to stop")
+            return plan
+        sign, target, inner = (1 if run.services.higher_is_better() else -1), run.task.target, plan.stop
 
         def stop(history: list[Evaluation]) -> bool:
             scores = [sign * look.metric for look in history]
             done = self._target_held(scores, None if target is None else sign * target) or self._no_progress(scores)
             wanted = inner is not None and inner(history)
-            return run.agree(done or wanted)
+            return run.any_rank(done or wanted)
 
-        loop.stop = stop
-        return loop
+        plan.stop = stop
+        return plan
 
     def _target_held(self, scores: list[float], target: float | None) -> bool:
         last = scores[-self.hold :]

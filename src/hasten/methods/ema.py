@@ -1,13 +1,14 @@
 """Evaluates and saves a running average of the weights, which is often as good as a lower learning rate."""
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from hasten.contract.card import Card, Exactness, Order
-from hasten.contract.method import Method, Run, setting
+from hasten.contract.card import Card, Exactness, WrapOrder
+from hasten.contract.method import Method, option
+from hasten.contract.run_context import RunContext
+from hasten.contract.types import StepFn
 
 
 @dataclass(frozen=True)
@@ -18,41 +19,41 @@ class Ema(Method):
     statistics of batch normalisation, are those of the live model.
     """
 
-    decay: float = setting(0.999, above=0, below=1)
-    start: int = setting(0, at_least=0)  # steps
+    decay: float = option(0.999, above=0, below=1)
+    start: int = option(0, at_least=0)  # steps
 
     card = Card(
         summary="average the weights over the last steps; evaluate and save the average",
-        exactness=Exactness.OTHER_MATHS,
+        exactness=Exactness.CHANGES_TRAINING,
         source="https://doi.org/10.1137/0330046",  # Polyak and Juditsky 1992
         gain_when="the learning rate stays high to the end, so that the last steps only add noise",
-        speeds={"steps"},
-        needs={"whole weights", "like weights"},
-        order=Order.LATE,
+        accelerates={"steps"},
+        requires={"full_weights", "replicated_weights"},
+        order=WrapOrder.LATE,
         after=("compile", "float16"),
-        tries=({"decay": 0.99}, {"decay": 0.999}),
+        presets=({"decay": 0.99}, {"decay": 0.999}),
     )
 
-    def update(self, update: Callable, run: Run) -> Callable:
-        if run.loop.steps is not None and self.start >= run.loop.steps:
-            run.nothing_to_do(self, f"the run ends after {run.loop.steps} steps, before the average starts")
-            return update
-        weights, clock = list(run.model.parameters()), run.clock
-        averages = run.kept[self.name] = Averages(weights)
+    def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
+        if run.plan.steps is not None and self.start >= run.plan.steps:
+            run.report_no_effect(self, f"the run ends after {run.plan.steps} steps, before the average starts")
+            return optimizer_step
+        weights, progress = list(run.model.parameters()), run.progress
+        averages = run.checkpoint_state[self.name] = Averages(weights)
 
         def averaged():
-            update()
-            t = clock.step - self.start
+            optimizer_step()
+            t = progress.step - self.start
             averages.follow(weights, min(self.decay, (1 + t) / (10 + t)) if t >= 0 else 0.0)
 
         return averaged
 
-    def export(self, model: torch.nn.Module, run: Run) -> torch.nn.Module:
-        if self.name not in run.kept:
+    def export(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
+        if self.name not in run.checkpoint_state:
             return model
         averaged = copy.deepcopy(model)
         with torch.no_grad():
-            torch._foreach_copy_(list(averaged.parameters()), run.kept[self.name].tensors)
+            torch._foreach_copy_(list(averaged.parameters()), run.checkpoint_state[self.name].tensors)
         return averaged
 
 

@@ -19,9 +19,11 @@ from dataclasses import dataclass
 
 import torch
 
-from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.card import Card, Exactness, WrapOrder
 from hasten.contract.errors import Failure
-from hasten.contract.method import Method, setting
+from hasten.contract.method import Method, option
+from hasten.contract.run_context import RunContext
+from hasten.contract.types import BackwardFn, ForwardFn, StepFn
 
 BACKOFF, GROWTH, GOOD_STEPS = 0.5, 2.0, 2000
 GIVE_UP_AFTER = 30  # overflows in a row: from 2**16 far below 1, so it is not the scale
@@ -31,23 +33,23 @@ GIVE_UP_AFTER = 30  # overflows in a row: from 2**16 far below 1, so it is not t
 class Float16(Method):
     card = Card(
         summary="matrix products and convolutions in float16 with loss scaling, master weights in float32",
-        exactness=Exactness.FEWER_BITS,
+        exactness=Exactness.REDUCED_PRECISION,
         source="Micikevicius et al. 2018, arXiv 1710.03740; torch.autocast",
         gain_when="GPUs with float16 units and without bfloat16 ones; where there is bfloat16, it needs no loss scaling",
-        speeds={"forward", "backward"},
-        applies_to={"matrix weights", "float16 hardware"},
-        needs={"one precision", "whole weights", "like weights"},
-        breaks={"one precision"},
-        order=Order.EARLY,
-        tries=({}, {"scale": 1024}),
+        accelerates={"forward", "backward"},
+        applies_to={"matrix_weights", "float16_hardware"},
+        requires={"uniform_precision", "full_weights", "replicated_weights"},
+        invalidates={"uniform_precision"},
+        order=WrapOrder.EARLY,
+        presets=({}, {"scale": 1024}),
     )
-    scale: str | float = setting("dynamic", one_of=("dynamic",), above=0)
+    scale: str | float = option("dynamic", one_of=("dynamic",), above=0)
 
-    def forward(self, forward, run):
+    def forward(self, forward: ForwardFn, run: RunContext) -> ForwardFn:
         if all(parameter.ndim < 2 or parameter.dtype != torch.float32 for parameter in run.model.parameters()):
-            run.nothing_to_do(self, "the model has no float32 matrix that could be multiplied in float16")
+            run.report_no_effect(self, "the model has no float32 matrix that could be multiplied in float16")
             return forward
-        run.kept[self.name] = Scale(self.scale, run.device)  # the hooks below, asked later, act if it is there
+        run.checkpoint_state[self.name] = Scale(self.scale, run.device)  # the hooks below, asked later, act if it is there
         device = run.device.type
 
         def in_float16(batch):
@@ -56,31 +58,31 @@ class Float16(Method):
 
         return in_float16
 
-    def backward(self, backward, run):
-        scale = run.kept.get(self.name)
+    def backward(self, backward: BackwardFn, run: RunContext) -> BackwardFn:
+        scale = run.checkpoint_state.get(self.name)
         return (lambda loss: backward(loss * scale.tensor)) if scale else backward
 
-    def gradients(self, gradients, run):
-        scale, parameters = run.kept.get(self.name), list(run.model.parameters())
+    def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
+        scale, parameters = run.checkpoint_state.get(self.name), list(run.model.parameters())
         if scale is None:
-            return gradients
+            return grad_transform
 
         def unscaled():
-            gradients()
+            grad_transform()
             present = [parameter.grad for parameter in parameters if parameter.grad is not None]
             torch._foreach_mul_(present, 1.0 / scale.value)
-            scale.overflow = run.agree(not torch.nn.utils.get_total_norm(present).isfinite().item())
+            scale.overflow = run.any_rank(not torch.nn.utils.get_total_norm(present).isfinite().item())
 
         return unscaled
 
-    def update(self, update, run):
-        scale = run.kept.get(self.name)
+    def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
+        scale = run.checkpoint_state.get(self.name)
         if scale is None:
-            return update
+            return optimizer_step
 
         def unless_overflown():
             if not scale.overflow:
-                update()
+                optimizer_step()
             scale.adapt()
 
         return unless_overflown

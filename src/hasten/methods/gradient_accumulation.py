@@ -10,26 +10,27 @@ from dataclasses import dataclass
 import torch
 
 from hasten.contract.card import Card, Exactness
-from hasten.contract.method import Method, setting
+from hasten.contract.method import Method, option
+from hasten.contract.run_context import RunContext
 
 
 @dataclass(frozen=True)
 class GradientAccumulation(Method):
     card = Card(
         summary="each batch in pieces, one after the other, to save memory",
-        exactness=Exactness.SAME_MATHS,
+        exactness=Exactness.EQUIVALENT_MATH,
         source="https://docs.pytorch.org/docs/stable/notes/amp_examples.html, gradient accumulation",
         gain_when="the batch does not fit into memory, or its activations not into the cache; otherwise it costs time",
-        tries=({}, {"pieces": 4}),
+        presets=({}, {"pieces": 4}),
     )
-    pieces: int = setting(2, at_least=1)
+    pieces: int = option(2, at_least=1)
 
-    def model(self, model, run):
+    def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         """Cuts the plan here and not in ``loop``: whether pieces give the same gradient depends on the model."""
         if any(isinstance(part, torch.nn.modules.batchnorm._BatchNorm) for part in model.modules()):
-            run.nothing_to_do(self, "the model has batch normalisation, which would see every piece alone: not the same formula")
-        elif min(self.pieces, run.loop.batch_size) < 2:
-            run.nothing_to_do(self, "the batch stays in one piece")
+            run.report_no_effect(self, "the model has batch normalisation, which would see every piece alone: not the same formula")
+        elif min(self.pieces, run.plan.batch_size) < 2:
+            run.report_no_effect(self, "the batch stays in one piece")
         else:
-            run.loop.microbatches = self.pieces
+            run.plan.microbatches = self.pieces
         return model

@@ -1,12 +1,13 @@
 """Takes the mean out of every output unit's gradient."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from hasten.contract.card import Card, Exactness
-from hasten.contract.method import Method, Run
+from hasten.contract.method import Method
+from hasten.contract.run_context import RunContext
+from hasten.contract.types import StepFn
 
 
 @dataclass(frozen=True)
@@ -17,25 +18,25 @@ class GradientCentralization(Method):
 
     card = Card(
         summary="subtract the mean of each output unit's gradient",
-        exactness=Exactness.OTHER_MATHS,
+        exactness=Exactness.CHANGES_TRAINING,
         source="https://arxiv.org/abs/2004.01461",
         gain_when="convolutional networks; its authors report accuracy (their README: ResNet-50 on ImageNet, error 23.71 to 23.21), not time",
-        speeds={"steps"},
-        applies_to={"matrix weights"},
+        accelerates={"steps"},
+        applies_to={"matrix_weights"},
         after=("float16",),
-        tries=({}, {"convolutions_only": True}),
+        presets=({}, {"convolutions_only": True}),
     )
 
-    def gradients(self, gradients: Callable, run: Run) -> Callable:
+    def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
         least = 4 if self.convolutions_only else 2
         touched = [p for p in run.model.parameters() if p.requires_grad and p.ndim >= least]
         if not touched:
-            run.nothing_to_do(self, f"no parameter has {least} or more dimensions")
-            return gradients
+            run.report_no_effect(self, f"no parameter has {least} or more dimensions")
+            return grad_transform
 
         @torch.no_grad()
         def centralized():
-            gradients()
+            grad_transform()
             for parameter in touched:
                 if (g := parameter.grad) is not None and not g.is_sparse:
                     g.sub_(g.mean(dim=tuple(range(1, g.ndim)), keepdim=True))

@@ -5,31 +5,33 @@ By itself it saves no time. It makes higher learning rates and lower precision s
 
 from dataclasses import dataclass
 
-from hasten.contract.card import Card, Exactness, Order
-from hasten.contract.method import Method, setting
+from hasten.contract.card import Card, Exactness, WrapOrder
+from hasten.contract.method import Method, option
+from hasten.contract.run_context import RunContext
 from hasten.contract.sharded import clip_norm
+from hasten.contract.types import StepFn
 
 
 @dataclass(frozen=True)
 class GradientClipping(Method):
     card = Card(
         summary="the norm of all gradients together limited to max_norm",
-        exactness=Exactness.OTHER_MATHS,
+        exactness=Exactness.CHANGES_TRAINING,
         source="Pascanu et al. 2013, arXiv 1211.5063",
         gain_when="recurrent nets and transformers with a learning rate at the edge of what is stable",
-        speeds={"steps"},
-        needs={"gradient size", "final gradients"},
-        order=Order.LATE,
+        accelerates={"steps"},
+        requires={"gradient_norm", "reduced_gradients"},
+        order=WrapOrder.LATE,
         after=("float16",),
-        tries=({}, {"max_norm": 0.25}),
+        presets=({}, {"max_norm": 0.25}),
     )
-    max_norm: float = setting(1.0, above=0)
+    max_norm: float = option(1.0, above=0)
 
-    def gradients(self, gradients, run):
+    def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
         parameters, max_norm = list(run.model.parameters()), self.max_norm
 
         def clipped():
-            gradients()
-            clip_norm(parameters, max_norm, run.whole_norm, run.twins)
+            grad_transform()
+            clip_norm(parameters, max_norm, run.global_grad_norm, run.duplicate_params)
 
         return clipped

@@ -16,8 +16,9 @@ import torch
 from torch import fx
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.card import Card, Exactness, WrapOrder
 from hasten.contract.method import Method
+from hasten.contract.run_context import RunContext
 
 ADDITIONS = {operator.add, operator.iadd, torch.add, "add", "add_"}
 
@@ -26,22 +27,22 @@ ADDITIONS = {operator.add, operator.iadd, torch.add, "add", "add_"}
 class LastGammaZero(Method):
     card = Card(
         summary="the last batch normalisation of each residual block starts with a scale of zero",
-        exactness=Exactness.OTHER_MATHS,
+        exactness=Exactness.CHANGES_TRAINING,
         source="Goyal et al. 2017, arXiv 1706.02677, section 5.1",
         gain_when="residual nets with batch normalisation, large batches, and a short warm-up",
-        speeds={"steps"},
-        applies_to={"repeated blocks", "convolutions"},
-        order=Order.FIRST,
+        accelerates={"steps"},
+        applies_to={"repeated_blocks", "convolutions"},
+        order=WrapOrder.FIRST,
     )
 
-    def model(self, model, run):
+    def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         last = _last_of_blocks(model)
         if not last:
-            run.nothing_to_do(self, "no batch normalisation of the model is added to a shortcut, as far as torch.fx can follow it")
+            run.report_no_effect(self, "no batch normalisation of the model is added to a shortcut, as far as torch.fx can follow it")
         fresh = [norm for norm in last if norm.weight.is_meta or bool((norm.weight == 1).all())]
         if last and not fresh:
             trained = any(norm.weight.any() for norm in last)
-            run.nothing_to_do(
+            run.report_no_effect(
                 self, "zeros would shut off what these scales have learnt already" if trained else "the scales start with zeros already"
             )
         for norm in fresh:

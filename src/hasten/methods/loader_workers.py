@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, replace
 
-from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.card import Card, Exactness, WrapOrder
 from hasten.contract.data import Batches, Crew
-from hasten.contract.method import Method, Run, setting
+from hasten.contract.method import Method, option
+from hasten.contract.run_context import RunContext
 
 
 @dataclass(frozen=True)
@@ -17,8 +18,8 @@ class LoaderWorkers(Method):
     from one pass to the next. A pipeline of hasten.data is computed by processes of its own, to which these two mean nothing.
     """
 
-    workers: int = setting(2, at_least=0, at_most=64)  # more only take memory and starting time
-    prefetch: int = setting(2, at_least=1, at_most=1024)  # batches a worker
+    workers: int = option(2, at_least=0, at_most=64)  # more only take memory and starting time
+    prefetch: int = option(2, at_least=1, at_most=1024)  # batches a worker
     pin: bool = True
     persistent: bool = True
 
@@ -27,14 +28,14 @@ class LoaderWorkers(Method):
         exactness=Exactness.BIT_EXACT,
         source="https://docs.pytorch.org/docs/stable/data.html",
         gain_when="reading and decoding a sample takes longer than its share of the step, and cores are idle",
-        speeds={"input"},
+        accelerates={"input"},
         applies_to={"workers"},
-        order=Order.EARLY,
+        order=WrapOrder.EARLY,
         after=("batched_fetch", "cache_dataset"),  # what is in memory already needs no workers
-        tries=({"workers": 1}, {"workers": 2}, {"workers": 4}, {"workers": 8}),
+        presets=({"workers": 1}, {"workers": 2}, {"workers": 4}, {"workers": 8}),
     )
 
-    def data(self, batches: Batches, run: Run) -> Batches:
+    def data(self, batches: Batches, run: RunContext) -> Batches:
         if batches.samples is None:
             return self._whole_batches(batches, run)
         wanted = replace(
@@ -48,13 +49,13 @@ class LoaderWorkers(Method):
             return self._idle(batches, run, "the data are read in this way already")
         return wanted.build(wanted)
 
-    def _whole_batches(self, batches: Batches, run: Run) -> Batches:
+    def _whole_batches(self, batches: Batches, run: RunContext) -> Batches:
         crew = Crew(processes=self.workers, ahead=self.workers * (self.prefetch - 1))
         if batches.by is None:
             return self._idle(batches, run, "the data are not read sample by sample")
         return self._idle(batches, run, "the batches are computed in this way already") if crew == batches.crew else batches.by(crew)
 
-    def _idle(self, batches: Batches, run: Run, why: str) -> Batches:
+    def _idle(self, batches: Batches, run: RunContext, why: str) -> Batches:
         if batches.training:
-            run.nothing_to_do(self, why)
+            run.report_no_effect(self, why)
         return batches

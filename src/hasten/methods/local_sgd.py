@@ -11,11 +11,12 @@ step of plain SGD is ddp. What is evaluated, exported and gone on with by anothe
 import math
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
-from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.card import Card, Exactness, WrapOrder
 from hasten.contract.errors import Refusal
-from hasten.contract.method import Method, setting
+from hasten.contract.method import Method, option
 from hasten.contract.replicas import (
     average,
     average_gradients,
@@ -28,70 +29,67 @@ from hasten.contract.replicas import (
     refuse_never_to_meet,
     refuse_sparse,
 )
+from hasten.contract.run_context import RunContext
+from hasten.contract.types import StepFn
 
 
 @dataclass(frozen=True)
 class LocalSGD(Method):
     card = Card(
         summary="processes train by themselves and average their weights every few steps",
-        exactness=Exactness.OTHER_MATHS,
+        exactness=Exactness.CHANGES_TRAINING,
         source="Stich 2018, arXiv 1805.09767; Lin et al. 2018, arXiv 1808.07217",
         gain_when="sending the gradients takes longer than a step's arithmetic; mild periods cost little quality",
-        speeds={"backward"},
-        applies_to={"several processes"},
-        breaks={"like weights"},
-        order=Order.FIRST,
-        replaces={"shard"},
-        tries=({"period": 4}, {"period": 16}),
+        accelerates={"backward"},
+        applies_to={"distributed"},
+        invalidates={"replicated_weights"},
+        order=WrapOrder.FIRST,
+        replaces={"parallelize"},
+        presets=({"period": 4}, {"period": 16}),
     )
-    period: int = setting(8, at_least=1)  # steps
-    start: int = setting(0, at_least=0)  # steps
-    inner: int = setting(0, at_least=0)  # ranks of a group; 0: no groups
-    inner_period: int = setting(1, at_least=1)  # steps
+    period: int = option(8, at_least=1)  # steps
+    start: int = option(0, at_least=0)  # steps
+    inner: int = option(0, at_least=0)  # ranks of a group; 0: no groups
+    inner_period: int = option(1, at_least=1)  # steps
 
-    def shard(self, model, run):
-        if run.ranks.alone:
-            run.nothing_to_do(self, "there is one process only; say --processes")
-            return model
+    def parallelize(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         self._refuse_what_never_acts(run)
         if self.start:
             refuse_sparse(model, self.name)
         notice_batch_norm(model, remedy="")
         make_alike(model)
         let_copies_differ(run, self.name)
-        run.rhythm, run.prelude = math.lcm(self.period, self.inner_period if self.inner else 1), self.start
+        run.parallel.sync_period, run.parallel.warmup_steps = math.lcm(self.period, self.inner_period if self.inner else 1), self.start
         return model
 
     def _refuse_what_never_acts(self, run) -> None:
-        if self.inner and run.ranks.world % self.inner:
-            raise Refusal(f"local_sgd:inner={self.inner} has to divide the {run.ranks.world} processes")
+        if self.inner and run.ranks.world_size % self.inner:
+            raise Refusal(f"local_sgd:inner={self.inner} has to divide the {run.ranks.world_size} processes")
         if self.inner_period > 1 and not self.inner:
             raise Refusal(f"local_sgd:inner_period={self.inner_period} is that of groups; say with inner how many processes make one")
         if self.inner and self.inner_period % self.period == 0:
             raise Refusal(
                 f"local_sgd:inner_period={self.inner_period} is due when all processes meet anyway, every {self.period} steps; take a longer period"
             )
-        if run.loop.steps is not None and self.start >= run.loop.steps:
-            run.nothing_to_do(self, f"it begins after {self.start} steps, and the run has {run.loop.steps}")
+        if run.plan.steps is not None and self.start >= run.plan.steps:
+            run.report_no_effect(self, f"it begins after {self.start} steps, and the run has {run.plan.steps}")
         elif not self.start:
             refuse_never_to_meet(run, self.name, self.period)
 
-    def gradients(self, gradients, run):
-        if run.ranks.alone or not self.start:
-            return gradients
-        weights, clock = [weight for weight in run.module.parameters() if weight.requires_grad], run.clock
+    def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
+        if not self.start:
+            return grad_transform
+        weights, progress = [weight for weight in run.unwrapped_model.parameters() if weight.requires_grad], run.progress
 
         def averaged_at_first():
-            gradients()
-            if clock.step < self.start:
+            grad_transform()
+            if progress.step < self.start:
                 average_gradients(weights)
 
         return averaged_at_first
 
-    def update(self, update, run):
-        if run.ranks.alone:
-            return update
-        weights, clock = list(filter(is_real_or_complex, run.module.parameters())), run.clock
+    def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
+        weights, progress = list(filter(is_real_or_complex, run.unwrapped_model.parameters())), run.progress
         frozen, trained = ([weight for weight in weights if weight.requires_grad is learns] for learns in (False, True))
         group = dist.new_subgroups(self.inner)[0] if self.inner else None
 
@@ -100,8 +98,8 @@ class LocalSGD(Method):
             average([*trained, *differing(frozen, group)], group)
 
         def averaged():
-            update()
-            done = clock.step + 1 - self.start
+            optimizer_step()
+            done = progress.step + 1 - self.start
             if done > 0 and done % self.period == 0:
                 meet()
             elif done > 0 and self.inner and done % self.inner_period == 0:
@@ -109,5 +107,5 @@ class LocalSGD(Method):
 
         return averaged
 
-    def export(self, model, run):
-        return model if run.ranks.alone else mean_model(model)
+    def export(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
+        return mean_model(model)

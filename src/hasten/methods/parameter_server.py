@@ -27,67 +27,62 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.card import Card, Exactness, WrapOrder
 from hasten.contract.errors import Aftermath
-from hasten.contract.method import Method, Run, setting
+from hasten.contract.method import Method, option
 from hasten.contract.replicas import Gradients, make_alike, notice_batch_norm, refuse_sparse
+from hasten.contract.run_context import RunContext
+from hasten.contract.types import ContextFactory, StepFn
 
 
 @dataclass(frozen=True)
 class ParameterServer(Method):
     card = Card(
         summary="processes send gradients to a server and go on with its newest weights, at most some steps old",
-        exactness=Exactness.OTHER_MATHS,
+        exactness=Exactness.CHANGES_TRAINING,
         source="Li et al. 2014, Scaling Distributed Machine Learning with the Parameter Server; Ho et al. 2013; Dean et al. 2012",
         gain_when="processes are slow in turns, each now and then, and the network of rank 0 carries what all of them say",
-        speeds={"backward"},
-        applies_to={"several processes"},
-        breaks={"like weights", "final gradients"},
-        order=Order.FIRST,
-        replaces={"shard"},
-        tries=({"staleness": 1}, {"staleness": 4}),
+        accelerates={"backward"},
+        applies_to={"distributed"},
+        invalidates={"replicated_weights", "reduced_gradients"},
+        order=WrapOrder.FIRST,
+        replaces={"parallelize"},
+        presets=({"staleness": 1}, {"staleness": 4}),
     )
-    staleness: int = setting(2, at_least=0)  # updates that a rank's weights may lack
+    staleness: int = option(2, at_least=0)  # updates that a rank's weights may lack
 
-    def process(self, context, run):
-        if run.ranks.alone:
-            return context
-        line = run.kept[self.name] = Line(run, self.staleness)
+    def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:
+        line = run.checkpoint_state[self.name] = Line(run, self.staleness)
 
         @contextmanager
         def connected():
             with context():
                 try:
                     yield
-                    run.ranks.agree(False)  # nobody hangs up while another still waits for an answer
+                    run.ranks.any(False)  # nobody hangs up while another still waits for an answer
                 finally:
                     line.close()
 
         return connected
 
-    def shard(self, model, run):
-        if run.ranks.alone:
-            run.nothing_to_do(self, "there is one process only; say --processes")
-            return model
+    def parallelize(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         refuse_sparse(model, self.name)
         notice_batch_norm(model, remedy="")
         make_alike(model)
-        run.mean = run.kept[self.name].settled
+        run.parallel.merge_rank_states = run.checkpoint_state[self.name].settled
         return model
 
-    def update(self, update, run):
-        if run.ranks.alone:
-            return update
-        line = run.kept[self.name]
+    def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
+        line = run.checkpoint_state[self.name]
 
         def exchanged():
             line.exchange()
-            update()  # finds no gradients; schedules want to see it called
+            optimizer_step()  # finds no gradients; schedules want to see it called
 
         return exchanged
 
-    def export(self, model, run):
-        return model if run.ranks.alone else run.kept[self.name].settled(model)
+    def export(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
+        return run.checkpoint_state[self.name].settled(model)
 
 
 class Server:
@@ -173,8 +168,8 @@ class Server:
 class Line:
     """This rank's line to the server; on rank 0 the server itself, and a thread for each of the others."""
 
-    def __init__(self, run: Run, staleness: int):
-        self.run, self.staleness, self.leads = run, staleness, run.ranks.leads
+    def __init__(self, run: RunContext, staleness: int):
+        self.run, self.staleness, self.leads = run, staleness, run.ranks.is_main_process
         self.server: Server | None = None
         self.group: dist.ProcessGroup | None = None
         self.threads: list[threading.Thread] = []
@@ -183,7 +178,7 @@ class Line:
         """Sends this step's gradients away and takes up the newest weights."""
         if self.group is None:
             self._open()
-        weights = trained(self.run.module)
+        weights = trained(self.run.unwrapped_model)
         gradients = Gradients(weights)
         message = flat([*gradients.tensors, gradients.shares])
         if self.leads:
@@ -200,7 +195,7 @@ class Line:
     def settled(self, state):
         """``state``, which shares its tensors with the model: on rank 0 after the updates of all steps that are done."""
         if self.server:
-            put(self.server.after(self.server.pushed[0]), trained(self.run.module))
+            put(self.server.after(self.server.pushed[0]), trained(self.run.unwrapped_model))
         return state
 
     def close(self) -> None:
@@ -227,7 +222,7 @@ class Line:
         else:
             self.server.lost.clear()
         self.group = dist.new_group(backend="gloo")
-        others = range(1, self.run.ranks.world) if self.leads else ()
+        others = range(1, self.run.ranks.world_size) if self.leads else ()
         self.threads = [threading.Thread(target=self._serve, args=(worker, self.group), daemon=True) for worker in others]
         for thread in self.threads:
             thread.start()
@@ -237,7 +232,7 @@ class Line:
 
         What that knows of the weights is shared with the run's, which a checkpoint holds.
         """
-        own, mine = self.run.optimizer, trained(self.run.module)
+        own, mine = self.run.optimizer, trained(self.run.unwrapped_model)
         copies = {id(weight): torch.nn.Parameter(weight.detach().clone(), weight.requires_grad) for weight in (*mine, *members(own))}
         weights = [copies[id(weight)] for weight in mine]
         optimizer = object.__new__(
@@ -245,7 +240,7 @@ class Line:
         )  # not by copy(): an Optimizer leaves out what its class has added; and ``step`` is a schedule's
         vars(optimizer).update(copy.deepcopy({name: value for name, value in vars(own).items() if name not in ("state", "step")}, copies))
         optimizer.state = defaultdict(dict, {copies[id(weight)]: own.state[weight] for weight in members(own)})
-        return Server(weights, optimizer, self.run.ranks.world, self.staleness)
+        return Server(weights, optimizer, self.run.ranks.world_size, self.staleness)
 
     def _serve(self, worker: int, group: dist.ProcessGroup) -> None:
         weights = self.server.weights

@@ -27,12 +27,12 @@ import torch.distributed as dist
 from torch import nn
 
 from hasten.contract import batch as batches
-from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.card import Card, Exactness, WrapOrder
 from hasten.contract.chain import chain_of, keep, only_input, part_of, refuse_shared_weights
 from hasten.contract.cuts import agreed_cuts, bytes_held, ends_of, seconds
 from hasten.contract.errors import Progress, Refusal
 from hasten.contract.headers import HEADER, header_of, room_for
-from hasten.contract.method import Method, setting
+from hasten.contract.method import Method, option
 from hasten.contract.replicas import (
     averaged_over_copies,
     give_firsts,
@@ -42,7 +42,9 @@ from hasten.contract.replicas import (
     normalises_alone,
     notice_batch_norm,
 )
+from hasten.contract.run_context import RunContext
 from hasten.contract.tracing import evaluating
+from hasten.contract.types import ForwardFn, LossFn, StepFn
 
 SCHEDULES = {  # torch's name for it, and how many stages each process has
     "gpipe": ("ScheduleGPipe", 1),
@@ -57,64 +59,58 @@ SHAPES_KEPT = 4  # schedules that are kept, each for batches of one shape
 class Pipeline(Method):
     card = Card(
         summary="the model cut into stages, one process after the other; the batch passes in pieces",
-        exactness=Exactness.SAME_MATHS,
+        exactness=Exactness.EQUIVALENT_MATH,
         source="Huang et al. 2018, arXiv 1811.06965; Narayanan et al. 2021, arXiv 2104.04473; torch.distributed.pipelining",
         gain_when="the model does not fit a device together with its gradients and optimizer, and what passes between two stages is little beside their arithmetic",
-        speeds={"forward", "backward", "update"},
-        applies_to={"several processes"},
-        breaks={"whole weights", "whole forward pass"},
-        order=Order.LAST,
+        accelerates={"forward", "backward", "optimizer_step"},
+        applies_to={"distributed"},
+        invalidates={"full_weights", "monolithic_forward"},
+        order=WrapOrder.LAST,
         after=("tensor_parallel",),
-        replaces={"shard", "micro", "gradients"},
-        tries=tuple({"schedule": schedule} for schedule in SCHEDULES),
+        replaces={"parallelize", "forward_backward", "grad_transform"},
+        presets=tuple({"schedule": schedule} for schedule in SCHEDULES),
     )
-    schedule: str = setting("1f1b", one_of=tuple(SCHEDULES))
-    microbatches: int = setting(0, at_least=0)  # pieces that a batch passes in; 0: twice the degree
-    degree: int = setting(0, at_least=0)  # processes one after the other, of one copy; 0: all, or as many as tensor_parallel leaves
+    schedule: str = option("1f1b", one_of=tuple(SCHEDULES))
+    microbatches: int = option(0, at_least=0)  # pieces that a batch passes in; 0: twice the degree
+    degree: int = option(0, at_least=0)  # processes one after the other, of one copy; 0: all, or as many as tensor_parallel leaves
     cuts: str = ""  # how many members of the chain each stage has, as 2-1-3; unless said, as ``place`` wants it
-    place: str = setting("time", one_of=("time", "memory"))  # what is shared out evenly; with memory nobody ever has the whole model
+    place: str = option("time", one_of=("time", "memory"))  # what is shared out evenly; with memory nobody ever has the whole model
 
-    def loop(self, loop, run):
-        if run.ranks.alone:
-            return loop
+    def setup(self, run: RunContext) -> None:
         hold_between(self, run, "stages")
-        if "shards" not in run.holders:
-            run.whereabouts = "nowhere" if self.place == "memory" else "host"
+        if "shards" not in run.parallel.mesh_dim_owner:
+            run.parallel.init_device = "meta" if self.place == "memory" else "cpu"
         elif self.place == "memory":
             raise Refusal(
                 "pipeline:place=memory does not go with tensor_parallel, which proves its cuts on the whole model; leave one of them out"
             )
-        return loop
 
-    def shard(self, model, run):
-        if run.ranks.alone:
-            run.nothing_to_do(self, "there is one process only; say --processes")
-            return model
-        pieces = self.microbatches or 2 * run.stages
+    def parallelize(self, model: nn.Module, run: RunContext) -> nn.Module:
+        pieces = self.microbatches or 2 * run.parallel.pp_size
         self._refuse_what_cannot_be(pieces, run)
         full = normalises_alone(model)
         if pieces > 1:
             remedy = f"; a batch passes in the greatest number of pieces up to {pieces} that divides it"
             notice_batch_norm(model, remedy, "each piece of a batch")
-        elif run.replica < run.ranks.world:
+        elif run.parallel.model_parallel_size < run.ranks.world_size:
             notice_batch_norm(model, remedy="")
-        if self.place == "time" and run.shards == 1:  # else it was made alike before its layers were cut
+        if self.place == "time" and run.parallel.tp_size == 1:  # else it was made alike before its layers were cut
             make_alike(model, run.device)
-        count = run.stages * SCHEDULES[self.schedule][1]
-        graph, members = chain_of(model, count, run.sample)
+        count = run.parallel.pp_size * SCHEDULES[self.schedule][1]
+        graph, members = chain_of(model, count, run.services.peek_batch)
         ends, loads = self._ends(model, graph, members, count, pieces, run)
-        run.chosen[self.name] = {"cuts": "-".join(str(end - first) for first, end in pairwise([0, *ends]))}
+        run.tuned_settings[self.name] = {"cuts": "-".join(str(end - first) for first, end in pairwise([0, *ends]))}
         parts = [part_of(model, graph, members[first:end]) for first, end in pairwise([0, *ends])]
         refuse_shared_weights(model, parts)
         ring = mesh_of(run)["stages"]
         own = ring.get_local_rank()
-        if run.ranks.leads:
+        if run.ranks.is_main_process:
             _tell(parts, loads)
-        stages = {number: part for number, part in enumerate(parts) if number % run.stages == own}
+        stages = {number: part for number, part in enumerate(parts) if number % run.parallel.pp_size == own}
         kept = keep(model, list(stages.values()), parts, keeps_unused=own == 0, run=run)
         if self.place == "memory":
             give_firsts(kept, mesh_of(run)["copies"].get_group())
-        run.joint, run.owners = True, run.stages
+        run.parallel.eval_needs_all_ranks, run.parallel.num_parameter_owners = True, run.parallel.pp_size
         return Piped(model, stages, count, ring, SCHEDULES[self.schedule][0], pieces, full, run)
 
     def _ends(self, model, graph, members: list, count: int, pieces: int, run) -> tuple[list[int], list[int]]:
@@ -122,35 +118,34 @@ class Pipeline(Method):
         if self.cuts:
             return ends_of(self.cuts, count, len(members)), []
         if self.place == "time":
-            return agreed_cuts(lambda: [seconds(model, graph, members, run.sample(), run.device)] * count, run)[0], []
+            return agreed_cuts(lambda: [seconds(model, graph, members, run.services.peek_batch(), run.device)] * count, run)[0], []
         under_way = [pieces if self.schedule == "gpipe" else min(pieces, count - stage) for stage in range(count)]
-        return agreed_cuts(lambda: bytes_held(model, graph, members, run.sample(), pieces, under_way), run)
+        return agreed_cuts(lambda: bytes_held(model, graph, members, run.services.peek_batch(), pieces, under_way), run)
 
     def _refuse_what_cannot_be(self, pieces: int, run):
         if run.task.loss is None:
             raise Refusal("pipeline needs the loss apart from the model, on the last process; give Task(loss=)")
-        if self.schedule != "gpipe" and pieces < run.stages:
+        if self.schedule != "gpipe" and pieces < run.parallel.pp_size:
             raise Refusal(
-                f"pipeline:microbatches={pieces} leaves some of {run.stages} processes idle with schedule={self.schedule}; take {run.stages}"
+                f"pipeline:microbatches={pieces} leaves some of {run.parallel.pp_size} processes idle with schedule={self.schedule}; take {run.parallel.pp_size}"
             )
-        rounds = max(1, pieces // run.stages)
+        rounds = max(1, pieces // run.parallel.pp_size)
         if SCHEDULES[self.schedule][1] > 1 and pieces % rounds:
-            more = -(-pieces // run.stages) * run.stages
+            more = -(-pieces // run.parallel.pp_size) * run.parallel.pp_size
             raise Refusal(f"pipeline:microbatches={pieces} does not fill rounds of schedule={self.schedule}; take {more}")
 
-    def loss(self, loss, run):
-        if not run.ranks.alone:
-            run.model.loss = loss
+    def loss(self, loss: LossFn, run: RunContext) -> LossFn:
+        run.model.loss = loss
         return loss
 
-    def micro(self, micro, run):
-        return micro if run.ranks.alone else run.model.step
+    def forward_backward(self, forward_backward: ForwardFn, run: RunContext) -> ForwardFn:
+        return run.model.step
 
-    def gradients(self, gradients, run):
-        return gradients if run.shards > 1 else averaged_over_copies(gradients, run)  # who cuts layers has it done
+    def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
+        return grad_transform if run.parallel.tp_size > 1 else averaged_over_copies(grad_transform, run)  # who cuts layers has it done
 
-    def export(self, model, run):
-        return model if run.ranks.alone else run.module
+    def export(self, model: nn.Module, run: RunContext) -> nn.Module:
+        return run.unwrapped_model
 
 
 class Piped(nn.Module):
@@ -158,7 +153,7 @@ class Piped(nn.Module):
 
     def __init__(self, module: nn.Module, stages: dict, count: int, ring, schedule: str, pieces: int, full: bool, run):
         super().__init__()
-        self.module, self.clock, self.device = module, run.clock, run.device
+        self.module, self.progress, self.device = module, run.progress, run.device
         self.stages = stages.items()  # not registered: they are made of the module's parts
         self.count, self.schedule = count, schedule
         self.pieces, self.full = pieces, full  # the most that there are; whether they have to be full
@@ -196,7 +191,7 @@ class Piped(nn.Module):
         rows, given = batches.size(batch), only_input(inputs, named)
         pieces = _most_full(rows, self.pieces, len(self.ranks)) if self.full else self.pieces
         places = _places(rows, pieces).to(self.device)
-        weight = self.clock.share * self.clock.weight
+        weight = self.progress.microbatch_fraction * self.progress.loss_weight
         self.current, losses = (target, rows, weight), []
         filled = given if len(places) == rows else given[places.clamp(min=0)]
         schedule = self._schedule_for(filled, pieces)

@@ -13,14 +13,13 @@ ranks' messages meet in different orders and the job hangs. Here all gradients g
 backend. That hides nothing behind the backward pass, and there is little left to hide.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from hasten.contract.card import Card, Exactness, Order
-from hasten.contract.method import Method, setting
+from hasten.contract.card import Card, Exactness, WrapOrder
+from hasten.contract.method import Method, option
 from hasten.contract.replicas import (
     Gradients,
     average,
@@ -31,51 +30,48 @@ from hasten.contract.replicas import (
     refuse_sparse,
     sent_together,
 )
+from hasten.contract.run_context import RunContext
+from hasten.contract.types import StepFn
 
 
 @dataclass(frozen=True)
 class PowerSGD(Method):
     card = Card(
         summary="gradients of matrices sent as products of two thin ones, what is cut off is sent later",
-        exactness=Exactness.OTHER_MATHS,
+        exactness=Exactness.CHANGES_TRAINING,
         source="Vogels et al. 2019, arXiv 1905.13727",
         gain_when="the network is slow and the model has large matrices; start after the first thousand steps if quality suffers",
-        speeds={"backward"},
-        applies_to={"several processes", "matrix weights"},
-        order=Order.FIRST,
+        accelerates={"backward"},
+        applies_to={"distributed", "matrix_weights"},
+        order=WrapOrder.FIRST,
         after=("float16",),  # which changes the scale of the gradients that are remembered
-        replaces={"shard"},
-        tries=({"rank": 4}, {"rank": 2}, {"rank": 1}),
+        replaces={"parallelize"},
+        presets=({"rank": 4}, {"rank": 2}, {"rank": 1}),
     )
-    rank: int = setting(2, at_least=1)
-    start: int = setting(0, at_least=0)  # so many steps at first send whole gradients
-    saves: float = setting(2.0, above=0)  # a matrix that would not become so many times shorter travels whole
+    rank: int = option(2, at_least=1)
+    start: int = option(0, at_least=0)  # so many steps at first send whole gradients
+    saves: float = option(2.0, above=0)  # a matrix that would not become so many times shorter travels whole
 
-    def shard(self, model, run):
-        if run.ranks.alone:
-            run.nothing_to_do(self, "there is one process only; say --processes")
-            return model
+    def parallelize(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         if not any(self._shortens(weight) for weight in model.parameters()):
-            run.nothing_to_do(self, f"no matrix of the model becomes {self.saves:g} times shorter by rank {self.rank}")
-        if run.loop.steps is not None and self.start >= run.loop.steps:
-            run.nothing_to_do(self, f"it begins after {self.start} steps, and the run has {run.loop.steps}")
+            run.report_no_effect(self, f"no matrix of the model becomes {self.saves:g} times shorter by rank {self.rank}")
+        if run.plan.steps is not None and self.start >= run.plan.steps:
+            run.report_no_effect(self, f"it begins after {self.start} steps, and the run has {run.plan.steps}")
         refuse_sparse(model, self.name)
         notice_batch_norm(model)
         make_alike(model)
-        run.prelude = self.start
+        run.parallel.warmup_steps = self.start
         return model
 
-    def gradients(self, gradients: Callable, run):
-        if run.ranks.alone:
-            return gradients
-        weights, clock = [weight for weight in run.module.parameters() if weight.requires_grad], run.clock
+    def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
+        weights, progress = [weight for weight in run.unwrapped_model.parameters() if weight.requires_grad], run.progress
         short = [number for number, weight in enumerate(weights) if self._shortens(weight)]
-        bases = run.kept[self.name] = Tensors([_basis(weights[number], self.rank, run.seed + number) for number in short])
-        rests = run.own[self.name] = Tensors([torch.zeros_like(_matrix(weights[number])) for number in short])
+        bases = run.checkpoint_state[self.name] = Tensors([_basis(weights[number], self.rank, run.seed + number) for number in short])
+        rests = run.parallel.rank_state[self.name] = Tensors([torch.zeros_like(_matrix(weights[number])) for number in short])
 
         def exchanged():
-            gradients()
-            if clock.step < self.start or not short:
+            grad_transform()
+            if progress.step < self.start or not short:
                 average_gradients(weights)
             else:
                 _exchange(Gradients(weights), short, bases, rests)

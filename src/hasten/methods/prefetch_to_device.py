@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 from hasten.contract.ahead import one_ahead
-from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.card import Card, Exactness, WrapOrder
 from hasten.contract.data import Batches
-from hasten.contract.method import Method, Run
+from hasten.contract.method import Method
+from hasten.contract.run_context import RunContext
 
 
 @dataclass(frozen=True)
@@ -17,14 +18,14 @@ class PrefetchToDevice(Method):
         exactness=Exactness.BIT_EXACT,
         source="https://docs.pytorch.org/docs/stable/notes/cuda.html#use-pinned-memory-buffers",
         gain_when="batches are large, or the loop waits for the GPU in every step",
-        speeds={"copy", "input"},
+        accelerates={"copy", "input"},
         applies_to={"cuda"},
-        order=Order.LAST,  # it wraps finished batches, wherever they come from
+        order=WrapOrder.LAST,  # it wraps finished batches, wherever they come from
     )
 
-    def data(self, batches: Batches, run: Run) -> Batches:
+    def data(self, batches: Batches, run: RunContext) -> Batches:
         if run.device.type != "cuda":
             if batches.training:
-                run.nothing_to_do(self, "the run is on the CPU: there is nothing to copy")
+                run.report_no_effect(self, "the run is on the CPU: there is nothing to copy")
             return batches
         return batches.mapped(lambda inner: one_ahead(inner, run.device))

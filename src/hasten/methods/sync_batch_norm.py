@@ -10,45 +10,44 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hasten.contract.batch_norm import Parts, over_all
-from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.card import Card, Exactness, WrapOrder
 from hasten.contract.errors import Refusal
 from hasten.contract.method import Method
+from hasten.contract.run_context import RunContext
 
 
 @dataclass(frozen=True)
 class SyncBatchNorm(Method):
     card = Card(
         summary="batch normalisation over the parts of all processes together",
-        exactness=Exactness.SAME_MATHS,
+        exactness=Exactness.EQUIVALENT_MATH,
         source="https://docs.pytorch.org/docs/stable/generated/torch.nn.SyncBatchNorm.html; Chan et al. 1983, The American Statistician 37(3)",
         gain_when="a process has few samples of each batch, so that statistics of its own are poor; it costs a message a layer, there and back",
-        speeds={"steps"},
-        applies_to={"several processes"},
-        needs={"like weights"},
-        order=Order.FIRST,
+        accelerates={"steps"},
+        applies_to={"distributed"},
+        requires={"replicated_weights"},
+        order=WrapOrder.FIRST,
     )
 
-    def model(self, model, run):
+    def model(self, model: nn.Module, run: RunContext) -> nn.Module:
         found = [part for part in model.modules() if isinstance(part, _BatchNorm) and not isinstance(part, nn.SyncBatchNorm)]
         norms = [norm for norm in found if type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)]
-        if run.ranks.alone:
-            run.nothing_to_do(self, "there is one process only; say --processes")
-        elif not found:
-            run.nothing_to_do(self, "the model has no batch normalisation")
+        if not found:
+            run.report_no_effect(self, "the model has no batch normalisation")
         elif unknown := sorted({type(norm).__name__ for norm in found} - {type(norm).__name__ for norm in norms}):
             raise Refusal(f"sync_batch_norm knows BatchNorm1d, 2d and 3d, and the model has {', '.join(unknown)}; leave it out")
-        elif run.stages > 1:
+        elif run.parallel.pp_size > 1:
             raise Refusal(
                 "pipeline normalises each piece of a batch by itself, and sync_batch_norm cannot change that; leave the latter out"
             )
-        elif run.replica == run.ranks.world:
-            run.nothing_to_do(self, "every process sees the whole batch already")
-        elif run.replica > 1:
+        elif run.parallel.model_parallel_size == run.ranks.world_size:
+            run.report_no_effect(self, "every process sees the whole batch already")
+        elif run.parallel.model_parallel_size > 1:
             raise Refusal(
                 "sync_batch_norm is not for copies of the model that several processes hold each; leave it out, or make degree the number of processes"
             )
         else:
-            parts = Parts(run.clock, run.ranks.world)
+            parts = Parts(run.progress, run.ranks.world_size)
             for norm in norms:
                 over_all(norm, parts)
         return model

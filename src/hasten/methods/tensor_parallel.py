@@ -25,12 +25,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.card import Card, Exactness, WrapOrder
 from hasten.contract.errors import Progress, Refusal
-from hasten.contract.method import Method, setting
+from hasten.contract.method import Method, option
 from hasten.contract.proof import Way, proven
 from hasten.contract.replicas import averaged_over_copies, hold_between, make_alike, mesh_of, notice_batch_norm
+from hasten.contract.run_context import RunContext
 from hasten.contract.tracing import draws, is_number, traced
+from hasten.contract.types import OptimizerFactory, StepFn
 
 FUNCTIONS = nn.functional
 ELEMENTWISE = {
@@ -65,47 +67,40 @@ class Block:
 class TensorParallel(Method):
     card = Card(
         summary="the layers of one copy of the model cut among processes, by columns and rows",
-        exactness=Exactness.SAME_MATHS,
+        exactness=Exactness.EQUIVALENT_MATH,
         source="Shoeybi et al. 2019, arXiv 1909.08053; torch.distributed.tensor.parallel",
         gain_when="the model does not fit a device together with its gradients and optimizer, and the processes are joined by something much faster than a network",
-        speeds={"forward", "backward", "update"},
-        applies_to={"several processes"},
-        breaks={"whole weights"},
-        order=Order.FIRST,
-        replaces={"shard"},
+        accelerates={"forward", "backward", "optimizer_step"},
+        applies_to={"distributed"},
+        invalidates={"full_weights"},
+        order=WrapOrder.FIRST,
+        replaces={"parallelize"},
     )
-    degree: int = setting(0, at_least=0)  # processes that layers are cut among; 0: all, or as many as a pipeline leaves
+    degree: int = option(0, at_least=0)  # processes that layers are cut among; 0: all, or as many as a pipeline leaves
 
-    def loop(self, loop, run):
-        if not run.ranks.alone:
-            hold_between(self, run, "shards")
-        return loop
+    def setup(self, run: RunContext) -> None:
+        hold_between(self, run, "shards")
 
-    def shard(self, model, run):
-        if run.ranks.alone:
-            run.nothing_to_do(self, "there is one process only; say --processes")
-            return model
-        if run.replica < run.ranks.world and run.stages == 1:  # else the stages tell
+    def parallelize(self, model: nn.Module, run: RunContext) -> nn.Module:
+        if run.parallel.model_parallel_size < run.ranks.world_size and run.parallel.pp_size == 1:  # else the stages tell
             notice_batch_norm(model, remedy="")
         make_alike(model)
         mesh = mesh_of(run)["shards"]
-        found, doubts = blocks_of(model, run.shards)
+        found, doubts = blocks_of(model, run.parallel.tp_size)
         blocks, more = proven(model, found, [Way(partial(_cut, mesh=mesh))], self.name, run)
         doubts += more
         if not blocks:
             raise Refusal(
-                f"tensor_parallel can cut no layer of this model among {run.shards} processes. It looked for {LOOKED_FOR}, of sizes that "
-                f"{run.shards} divides; {'; '.join(doubts[:3]) or 'there are none'}"
+                f"tensor_parallel can cut no layer of this model among {run.parallel.tp_size} processes. It looked for {LOOKED_FOR}, of sizes that "
+                f"{run.parallel.tp_size} divides; {'; '.join(doubts[:3]) or 'there are none'}"
             )
-        if run.ranks.leads:
+        if run.ranks.is_main_process:
             _tell(model, blocks, doubts)
         _cut(model, blocks, mesh)
-        run.joint = True
+        run.parallel.eval_needs_all_ranks = True
         return model
 
-    def optimizer(self, make, run):
-        if run.ranks.alone:
-            return make
+    def optimizer(self, make: OptimizerFactory, run: RunContext) -> OptimizerFactory:
 
         def of_parts(model):
             with _as_parts(model, mesh_of(run)["shards"]):
@@ -113,28 +108,24 @@ class TensorParallel(Method):
 
         return of_parts
 
-    def gradients(self, gradients, run):
-        return averaged_over_copies(gradients, run)
+    def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
+        return averaged_over_copies(grad_transform, run)
 
-    def update(self, update, run):
-        if run.ranks.alone:
-            return update
+    def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
         parts = [part for group in run.optimizer.param_groups for part in group["params"] if hasattr(part, "whole")]
 
         def updated():
             for part in parts:
                 part.grad = None if part.whole.grad is None else _replicated(part.whole.grad, part.device_mesh)
-            update()
+            optimizer_step()
 
         return updated
 
-    def clear(self, clear, run):
-        if run.ranks.alone:
-            return clear
+    def zero_grad(self, zero_grad: StepFn, run: RunContext) -> StepFn:
 
         def cleared():
-            clear()
-            run.module.zero_grad()
+            zero_grad()
+            run.unwrapped_model.zero_grad()
 
         return cleared
 

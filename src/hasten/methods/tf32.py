@@ -11,25 +11,27 @@ import torch
 
 from hasten.contract.card import Card, Exactness
 from hasten.contract.method import Method
+from hasten.contract.run_context import RunContext
+from hasten.contract.types import ContextFactory
 
 
 @dataclass(frozen=True)
 class TF32(Method):
     card = Card(
         summary="float32 matrix products and convolutions on the tensor cores, in TF32",
-        exactness=Exactness.FEWER_BITS,
+        exactness=Exactness.REDUCED_PRECISION,
         source="https://docs.pytorch.org/docs/stable/notes/cuda.html, TensorFloat-32",
         gain_when="NVIDIA GPUs from Ampere on, for what is still computed in float32",
-        speeds={"forward", "backward"},
-        applies_to={"cuda", "tf32 hardware", "matrix weights"},
+        accelerates={"forward", "backward"},
+        applies_to={"cuda", "tf32_hardware", "matrix_weights"},
     )
 
-    def process(self, context, run):
+    def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:
         if run.device.type != "cuda" or torch.cuda.get_device_capability(run.device) < (8, 0):
-            run.nothing_to_do(self, f"TF32 needs an NVIDIA GPU from Ampere on; this run is on {run.device}")
+            run.report_no_effect(self, f"TF32 needs an NVIDIA GPU from Ampere on; this run is on {run.device}")
             return context
         if why := _chosen_already():
-            run.nothing_to_do(self, why)
+            run.report_no_effect(self, why)
             return context
 
         @contextmanager

@@ -1,39 +1,40 @@
 """Sets how many threads torch computes with: small tensors are often faster on fewer, and shared machines always are."""
 
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from hasten.contract.card import Card, Exactness
-from hasten.contract.method import Method, Run, setting
+from hasten.contract.method import Method, option
+from hasten.contract.run_context import RunContext
+from hasten.contract.types import ContextFactory
 
 
 @dataclass(frozen=True)
 class Threads(Method):
     """``count`` threads inside operations. Sums are split among them, so another count may round differently."""
 
-    count: int = setting(1, at_least=1)
+    count: int = option(1, at_least=1)
 
     card = Card(
         summary="choose the number of threads inside operations",
-        exactness=Exactness.SAME_MATHS,
+        exactness=Exactness.EQUIVALENT_MATH,
         source="https://docs.pytorch.org/docs/stable/notes/cpu_threading_torchscript_inference.html",
         gain_when="small tensors, or cores that others use too",
-        speeds={"forward", "backward", "update"},
+        accelerates={"forward", "backward", "optimizer_step"},
         applies_to={"cpu"},
-        tries=({"count": 1}, {"count": 2}, {"count": 4}, {"count": 8}),
+        presets=({"count": 1}, {"count": 2}, {"count": 4}, {"count": 8}),
     )
 
-    def process(self, context: Callable[[], AbstractContextManager], run: Run):
+    def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         if self.count == torch.get_num_threads():
-            run.nothing_to_do(self, f"torch computes with {self.count} threads already")
+            run.report_no_effect(self, f"torch computes with {self.count} threads already")
             return context
         if self.count > cores:
-            run.nothing_to_do(self, f"there are only {cores} cores for {self.count} threads")
+            run.report_no_effect(self, f"there are only {cores} cores for {self.count} threads")
             return context
 
         @contextmanager

@@ -26,12 +26,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.card import Card, Exactness, WrapOrder
 from hasten.contract.errors import Failure, Refusal
-from hasten.contract.method import Method, setting
+from hasten.contract.method import Method, option
 from hasten.contract.replicas import buckets, give_firsts, make_alike, notice_batch_norm, talking_last
+from hasten.contract.run_context import RunContext
 from hasten.contract.sharded import own_part, part_like, refuse_unshareable
 from hasten.contract.task import optimizer_and_schedule
+from hasten.contract.types import BackwardFn, ForwardFn, OptimizerFactory, StepFn
 from hasten.contract.unmade import tensors_of
 
 DIFFERENT = "the data lead the ranks through different layers, and stages 2 and 3 of zero gather those together; take ddp:find_unused=true"
@@ -42,30 +44,26 @@ FEWEST = 10_000  # numbers that a block has; smaller ones travel with the whole
 class Zero(Method):
     card = Card(
         summary="the optimizer's state, the gradients and the weights shared out among processes",
-        exactness=Exactness.SAME_MATHS,
+        exactness=Exactness.EQUIVALENT_MATH,
         source="Rajbhandari et al. 2020, arXiv 1910.02054; torch.distributed.fsdp.fully_shard",
         gain_when="the model, its gradients and its optimizer do not fit one device, or a larger batch would if they took less",
-        speeds={"update"},
-        applies_to={"several processes"},
-        breaks={"whole weights"},
-        order=Order.FIRST,
-        replaces={"shard"},
-        tries=({"stage": 1}, {"stage": 2}, {"stage": 3}),
+        accelerates={"optimizer_step"},
+        applies_to={"distributed"},
+        invalidates={"full_weights"},
+        order=WrapOrder.FIRST,
+        replaces={"parallelize"},
+        presets=({"stage": 1}, {"stage": 2}, {"stage": 3}),
     )
-    stage: int = setting(2, at_least=1, at_most=3)
-    shards: int = setting(0, at_least=0)  # processes that share one copy (hybrid sharding, of stages 2 and 3); 0: all of them
-    place: str = setting("whole", one_of=("whole", "memory"))  # memory: no process ever makes the whole model (stages 2 and 3)
+    stage: int = option(2, at_least=1, at_most=3)
+    shards: int = option(0, at_least=0)  # processes that share one copy (hybrid sharding, of stages 2 and 3); 0: all of them
+    place: str = option("whole", one_of=("whole", "memory"))  # memory: no process ever makes the whole model (stages 2 and 3)
     offload: bool = False  # weights and the optimizer's state wait in the memory of the host (stages 2 and 3, on a GPU)
 
-    def loop(self, loop, run):
-        if self.place == "memory" and not run.ranks.alone:
-            run.whereabouts = "nowhere"
-        return loop
+    def setup(self, run: RunContext) -> None:
+        if self.place == "memory":
+            run.parallel.init_device = "meta"
 
-    def shard(self, model, run):
-        if run.ranks.alone:
-            run.nothing_to_do(self, "there is one process only; say --processes")
-            return model
+    def parallelize(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         self._refuse_what_cannot_be(run)
         notice_batch_norm(model)
         if self.stage == 1:
@@ -76,7 +74,7 @@ class Zero(Method):
             )
         if len(types := {str(weight.dtype).removeprefix("torch.") for weight in model.parameters()}) > 1:
             raise Refusal(f"the weights are of several types ({', '.join(sorted(types))}), and stages 2 and 3 want one; take stage 1")
-        run.joint = True
+        run.parallel.eval_needs_all_ranks = True
         share_out = partial(_sharded, mesh=_mesh(run, self.shards), keep_whole=self.stage == 2, offload=self.offload)
         if self.place == "memory":
             return _shared_out_unmade(model, share_out, "cpu" if self.offload else run.device, run)
@@ -84,7 +82,7 @@ class Zero(Method):
         return share_out(model)
 
     def _refuse_what_cannot_be(self, run):
-        world = run.ranks.world
+        world = run.ranks.world_size
         if self.shards and (self.stage == 1 or world % self.shards):
             raise Refusal(f"zero:shards={self.shards} is for stages 2 and 3, and has to divide the {world} processes")
         if self.place == "memory" and self.stage == 1:
@@ -92,9 +90,7 @@ class Zero(Method):
         if self.offload and (self.stage == 1 or run.device.type == "cpu"):
             raise Refusal("zero:offload=true is for stages 2 and 3 on a GPU; leave it out")
 
-    def optimizer(self, make, run):
-        if run.ranks.alone:
-            return make
+    def optimizer(self, make: OptimizerFactory, run: RunContext) -> OptimizerFactory:
         mesh = _mesh(run) if self.stage == 1 else None  # in the other stages the weights are parts already
 
         def of_own_parts(model):
@@ -106,61 +102,61 @@ class Zero(Method):
 
         return of_own_parts
 
-    def backward(self, backward, run):
+    def backward(self, backward: BackwardFn, run: RunContext) -> BackwardFn:
         """Before gradients are shared out, the ranks make sure that they gathered the same blocks: of blocks of one size torch would mix the weights."""
-        if run.ranks.alone or self.stage == 1:
+        if self.stage == 1:
             return backward
         gathered = []
-        for number, block in enumerate(part for part in run.module.modules() if isinstance(part, FSDPModule)):
+        for number, block in enumerate(part for part in run.unwrapped_model.modules() if isinstance(part, FSDPModule)):
             block.register_forward_pre_hook(lambda block, _, number=number: gathered.append(number) if block.training else None)
 
         def backward_of_the_same(loss):
             told = crc32(repr(gathered).encode())
             gathered.clear()
-            most, least = run.ranks.most([told, -told])
+            most, least = run.ranks.all_reduce_max([told, -told])
             if most != -least:
                 raise Failure(DIFFERENT)
             backward(loss)
 
         return backward_of_the_same
 
-    def micro(self, micro, run):
-        if run.ranks.alone or self.stage > 1 or run.loop.microbatches == 1:
-            return micro  # of a batch in several pieces, stages 2 and 3 share out the gradients of each: whole ones are what they spare
-        return talking_last(micro, run.clock, run.model.no_sync)
+    def forward_backward(self, forward_backward: ForwardFn, run: RunContext) -> ForwardFn:
+        if self.stage > 1 or run.plan.microbatches == 1:
+            return forward_backward  # of a batch in several pieces, stages 2 and 3 share out the gradients of each: whole ones are what they spare
+        return talking_last(forward_backward, run.progress, run.model.no_sync)
 
-    def update(self, update, run):
-        if run.ranks.alone or self.stage > 1:
-            return update
+    def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
+        if self.stage > 1:
+            return optimizer_step
         parts, mesh = [part for group in run.optimizer.param_groups for part in group["params"]], _mesh(run)
         learning = [part for part in parts if part.ndim and part.requires_grad]  # on all ranks alike, whatever their data lead through
 
         def updated():
             for part in parts:
                 part.grad = None if part.whole.grad is None else _as_part(part.whole.grad, mesh)
-            update()
+            optimizer_step()
             for bucket in buckets(learning):
                 _gather(bucket, run.ranks)
 
         return updated
 
-    def clear(self, clear, run):
-        if run.ranks.alone or self.stage > 1:
-            return clear
+    def zero_grad(self, zero_grad: StepFn, run: RunContext) -> StepFn:
+        if self.stage > 1:
+            return zero_grad
 
         def cleared():
-            clear()
-            run.module.zero_grad()
+            zero_grad()
+            run.unwrapped_model.zero_grad()
 
         return cleared
 
-    def export(self, model, run):
-        return model.module if self.stage == 1 and not run.ranks.alone else model
+    def export(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
+        return model.module if self.stage == 1 else model
 
 
 def _mesh(run, shards: int = 0):
     """All ranks in a row, or in rows of as many as share one copy."""
-    world, kind = run.ranks.world, run.device.type
+    world, kind = run.ranks.world_size, run.device.type
     if shards in (0, world):
         return init_device_mesh(kind, (world,))
     return init_device_mesh(kind, (world // shards, shards), mesh_dim_names=("copies", "shards"))
@@ -180,7 +176,7 @@ def _shared_out_unmade(model, share_out, device, run):
     held = list(tensors_of(model))
     wanted = list({id(tensor): tensor for *_, tensor in held}.values())
     model = share_out(model).to_empty(device=device)
-    for number, tensor in run.making(wanted):
+    for number, tensor in run.parallel.materialize(wanted):
         give_firsts([tensor], device=run.device)
         for module, name in ((module, name) for module, name, unmade in held if unmade is wanted[number]):
             there = getattr(module, name)
@@ -234,13 +230,13 @@ def _as_part(tensor, mesh):
 @torch.no_grad()
 def _gather(parts, ranks):
     """Everybody's parts of some weights, put into the weights."""
-    rows = [-(-len(part) // ranks.world) for part in parts]  # of a rank, but for the last ones
+    rows = [-(-len(part) // ranks.world_size) for part in parts]  # of a rank, but for the last ones
     lengths = [count * part.shape[1:].numel() for count, part in zip(rows, parts, strict=True)]
     own = torch.zeros(sum(lengths), dtype=parts[0].dtype, device=parts[0].device)
     for room, part in zip(own.split(lengths), parts, strict=True):
         local = part.to_local()
         room[: local.numel()] = local.flatten()
-    everybodys = [torch.empty_like(own) for _ in range(ranks.world)]
+    everybodys = [torch.empty_like(own) for _ in range(ranks.world_size)]
     dist.all_gather(everybodys, own)
     for rank, of_rank in enumerate(everybodys):
         for room, count, part in zip(of_rank.split(lengths), rows, parts, strict=True):

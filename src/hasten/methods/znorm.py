@@ -1,12 +1,13 @@
 """z-scores every gradient: each layer's gradient gets mean zero and standard deviation one."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from hasten.contract.card import Card, Exactness
-from hasten.contract.method import Method, Run, setting
+from hasten.contract.method import Method, option
+from hasten.contract.run_context import RunContext
+from hasten.contract.types import StepFn
 
 GRANULARITIES = ("tensor", "row")
 EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
@@ -21,34 +22,34 @@ class ZNorm(Method):
     with plain SGD the learning rate has to be chosen anew, and clipping would clip the same norm in every step.
     """
 
-    granularity: str = setting("tensor", one_of=GRANULARITIES)
+    granularity: str = option("tensor", one_of=GRANULARITIES)
     skip_1d: bool = True
-    eps: float = setting(1e-8, above=0)
+    eps: float = option(1e-8, above=0)
 
     card = Card(
         summary="z-score each gradient tensor",
-        exactness=Exactness.OTHER_MATHS,
+        exactness=Exactness.CHANGES_TRAINING,
         source="https://arxiv.org/abs/2408.01215",
         gain_when="networks with skip connections under Adam; the paper claims accuracy, not time: measure",
-        speeds={"steps"},
-        applies_to={"matrix weights"},
-        needs={"whole weights", "final gradients"},
-        breaks={"gradient size"},
+        accelerates={"steps"},
+        applies_to={"matrix_weights"},
+        requires={"full_weights", "reduced_gradients"},
+        invalidates={"gradient_norm"},
         after=("float16",),  # it wants gradients without a loss scale
-        tries=({"granularity": "tensor"}, {"granularity": "row"}),
+        presets=({"granularity": "tensor"}, {"granularity": "row"}),
     )
 
-    def gradients(self, gradients: Callable, run: Run) -> Callable:
+    def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
         embeddings = {module.weight for module in run.model.modules() if isinstance(module, EMBEDDINGS)}
         wanted = (p for p in run.model.parameters() if p.requires_grad and p not in embeddings)
         touched = [p for p in wanted if p.numel() > 1 and (p.ndim > 1 or not self.skip_1d)]
         if not touched:
-            run.nothing_to_do(self, "no parameter outside embeddings has two or more dimensions")
-            return gradients
+            run.report_no_effect(self, "no parameter outside embeddings has two or more dimensions")
+            return grad_transform
 
         @torch.no_grad()
         def znorm():
-            gradients()
+            grad_transform()
             for parameter in touched:
                 if (g := parameter.grad) is not None and not g.is_sparse:
                     precise = g.float() if g.dtype.itemsize < 4 else g

@@ -21,9 +21,9 @@ MOST_LOSERS = 8  # shown in the terminal; the page has them all
 
 CHANGES = {
     Exactness.BIT_EXACT: "every weight is the same to the last bit",
-    Exactness.SAME_MATHS: "the same formula; rounding may differ",
-    Exactness.FEWER_BITS: "the same formula with fewer bits; quality is tested",
-    Exactness.OTHER_MATHS: "another way to train; quality is tested",
+    Exactness.EQUIVALENT_MATH: "the same formula; rounding may differ",
+    Exactness.REDUCED_PRECISION: "the same formula with fewer bits; quality is tested",
+    Exactness.CHANGES_TRAINING: "another way to train; quality is tested",
 }
 
 
@@ -158,12 +158,12 @@ def method_page(method: dict) -> RenderableType:
         ("claimed", f"{_claim(method)}{'; ' if method.get('gain_when') else ''}{method.get('gain_when', '')}"),
         ("source", method.get("source")),
         ("not here", method.get("not_here")),
-        ("shortens", _meanings(method, "speeds", PHASES)),
+        ("shortens", _meanings(method, "accelerates", PHASES)),
         ("applies if", _meanings(method, "applies_to", FACTS)),
-        ("needs", _meanings(method, "needs", TRAITS)),
-        ("breaks", _meanings(method, "breaks", TRAITS)),
+        ("requires", _meanings(method, "requires", TRAITS)),
+        ("invalidates", _meanings(method, "invalidates", TRAITS)),
         ("settings", "\n".join(_setting(each) for each in method.get("settings", ()))),
-        ("tuner tries", "\n".join(str(Recipe({method["name"]: values})) for values in method.get("tries", ()))),
+        ("tuner tries", "\n".join(str(Recipe({method["name"]: values})) for values in method.get("presets", ()))),
         *((name.replace("_", " "), ", ".join(sorted(method.get(name, ())))) for name in ("hooks", "replaces", "wraps", "wrapped_by")),
         ("conflicts", "\n".join(f"{each['method']}: {each['why']}" for each in method.get("conflicts", ()))),
         ("records", "\n".join(_record(each) for each in method.get("records", ()))),

@@ -92,10 +92,10 @@ class Subject:
             for task in self.tasks:
                 with restored():
                     program = trained(task, self.recipe)
-                if not program.run.idle:
+                if not program.run.no_effect:
                     self._task = task
                     break
-                idle = program.run.idle
+                idle = program.run.no_effect
             else:
                 raise SkipTest(f"{idle[0][0]} has nothing to do here: {idle[0][1]}")
         return self._task
@@ -103,13 +103,13 @@ class Subject:
     @property
     def recipes(self) -> list[Recipe]:
         """The recipe asked for; without settings, one for each of the card's tries."""
-        return [self.recipe] if self.settings else [Recipe().with_method(self.name, **tried) for tried in self.method.card.tries]
+        return [self.recipe] if self.settings else [Recipe().with_method(self.name, **tried) for tried in self.method.card.presets]
 
 
 def trained(task: Task, recipe: Recipe, seed: int = 0) -> Program:
     """The program of a finished run."""
     program = build(task, make_methods(recipe), seed=seed)
-    with program.process():
+    with program.process_context():
         for loss in steps(program):
             assert math.isfinite(loss.item()), f"the loss is {loss.item()} under {recipe}"
     return program
@@ -121,8 +121,8 @@ def has_a_complete_card(subject: Subject) -> None:
     assert not missing, f"the card lacks {', '.join(missing)}"
     assert card.gain is None or 0 < card.gain[0] <= card.gain[1], f"a gain is (low, high), not {card.gain}"
     assert hooks_of(subject.method), "it overrides no hook"
-    assert card.tries, "the card names no settings to try; at least ({},) for the defaults"
-    for tried in card.tries:
+    assert card.presets, "the card names no settings to try; at least ({},) for the defaults"
+    for tried in card.presets:
         make_method(subject.name, tried)  # refuses unknown keys and wrong types
 
 
@@ -140,7 +140,7 @@ def has_settings_that_are_data(subject: Subject) -> None:
 
 def trains(subject: Subject) -> None:
     with restored():
-        assert trained(subject.task, subject.recipe).run.clock.step > 0, "not one step was done"
+        assert trained(subject.task, subject.recipe).run.progress.step > 0, "not one step was done"
 
 
 def leaves_no_trace(subject: Subject) -> None:
@@ -150,7 +150,7 @@ def leaves_no_trace(subject: Subject) -> None:
         trained(subject.task, subject.recipe)
         changed = [name for name in differences(before, process_state()) if name != "random numbers"]  # which every run seeds
         assert not changed, f"it leaves the process changed: {', '.join(changed)}"
-        if subject.method.card.exactness in (Exactness.BIT_EXACT, Exactness.SAME_MATHS):
+        if subject.method.card.exactness in (Exactness.BIT_EXACT, Exactness.EQUIVALENT_MATH):
             after = random_state()
             trained(subject.task, Recipe())
             assert torch.equal(random_state()["torch"], after["torch"]), "it draws random numbers of its own"
@@ -179,15 +179,15 @@ def is_as_exact_as_its_card_says(subject: Subject) -> None:
 
 
 def survives_a_checkpoint(subject: Subject) -> None:
-    """What it keeps in ``run.kept`` loads without executing code, into a run that has just been built."""
+    """What it keeps in ``run.checkpoint_state`` loads without executing code, into a run that has just been built."""
     with restored():
-        old = trained(subject.task, subject.recipe).run.kept
+        old = trained(subject.task, subject.recipe).run.checkpoint_state
         saved = {name: kept.state_dict() for name, kept in old.items()}
         file = io.BytesIO()
         torch.save(saved, file)
         file.seek(0)
         loaded = torch.load(file, weights_only=True)
-        new = build(subject.task, make_methods(subject.recipe), seed=1).run.kept
+        new = build(subject.task, make_methods(subject.recipe), seed=1).run.checkpoint_state
         assert new.keys() == old.keys(), f"a new run keeps {sorted(new)}, the old one kept {sorted(old)}"
         for name, kept in new.items():
             kept.load_state_dict(loaded[name])
@@ -197,7 +197,7 @@ def survives_a_checkpoint(subject: Subject) -> None:
 def goes_on_where_it_stopped(subject: Subject) -> None:
     """A run that is broken off and taken up ends with the very weights of one that was left alone."""
     with restored(), TemporaryDirectory() as folder:
-        half = trained(subject.task, subject.recipe).run.clock.step // 2
+        half = trained(subject.task, subject.recipe).run.progress.step // 2
         if not half:
             raise SkipTest("the run has one step only")
 
@@ -213,7 +213,9 @@ def goes_on_where_it_stopped(subject: Subject) -> None:
         assert any((broken / "checkpoints").iterdir()), "the run that was broken off has left no checkpoint"
         once(out=broken, resume=True)
         a, b = (load_file(run / "model.safetensors") for run in (whole, broken))
-        assert _same_bits(a, b), "a run that was taken up does not end as one that was left alone: it keeps something outside run.kept"
+        assert _same_bits(a, b), (
+            "a run that was taken up does not end as one that was left alone: it keeps something outside run.checkpoint_state"
+        )
 
 
 def exports_a_plain_module(subject: Subject) -> None:
@@ -235,10 +237,10 @@ def says_so_when_idle(subject: Subject) -> None:
     with restored():
         for task in subject.tasks:
             program = trained(task, subject.recipe)
-            for name, why in program.run.idle:
+            for name, why in program.run.no_effect:
                 found = True
                 assert name == subject.name and why.strip(), f"{name!r} is idle for the reason {why!r}"
-            if program.run.idle:
+            if program.run.no_effect:
                 same = _same_bits(weights(program), weights(trained(task, Recipe())))
                 assert same, f"it says that it has nothing to do on {task.name}, and yet the weights differ"
     if not found:

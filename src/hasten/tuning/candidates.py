@@ -106,9 +106,9 @@ def candidates_for(story: dict, wanted: Wanted) -> Candidates:
 
 
 def _list_for(each: Candidate, found: Candidates) -> list[Candidate]:
-    if each.card.exactness is not Exactness.OTHER_MATHS:
+    if each.card.exactness is not Exactness.CHANGES_TRAINING:
         return found.systems
-    return found.less_talk if "shard" in each.card.replaces and (each.bound or 1.0) >= MUCH_TALK else found.training
+    return found.less_talk if "parallelize" in each.card.replaces and (each.bound or 1.0) >= MUCH_TALK else found.training
 
 
 def competent_recipes(device: str, cores: int) -> list[Recipe]:
@@ -121,19 +121,19 @@ def competent_recipes(device: str, cores: int) -> list[Recipe]:
 
 def _rank(each: Candidate) -> tuple:
     """Offered ones first; then exact before inexact, strategies, what everybody sets by hand, high bounds, quick starts, and shorter runs."""
-    classes = (*EXACT, Exactness.FEWER_BITS, Exactness.OTHER_MATHS)
+    classes = (*EXACT, Exactness.REDUCED_PRECISION, Exactness.CHANGES_TRAINING)
     kind = 0 if each.card.exactness in EXACT else classes.index(each.card.exactness)
     first = SHORTEST_RUNS_FIRST.index(each.name) if each.name in SHORTEST_RUNS_FIRST else len(SHORTEST_RUNS_FIRST)
     claimed = each.card.gain[1] if each.card.gain else 1.0
     by_hand = each.name not in BY_HAND  # measured already, for the competent baseline
-    strategy = "shard" in each.card.replaces  # all others are measured with it
-    for_memory = "whole weights" in each.card.breaks  # it talks more than the original, and pays where that does not fit
+    strategy = "parallelize" in each.card.replaces  # all others are measured with it
+    for_memory = "full_weights" in each.card.invalidates  # it talks more than the original, and pays where that does not fit
     return (
         not each.offered,
         kind,
         for_memory,
         not strategy,
-        each.card.slow_start,
+        each.card.high_setup_cost,
         by_hand,
         first,
         -(each.bound or 1.0),

@@ -54,7 +54,7 @@ class Found:
         if self.winner_alone is None or self.winner_alone.low <= SURELY_FASTER:
             return False
         there = alone(self.confirmed.recipe).methods
-        return all(exactness_of(name) is not Exactness.OTHER_MATHS for name in self.confirmed.recipe.methods if name not in there)
+        return all(exactness_of(name) is not Exactness.CHANGES_TRAINING for name in self.confirmed.recipe.methods if name not in there)
 
 
 def result_of(study: Study, found: Found, *, metric: str, offered: Recipe) -> dict:

@@ -15,13 +15,13 @@ from statistics import fmean, stdev
 from hasten.contract.card import Card, Exactness
 from hasten.contract.errors import Refusal
 from hasten.contract.recipe import Recipe
+from hasten.engine.composition import check_conflicts, sort_methods
 from hasten.engine.find import make_methods, method_class
-from hasten.engine.plan import in_order, refuse_conflicts
 from hasten.engine.train import USUAL_STRATEGY
 from hasten.measure.ratio import FASTER, SAME, UNSURE
 from hasten.tuning.study import Study
 
-EXACT = (Exactness.BIT_EXACT, Exactness.SAME_MATHS)
+EXACT = (Exactness.BIT_EXACT, Exactness.EQUIVALENT_MATH)
 WORTH_IT = 1.02  # a time to the target that is not 2 % better is no better
 PROMISING, LONGER = 1.05, 3  # times faster in the middle, but not for sure: then it is compared once more, for so many times as long
 AS_MANY = 0.99  # of the samples: then only the pace can make it faster, and the stopwatch of single runs is too noisy for that
@@ -38,7 +38,7 @@ class Candidate:
 
     name: str
     card: Card
-    tries: tuple[dict, ...]
+    presets: tuple[dict, ...]
     bound: float | None = None
     offered: bool = False  # by the user, from outside: its card is a claim, so its proof comes first
 
@@ -86,7 +86,7 @@ class Ladder:
 def fits(recipe: Recipe) -> str | None:
     """Why the methods of a recipe cannot go together, or None."""
     try:
-        refuse_conflicts(in_order(make_methods(recipe)))
+        check_conflicts(sort_methods(make_methods(recipe)))
     except Refusal as refusal:
         return str(refusal)
     return None
@@ -103,7 +103,7 @@ def systems(study: Study, ladder: Ladder, candidates: list[Candidate], samples: 
         base, best = ladder.best, None
         losses = 0
         try:
-            for settings in candidate.tries:
+            for settings in candidate.presets:
                 found = _tried(study, base, candidate, settings, samples, seconds)
                 if found and (best is None or found[1] > best[1]):
                     best, losses = found, 0
@@ -116,7 +116,7 @@ def systems(study: Study, ladder: Ladder, candidates: list[Candidate], samples: 
 
 def _tried(study: Study, base: Recipe, candidate: Candidate, settings: dict, samples: float, seconds: float) -> tuple[Recipe, float] | None:
     """(recipe, gain) if the candidate is kept; the trial is noted either way."""
-    stage = "precision" if candidate.card.exactness is Exactness.FEWER_BITS else "systems"
+    stage = "precision" if candidate.card.exactness is Exactness.REDUCED_PRECISION else "systems"
     text = str(Recipe({candidate.name: settings}))
     recipe = in_place(base, candidate.name, settings)
     spent, ratio = 0.0, None
@@ -178,7 +178,7 @@ def training(study: Study, ladder: Ladder, candidates: list[Candidate], baseline
     best = Outcome("kept", "", (study.run(ladder.best, baseline.seeds[0]),))
     for candidate in candidates:
         base, losses, has_effect, seen = ladder.best, 0, False, []
-        for settings in candidate.tries:
+        for settings in candidate.presets:
             recipe = in_place(base, candidate.name, settings)
             text = str(Recipe({candidate.name: settings}))
             if isinstance(recipe, str):
@@ -302,5 +302,5 @@ def _by_pace(study: Study, best: Recipe, recipe: Recipe, outcome: Outcome) -> Ou
 def candidate(name: str, bound: float | None = None, settings: dict | None = None, offered: bool = False) -> Candidate:
     """A candidate from its card; settings that the user gave are the only ones tried."""
     card = method_class(name).card
-    tries = tuple(each for each in card.tries if each or name != USUAL_STRATEGY)  # which as it is, is what several processes do anyway
-    return Candidate(name, card, (settings,) if settings else tries, bound, offered)
+    presets = tuple(each for each in card.presets if each or name != USUAL_STRATEGY)  # which as it is, is what several processes do anyway
+    return Candidate(name, card, (settings,) if settings else presets, bound, offered)

@@ -44,7 +44,7 @@ def shares_of(study: Study, recipe: Recipe) -> list[dict]:
 
 def _share(study: Study, recipe: Recipe, name: str) -> dict | None:
     without, samples_without = recipe.without(name), None
-    if exactness_of(name) is Exactness.OTHER_MATHS:
+    if exactness_of(name) is Exactness.CHANGES_TRAINING:
         whole, part = study.run(recipe, study.seed), study.run(without, study.seed)
         times = [run.get("seconds_to_target") for run in (part, whole)]
         if None in times:

@@ -6,10 +6,12 @@ import math
 import time
 from dataclasses import asdict, dataclass
 
-from hasten.contract.card import Card, Exactness, Order
+from hasten.contract.card import Card, Exactness, WrapOrder
 from hasten.contract.errors import Failure
-from hasten.contract.method import Evaluation, Loop, Method, Run
+from hasten.contract.method import Method
 from hasten.contract.recipe import Recipe
+from hasten.contract.run_context import Evaluation, RunContext, TrainPlan
+from hasten.contract.types import StepFn
 from hasten.contract.watch import silent
 from hasten.engine.outcome import reached_at
 from hasten.engine.ranks import joined
@@ -62,11 +64,11 @@ def _refuse_idle(idle: list) -> None:
 class NothingInVain(Method):
     """Refuses a run, as soon as it is built, of which a method says that it has nothing to act on."""
 
-    card = Card(summary="no run in vain", exactness=Exactness.BIT_EXACT, order=Order.LAST)
+    card = Card(summary="no run in vain", exactness=Exactness.BIT_EXACT, order=WrapOrder.LAST)
 
-    def update(self, update, run: Run):
-        _refuse_idle(run.idle)
-        return update
+    def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
+        _refuse_idle(run.no_effect)
+        return optimizer_step
 
 
 @dataclass(frozen=True)
@@ -76,15 +78,15 @@ class GiveUp(Method):
     seconds: float = 0.0
     target: float = 0.0
 
-    card = Card(summary="end a run that can no longer win", exactness=Exactness.BIT_EXACT, order=Order.LAST)
+    card = Card(summary="end a run that can no longer win", exactness=Exactness.BIT_EXACT, order=WrapOrder.LAST)
 
-    def loop(self, loop: Loop, run: Run) -> Loop:
-        inner, began, sign = loop.stop, time.monotonic(), 1 if run.higher_is_better() else -1
+    def plan(self, plan: TrainPlan, run: RunContext) -> TrainPlan:
+        inner, began, sign = plan.stop, time.monotonic(), 1 if run.services.higher_is_better() else -1
 
         def stop(history: list[Evaluation]) -> bool:
             reached = any(sign * look.metric >= sign * self.target for look in history)
             late = time.monotonic() - began > self.seconds
             return (late and not reached) or (inner is not None and inner(history))
 
-        loop.stop = stop
-        return loop
+        plan.stop = stop
+        return plan

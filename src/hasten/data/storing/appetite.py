@@ -68,16 +68,16 @@ def bench(
     with undisturbed():
         with _explaining("building the run", task.batch_size):
             program = build(task, device=device, seed=seed)
-        with program.process():
+        with program.process_context():
             data = program.task.train_data
-            batches = data.batches(program.loop.batch_size, seed, training=True) if isinstance(data, Pipeline) else program.train
+            batches = data.batches(program.plan.batch_size, seed, training=True) if isinstance(data, Pipeline) else program.train
             watch("the step's appetite", 0.05, 0.95 * budget)
-            with _explaining("reading the first batch", program.loop.batch_size):
+            with _explaining("reading the first batch", program.plan.batch_size):
                 batch = _first(batches)
-            with _explaining("the training step", program.loop.batch_size):
+            with _explaining("the training step", program.plan.batch_size):
                 appetite = _appetite(program, batch, SHARES["appetite"] * budget)
             watch("each stage alone", 0.3, 0.7 * budget)
-            with _explaining("reading the data", program.loop.batch_size):
+            with _explaining("reading the data", program.plan.batch_size):
                 stages = _alone(program, data, batches, budget)
                 stages["copy"] = _copying(program, batch, SHARES["copy"] * budget)
                 watch("all stages together", 0.65, 0.35 * budget)
@@ -129,13 +129,13 @@ def _first(batches: Batches):
 
 def _appetite(program: Program, batch, seconds: float) -> float:
     """Samples a second of training steps on one batch."""
-    batch = program.move(batch)
+    batch = program.to_device(batch)
 
     def step() -> None:
-        program.micro(batch)
-        program.gradients()
-        program.update()
-        program.clear()
+        program.forward_backward(batch)
+        program.grad_transform()
+        program.optimizer_step()
+        program.zero_grad()
 
     for _ in range(WARM_UP):
         step()
@@ -171,7 +171,7 @@ def _together(program: Program, batches: Batches, seconds: float) -> tuple[float
     """(samples a second as the training would get them, seconds until the first batch)."""
     began, samples, first = time.perf_counter(), 0, None
     for batch in _endless(batches):
-        program.move(batch)
+        program.to_device(batch)
         if first is None:
             _synchronise(program)
             first = time.perf_counter() - began
@@ -199,7 +199,7 @@ def _synchronise(program: Program) -> None:
 def _alone(program: Program, data, batches: Batches, budget: float) -> dict:
     stages = dict.fromkeys(("read", "decode", "transform", "batch"))
     if isinstance(data, Pipeline):
-        return stages | _of_pipeline(data, program.loop.batch_size, SHARES["stages"] * budget)
+        return stages | _of_pipeline(data, program.plan.batch_size, SHARES["stages"] * budget)
     return stages | ({} if batches.samples is None else _of_samples(batches.samples, SHARES["stages"] * budget))
 
 
