@@ -57,7 +57,7 @@ class Arms:
         from hasten.engine.saving import Saving
 
         self.folder, self.steps, self.saving, self.waited = folder, steps, Saving(), 0.0
-        self.built = dataclasses.replace(built, update=self._updating(built.update))  # as engine/running.py does
+        self.built = dataclasses.replace(built, optimizer_step=self._updating(built.optimizer_step))  # as engine/running.py does
         self.training = training(self.built)
 
     def _updating(self, update: Callable) -> Callable:

@@ -29,7 +29,7 @@ from torch import nn
 
 import hasten
 from hasten.cli.progress import watching
-from hasten.engine.running import Training
+from hasten.engine.running import Trainer
 
 BATCH = 32
 INPUTS = 64
@@ -53,10 +53,10 @@ class BetweenSteps:
     """Notes how long a recorded run looks up from its steps, in all: for the bar, the log and the checkpoints."""
 
     def __init__(self):
-        self.seconds, self.look_up = 0.0, Training._pause
-        Training._pause = lambda training: self.timed(training)
+        self.seconds, self.look_up = 0.0, Trainer._pause
+        Trainer._pause = lambda training: self.timed(training)
 
-    def timed(self, training: Training) -> None:
+    def timed(self, training: Trainer) -> None:
         began = perf_counter()
         self.look_up(training)
         if training.folder:

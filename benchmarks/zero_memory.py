@@ -92,7 +92,7 @@ def measure() -> int:
             readings.append(resident())
             program.optimizer_step()
 
-        for _ in islice(steps(dataclasses.replace(program, update=update)), STEPS):
+        for _ in islice(steps(dataclasses.replace(program, optimizer_step=update)), STEPS):
             pass
         return readings[-1]
 

@@ -13,7 +13,9 @@ def test_what_a_method_applies_to_may_be_said_in_any_words():
     assert card(applies_to={"skip connections", "cuda"}).applies_to == {"skip connections", "cuda"}
 
 
-@pytest.mark.parametrize(("field", "known"), [("accelerates", "forward"), ("requires", "gradient_norm"), ("invalidates", "uniform_precision")])
+@pytest.mark.parametrize(
+    ("field", "known"), [("accelerates", "forward"), ("requires", "gradient_norm"), ("invalidates", "uniform_precision")]
+)
 def test_unknown_words_that_are_computed_with_are_refused_and_the_known_ones_named(field, known):
     assert getattr(card(**{field: [known]}), field) == {known}
     with pytest.raises(Refusal, match=rf"{field}=\['skip connections'\], but the known words are .*{known}"):

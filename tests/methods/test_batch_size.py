@@ -110,7 +110,7 @@ def test_a_stream_has_no_share_of_the_steps_to_warm_up(perceptron):
 
     with pytest.raises(Refusal, match="say warmup=0"):
         build(perceptron(train_data=Stream()), make_methods(Recipe.read("batch_size")))
-    assert build(perceptron(train_data=Stream()), make_methods(Recipe.read("batch_size:warmup=0"))).loop.batch_size == 32
+    assert build(perceptron(train_data=Stream()), make_methods(Recipe.read("batch_size:warmup=0"))).plan.batch_size == 32
 
 
 @pytest.mark.parametrize("settings", ["factor=1", "rule=cubic", "warmup=1.0", "warmup=-0.1"])

@@ -4,7 +4,7 @@ import pytest
 
 from hasten.contract.ranks import ProcessGroupInfo
 from hasten.contract.recipe import Recipe
-from hasten.contract.run_context import Evaluation
+from hasten.contract.run_context import Evaluation, ParallelContext
 from hasten.engine.find import make_methods
 from hasten.engine.plan import build
 
@@ -13,7 +13,7 @@ def stops_at(task, metrics, agree=None, **settings) -> int | None:
     """After how many looks the run would stop."""
     program = build(task, make_methods(Recipe().with_method("early_stopping", **settings)))
     if agree:
-        program.run.ranks = ProcessGroupInfo(most=lambda numbers: [agree(*numbers)])
+        program.run.parallel = ParallelContext(ProcessGroupInfo(all_reduce_max=lambda numbers: [agree(*numbers)]))
     history = [Evaluation(step, step * 16, metric) for step, metric in enumerate(metrics, 1)]
     return next((looks for looks in range(len(history) + 1) if program.plan.stop(history[:looks])), None)
 

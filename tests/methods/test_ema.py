@@ -51,7 +51,7 @@ def test_the_average_travels_in_checkpoints(perceptron):
 
 
 def test_a_start_that_the_run_never_reaches_is_nothing_to_act_on(perceptron, trained):
-    number = build(perceptron()).loop.steps
+    number = build(perceptron()).plan.steps
     assert not trained(perceptron(), f"ema:start={number - 1}").run.no_effect
     for start in (number, 10**23):
         idle = trained(perceptron(), f"ema:start={start}")

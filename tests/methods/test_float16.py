@@ -85,7 +85,9 @@ def test_the_scale_survives_a_checkpoint(perceptron, trained):
 def test_one_ranks_overflow_is_every_ranks():
     model = torch.nn.Linear(2, 2)
     model.weight.grad = torch.ones(2, 2)
-    run = RunContext(torch.device("cpu"), task=None, model=model, parallel=ParallelContext(ProcessGroupInfo(all_reduce_max=lambda mine: [True])))
+    run = RunContext(
+        torch.device("cpu"), task=None, model=model, parallel=ParallelContext(ProcessGroupInfo(all_reduce_max=lambda mine: [True]))
+    )
     method = Float16()
     method.forward(lambda batch: None, run)
     method.grad_transform(lambda: None, run)()

@@ -31,7 +31,7 @@ from hasten.engine.metrics import higher_is_better
 from hasten.engine.observers import Observer
 from hasten.engine.plan import build
 from hasten.engine.ranks import by_the_first, joined, refuse_strangers
-from hasten.engine.running import Training
+from hasten.engine.running import Trainer
 from hasten.engine.skipping import tolerant
 from hasten.engine.stopping import stop_requests
 from hasten.engine.tasks import TaskRef
@@ -131,13 +131,11 @@ def _train(
             begun(out)
         try:
             with program.process_context():
-                training = Training(program, recipe, folder, observers, watch, checkpoint_seconds, asked, began)
+                trainer = Trainer(program, recipe, folder, observers, watch, checkpoint_seconds, asked, began)
                 try:
-                    return training.to_the_end()
+                    return trainer.run()
                 finally:
-                    training.saving.close()
-                    training.list_skipped()  # of a run that could not go on, too
-                    training.program = training.source = training.plain = None  # opens a circle, so that worker processes end now
+                    trainer.close()
         except KeyboardInterrupt:
             raise Stopped(f"stopped at once{'; go on from the newest checkpoint with --resume' if folder else ''}") from None
         finally:

@@ -165,7 +165,19 @@ def ratio_mark(ratio: dict, domain: tuple[float, float], good: bool) -> Markup:
 
 def phase_class(phase: str) -> str:
     """The class that colours a phase; strangers are all the same grey."""
-    known = ("input", "copy", "forward", "backward", "grad_transform", "optimizer_step", "evaluation", "logging", "start", "training", "checkpoints")
+    known = (
+        "input",
+        "copy",
+        "forward",
+        "backward",
+        "grad_transform",
+        "optimizer_step",
+        "evaluation",
+        "logging",
+        "start",
+        "training",
+        "checkpoints",
+    )
     return f"p-{phase}" if phase in known else "p-other"
 
 
