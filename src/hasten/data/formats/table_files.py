@@ -10,7 +10,6 @@ from __future__ import annotations
 import gzip
 import os
 import re
-import struct
 import threading
 import zlib
 from bisect import bisect_left
@@ -97,13 +96,15 @@ class Feather:
         self._kept = _Kept(self._open)
 
     def manifest(self, path: str) -> Manifest:
-        from pyarrow.ipc import MessageReader
+        import pyarrow as pa
+        from pyarrow.ipc import MessageReader, read_record_batch
 
         with opened_arrow(path, mapped=True) as file, _refusing(path, self.name):
             schema = self._open(path).schema
-            file.seek(8)  # what lies between the mark at the start and the footer is a stream of messages
+            file.seek(8)  # the bytes between the magic string and the footer are a stream of messages
             messages = MessageReader.open_stream(file)
-            runs = [_rows_in(message.metadata) for message in messages if message.type == "record batch"]
+            without_columns = pa.schema([])  # a batch read without columns still has its number of rows
+            runs = [read_record_batch(message, without_columns).num_rows for message in messages if message.type == "record batch"]
             return _manifest(schema, runs, file.size())
 
     def run(self, path: str, number: int, columns: list[str]):
@@ -325,7 +326,7 @@ def _refusing(path: str, name: str, hint: str = "was writing or copying it broke
         if not asks_too_much(error):
             raise
         raise Lost(f"{path} is no whole {name} file: {one_line(error)}; {hint}") from None
-    except (pa.ArrowException, OSError, EOFError, ValueError, struct.error, zlib.error) as error:
+    except (pa.ArrowException, OSError, EOFError, ValueError, zlib.error) as error:
         if not _blames_file(error):
             raise Failure(f"cannot read {path}: {one_line(error)}") from None
         raise Lost(f"{path} is no whole {name} file: {one_line(error)}; {hint}") from None
@@ -341,23 +342,6 @@ def _blames_file(error: Exception) -> bool:
     """Whether it says something of the file: what Arrow, or an unpacker, says of its own accord has no number of the system's."""
     number = getattr(error, "errno", None)
     return number is None or number in BLAMING
-
-
-def _rows_in(message) -> int:
-    """The length in the flat buffer of a record batch's message (Message.header.length of Arrow's Message.fbs)."""
-
-    def number(form: str, place: int) -> int:
-        return struct.unpack_from(form, message, place)[0]
-
-    def field(table: int, index: int) -> int:
-        """Where a field of a table lies; 0 where it is left out, as defaults are."""
-        directory = table - number("<i", table)
-        offset = number("<H", directory + 4 + 2 * index) if 4 + 2 * index < number("<H", directory) else 0
-        return offset and table + offset
-
-    header = field(number("<I", 0), 2)
-    length = field(header + number("<I", header), 0)
-    return number("<q", length) if length else 0
 
 
 class _Kept(threading.local):
