@@ -107,5 +107,7 @@ def test_too_many_bad_lines_of_csv_are_not_collected(tmp_path, monkeypatch):
 def test_a_csv_with_another_delimiter_is_no_bad_row_among_others(tmp_path):
     (tmp_path / "a.csv").write_text("n,label\n" + "1,0\n" * 100)
     (tmp_path / "b.csv").write_text("n,label\n" + "1;0\n" * 100)
-    with pytest.raises(Refusal, match=r"b\.csv has no more good lines than bad ones: row 0 of the file, '1;0', has 1 field, not 2; are the delimiter"):
+    with pytest.raises(
+        Refusal, match=r"b\.csv has no more good lines than bad ones: row 0 of the file, '1;0', has 1 field, not 2; are the delimiter"
+    ):
         csv(tmp_path)
