@@ -1,15 +1,17 @@
 """Converts uint8 images to scaled float32 in one pass over memory.
 
-torch converts whole numbers in one pass and scales them in another, and each pass over the floats takes as long as writing them. Its
-kernel for embedding tables of 8 bits does both at once. A row of such a table holds its values, then a float32 scale and a float32
-shift; ``augmented`` lays the planes of images out like that. The kernel is not documented for this use (``embedding_bag_byte_unpack``,
-https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/quantized/cpu/qembeddingbag_unpack.cpp), so it is used only if it
-exists and returns the same bits as the two passes.
+torch converts whole numbers in one pass and scales them in another, and each pass over the floats takes as long as
+writing them. Its kernel for embedding tables of 8 bits does both at once. A row of such a table holds its values, then
+a float32 scale and a float32 shift; ``augmented`` lays the planes of images out like that. The kernel is not documented
+for this use (``embedding_bag_byte_unpack``,
+https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/quantized/cpu/qembeddingbag_unpack.cpp), so it is used
+only if it exists and returns the same bits as the two passes.
 
 Why an undocumented kernel stays: without it ``augmented`` is 1.41 times slower (1.17 to 1.69; 25 interleaved passes of
-``benchmarks/data_images_in_memory.py``'s pipeline on one core of an AMD EPYC, torch 2.13), which would lose the figure of 500,000
-images per second in the README. For a batch of 512 images the kernel takes 194 µs and the two passes 426 µs. The documented ways in one
-pass or in blocks that stay in the cache are not faster: ``torch.addcmul`` of uint8 takes 5,700 µs, blocks of 128 images 488 µs.
+``benchmarks/data_images_in_memory.py``'s pipeline on one core of an AMD EPYC, torch 2.13), which would lose the figure
+of 500,000 images per second in the README. For a batch of 512 images the kernel takes 194 µs and the two passes 426 µs.
+The documented ways in one pass or in blocks that stay in the cache are not faster: ``torch.addcmul`` of uint8 takes
+5,700 µs, blocks of 128 images 488 µs.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ def unpack_planes(planes: torch.Tensor) -> torch.Tensor:
 @lru_cache(maxsize=64)
 def can_unpack(means: tuple[float, ...], stds: tuple[float, ...]) -> bool:
     """Whether ``unpack_planes`` exists and returns the same bits as ``scaled`` for every uint8 value."""
-    return all(_same_bits(means, stds, values) for values in (256, 264))  # the kernel may take 16 values at a time, which leaves 8
+    # 264: where the kernel takes 16 values at a time, 8 are left
+    return all(_same_bits(means, stds, values) for values in (256, 264))
 
 
 def _same_bits(means: tuple[float, ...], stds: tuple[float, ...], values: int) -> bool:
@@ -69,8 +72,8 @@ def _same_bits(means: tuple[float, ...], stds: tuple[float, ...], values: int) -
 def retain_freed_memory() -> None:
     """Makes glibc keep the memory of freed batches in the process, for the batches after them.
 
-    glibc raises its threshold for mapped blocks to the size of the largest block that was freed. The second block is below that
-    threshold and is written to, so that the first batches already find memory that needs no page faults.
+    glibc raises its threshold for mapped blocks to the size of the largest block that was freed. The second block is
+    below that threshold and is written to, so that the first batches already find memory that needs no page faults.
     """
     torch.empty(LARGEST_RETAINED_BYTES, dtype=torch.uint8)
     torch.empty(LARGEST_RETAINED_BYTES - (1 << 20), dtype=torch.uint8).zero_()
