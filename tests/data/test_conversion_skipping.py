@@ -91,13 +91,13 @@ def test_a_bad_line_of_csv_is_one_bad_row(tmp_path, to):
     lines = [f"{row},{row / 2}" for row in range(40)]
     lines[7], lines[30] = "7", "30,15,15"
     (tmp_path / "in" / "t.csv").write_text("\n".join(["n,half", *lines]))
-    with pytest.raises(Failure, match=r"row 7 \(.*t\.csv\): line 9 has 1 field, not 2; mend it"):
+    with pytest.raises(Failure, match=r"row 7 \(.*t\.csv\): row 7 of the file, '7', has 1 field, not 2; mend it"):
         convert(tmp_path / "in", tmp_path / "none", to=to)
     result = convert(tmp_path / "in", tmp_path / "out", to=to, skip_bad=2)
     assert (result["rows"], result["skipped"], result["skipped_files"]) == (38, 2, 0)
     assert [(each["row"], each["why"]) for each in listed(tmp_path / "out")] == [
-        (7, "line 9 has 1 field, not 2"),
-        (30, "line 32 has 3 fields, not 2"),
+        (7, "row 7 of the file, '7', has 1 field, not 2"),
+        (30, "row 30 of the file, '30,15,15', has 3 fields, not 2"),
     ]
     if to == "feather":
         assert everything(feather(tmp_path / "out"))["n"].tolist() == [row for row in range(40) if row not in (7, 30)]

@@ -270,7 +270,7 @@ def test_a_row_may_be_longer_than_a_block(tmp_path):
     [
         ("a,b\n1,2\n".encode("utf-16"), {}, r"t\.csv is no whole CSV file"),
         ("é,b\n1,2\n".encode("latin-1"), {}, r"t\.csv is no whole CSV file: .*UTF-8\?"),
-        (b"a,b\n1,2\n", {"header": ["p", "q", "r"]}, "line 1 has 2 fields, not 3"),
+        (b"a,b\n1,2\n", {"header": ["p", "q", "r"]}, "row 0 of the file, 'a,b', has 2 fields, not 3"),
         (b"a,b\n1,2\n", {"header": ["p", "p"]}, "names 'p' twice"),
         (b"a,a\n1,2\n", {}, "two columns named 'a'"),
         (b"a,b\n1,2\n", {"header": "pq"}, r"wants a list of names, as in csv\(header=\)\['pq'\]"),

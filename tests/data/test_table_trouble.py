@@ -41,7 +41,7 @@ def bad_inputs(folder):
         "a feather cut off": (lambda: feather(folder / "short.feather"), r"short\.feather is no whole Feather file"),
         "one format for another": (lambda: feather(good), r"good\.parquet is no whole Feather file"),
         "an empty file": (lambda: csv(folder / "empty.csv"), r"empty\.csv is no whole CSV file"),
-        "a ragged file": (lambda: csv(folder / "ragged.csv"), r"ragged\.csv has no more good lines than bad ones: line 3 has 1 field, not 2; "),
+        "a ragged file": (lambda: csv(folder / "ragged.csv"), r"ragged\.csv has no more good lines than bad ones: row 1 of the file, '3', has 1 field, not 2; "),
         "an empty glob": (lambda: parquet(folder / "*.pqt"), r"no file matches .*\*\.pqt"),
     }  # fmt: skip
 

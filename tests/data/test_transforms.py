@@ -12,7 +12,7 @@ from hasten import Refusal
 from hasten.data import arrays, augmented, crop, flip, normalise
 from hasten.data.chance import Chance
 from hasten.data.formats import stored_pictures
-from hasten.data.unpacking import unpacked
+from hasten.data.unpacking import unpack_planes
 
 SHAPES = [(3, 32, 32), (1, 28, 28), (28, 28), (3, 7, 5), (2, 1, 9)]
 KEY = 4, 2, 0  # seed, epoch, stage
@@ -62,7 +62,7 @@ def test_every_place_and_both_sides_are_drawn_alike():
 @pytest.mark.parametrize("shape", [*SHAPES, (3, 2, 8, 8)], ids=str)
 def test_stored_pictures_come_out_the_same(shape, mirror, way, monkeypatch):
     if way == "two passes":
-        monkeypatch.setattr(stored_pictures, "unpacks", lambda means, stds: False)
+        monkeypatch.setattr(stored_pictures, "can_unpack", lambda means, stds: False)
     if way == "in turns, as if memory were fresh":
         monkeypatch.setattr(stored_pictures, "page_faults", count(step=1000).__next__)
         monkeypatch.setattr(stored_pictures, "REST", 1)
@@ -177,9 +177,9 @@ def test_what_cannot_be_done_is_refused(wrong, told):
 
 def test_one_pass_is_given_up_for_a_while_where_it_wants_fresh_memory(monkeypatch):
     gather, called, seen = augmented(pictures((3, 32, 32))).batch_maps[0].function, [], []
-    if gather.tails is None:
+    if gather.footers is None:
         pytest.skip("this torch has no kernel for it, or another one")
-    monkeypatch.setattr(stored_pictures, "unpacked", lambda planes: called.append(1) or unpacked(planes))
+    monkeypatch.setattr(stored_pictures, "unpack_planes", lambda planes: called.append(1) or unpack_planes(planes))
     monkeypatch.setattr(stored_pictures, "REST", 4)
     for faults in (count(), count(step=1000)):
         monkeypatch.setattr(stored_pictures, "page_faults", faults.__next__)

@@ -5,44 +5,44 @@ import torch
 
 from hasten.data import unpacking
 from hasten.data.transforms import scaled
-from hasten.data.unpacking import TAIL, tails, unpacked, unpacks
+from hasten.data.unpacking import FOOTER_BYTES, can_unpack, plane_footers, unpack_planes
 
 MOMENTS = [((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)), ((0.5,), (0.25,)), ((0.0, -3.0), (1e-3, 1e4))]
 
 
 @pytest.fixture(autouse=True)
 def asked_anew():
-    unpacks.cache_clear()
+    can_unpack.cache_clear()
     yield
-    unpacks.cache_clear()
+    can_unpack.cache_clear()
 
 
 @pytest.mark.parametrize(("means", "stds"), MOMENTS, ids=["cifar", "one", "odd"])
 @pytest.mark.parametrize("values", [8, 24, 1000, 1024])
 def test_the_bits_of_two_passes(means, stds, values):
-    if not unpacks(means, stds):
+    if not can_unpack(means, stds):
         pytest.skip("this torch has no such kernel, or another one")
     pictures = torch.randint(0, 256, (33, 2 * len(means), 1, values), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    ends = tails(means, stds, 2 * len(means)).view(torch.uint8).view(-1, TAIL).repeat(33, 1)
-    made = unpacked(torch.cat([pictures.view(-1, values), ends], dim=1)).view(pictures.shape)
+    ends = plane_footers(means, stds, 2 * len(means)).view(torch.uint8).view(-1, FOOTER_BYTES).repeat(33, 1)
+    made = unpack_planes(torch.cat([pictures.view(-1, values), ends], dim=1)).view(pictures.shape)
     assert torch.equal(made, scaled(pictures.view(33, len(means), 2, values), means, stds).view(pictures.shape))
 
 
 def test_it_is_not_used_where_a_single_bit_differs(monkeypatch):
-    monkeypatch.setattr(unpacking, "unpacked", lambda planes: torch.nextafter(unpacked(planes), torch.tensor(torch.inf)))
-    assert not unpacks(*MOMENTS[0])
+    monkeypatch.setattr(unpacking, "unpack_planes", lambda planes: torch.nextafter(unpack_planes(planes), torch.tensor(torch.inf)))
+    assert not can_unpack(*MOMENTS[0])
 
 
 def test_it_is_not_used_where_what_is_left_at_the_end_of_a_plane_differs(monkeypatch):
     def odd(planes):
-        made = unpacked(planes)
+        made = unpack_planes(planes)
         made[:, made.shape[1] // 16 * 16 :] += 1.0
         return made
 
-    monkeypatch.setattr(unpacking, "unpacked", odd)
-    assert not unpacks(*MOMENTS[0])
+    monkeypatch.setattr(unpacking, "unpack_planes", odd)
+    assert not can_unpack(*MOMENTS[0])
 
 
 def test_it_is_not_used_where_it_is_not_there(monkeypatch):
-    monkeypatch.setattr(unpacking, "unpacked", lambda planes: torch.ops.quantized.no_such_kernel(planes))
-    assert not unpacks(*MOMENTS[0])
+    monkeypatch.setattr(unpacking, "unpack_planes", lambda planes: torch.ops.quantized.no_such_kernel(planes))
+    assert not can_unpack(*MOMENTS[0])

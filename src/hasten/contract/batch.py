@@ -16,32 +16,26 @@ from itertools import pairwise
 import torch
 
 from hasten.contract.errors import Failure
+from hasten.contract.tree import tree_leaves, tree_map
 
 TARGET_NAMES = ("labels", "label", "target", "targets", "y")
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch):
-    """``batch`` with ``function`` applied to every tensor in it; everything else is kept as it is."""
-    if isinstance(batch, torch.Tensor):
-        return function(batch)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(function, item) for item in batch))
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(map_tensors(function, item) for item in batch)
-    if isinstance(batch, Mapping):
-        mapped = {key: map_tensors(function, value) for key, value in batch.items()}
-        return mapped if type(batch) is dict else type(batch)(mapped)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-        return dataclasses.replace(batch, **{key: map_tensors(function, value) for key, value in values.items()})
-    return batch
+    """Returns ``batch`` with ``function`` applied to every tensor in it; everything else is kept as it is."""
+    kind = type(batch)
+    if kind is tuple or kind is list:  # the usual batches in half the time of tree_map
+        return kind([function(item) if type(item) is torch.Tensor else map_tensors(function, item) for item in batch])
+    if kind is dict:
+        return {key: function(item) if type(item) is torch.Tensor else map_tensors(function, item) for key, item in batch.items()}
+    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
 def tensors(batch) -> list[torch.Tensor]:
-    """Every tensor in the batch, in order."""
-    found: list[torch.Tensor] = []
-    map_tensors(lambda tensor: found.append(tensor) or tensor, batch)
-    return found
+    """Returns every tensor in the batch, in order."""
+    if type(batch) in (tuple, list) and all(type(item) is torch.Tensor for item in batch):  # the usual batch, fast
+        return list(batch)
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
 
 
 def size(batch) -> int:

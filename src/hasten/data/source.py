@@ -13,6 +13,8 @@ from typing import Any
 import numpy
 import torch
 
+from hasten.contract.tree import tree_leaves, tree_map
+
 
 class Source(ABC):
     """Rows that are read by number.
@@ -91,30 +93,25 @@ def rows_of(columns) -> list:
 
 
 def length_of(columns) -> int:
-    """How many rows the columns hold."""
-    if isinstance(columns, Mapping):
-        return length_of(next(iter(columns.values())))
-    return length_of(columns[0]) if isinstance(columns, tuple) else len(columns)
+    """Returns the number of rows that the columns hold."""
+    return len(leaves_of(columns)[0])
 
 
 def leaves_of(columns) -> list[torch.Tensor | list]:
-    """Every column, in order."""
-    if isinstance(columns, Mapping):
-        return [leaf for column in columns.values() for leaf in leaves_of(column)]
-    if isinstance(columns, tuple):
-        return [leaf for column in columns for leaf in leaves_of(column)]
-    return [columns]
+    """Returns every column, in order."""
+    return tree_leaves(columns, _is_column)
 
 
 def nesting(columns) -> str:
-    """How the columns are nested and what they are called, in order, as text: ``{'a': (0, 0), 'b': 0}``."""
+    """Returns how the columns are nested and named, in order, as text: ``{'a': (0, 0), 'b': 0}``."""
     return str(mapped(lambda column: 0, columns))
 
 
-def mapped(function, columns):
-    """The same nesting, ``function`` applied to every column."""
-    if isinstance(columns, Mapping):
-        return {name: mapped(function, column) for name, column in columns.items()}
-    if isinstance(columns, tuple):
-        return tuple(mapped(function, column) for column in columns)
-    return function(columns)
+def mapped(function: Callable[[Any], Any], columns):
+    """Returns ``columns`` with ``function`` applied to every column, nested in the same way."""
+    return tree_map(function, columns, _is_column)
+
+
+def _is_column(node) -> bool:
+    """A list is a column (of rows that no tensor holds), not a container of columns."""
+    return not isinstance(node, (tuple, Mapping))

@@ -8,13 +8,14 @@ updates where nobody sees it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event
 from time import thread_time
 
 import torch
 
+from hasten.contract.batch import map_tensors
 from hasten.contract.errors import Notice, one_line
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # others may have their numbers elsewhere
@@ -47,14 +48,14 @@ class Saving:
         """
         self.finish()
         found: dict[tuple, torch.Tensor] = {}
-        _mapped(lambda tensor: found.setdefault(_address(tensor), tensor.detach()), state)
+        map_tensors(lambda tensor: found.setdefault(_address(tensor), tensor.detach()), state)
         self.aside = {key: _room(self.aside.get(key), tensor) for key, tensor in found.items()}
         resting = {_address(tensor) for tensor in resting if tensor.device.type == "cpu" and not self.restless}
         for key in found.keys() - resting:
             self.aside[key].copy_(found[key])
         later = {key: found[key] for key in found.keys() & resting}
         versions = [tensor._version for tensor in later.values()]
-        copy = _mapped(lambda tensor: self.aside[_address(tensor)], state)
+        copy = map_tensors(lambda tensor: self.aside[_address(tensor)], state)
         self.copied.clear()
         self.running = self.thread.submit(self._save, later, versions, copy, write)
 
@@ -103,12 +104,3 @@ def _address(tensor: torch.Tensor) -> tuple:
 def _room(before: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
     usable = before is not None and before.layout == torch.strided and before.shape == tensor.shape and before.dtype == tensor.dtype
     return before if usable else torch.empty_like(tensor, device="cpu")
-
-
-def _mapped(function: Callable[[torch.Tensor], torch.Tensor], state):
-    """A state with ``function`` applied to every tensor in it, in plain dicts and lists."""
-    if isinstance(state, torch.Tensor):
-        return function(state)
-    if isinstance(state, Mapping):
-        return {key: _mapped(function, value) for key, value in state.items()}
-    return type(state)(_mapped(function, value) for value in state) if type(state) in (list, tuple) else state

@@ -24,6 +24,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,7 +34,7 @@ import torch
 from hasten import __version__
 from hasten.contract.errors import Failure, Notice
 from hasten.data.formats.in_memory import from_numpy_array
-from hasten.data.source import leaves_of, length_of
+from hasten.data.source import leaves_of, length_of, mapped
 from hasten.engine.failures import disk_trouble
 
 FORMAT = 3  # a change of what is written, or of how our sources read, is a change of this number
@@ -137,7 +138,8 @@ class _Written:
 
     def finish(self, about: dict) -> None:
         kinds = [[str(column.dtype).removeprefix("torch."), [self.rows, *column.shape[1:]]] for column in leaves_of(self.like)]
-        about = {**about, "columns": kinds, "nesting": _nesting(self.like, iter(range(len(kinds))))}
+        numbers = count()
+        about = {**about, "columns": kinds, "nesting": mapped(lambda _: next(numbers), self.like)}
         with _trouble(self.folder.parent):
             description = self._new("cache.json")
             description.write(json.dumps(about).encode())
@@ -208,16 +210,8 @@ def _synced(folder: Path) -> None:
     os.close(handle)
 
 
-def _nesting(columns, numbers: Iterator[int]):
-    """The nesting of the columns as JSON: a number for a column, an object for a dict, an array for a tuple."""
-    if isinstance(columns, dict):
-        return {name: _nesting(column, numbers) for name, column in columns.items()}
-    if isinstance(columns, tuple):
-        return [_nesting(column, numbers) for column in columns]
-    return next(numbers)
-
-
 def _nested(nesting, columns: list):
+    """Nests columns as they were when their numbers were written as JSON, in which tuples are arrays."""
     if isinstance(nesting, dict):
         return {name: _nested(part, columns) for name, part in nesting.items()}
     if isinstance(nesting, list):

@@ -11,7 +11,6 @@ eighth, a quarter or half of its size, never to less than twice of what is wante
 from __future__ import annotations
 
 import io
-import threading
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import metadata
@@ -21,13 +20,11 @@ import torch
 
 from hasten.contract.errors import Refusal, one_line
 from hasten.data.checks import at_least
-from hasten.data.memory import taken
+from hasten.data.memory import scratch, taken
 from hasten.data.source import BadRow
 
 PIXELS = 178_956_970 // 4  # a quarter of what Pillow warns of twice: 44 million, 134 MB of colours
 SPARE = 2  # a JPEG is decoded at no less than so many times the size that is wanted
-
-_own = threading.local()  # each thread decodes into memory of its own
 
 
 def size_of(resize: int | tuple[int, int] | None, pixels: int = PIXELS) -> tuple[int, int] | None:
@@ -109,7 +106,7 @@ def _by_simplejpeg(content: bytes, pixels: int, size: tuple[int, int] | None) ->
     least = {"min_height": SPARE * size[0], "min_width": SPARE * size[1], "min_factor": 2}
     height, width = jpeg.decode_jpeg_header(content, **least)[:2]
     # colours have half the detail in most files; how they are enlarged cannot be seen once the picture is made smaller
-    return jpeg.decode_jpeg(content, fastupsample=True, buffer=_memory(height * width * 3), **least)
+    return jpeg.decode_jpeg(content, fastupsample=True, buffer=scratch("jpeg", (height * width * 3,), torch.uint8).numpy(), **least)
 
 
 def _by_pillow(content: bytes, pixels: int, size: tuple[int, int] | None) -> numpy.ndarray:
@@ -158,12 +155,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None  # not installed by its name, or not at all
-
-
-def _memory(size: int) -> numpy.ndarray:
-    if getattr(_own, "memory", None) is None or len(_own.memory) < size:
-        _own.memory = numpy.empty(size, numpy.uint8)
-    return _own.memory
 
 
 def _fit(colours: numpy.ndarray, picture: torch.Tensor, pixels: int) -> None:

