@@ -47,14 +47,14 @@ def record(kind: str, chance: numpy.random.Generator) -> dict:
 
 
 def write(folder, kind: str, records: int) -> list[str]:
-    from hasten.data.formats.example_messages import encoded
-    from hasten.data.formats.records import framed
+    from hasten.data.formats.records import frame_records
+    from hasten.data.formats.tf_example import encode_example
 
     tell(f"write {records} {kind}")
     chance, paths = numpy.random.default_rng(0), []
     for number in range(FILES):
         path = folder / f"{kind}-{number}.tfrecord"
-        path.write_bytes(framed(encoded(record(kind, chance)) for _ in range(records // FILES)))
+        path.write_bytes(frame_records(encode_example(record(kind, chance)) for _ in range(records // FILES)))
         paths.append(str(path))
     return paths
 

@@ -6,7 +6,7 @@ import time
 import numpy
 import pytest
 
-from hasten.data.formats.records import Records, framed
+from hasten.data.formats.records import Records, frame_records
 from hasten.data.places import remote
 
 pytest.importorskip("fsspec", reason="fsspec is not installed: no remote files")
@@ -22,8 +22,8 @@ SCATTERED = numpy.arange(7, ROWS, 9)
 def web(tmp_path, monkeypatch):
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(remote, "WAITS", (0.01, 0.02, 0.04))
-    shards = {f"/shards/{number:02}.tfrecord": framed([bytes([number])]) for number in range(24)}
-    with serving({"/long.tfrecord": framed([bytes([row]) * BYTES for row in range(ROWS)])} | shards) as web:
+    shards = {f"/shards/{number:02}.tfrecord": frame_records([bytes([number])]) for number in range(24)}
+    with serving({"/long.tfrecord": frame_records([bytes([row]) * BYTES for row in range(ROWS)])} | shards) as web:
         yield web
 
 

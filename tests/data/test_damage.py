@@ -12,8 +12,8 @@ from forked import said_by
 
 from hasten.contract.errors import Failure, Refusal
 from hasten.data import feather, parquet, tfrecord
-from hasten.data.formats.example_messages import encoded
-from hasten.data.formats.records import framed
+from hasten.data.formats.records import frame_records
+from hasten.data.formats.tf_example import encode_example
 from hasten.data.source import BadRow
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")
@@ -187,8 +187,8 @@ def test_a_file_that_tells_of_other_rows_than_it_has_is_bad(tmp_path):
 
 
 def test_a_record_with_a_wrong_checksum_is_left_out_and_counted(tmp_path):
-    records = [encoded({"text": f"row {row}", "n": row}) for row in range(20)]
-    (tmp_path / "t.tfrecord").write_bytes(framed(records))
+    records = [encode_example({"text": f"row {row}", "n": row}) for row in range(20)]
+    (tmp_path / "t.tfrecord").write_bytes(frame_records(records))
     changed(tmp_path / "t.tfrecord", b"row 13", b"row 31")
     with pytest.raises(Failure, match=r"row 13 .*t\.tfrecord, record 13, byte \d+\): its checksum is wrong"):
         list(tfrecord(tmp_path).batch(4))

@@ -19,13 +19,17 @@ from hasten import Refusal
 from hasten.data.caching.fingerprints import fingerprint
 
 BASE = """
+import dataclasses
+import enum
 import functools
 import math
 import re
+import torch
 import helpers
 import package.inside
 
 SCALE = 2
+SIZE, SAME_SIZE = (3, "three sides"), (3, "three sides")
 NAMES = {"cat", "dog", "owl", "fox", "bee"}
 PATTERN = re.compile("a+")
 
@@ -33,6 +37,27 @@ class Shift:
     by = 1
     def __init__(self, start): self.start = start
     def __call__(self, x): return x + self.start * self.by
+
+@dataclasses.dataclass
+class Crop:
+    top: int = 4
+    def __call__(self, x): return x[self.top :], SIZE, SAME_SIZE
+
+class Mode(enum.Enum):
+    NEAR = 1
+    FAR = 2
+
+def by_mode(x, mode=Mode.NEAR): return x if mode is Mode.FAR else {x, (3, "three sides")}
+
+def guarded(x):
+    try:
+        return int(x)
+    except ValueError:
+        return 0
+
+def named(first, second): return first - second
+
+def by_name(x): return named(first=x, second=1)
 
 def inner(x): return x * SCALE
 
@@ -139,6 +164,21 @@ def test_a_class_of_the_users_own_counts_with_its_methods(tmp_path):
     assert of(tmp_path, what="Shift(1)") != of(tmp_path, "x + self", "x - self", what="Shift(1)")
 
 
+@pytest.mark.parametrize(
+    ("what", "old", "new"),
+    [
+        ("Crop()", "top: int = 4", "top: int = 5"),
+        ("Crop()", "x[self.top :]", "x[: self.top]"),
+        ("by_mode", "mode=Mode.NEAR", "mode=Mode.FAR"),
+        ("by_mode", "FAR = 2", "FAR = 3"),
+        ("guarded", "ValueError", "TypeError"),
+        ("by_name", "named(first, second): return first - second", "named(second, first): return second - first"),  # same bytecode
+    ],
+)
+def test_what_changes_a_class_or_a_function_is_seen(tmp_path, what, old, new):
+    assert of(tmp_path, what=what) == of(tmp_path, what=what) != of(tmp_path, old, new, what=what)
+
+
 def test_arrays_and_modules_count_by_content():
     def adding(values):
         return lambda x: x + values
@@ -164,17 +204,28 @@ def test_circles_end():
 
 def test_it_is_the_same_in_every_process(tmp_path):
     write(tmp_path)
-    ask = "from user_code import f; from hasten.data.caching.fingerprints import fingerprint; print(fingerprint(f))"
-    told = {
+    ask = """
+from user_code import *
+from hasten.data.caching.fingerprints import fingerprint
+torch.manual_seed(0)
+class Here:
+    names = {"cat", "dog", "owl"}
+    def __call__(self, x): return x in self.names, NAMES, SIZE
+layer = torch.nn.Linear(2, 2)
+for each in (f, Here(), Here().__call__, Shift(3).__call__, Crop(), by_mode, lambda x: layer(x), functools.partial(f, power=2)):
+    print(fingerprint(each))
+"""
+    answers = {
         subprocess.run(
             [sys.executable, "-c", ask],
-            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(tmp_path)},
+            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
             capture_output=True,
             check=True,
+            text=True,
         ).stdout
         for seed in ("1", "2")
     }
-    assert len(told) == 1 and len(told.pop().strip()) == 32
+    assert len(answers) == 1 and len(set(answers.pop().split())) == 8
 
 
 class Named:

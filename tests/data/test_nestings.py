@@ -10,8 +10,8 @@ from tar_files import npy, pack, png
 
 from hasten import Refusal
 from hasten.data import Pipeline, Source, images, parquet, shards, tfrecord
-from hasten.data.formats.example_messages import encoded
-from hasten.data.formats.records import framed
+from hasten.data.formats.records import frame_records
+from hasten.data.formats.tf_example import encode_example
 from hasten.data.source import BadRow
 
 ROWS, BATCH = 24, 5  # the last batch is shorter
@@ -38,8 +38,8 @@ def table(folder):
 
 
 def records(folder):
-    messages = [encoded({"one": row, "some": list(range(1 + row % 4)), "words": [b"w"] * (1 + row % 2)}) for row in range(ROWS)]
-    (folder / "t.tfrecord").write_bytes(framed(messages))
+    messages = [encode_example({"one": row, "some": list(range(1 + row % 4)), "words": [b"w"] * (1 + row % 2)}) for row in range(ROWS)]
+    (folder / "t.tfrecord").write_bytes(frame_records(messages))
     return tfrecord(folder / "t.tfrecord", features={"one": (), "some": None, "words": None})
 
 

@@ -12,8 +12,8 @@ from tar_files import pack, png, sample
 
 from hasten.contract.errors import Refusal
 from hasten.data import arrays, csv, feather, images, parquet, shards, tfrecord, tokens
-from hasten.data.formats.example_messages import encoded
-from hasten.data.formats.records import framed
+from hasten.data.formats.records import frame_records
+from hasten.data.formats.tf_example import encode_example
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")
 import pyarrow.feather as arrow_feather  # noqa: E402
@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
     arrow_parquet.write_table(table, folder / "t.parquet")
     arrow_feather.write_feather(table, folder / "t.feather")
     (folder / "t.csv").write_text("a,b,label\n1,2,0\n")
-    (folder / "t.tfrecord").write_bytes(framed([encoded({"a": [1.0, 2.0], "raw": b"1234", "label": 1})] * 3))
+    (folder / "t.tfrecord").write_bytes(frame_records([encode_example({"a": [1.0, 2.0], "raw": b"1234", "label": 1})] * 3))
     pack(folder / "t.tar", [*sample(1), *sample(2)])
     (folder / "a").mkdir()
     (folder / "a" / "t.png").write_bytes(png(0)[0])

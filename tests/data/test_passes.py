@@ -22,8 +22,8 @@ from hasten.contract.errors import Notice
 from hasten.data import shards, tfrecord
 from hasten.data.caching import filling
 from hasten.data.formats import records, tars
-from hasten.data.formats.example_messages import encoded
-from hasten.data.formats.records import framed
+from hasten.data.formats.records import frame_records
+from hasten.data.formats.tf_example import encode_example
 from hasten.data.places import files, passes, ranges, remote
 from hasten.data.places.files import stamp
 
@@ -49,7 +49,7 @@ def written(path, sizes=SIZES * 3):
         numbered = [(f"{number:02}", content) for number, content in enumerate(contents)]
         parts = [[(f"{key}.bin", content), (f"{key}.npy", npy(numpy.arange(3.0)))] for key, content in numbered]
         return pack(path, [file for sample in parts for file in sample])
-    path.write_bytes(framed([encoded({"data": content, "x": [1.5, 2.5]}) for content in contents]))
+    path.write_bytes(frame_records([encode_example({"data": content, "x": [1.5, 2.5]}) for content in contents]))
     return path
 
 
@@ -253,7 +253,7 @@ def test_a_cache_folder_that_cannot_be_written_to_is_no_error(tmp_path, settled,
 def test_a_long_pass_tells_its_pace_and_what_is_left(web, monkeypatch):
     from web import Answer
 
-    message = framed([encoded({"x": 1.5})])
+    message = frame_records([encode_example({"x": 1.5})])
     web.content |= {f"/many/{number}.tfrecord": message for number in range(5)}
     paths = [f"{web.address}/many/{number}.tfrecord" for number in range(5)]
     with warnings.catch_warnings(action="error", category=Notice):

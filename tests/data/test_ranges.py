@@ -11,8 +11,8 @@ from tar_files import pack
 
 from hasten.contract.errors import Failure
 from hasten.data import tfrecord
-from hasten.data.formats.example_messages import encoded
-from hasten.data.formats.records import framed
+from hasten.data.formats.records import frame_records
+from hasten.data.formats.tf_example import encode_example
 
 CUT_OFF_AFTER_THE_CHECK = """
 import os, sys, numpy
@@ -53,7 +53,7 @@ for make in (shards, tfrecord):
 
 
 def tfrecord_file(path, rows=200):
-    path.write_bytes(framed([encoded({"txt": f"row {row}"}) for row in range(rows)]))
+    path.write_bytes(frame_records([encode_example({"txt": f"row {row}"}) for row in range(rows)]))
     return path
 
 
@@ -87,7 +87,7 @@ def test_more_files_than_may_be_open(tmp_path):
 
 def test_a_remote_file_that_became_shorter_is_told():
     fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed: no remote files")
-    system, content = fsspec.filesystem("memory"), framed([encoded({"txt": f"row {row}"}) for row in range(50)])
+    system, content = fsspec.filesystem("memory"), frame_records([encode_example({"txt": f"row {row}"}) for row in range(50)])
     system.pipe_file("/cut/a.tfrecord", content)
     source = tfrecord("memory://cut/a.tfrecord").source
     system.pipe_file("/cut/a.tfrecord", content[:-30])

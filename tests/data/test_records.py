@@ -12,8 +12,8 @@ from hasten.contract.errors import Failure, Refusal
 from hasten.data import tfrecord
 from hasten.data.formats import checksums
 from hasten.data.formats.checksums import crc32c, crc32c_of_rows, masked
-from hasten.data.formats.example_messages import encoded
-from hasten.data.formats.records import HEAD, Records, framed
+from hasten.data.formats.records import HEAD, Records, frame_records
+from hasten.data.formats.tf_example import encode_example
 from hasten.data.source import BadRow
 
 PUBLISHED = {  # RFC 3720, appendix B.4, and the usual check value
@@ -60,13 +60,13 @@ def test_the_framing_is_the_documented_one():
     # the first record that TensorFlow's own tests of the format write: length 3, "foo"
     length, data = struct.pack("<Q", 3), b"foo"
     mask = lambda crc: ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF  # noqa: E731
-    assert framed([data]) == length + struct.pack("<I", mask(bit_by_bit(length))) + data + struct.pack("<I", mask(bit_by_bit(data)))
+    assert frame_records([data]) == length + struct.pack("<I", mask(bit_by_bit(length))) + data + struct.pack("<I", mask(bit_by_bit(data)))
     assert masked(numpy.array([0xE3069283], numpy.uint32))[0] == mask(0xE3069283)
 
 
 def written(path, count=100, first=0):
-    records = [encoded({"x": [i + 0.5, -i], "label": i * i, "id": f"row{i}"}) for i in range(first, first + count)]
-    path.write_bytes(framed(records))
+    records = [encode_example({"x": [i + 0.5, -i], "label": i * i, "id": f"row{i}"}) for i in range(first, first + count)]
+    path.write_bytes(frame_records(records))
     return records
 
 
@@ -98,7 +98,7 @@ def test_any_rows_in_any_company(tmp_path, verify):
 def test_the_walk_finds_every_record(tmp_path, lengths):
     rng = numpy.random.default_rng(0)
     records = [rng.bytes(length) for length in lengths]
-    (tmp_path / "a.tfrecord").write_bytes(framed(records))
+    (tmp_path / "a.tfrecord").write_bytes(frame_records(records))
     found = Records([str(tmp_path / "a.tfrecord")])
     data, begins, ends = found.data_of(numpy.arange(len(records)))
     assert [data[b:e].tobytes() for b, e in zip(begins, ends, strict=True)] == records
@@ -120,7 +120,7 @@ def test_a_wrong_checksum_names_the_record_and_only_it(tmp_path):
 
 
 def test_the_checksum_may_be_left_out(tmp_path):
-    (tmp_path / "a.tfrecord").write_bytes(framed([encoded({"a": 1})])[:-4] + bytes(4))
+    (tmp_path / "a.tfrecord").write_bytes(frame_records([encode_example({"a": 1})])[:-4] + bytes(4))
     assert tfrecord(tmp_path, verify=False).source.read(numpy.array([0]))["a"].tolist() == [1]
 
 
@@ -184,7 +184,7 @@ def test_other_files_are_refused(tmp_path):
     (tmp_path / "empty.tfrecord").write_bytes(b"")
     with pytest.raises(Refusal, match="no record in"):
         tfrecord(tmp_path / "empty.tfrecord")
-    (tmp_path / "raw.tfrecord").write_bytes(framed([b"\xff\xff raw bytes"]))
+    (tmp_path / "raw.tfrecord").write_bytes(frame_records([b"\xff\xff raw bytes"]))
     with pytest.raises(Refusal, match=r"raw\.tfrecord, record 0, byte 0 is no tf\.train\.Example"):
         tfrecord(tmp_path / "raw.tfrecord")
 

@@ -8,8 +8,8 @@ import torch
 from alike import same
 
 from hasten.data import feather, parquet, tfrecord
-from hasten.data.formats.example_messages import encoded
-from hasten.data.formats.records import framed
+from hasten.data.formats.records import frame_records
+from hasten.data.formats.tf_example import encode_example
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")
 import pyarrow.feather as arrow_feather  # noqa: E402
@@ -148,11 +148,11 @@ def test_records_of_random_features(tmp_path, case):
         }[kind]
         columns[name] = [values(random.integers(1, 6) if length is None else length) for _ in range(rows)]
         features[name] = None if length is None else (length,)
-    messages = [encoded({name: column[row] for name, column in columns.items()}) for row in range(rows)]
+    messages = [encode_example({name: column[row] for name, column in columns.items()}) for row in range(rows)]
     cut = int(random.integers(0, rows))
     for number, part in enumerate((messages[:cut], messages[cut:])):
         if part:
-            (tmp_path / f"{number}.tfrecord").write_bytes(framed(part))
+            (tmp_path / f"{number}.tfrecord").write_bytes(frame_records(part))
     pipeline = tfrecord(tmp_path, features=features)
     order = random.integers(0, rows, 2 * rows)
     for _ in range(2):  # the second time the checksums are known to be right

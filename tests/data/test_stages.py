@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 from hasten import Failure, Refusal, Task
 from hasten.data import arrays, bench, images, shards, tfrecord
 from hasten.data.faults import Faults
-from hasten.data.formats.example_messages import encoded
-from hasten.data.formats.records import framed
+from hasten.data.formats.records import frame_records
+from hasten.data.formats.tf_example import encode_example
 from hasten.data.source import BadRow
 from hasten.data.storing import stages
 from hasten.data.storing.kinds import kind_of
@@ -139,7 +139,7 @@ def from_shards(folder):
 
 def from_examples(folder):
     folder.mkdir()
-    (folder / "a.tfrecord").write_bytes(framed(encoded({"x": [number / 7] * 2, "y": number % 2}) for number in range(12)))
+    (folder / "a.tfrecord").write_bytes(frame_records(encode_example({"x": [number / 7] * 2, "y": number % 2}) for number in range(12)))
     return tfrecord(folder, target="y")
 
 

@@ -18,8 +18,8 @@ from tar_files import pack, png, sample
 from hasten.cli.main import main
 from hasten.contract.errors import Failure, Notice, Refusal
 from hasten.data import csv, feather, images, parquet, shards, tfrecord
-from hasten.data.formats.example_messages import encoded
-from hasten.data.formats.records import framed
+from hasten.data.formats.records import frame_records
+from hasten.data.formats.tf_example import encode_example
 from hasten.data.places import ranges, remote
 from hasten.data.places.files import found, opened, stamp, unchanged
 from hasten.reporting.terminal_data import inspect_answer
@@ -56,8 +56,8 @@ def made(folder):
     arrow_parquet.write_table(table(ROWS), folder / "parquet" / "b.parquet", row_group_size=20)
     arrow_feather.write_feather(table(), folder / "feather" / "a.feather", chunksize=20)
     arrow_csv.write_csv(table(), folder / "csv" / "a.csv")
-    messages = [encoded({"n": row, "text": f"row {row}"}) for row in range(ROWS)]
-    (folder / "tfrecord" / "a.tfrecord").write_bytes(framed(messages))
+    messages = [encode_example({"n": row, "text": f"row {row}"}) for row in range(ROWS)]
+    (folder / "tfrecord" / "a.tfrecord").write_bytes(frame_records(messages))
     pack(folder / "shards" / "a.tar", [file for row in range(ROWS) for file in sample(row)])
     for row in range(6):
         path = folder / "images" / "cd"[row % 2] / f"{row}.png"
@@ -230,7 +230,7 @@ def test_an_address_that_cannot_be_one_is_told(path):
 
 
 def test_a_login_that_runs_out_ends_the_run(web):
-    web.content["/data/long.tfrecord"] = framed([bytes(1000)] * 12_000)  # longer than what fsspec reads at a time
+    web.content["/data/long.tfrecord"] = frame_records([bytes(1000)] * 12_000)  # longer than what fsspec reads at a time
     pipeline = images(f"{web.address}/data/images", resize=8).skip_bad(6).batch(2)
     table = parquet(f"{web.address}/data/parquet", gigabytes=0).source
     with opened(f"{web.address}/data/long.tfrecord") as file:
@@ -266,7 +266,7 @@ def test_nothing_there_is_one_line(web):
 
 def test_a_server_that_knows_no_parts_of_files_is_told(web):
     web.ranges = False
-    web.content["/data/long.tfrecord"] = framed([bytes(1000)] * 12_000)  # longer than what fsspec reads at a time
+    web.content["/data/long.tfrecord"] = frame_records([bytes(1000)] * 12_000)  # longer than what fsspec reads at a time
     with opened(f"{web.address}/data/long.tfrecord") as file, pytest.raises(Failure, match="range requests") as told:
         file.seek(11_000_000)
         file.read(10)

@@ -1,17 +1,24 @@
-"""Whether a function is still the same one: a hash of all that its result depends on.
+"""Fingerprints of functions: a hash of everything that the result of a function depends on.
 
-Its bytecode and constants, defaults, the values that it closes over, the globals that it names and the modules that it imports,
-functions and classes of the user's own followed to the end. What comes from an installed package or from Python itself counts by
-name and version. What a function reads at run time (a file, the clock, a network) is not seen.
+Hashed are the bytecode and constants, the defaults, the values of the closure, the globals that the code names and the modules that
+it imports; the user's own functions and classes are followed to the end. An installed package and Python itself count by name and
+version. What a function reads at run time (a file, the clock, a network) is not seen.
+
+``pickle`` takes values apart; this file says what stands for functions, classes, modules, tensors and sets. Libraries do not keep the
+promise that a changed function never gets a stale cache (tried on the tests of this file, 2026-11-23): ``cloudpickle`` 3.1 and
+``joblib.hash`` 1.6 store functions of importable modules by name only, so an edit goes unnoticed, as does an edit of the functions
+that they call (17 and 23 of 33 tests fail). ``cloudpickle`` also gives another hash in every process for classes in ``__main__``, sets
+and torch modules, and one that changes when a line is inserted above the function.
 """
 
 from __future__ import annotations
 
 import copyreg
 import dis
-import enum
 import functools
 import hashlib
+import io
+import pickle
 import sys
 import sysconfig
 import types
@@ -19,149 +26,129 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-import numpy
 import torch
 
 from hasten.contract.errors import Refusal
 
 INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-PLAIN = (type(None), type(...), type(NotImplemented), bool, int, float, complex, str, bytes, range, slice)
+ANY_CALLABLE = pickle.Pickler  # pickle wants a callable where a value is taken apart; it is never called
+NOT_BEHAVIOR = {"__dict__", "__weakref__", "__module__", "__doc__", "__annotations__", "__firstlineno__", "__static_attributes__"}
 
 
 def fingerprint(function: Callable) -> str:
-    """A hash that changes when the function does: 32 hexadecimal digits, the same in every process with this Python.
+    """Returns a hash that changes when the function does: 32 hexadecimal digits, equal in every process with the same Python.
 
     Raises:
-        Refusal: it depends on something that cannot be hashed (an open file, a lock, a generator).
+        Refusal: The function depends on something that cannot be hashed (an open file, a lock, a generator).
     """
-    return _Walk(getattr(function, "__qualname__", type(function).__qualname__)).digest(function).hex()
+    return _digest(function, getattr(function, "__qualname__", type(function).__qualname__)).hex()
 
 
-class _Walk:
-    """One walk through all that a function depends on."""
+def _digest(value, name: str) -> bytes:
+    stream = io.BytesIO()
+    _Pickler(stream, name).dump(value)
+    return _hash(stream.getbuffer())
 
-    def __init__(self, name: str):
+
+class _Pickler(pickle.Pickler):
+    """Pickles what a function depends on, the same way in every process.
+
+    ``persistent_id`` returns bytes that stand for a value. ``reducer_override`` returns the parts of a value as state, which
+    ``pickle`` saves after it has remembered the value, so that circular references end.
+    """
+
+    def __init__(self, stream: io.BytesIO, name: str):
+        super().__init__(stream, protocol=5)
         self.name = name
-        self.met: dict[int, tuple[int, Any]] = {}  # id -> (number, the thing itself, so that its id stays its own)
 
-    def digest(self, value) -> bytes:
-        """The hash of a value by its kind and its parts."""
-        if isinstance(value, PLAIN) and not isinstance(value, enum.Enum):
-            return _hash(type(value).__name__, repr(value))
-        if not isinstance(value, (tuple, frozenset, types.CodeType)):  # which Python shares or copies as it likes
-            if id(value) in self.met:
-                return _hash("met before", str(self.met[id(value)][0]))
-            self.met[id(value)] = len(self.met), value
-        kind, *parts = self._parts(value)
-        return _hash(kind, *[part if isinstance(part, bytes) else self.digest(part) for part in parts])
-
-    def _parts(self, value) -> list:
-        """What kind of thing it is, and what it is made of; parts that are bytes are hashes already."""
-        if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
-            return [type(value).__name__, *map(self.digest, value)]
-        if type(value) is dict:
-            return ["dict", *(self.digest(part) for item in value.items() for part in item)]
-        if isinstance(value, (set, frozenset)):
-            return ["set", *sorted(_Walk(self.name).digest(item) for item in value)]
-        if isinstance(value, types.CodeType):
-            return ["code", _hash(value.co_code), _hash(*value.co_names), list(value.co_consts), value.co_flags, value.co_argcount]
+    def persistent_id(self, value) -> bytes | None:
+        if type(value) in (str, bytes):  # pickle would note which of them are one object, which differs between processes
+            return _hash(type(value).__name__, value)
+        if type(value) in (set, frozenset):
+            return _hash(type(value).__name__, *sorted(_digest(item, self.name) for item in value))
         if isinstance(value, types.ModuleType):
-            return ["module", _named(value.__name__)]
-        if isinstance(value, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, numpy.ufunc)):
-            return self._builtin(value)
+            return _hash("module", _versioned(value.__name__))
+        if isinstance(value, type) and _is_installed(value.__module__):
+            return _hash("class", _versioned(value.__module__), value.__qualname__)
+        if isinstance(value, types.FunctionType) and _is_importable(value):
+            return _hash("function", _versioned(value.__module__), value.__qualname__)
+        return None
+
+    def reducer_override(self, value):
         if isinstance(value, types.FunctionType):
-            return self._function(value)
-        if isinstance(value, types.MethodType):
-            return ["method", value.__func__, value.__self__]
+            return ANY_CALLABLE, ("function",), _function_parts(value)
+        if isinstance(value, types.CodeType):
+            return ANY_CALLABLE, ("code",), _code_parts(value)
         if isinstance(value, type):
-            return self._class(value)
-        if isinstance(value, functools.partial):
-            return ["partial", value.func, value.args, value.keywords]
-        if isinstance(value, numpy.ndarray) and not value.dtype.hasobject:
-            return ["array", str(value.dtype), list(value.shape), _hash(numpy.ascontiguousarray(value).tobytes())]
+            content = {name: _unwrap(part) for name, part in vars(value).items() if name not in NOT_BEHAVIOR and name[:5] != "_abc_"}
+            return ANY_CALLABLE, ("class",), [value.__qualname__, value.__bases__, content]
         if isinstance(value, torch.Tensor):
-            flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            return ["tensor", str(value.dtype), list(value.shape), _hash(flat.numpy().tobytes())]
-        return self._object(value)
-
-    def _builtin(self, value) -> list:
-        of = getattr(value, "__self__", None)
-        bound = [] if of is None or isinstance(of, (types.ModuleType, type)) else [of]
-        return ["builtin", _named(getattr(value, "__module__", None) or "builtins"), getattr(value, "__qualname__", value.__name__), *bound]
-
-    def _function(self, function: types.FunctionType) -> list:
-        if _is_installed(function.__module__) and not function.__closure__ and "<locals>" not in function.__qualname__:
-            return ["function", _named(function.__module__), function.__qualname__]
-        names = _names(function.__code__)
-        there = [("", _content(cell)) for cell in function.__closure__ or ()]
-        there += [(name, function.__globals__[name]) for name in names if name in function.__globals__]
-        there += [("", module) for module in _imported(function)]
-        used = [part for name, value in there for part in (name, *_within(value, names))]
-        return ["function", function.__code__, function.__defaults__, function.__kwdefaults__, used]
-
-    def _class(self, value: type) -> list:
-        if _is_installed(value.__module__):
-            return ["class", _named(value.__module__), value.__qualname__]
-        passed_over = {"__dict__", "__weakref__", "__module__", "__doc__", "__annotations__", "__firstlineno__", "__static_attributes__"}
-        content = {name: _unwrapped(part) for name, part in vars(value).items() if name not in passed_over and not name.startswith("_abc_")}
-        return ["class", value.__qualname__, list(value.__bases__), content]
-
-    def _object(self, value) -> list:
-        """An instance by its class and its state, as pickle would take it apart."""
+            content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            return ANY_CALLABLE, ("tensor",), [type(value), str(value.dtype), tuple(value.shape), content]
+        if isinstance(value, types.MappingProxyType):  # a dataclass holds some
+            return ANY_CALLABLE, ("mapping",), dict(value)
         try:
-            reduced = copyreg.dispatch_table[type(value)](value) if type(value) in copyreg.dispatch_table else value.__reduce_ex__(2)
+            reduce = copyreg.dispatch_table.get(type(value))
+            reduced = reduce(value) if reduce else value.__reduce_ex__(5)
         except Exception:
-            raise self._untold(value) from None
-        if isinstance(reduced, str):
-            if hasattr(value, "__wrapped__"):  # a function of the user's own behind functools.cache
-                return ["around", type(value), value.__wrapped__]
-            if not _is_installed(getattr(value, "__module__", None) or type(value).__module__):
-                raise self._untold(value)
-            return ["named", type(value), reduced]
-        make, args, *rest = reduced
-        rest = [list(part) if isinstance(part, types.GeneratorType) or hasattr(part, "__next__") else part for part in rest]
-        return ["object", type(value), make, args, rest]
+            raise self._refusal(value) from None
+        if not isinstance(reduced, str):
+            return reduced
+        if hasattr(value, "__wrapped__"):  # the user's function behind functools.cache
+            return ANY_CALLABLE, ("wrapper",), [type(value), value.__wrapped__]
+        module = getattr(value, "__module__", None) or type(value).__module__
+        if not _is_installed(module):
+            raise self._refusal(value)
+        return ANY_CALLABLE, ("named",), [type(value), _versioned(module), reduced]
 
-    def _untold(self, value) -> Refusal:
-        untold = f"whether {self.name} has changed cannot be told, as it depends on a {type(value).__name__}"
-        return Refusal(f"{untold}; make that inside the function, or leave the cache out")
+    def _refusal(self, value) -> Refusal:
+        reason = f"whether {self.name} has changed cannot be told, as it depends on a {type(value).__name__}"
+        return Refusal(f"{reason}; make that inside the function, or leave the cache out")
 
 
-def _within(value, names: list[str], around: tuple = ()) -> list:
-    """A value; of a module of the user's own also what code names of it, and of the modules in it."""
+def _function_parts(function: types.FunctionType) -> list:
+    names = _names(function.__code__)
+    used = [("", _content(cell)) for cell in function.__closure__ or ()]
+    used += [(name, function.__globals__[name]) for name in names if name in function.__globals__]
+    used += [("", module) for module in _imported(function.__code__, function.__globals__)]
+    used = [(name, _with_attributes(value, names)) for name, value in used]
+    return [function.__code__, function.__defaults__, function.__kwdefaults__, used]
+
+
+def _code_parts(code: types.CodeType) -> list:
+    """All but file names and line numbers. Names of arguments count, those of other local variables do not."""
+    arguments = [code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount]
+    names = [*code.co_names, *code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
+    return [code.co_code, code.co_exceptiontable, code.co_flags, arguments, names, list(code.co_consts)]
+
+
+def _with_attributes(value, names: list[str], around: tuple = ()) -> list:
+    """A value; for a module of the user's also its attributes that the code names, and the modules among them likewise."""
     if not isinstance(value, types.ModuleType) or _is_installed(value.__name__) or value in around:
         return [value]
-    inner = [(name, getattr(value, name)) for name in names if hasattr(value, name)]
-    return [value, *(part for name, found in inner for part in (name, *_within(found, names, (*around, value))))]
+    attributes = [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+    return [value, *((name, _with_attributes(part, names, (*around, value))) for name, part in attributes)]
 
 
-def _imported(function: types.FunctionType) -> Iterator[types.ModuleType | str]:
-    """What a function imports when it is called; of installed packages, and of what is not there, the names."""
-    for name, parts, level in _imports(function.__code__):
-        if not level and _is_installed(name):
-            yield _named(name)
-            continue
-        try:
-            yield __import__(name, function.__globals__, None, parts, level)
-        except ImportError:
-            yield name
-
-
-def _imports(code: types.CodeType) -> Iterator[tuple[str, tuple | None, int]]:
-    """(module, names taken from it, folders up) of each import in code, and in the functions inside it."""
+def _imported(code: types.CodeType, namespace: dict) -> Iterator[types.ModuleType | str]:
+    """What code and the functions inside it import: modules of the user's; names of installed modules and of those that are missing."""
     steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
     for level, parts, step in zip(steps, steps[1:], steps[2:], strict=False):
-        if step.opname == "IMPORT_NAME":
-            yield step.argval, parts.argval, level.argval
+        if step.opname == "IMPORT_NAME" and not level.argval and _is_installed(step.argval):
+            yield _versioned(step.argval)
+        elif step.opname == "IMPORT_NAME":
+            try:
+                yield __import__(step.argval, namespace, None, parts.argval, level.argval)
+            except ImportError:
+                yield step.argval
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            yield from _imports(inner)
+            yield from _imported(inner, namespace)
 
 
 def _names(code: types.CodeType) -> list[str]:
-    """The global names and attributes that code names, that of the functions inside it too."""
+    """The globals and attributes that code and the functions inside it name."""
     inner = [name for constant in code.co_consts if isinstance(constant, types.CodeType) for name in _names(constant)]
     return list(dict.fromkeys([*code.co_names, *inner]))
 
@@ -173,8 +160,8 @@ def _content(cell: types.CellType):
         return None  # not assigned yet
 
 
-def _unwrapped(part):
-    """The function inside a descriptor of a class."""
+def _unwrap(part):
+    """The functions inside a descriptor of a class."""
     if isinstance(part, (staticmethod, classmethod)):
         return part.__func__
     if isinstance(part, property):
@@ -182,20 +169,23 @@ def _unwrapped(part):
     return part.__name__ if isinstance(part, (types.MemberDescriptorType, types.GetSetDescriptorType)) else part
 
 
+def _is_importable(function: types.FunctionType) -> bool:
+    """Whether the name and version of its module tell a function apart from all others."""
+    return _is_installed(function.__module__) and not function.__closure__ and "<locals>" not in function.__qualname__
+
+
 @functools.cache
 def _is_installed(module: str | None) -> bool:
-    """Whether a module is Python's own or an installed package's, which its version tells apart."""
-    if module is None or module == "builtins" or module.partition(".")[0] in sys.stdlib_module_names:
-        return module != "__main__"
-    package = module.partition(".")[0]
+    """Whether a module belongs to Python or to an installed package, whose version tells whether it changed."""
+    package = (module or "builtins").partition(".")[0]
+    if package == "builtins" or package in sys.stdlib_module_names:
+        return package != "__main__"
     file = getattr(sys.modules[package], "__file__", None) if package in sys.modules else getattr(find_spec(package), "origin", None)
-    if file is None:
-        return False
-    return any(Path(file).is_relative_to(folder) for folder in INSTALLED)
+    return file is not None and any(Path(file).is_relative_to(folder) for folder in INSTALLED)
 
 
 @functools.cache
-def _named(module: str) -> str:
+def _versioned(module: str) -> str:
     """A module's name with its version."""
     package = module.partition(".")[0]
     try:
@@ -204,10 +194,10 @@ def _named(module: str) -> str:
         return f"{module} {getattr(sys.modules.get(package), '__version__', sys.version_info[:3])}"
 
 
-def _hash(*parts: str | bytes) -> bytes:
-    hashed = hashlib.blake2b(digest_size=16)
+def _hash(*parts: str | bytes | memoryview) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
     for part in parts:
-        part = part.encode() if isinstance(part, str) else part
-        hashed.update(len(part).to_bytes(8, "little"))
-        hashed.update(part)
-    return hashed.digest()
+        part = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()

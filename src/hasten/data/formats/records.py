@@ -1,11 +1,11 @@
-"""TFRecord files, without TensorFlow: the framing, an index of the records, and their checksums.
+"""TFRecord files of ``tf.train.Example`` messages, read without TensorFlow: framing, record index and checksums.
 
 A record is framed as (https://www.tensorflow.org/tutorials/load_data/tfrecord)
 
     uint64 length    uint32 masked CRC-32C of the length    bytes data[length]    uint32 masked CRC-32C of the data
 
-so a file has to be walked through once to know where its records are; after that any of them is read at once. The
-walk touches twelve bytes a record, and jumps over records of equal length many at a time.
+so the positions of the records are known only after one walk through the file. After that any record is read directly. The walk
+reads twelve bytes per record, and skips over records of equal length many at a time.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy
 from hasten.contract.errors import Refusal, nearest
 from hasten.data.formats import settings
 from hasten.data.formats.checksums import crc32c, crc32c_of_rows, masked
-from hasten.data.formats.example_messages import Message, parsed
-from hasten.data.formats.examples import Malformed, columns_of, schema
+from hasten.data.formats.tf_example import infer_features, summarize_example
+from hasten.data.formats.tf_example_vectorized import MalformedExample, parse_examples
 from hasten.data.pipeline import Pipeline
 from hasten.data.places.files import Lost, found, is_lost, is_remote, mapped_bytes, unchanged
 from hasten.data.places.kept import Found
@@ -31,10 +31,10 @@ from hasten.data.source import BadRow, Source, refuse_bad
 
 SUFFIXES = (".tfrecord", ".tfrecords", ".tfrec")
 HEAD, TAIL = 12, 4  # bytes of framing before and after the data
-SAMPLED = 64  # records that are looked at to learn what features there are
-AT_ONCE = 1 << 14  # records of equal length that the walk jumps over at a time
-WORTH = 8  # as many of them in a row, and it is tried
-TOLD = 1 << 10  # records of unequal length, after which the walk tells how far it is
+SAMPLED = 64  # records that are inspected to learn which features there are
+AT_ONCE = 1 << 14  # records of equal length that the walk skips at a time
+EQUAL_BEFORE_SKIP = 8  # consecutive records of equal length after which the walk tries to skip
+RECORDS_PER_REPORT = 1 << 10  # records of unequal length after which the walk reports its progress
 COMPRESSED = {b"\x1f\x8b": "gzip", b"\x78\x9c": "zlib", b"\x78\x01": "zlib", b"\x78\xda": "zlib"}
 
 
@@ -46,29 +46,28 @@ def tfrecord(
 ) -> Pipeline:
     """Samples from TFRecord files of ``tf.train.Example`` messages.
 
-    A batch is a dict of columns. Floats are float32, whole numbers int64, shape (rows, *shape); byte strings are a list.
+    A batch is a dict of columns. Floats are float32, integers int64, of shape (rows, *shape); byte strings are a list.
 
     Args:
-        paths: files, folders or patterns, local or remote. A remote file is read once to find its records; where they are is kept.
-        features: the names that are wanted, or a dict from name to the shape of a sample: ``()`` for one number, ``(28, 28)``,
-            None for lists of unequal length (a list of tensors), or ``(torch.uint8, (28, 28))`` for a byte string that holds
-            little-endian numbers. Without it: all, as the first and some later records have them.
-        target: the feature to predict; a batch is then the tuple (other features in their order, target).
-        verify: compares every record with its checksum when it is first read.
+        paths: Files, folders or patterns, local or remote. A remote file is read once to find its records; the index is kept.
+        features: The names to read, or a dict from name to the shape of a sample: ``()`` for one number, ``(28, 28)``, None for
+            lists of unequal length (a list of tensors), or ``(torch.uint8, (28, 28))`` for a byte string that holds little-endian
+            numbers. Default: all features, in the shapes found in a sample of the records.
+        target: The feature to predict; a batch is then the tuple (other features in their order, target).
+        verify: Compares every record with its checksum when it is first read.
 
-    A file that is damaged, cut off, or cannot be read is one bad row after the records before the damage; without ``verify`` these are
-    not sure either, and it is one bad row alone.
+    A file that is damaged, truncated or unreadable counts as one bad row after the records before the damage. Without ``verify``
+    the records before the damage cannot be trusted either, and the file is a single bad row.
 
     Raises:
-        Refusal: no file with a whole record, a feature that is not there.
+        Refusal: No file holds a complete record, or a feature does not exist.
 
     Source: https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/example/example.proto
     """
     settings.name("target=", target)
     if features is not None:
-        shaped = isinstance(features, Mapping)
-        named = settings.names("features=", list(features) if shaped else features)
-        features = features if shaped else named
+        names = settings.names("features=", list(features) if isinstance(features, Mapping) else features)
+        features = features if isinstance(features, Mapping) else names
     return Pipeline(Examples(Records(found(paths, SUFFIXES), verify), features, target))
 
 
@@ -76,12 +75,13 @@ class Examples(Source):
     """Records that are ``tf.train.Example`` messages.
 
     Attributes:
-        lost: {file: why} of those that are damaged.
+        lost: {file: reason} of the damaged files.
     """
 
     def __init__(self, records: Records, features=None, target: str | None = None):
         self.records, self.target, self.lost = records, target, dict(records.bad.values())
-        self.features = schema(self._some(), features, target)
+        (summaries, _) = once(["kinds of values of records", records.verify], records.stamps, self._summarize_sample)
+        self.features = infer_features(summaries, features, target)
         names = [feature.name for feature in self.features]
         if target is not None and target not in names:
             raise Refusal(f"there is no feature {target!r} to be the target{nearest(target, names)}")
@@ -92,19 +92,19 @@ class Examples(Source):
         return len(self.records)
 
     def read(self, rows: numpy.ndarray):
-        data, begins, ends = self.raw(rows)
+        data, starts, ends = self.raw(rows)
         try:
-            columns = columns_of(data, begins, ends, self.features)
-        except Malformed as error:
-            row = int(rows[error.place])
-            raise BadRow(row, self.records.where(row), error.why) from None
+            columns = parse_examples(data, starts, ends, self.features)
+        except MalformedExample as error:
+            row = int(rows[error.index])
+            raise BadRow(row, self.records.where(row), error.reason) from None
         if self.target is None:
             return columns
         target = columns.pop(self.target)
         return *columns.values(), target
 
     def raw(self, rows: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-        """The messages of these rows, as ``data_of`` gives them."""
+        """Returns the messages of these rows as ``Records.data_of`` does."""
         return self.records.data_of(rows)
 
     def identity(self) -> dict:
@@ -117,47 +117,44 @@ class Examples(Source):
     def known_bad(self) -> list[BadRow]:
         return [BadRow(row, *bad) for row, bad in self.records.bad.items()]
 
-    def _some(self) -> list[Message]:
-        """What some messages from everywhere hold; of values it is enough how many there are."""
-        (held, _) = once(["kinds of values of records", self.records.verify], self.records.stamps, self._seen)
-        return [{name: (kind, range(count)) for name, (kind, count) in message.items()} for message in held]
-
-    def _seen(self) -> Found:
-        """{name: (kind, how many values)} of some messages; bad ones are told when they are read."""
+    def _summarize_sample(self) -> Found:
+        """Summarizes some messages from all over the files. Bad ones are skipped here and reported when they are read."""
         rows = numpy.unique(numpy.linspace(0, len(self) - 1, min(SAMPLED, len(self))).astype(numpy.int64))
-        messages, faults = [], []
+        summaries, faults = [], []
         for row in rows.tolist():
             try:
-                data, (begin,), (end,) = self.records.data_of(numpy.array([row]))
-                messages.append(parsed(data[begin:end].tobytes()))
+                data, (start,), (end,) = self.records.data_of(numpy.array([row]))
+                summaries.append(summarize_example(data[start:end].tobytes()))
             except BadRow as fault:
                 faults.append(str(fault))
             except ValueError as error:
                 faults.append(f"{self.records.where(row)} is no tf.train.Example: {error}")
-        if not messages:
+        if not summaries:
             raise Refusal(faults[0])
-        return [{name: (kind, len(values)) for name, (kind, values) in message.items()} for message in messages], []
+        return summaries, []
 
 
 class Records:
-    """The records of some files, by number.
+    """The records of some files, by index.
 
     Attributes:
-        stamps: of the files, as they were when they were walked through.
-        edges: the number of each file's first record, and the end.
-        bad: {record: (file, why)} of what is damaged: each stands for the rest of its file.
+        stamps: Signatures of the files at the time of the walk.
+        edges: Index of the first record of each file, and the total; shape (files + 1,).
+        begins, ends: Where the data of each record lie in their file; shape (records,).
+        unproven: Whether the checksum of each record is still to be compared.
+        bad: {record: (file, reason)} of the damaged files: one record stands for the rest of its file.
     """
 
     def __init__(self, paths: list[str], verify: bool = True):
         walks = walked_through(paths, ["records", verify], partial(_walked, verify=verify))
-        self.stamps, self.verify = [mark for mark, _, _ in walks], verify
-        faults = [why for _, _, why in walks]
-        begins, ends = ([_with_bad(arrays[which], why) for _, (_, arrays), why in walks] for which in (0, 1))
+        self.stamps, self.verify = [stamp for stamp, _, _ in walks], verify
+        begins = [_add_bad_row(positions[0], reason) for _, (_, positions), reason in walks]
+        ends = [_add_bad_row(positions[1], reason) for _, (_, positions), reason in walks]
         self.edges = numpy.cumsum([0, *map(len, begins)])
         self.begins, self.ends = numpy.concatenate(begins), numpy.concatenate(ends)
         self.unproven = numpy.full(len(self.begins), verify)
-        last = (self.edges[1:] - 1).tolist()
-        self.bad = {row: (path, why) for path, row, why in zip(paths, last, faults, strict=True) if why is not None}
+        last_rows, reasons = (self.edges[1:] - 1).tolist(), [reason for _, _, reason in walks]
+        self.bad = {row: (path, why) for path, row, why in zip(paths, last_rows, reasons, strict=True) if why is not None}
         if len(self.begins) == len(self.bad):
             raise Lost(next(iter(self.bad.values()))[1]) if self.bad else Refusal(f"there is no record in {', '.join(paths[:3])}")
 
@@ -165,146 +162,151 @@ class Records:
         return len(self.begins)
 
     def data_of(self, rows: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-        """(uint8 array, where each record begins in it, where each ends): what was read of the files, or a local file as it is.
+        """Reads the data of some records.
 
-        To read small records one by one takes twice as long as to look at the file where it is mapped into memory. Who cuts it off
-        within the moment after it was found unchanged kills the process.
+        Rows of one local file are served from its memory map: reading small records one by one takes twice as long. A process that
+        truncates the file right after the check that it is unchanged kills this one with SIGBUS.
+
+        Returns:
+            (uint8 array, start of each record in it, end of each): what was read, or the whole local file.
 
         Raises:
-            BadRow: a checksum is wrong, or it stands for what is damaged.
+            BadRow: A checksum is wrong, or the record stands for the damaged part of a file.
         """
         refuse_bad(rows, self.bad)
-        begins, ends, files = self.begins[rows], self.ends[rows], numpy.searchsorted(self.edges, rows, "right") - 1
+        starts, ends, files = self.begins[rows], self.ends[rows], numpy.searchsorted(self.edges, rows, "right") - 1
         if len(rows) and (files == files[0]).all() and not is_remote(path := self.stamps[files[0]][0]):
             unchanged(path, self.stamps[files[0]])
             content = mapped_bytes(path)
         else:
-            first, last = _runs(files, begins, ends)
-            content = b"".join(read_ranges(self.stamps, files[first], begins[first], ends[last] + TAIL))
-            lengths = ends[last] + TAIL - begins[first]
-            moved = numpy.repeat(numpy.cumsum(lengths) - lengths - begins[first], last - first + 1)
-            begins, ends = begins + moved, ends + moved
+            first, last = _contiguous_runs(files, starts, ends)
+            content = b"".join(read_ranges(self.stamps, files[first], starts[first], ends[last] + TAIL))
+            lengths = ends[last] + TAIL - starts[first]
+            shift = numpy.repeat(numpy.cumsum(lengths) - lengths - starts[first], last - first + 1)
+            starts, ends = starts + shift, ends + shift
         if self.unproven[rows].any():
-            self._prove(rows, content, begins, ends)
-        return numpy.frombuffer(content, numpy.uint8), begins, ends
+            self._verify(rows, content, starts, ends)
+        return numpy.frombuffer(content, numpy.uint8), starts, ends
 
     def where(self, row: int) -> str:
-        """The place of a record, for people."""
+        """Returns file, record and byte of a record for a message."""
         file = int(numpy.searchsorted(self.edges, row, "right")) - 1
         return f"{self.stamps[file][0]}, record {row - self.edges[file]}, byte {self.begins[row] - HEAD}"
 
-    def _prove(self, rows: numpy.ndarray, content: bytes | memoryview, begins: numpy.ndarray, ends: numpy.ndarray) -> None:
-        """Compares records with the checksums behind them, once."""
-        told = numpy.frombuffer(content, numpy.uint8)[ends[:, None] + numpy.arange(TAIL)].view("<u4")[:, 0]
-        cut = getattr(content, "obj", content).__getitem__  # what is mapped gives bytes, where a view of it would give views
-        wrong = masked(crc32c([*map(cut, map(slice, begins.tolist(), ends.tolist()))])) != told
+    def _verify(self, rows: numpy.ndarray, content: bytes | memoryview, starts: numpy.ndarray, ends: numpy.ndarray) -> None:
+        """Compares records with the checksums stored behind them, and remembers those that match."""
+        stored = numpy.frombuffer(content, numpy.uint8)[ends[:, None] + numpy.arange(TAIL)].view("<u4")[:, 0]
+        cut = getattr(content, "obj", content).__getitem__  # an mmap object gives bytes, a memoryview of it would give views
+        wrong = masked(crc32c([*map(cut, map(slice, starts.tolist(), ends.tolist()))])) != stored
         self.unproven[rows[~wrong]] = False
         if wrong.any():
             row = int(rows[wrong.argmax()])
             raise BadRow(row, self.where(row), "its checksum is wrong: the file was damaged after it was written")
 
 
-def framed(records: Iterable[bytes]) -> bytes:
-    """Records as they stand in a TFRecord file."""
+def frame_records(records: Iterable[bytes]) -> bytes:
+    """Returns records with their framing, as the content of a TFRecord file."""
     records = list(records)
-    heads = [struct.pack("<Q", len(record)) for record in records]
-    marks = [[mark.tobytes() for mark in masked(crc32c(pieces)).astype("<u4")] for pieces in (heads, records)]
-    return b"".join(part for framing in zip(heads, marks[0], records, marks[1], strict=True) for part in framing)
+    lengths = [struct.pack("<Q", len(record)) for record in records]
+    marks = [[mark.tobytes() for mark in masked(crc32c(pieces)).astype("<u4")] for pieces in (lengths, records)]
+    return b"".join(part for framing in zip(lengths, marks[0], records, marks[1], strict=True) for part in framing)
 
 
-def _runs(files: numpy.ndarray, begins: numpy.ndarray, ends: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """The first and the last of each run of records that stand one right after the other in a file, and so are read at once; but no
-    longer ones than go well through one connection."""
-    new, parts = numpy.ones(len(files), bool), begins // LONGEST
-    new[1:] = (files[1:] != files[:-1]) | (begins[1:] != ends[:-1] + TAIL + HEAD) | (parts[1:] != parts[:-1])
+def _contiguous_runs(files: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Returns the first and the last index of each run of records that follow each other in a file, to be read by one request.
+
+    A run does not cross a multiple of ``LONGEST`` bytes, the most that one connection should read.
+    """
+    new, parts = numpy.ones(len(files), bool), starts // LONGEST
+    new[1:] = (files[1:] != files[:-1]) | (starts[1:] != ends[:-1] + TAIL + HEAD) | (parts[1:] != parts[:-1])
     return numpy.flatnonzero(new), numpy.flatnonzero(numpy.roll(new, -1))
 
 
-# ---- the walk
+# ---- walk through a file
 
 
-def _walked(mark: list, tell: Tell, verify: bool) -> tuple[Found, str | None]:
-    """Where the data of each record begin and where they end; and why there are no more of them."""
-    begins = ends = numpy.empty(0, numpy.int64)
+def _walked(stamp: list, tell: Tell, verify: bool) -> tuple[Found, str | None]:
+    """Finds the start and the end of the data of each record, and the reason why there are no more if the file is damaged."""
+    starts = ends = numpy.empty(0, numpy.int64)
     try:
-        begins, ends, why = _undamaged(whole(mark, tell), mark[0], verify, tell)
+        starts, ends, reason = _undamaged(whole(stamp, tell), stamp[0], verify, tell)
     except Refusal as refused:
-        if not is_lost(mark[0], refused):
+        if not is_lost(stamp[0], refused):
             raise
-        why = str(refused)
-    return (None, [begins, ends]), why
+        reason = str(refused)
+    return (None, [starts, ends]), reason
 
 
-def _with_bad(places: numpy.ndarray, why: str | None) -> numpy.ndarray:
-    """One more record for what is damaged."""
-    return places if why is None else numpy.append(places, 0)
+def _add_bad_row(positions: numpy.ndarray, reason: str | None) -> numpy.ndarray:
+    """Appends the record that stands for the damaged rest of a file."""
+    return positions if reason is None else numpy.append(positions, 0)
 
 
 def _undamaged(content: memoryview, path: str, verify: bool, tell: Tell) -> tuple[numpy.ndarray, numpy.ndarray, str | None]:
-    """Where the data of each record begin and end, int64; and why there are no more of them, where the file is damaged."""
-    begins, lengths = _chain(content, tell)
-    ends = begins + lengths
-    wrong = _wrong_length(content, begins) if verify else None
-    if wrong is not None and begins[wrong] <= len(content):
-        return begins[:wrong], ends[:wrong], f"{path} {_damage(content, wrong, begins[wrong] - HEAD)}"
+    """Finds (starts, ends) of the data of the records before any damage, int64, and what the damage is."""
+    starts, lengths = _find_records(content, tell)
+    ends = starts + lengths
+    wrong = _first_wrong_length(content, starts) if verify else None
+    if wrong is not None and starts[wrong] <= len(content):
+        return starts[:wrong], ends[:wrong], f"{path} {_describe_damage(content, wrong, starts[wrong] - HEAD)}"
     if len(ends) and ends[-1] + TAIL != len(content):
-        there, begin = len(begins) - 1 if verify else 0, begins[-1] - HEAD
-        why = f"is cut off: record {len(begins) - 1}, at byte {begin}, goes on after the end of the file; write the file again"
-        return begins[:there], ends[:there], f"{path} {why}"
-    return begins, ends, None
+        intact = len(starts) - 1 if verify else 0
+        reason = f"is cut off: record {len(starts) - 1}, at byte {starts[-1] - HEAD}, goes on after the end of the file; write the file again"
+        return starts[:intact], ends[:intact], f"{path} {reason}"
+    return starts, ends, None
 
 
-def _damage(content: memoryview, record: int, begin: int) -> str:
-    """What it means that the length of a record does not fit its checksum."""
+def _describe_damage(content: memoryview, record: int, position: int) -> str:
+    """Explains why the length of a record does not match its checksum."""
     if kind := COMPRESSED.get(bytes(content[:2])):
         return f"is compressed with {kind}, so that no record can be found by number; unpack it first"
     if record == 0:
         return "is no TFRecord file, or its first bytes are damaged: the first length does not fit its checksum"
-    return f"is damaged: the length of record {record}, at byte {begin}, does not fit its checksum; write the file again"
+    return f"is damaged: the length of record {record}, at byte {position}, does not fit its checksum; write the file again"
 
 
-def _chain(content: memoryview, tell: Tell) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """(begins, lengths) of the records; the last may go on after the end of the file."""
+def _find_records(content: memoryview, tell: Tell) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Returns (starts, lengths) of the data of the records; the last record may extend beyond the end of the file."""
     length_at = struct.Struct("<Q").unpack_from
     data, size = numpy.frombuffer(content, numpy.uint8), len(content)
-    places: list[numpy.ndarray] = []  # where the framing of each record begins
-    at, some = 0, WORTH
+    positions: list[numpy.ndarray] = []  # of the framing of each record
+    at, count = 0, EQUAL_BEFORE_SKIP
     while at < size:
         single = []
-        for _ in range(some):
+        for _ in range(count):
             if at + HEAD > size:
                 break
             single.append(at)
             (length,) = length_at(content, at)
             at += length + HEAD + TAIL
-        places.append(numpy.array(single, numpy.int64))
-        last, some = places[-1][-WORTH:], TOLD
-        if len(last) == WORTH and at <= size and (numpy.diff(last) == (stride := at - single[-1])).all():
-            places.append(at + stride * numpy.arange(_alike(data, single[-1], stride) - 1))
-            at, some = at + stride * len(places[-1]), WORTH
-        if size - HEAD < at < size:  # not even its length is whole
-            places.append(numpy.array([at]))
+        positions.append(numpy.array(single, numpy.int64))
+        last, count = positions[-1][-EQUAL_BEFORE_SKIP:], RECORDS_PER_REPORT
+        if len(last) == EQUAL_BEFORE_SKIP and at <= size and (numpy.diff(last) == (stride := at - single[-1])).all():
+            positions.append(at + stride * numpy.arange(_count_equal(data, single[-1], stride) - 1))
+            at, count = at + stride * len(positions[-1]), EQUAL_BEFORE_SKIP
+        if size - HEAD < at < size:  # the last framing is incomplete
+            positions.append(numpy.array([at]))
             at = 2 * size
         tell(min(at, size))
-    edges = numpy.concatenate([*places, [min(at, 2 * size)]])
+    edges = numpy.concatenate([*positions, [min(at, 2 * size)]])
     return edges[:-1] + HEAD, numpy.diff(edges) - HEAD - TAIL
 
 
-def _alike(data: numpy.ndarray, at: int, stride: int) -> int:
-    """How many whole records from here on have the same length."""
+def _count_equal(data: numpy.ndarray, at: int, stride: int) -> int:
+    """Counts the complete records from this position on that have the same length, at most ``AT_ONCE``."""
     count = min((len(data) - at) // stride, AT_ONCE)
     if count < 2:
         return 1
-    heads = numpy.lib.stride_tricks.as_strided(data[at:], (count, 8), (stride, 1), writeable=False)
-    same = (heads == heads[0]).all(axis=1)
-    return count if same.all() else int(same.argmin())
+    lengths = numpy.lib.stride_tricks.as_strided(data[at:], (count, 8), (stride, 1), writeable=False)
+    equal = (lengths == lengths[0]).all(axis=1)
+    return count if equal.all() else int(equal.argmin())
 
 
-def _wrong_length(content: memoryview, begins: numpy.ndarray) -> int | None:
-    """The first record whose length does not fit its checksum."""
+def _first_wrong_length(content: memoryview, starts: numpy.ndarray) -> int | None:
+    """Returns the first record whose length does not match its checksum."""
     data = numpy.frombuffer(content, numpy.uint8)
-    for first in range(0, len(begins), AT_ONCE):
-        heads = data.take(begins[first : first + AT_ONCE, None] + numpy.arange(-HEAD, 0), mode="clip")
+    for first in range(0, len(starts), AT_ONCE):
+        heads = data.take(starts[first : first + AT_ONCE, None] + numpy.arange(-HEAD, 0), mode="clip")
         wrong = masked(crc32c_of_rows(heads[:, :8])) != heads[:, 8:].copy().view("<u4")[:, 0]
         if wrong.any():
             return first + int(wrong.argmax())

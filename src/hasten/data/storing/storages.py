@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy
 
 from hasten.contract.errors import Refusal
-from hasten.data.formats.example_messages import encoded
-from hasten.data.formats.records import AT_ONCE, Records, framed
+from hasten.data.formats.records import AT_ONCE, Records, frame_records
 from hasten.data.formats.table_files import Feather, Parquet
 from hasten.data.formats.tar_headers import members
+from hasten.data.formats.tf_example import encode_example
 from hasten.data.places.files import mapped_bytes
 from hasten.data.source import rows_of
 from hasten.data.storing.digests import Digest
@@ -133,8 +133,8 @@ def write_records(path: Path, reading: Reading, first: int, last: int, tell: Tel
     digest = Digest()
     with open(path, "wb") as file:
         for columns in reading.columns(first, last):
-            messages = [encoded(row) for row in rows_of(columns)]
-            file.write(framed(messages))
+            messages = [encode_example(row) for row in rows_of(columns)]
+            file.write(frame_records(messages))
             digest.add({"messages": messages}, len(messages))
             tell(len(messages))
         synced(file)

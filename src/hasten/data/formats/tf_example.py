@@ -1,0 +1,189 @@
+"""``tf.train.Example`` messages through ``protobuf``: encode and inspect single messages, choose the features to read.
+
+Batches are parsed by ``tf_example_vectorized.py``, which turns to this module for a message in an unusual encoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy
+import torch
+
+from hasten.contract.errors import Refusal, nearest
+from hasten.data.formats import settings
+
+Summary = dict[str, tuple[str | None, int]]  # of one message: feature name -> ("bytes", "float", "int64" or None, number of values)
+
+# example.proto and feature.proto of TensorFlow, as a FileDescriptorProto
+# https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/example/feature.proto
+DESCRIPTOR = """
+name: "hasten/tf_example.proto" package: "tensorflow" syntax: "proto3"
+message_type { name: "BytesList" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }
+message_type { name: "FloatList" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_FLOAT } }
+message_type { name: "Int64List" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_INT64 } }
+message_type {
+  name: "Feature"
+  field { name: "bytes_list" number: 1 type: TYPE_MESSAGE type_name: ".tensorflow.BytesList" oneof_index: 0 }
+  field { name: "float_list" number: 2 type: TYPE_MESSAGE type_name: ".tensorflow.FloatList" oneof_index: 0 }
+  field { name: "int64_list" number: 3 type: TYPE_MESSAGE type_name: ".tensorflow.Int64List" oneof_index: 0 }
+  oneof_decl { name: "kind" }
+}
+message_type {
+  name: "Features"
+  field {
+    name: "feature" number: 1 label: LABEL_REPEATED type: TYPE_MESSAGE type_name: ".tensorflow.Features.FeatureEntry"
+  }
+  nested_type {
+    name: "FeatureEntry" options { map_entry: true }
+    field { name: "key" number: 1 type: TYPE_STRING }
+    field { name: "value" number: 2 type: TYPE_MESSAGE type_name: ".tensorflow.Feature" }
+  }
+}
+message_type { name: "Example" field { name: "features" number: 1 type: TYPE_MESSAGE type_name: ".tensorflow.Features" } }
+"""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One feature to read, and the form of its column.
+
+    Attributes:
+        kind: "bytes", "float" or "int64".
+        shape: Shape of one sample; None if the samples hold different numbers of values.
+        raw: Type of the little-endian numbers in a byte string; None leaves byte strings as they are.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...] | None
+    raw: torch.dtype | None = None
+
+
+def encode_example(features: Mapping) -> bytes:
+    """Encodes one message from byte strings, texts, numbers, lists of them, arrays or tensors. Equal features give equal bytes.
+
+    Raises:
+        Refusal: A value has another type, or does not fit into an int64.
+    """
+    example = example_class()()
+    for name, value in features.items():
+        kind, values = _as_list(name, value)
+        message = getattr(example.features.feature[name], f"{kind}_list")
+        message.SetInParent()  # an empty list has a kind, too
+        try:
+            message.value.extend(values)
+        except ValueError as error:
+            raise Refusal(f"feature {name!r} does not fit into the int64 values of an Example: {error}") from None
+    return example.SerializeToString(deterministic=True)
+
+
+def summarize_example(message: bytes) -> Summary:
+    """Returns the kind and the number of values of each feature of a message.
+
+    Raises:
+        ValueError: The bytes are not an Example.
+    """
+    return {name: _kind_and_length(feature) for name, feature in sorted(_parse(message).features.feature.items())}
+
+
+def normalize_example(message: bytes) -> bytes:
+    """Encodes a message again in the usual way: numbers packed, one entry per feature, no unknown fields.
+
+    Raises:
+        ValueError: The bytes are not an Example.
+    """
+    example = _parse(message)
+    example.DiscardUnknownFields()
+    return example.SerializeToString(deterministic=True)
+
+
+def infer_features(samples: list[Summary], wanted: Sequence[str] | Mapping | None, target: str | None = None) -> list[Feature]:
+    """Chooses the features to read and their shapes from some messages.
+
+    Args:
+        samples: Summaries of the messages.
+        wanted: ``features=`` of ``tfrecord``; None takes all.
+        target: Feature that is read even if ``wanted`` does not name it; it comes last.
+
+    Raises:
+        Refusal: No message has such a feature, or its kind differs between messages.
+    """
+    known = sorted({name for sample in samples for name in sample})
+    names = [name for name in (known if wanted is None else wanted) if name != target] + ([target] if target in known else [])
+    features = []
+    for name in names:
+        if name not in known:
+            raise Refusal(f"there is no feature {name!r}{nearest(name, known)}")
+        kinds = sorted({kind for sample in samples if (kind := sample.get(name, (None, 0))[0])})
+        if len(kinds) != 1:
+            found = "in some records " + " and ".join(kinds) if kinds else "empty"
+            raise Refusal(f"feature {name!r} is {found}; leave it out of features=")
+        counts = {sample.get(name, (None, 0))[1] for sample in samples}
+        shape = None if len(counts) > 1 else () if counts == {1} else (counts.pop(),)
+        form = wanted[name] if isinstance(wanted, Mapping) and name in wanted else shape
+        features.append(Feature(name, kinds[0], *_parse_form(name, kinds[0], form)))
+    if not features:
+        raise Refusal("features= names nothing to be read" if known else "the records hold no features")
+    return features
+
+
+@cache
+def example_class() -> type:
+    """Returns the ``protobuf`` class of Example.
+
+    The types live in a descriptor pool of their own: TensorFlow may register its types of the same names in the default pool.
+
+    Raises:
+        Refusal: ``protobuf`` is not installed.
+    """
+    try:
+        from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
+    except ImportError:
+        raise Refusal("TFRecord files of Examples are read by protobuf: pip install 'hasten[data]'") from None
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(text_format.Parse(DESCRIPTOR, descriptor_pb2.FileDescriptorProto()))
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("tensorflow.Example"))
+
+
+def _parse(message: bytes):
+    from google.protobuf.message import DecodeError
+
+    try:
+        return example_class().FromString(message)
+    except DecodeError as error:
+        raise ValueError(str(error)) from None
+
+
+def _kind_and_length(feature) -> tuple[str | None, int]:
+    field = feature.WhichOneof("kind")
+    return (field.removesuffix("_list"), len(getattr(feature, field).value)) if field else (None, 0)
+
+
+def _as_list(name: str, value) -> tuple[str, list]:
+    """Returns the kind and the flat list of the values of a feature."""
+    if isinstance(value, torch.Tensor):
+        value = value.numpy()
+    texts = value if isinstance(value, (list, tuple)) else [value]
+    if texts and isinstance(texts[0], (bytes, str)):
+        return "bytes", [text.encode() if isinstance(text, str) else text for text in texts]
+    numbers = numpy.asarray(value)
+    if numbers.dtype.kind not in "fiub":
+        raise Refusal(f"feature {name!r} is a {type(value).__name__}; an Example holds byte strings, floats and whole numbers")
+    return "float" if numbers.dtype.kind == "f" else "int64", numbers.ravel().tolist()
+
+
+def _parse_form(name: str, kind: str, form) -> tuple[tuple[int, ...] | None, torch.dtype | None]:
+    """Returns the shape of a sample and the type of the numbers in its byte string from a value of ``features=``.
+
+    Raises:
+        Refusal: The form is neither a shape nor (type, shape), or it gives a type for a feature that holds no byte strings.
+    """
+    raw = None
+    if isinstance(form, tuple) and len(form) == 2 and isinstance(form[0], torch.dtype):
+        raw, form = form
+        if kind != "bytes":
+            raise Refusal(f"feature {name!r} holds {kind} values, no byte strings to be read as {raw}; give its shape alone")
+    return None if form is None else settings.shape(f"features={{{name!r}: ...}}", form), raw
