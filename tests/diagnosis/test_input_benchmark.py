@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from hasten import Task
+from hasten import Recipe, Task
 from hasten.data import Pipeline, Source, arrays, images, shards, tfrecord
 from hasten.data.formats.example_messages import encoded
 from hasten.data.formats.records import framed
@@ -199,9 +199,9 @@ def test_input_from_a_stream_is_measured_end_to_end_only():
 
 
 def test_input_read_by_a_method_in_its_own_way_reports_no_wait_fraction():
-    result = measure(task(Samples()), make_methods("batched_fetch"))
-    if result["prefetched"] is None:
-        assert result["data_wait_fraction"] is None and "method of the recipe" in result["not_measured"]["prefetched"]
+    result = measure(task(Samples()), make_methods(Recipe({"batched_fetch": {}})))
+    assert result["prefetched"] is result["data_wait_fraction"] is None
+    assert "method of the recipe" in result["not_measured"]["prefetched"] and "map-style" in result["not_measured"]["stages"]
     assert result["end_to_end"] > 0 and result["step_throughput"] > 0
 
 

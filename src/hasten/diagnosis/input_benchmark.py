@@ -16,7 +16,7 @@ from statistics import median
 
 import numpy
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from hasten.contract.batch import map_tensors, size
 from hasten.contract.data import Batches, Samples
@@ -77,7 +77,7 @@ def measure_input(program: Program, budget: float) -> dict:
     prefetched = _is_prefetched(program)
     wait = bottleneck = None
     if prefetched is None:
-        not_measured["prefetched"] = "a method of the recipe reads the data in a way of its own"
+        not_measured["prefetched"] = "a method of the recipe reads the samples in a way of its own"
     elif step and rate:
         wait = max(0.0, 1 - rate / step) if prefetched else step / (step + rate)
         bottleneck = _bottleneck(stages, rate, step, prefetched)
@@ -103,15 +103,15 @@ def _bottleneck(stages: dict, end_to_end: float, step: float, prefetched: bool) 
 
 
 def _is_prefetched(program: Program) -> bool | None:
-    """Whether batches are computed while the step runs; None if a method has replaced the way in which they are read."""
+    """Whether batches are computed while the step runs; None if a method reads the samples in a way of its own."""
     data, batches = program.task.train_data, program.train
     if batches.samples is not None:
         return batches.samples.workers > 0
     if batches.by is not None:
         return batches.crew.workers > 0
-    if isinstance(data, Pipeline) or hasattr(data, "__getitem__"):
-        return None
-    return getattr(data, "num_workers", 0) > 0
+    dataset = data if isinstance(data, Pipeline) else getattr(data, "dataset", data)
+    is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+    return getattr(data, "num_workers", 0) > 0 if is_stream and not isinstance(data, Pipeline) else None
 
 
 # ---- the training step and the whole input pipeline
