@@ -1,4 +1,4 @@
-"""The input benchmark of ``diagnose``: the stage of the input pipeline that is made slow is found to be the bottleneck."""
+"""The input benchmark of ``diagnose``: a stage that is made slow is found to be the bottleneck."""
 
 import io
 import tarfile
@@ -173,7 +173,9 @@ def tar_shards(folder):
 
 def examples(folder):
     folder.mkdir()
-    (folder / "a.tfrecord").write_bytes(framed(encoded({"x": [number / 7] * 2, "y": number % 2}) for number in range(12)))
+    (folder / "a.tfrecord").write_bytes(
+        framed(encoded({"x": [number / 7] * 2, "y": number % 2}) for number in range(12))
+    )
     return tfrecord(folder, target="y")
 
 
@@ -201,7 +203,10 @@ def test_input_from_a_stream_is_measured_end_to_end_only():
 def test_input_read_by_a_method_in_its_own_way_reports_no_wait_fraction():
     result = measure(task(Samples()), make_methods(Recipe({"batched_fetch": {}})))
     assert result["prefetched"] is result["data_wait_fraction"] is None
-    assert "method of the recipe" in result["not_measured"]["prefetched"] and "map-style" in result["not_measured"]["stages"]
+    assert (
+        "method of the recipe" in result["not_measured"]["prefetched"]
+        and "map-style" in result["not_measured"]["stages"]
+    )
     assert result["end_to_end"] > 0 and result["step_throughput"] > 0
 
 
@@ -270,7 +275,7 @@ def test_diagnose_states_the_throughput_of_the_input_pipeline_beside_the_phases(
 
 def test_diagnose_of_a_run_whose_input_cannot_be_measured_still_answers(monkeypatch):
     class Dying(Samples):
-        """Fails once the phases have been timed: the input benchmark reads the second epoch's samples from a new iterator."""
+        """Fails while the input benchmark reads, and not before."""
 
         armed = False
 

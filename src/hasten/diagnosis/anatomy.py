@@ -37,7 +37,7 @@ class Anatomy:
         step, sample: of the training alone, without evaluations.
         timing_cost: how much longer a step takes because its phases are timed.
         system_share: of the processors' time, spent in the operating system.
-        input: throughput of the input pipeline, as ``measure_input`` gives it, or only ``not_measured`` with the reason.
+        input: throughput of the input pipeline, as of ``measure_input``; only ``not_measured`` if that failed.
         flops: operations a second reached, the machine's peak and their quotient; None where they could not be counted.
     """
 
@@ -177,7 +177,7 @@ def _if_possible(probe: Worker | Job, method: str, **arguments) -> dict | None:
 
 
 def _input_throughput(probe: Worker | Job, budget: float, processes: int) -> dict:
-    """Throughput of the input pipeline; a failure, the death of the measuring process included, is a reason in ``not_measured``."""
+    """Throughput of the input pipeline; a failure, also the death of the process, is a reason in ``not_measured``."""
     if processes > 1:
         return {"not_measured": {"input": "measured in one process only; leave --processes out"}}
     try:

@@ -1,6 +1,7 @@
-"""Input benchmark of ``hasten diagnose``: throughput of each stage of the input pipeline against that of the training step.
+"""Input benchmark of ``hasten diagnose``: throughput of the input pipeline's stages against the training step's.
 
-``step_throughput`` is measured by training on one batch again and again: an input pipeline that is faster gains nothing.
+``step_throughput`` is measured by training on one batch again and again: an input pipeline that is faster gains
+nothing.
 """
 
 from __future__ import annotations
@@ -45,15 +46,14 @@ def measure_input(program: Program, budget: float) -> dict:
         budget: seconds to spend, exceeded by at most one batch or one step per measurement.
 
     Returns:
-        ``stages``: samples/s of "read", "decode", "map", "batch" in one thread and of "copy" to the device; None for a stage
-        that does not exist or cannot be measured. Without "decode", "read" includes it.
-        ``step_throughput``: samples/s that the training step consumes when the next batch is always ready.
-        ``end_to_end``: samples/s of the whole input pipeline, workers included. ``first_batch_seconds``: seconds until its
-        first batch. ``prefetched``: whether batches are computed while the step runs; None if unknown.
-        ``data_wait_fraction``: fraction of the time, from 0 to 1, that the step waits for data.
-        ``bottleneck``: the slowest stage, "input" if the stages are not known, or "step".
-        ``skipped_rows``: ``{"row", "where", "why"}`` of each row that could not be read and was skipped.
-        ``not_measured``: {name of a stage or key: reason}.
+        ``stages``: samples/s of "read", "decode", "map", "batch" in one thread and of "copy" to the device; None for a
+        stage that does not exist or cannot be measured. Without "decode", "read" includes it. ``step_throughput``:
+        samples/s that the training step consumes when the next batch is always ready. ``end_to_end``: samples/s of the
+        whole input pipeline, workers included. ``first_batch_seconds``: seconds until its first batch. ``prefetched``:
+        whether batches are computed while the step runs; None if unknown. ``data_wait_fraction``: fraction of the time,
+        from 0 to 1, that the step waits for data. ``bottleneck``: the slowest stage, "input" if the stages are not
+        known, or "step". ``skipped_rows``: ``{"row", "where", "why"}`` of each row that could not be read and was
+        skipped. ``not_measured``: {name of a stage or key: reason}.
     """
     data, batch_size = program.task.train_data, program.loop.batch_size
     not_measured: dict[str, str] = {}
@@ -142,7 +142,9 @@ def _copy_throughput(program: Program, batch, seconds: float) -> float | None:
     """Samples/s copied to the device; None on the CPU, where nothing is copied."""
     if program.run.device.type == "cpu":
         return None
-    return size(batch) * _calls_per_second(program, lambda: map_tensors(lambda tensor: tensor.to(program.run.device), batch), seconds)
+    return size(batch) * _calls_per_second(
+        program, lambda: map_tensors(lambda tensor: tensor.to(program.run.device), batch), seconds
+    )
 
 
 def _calls_per_second(program: Program, work: Callable[[], object], seconds: float) -> float:
@@ -188,7 +190,9 @@ def _stage_throughput(program: Program, seconds: float, not_measured: dict[str, 
     if isinstance(data, Pipeline):
         return _pipeline_stages(data, program.loop.batch_size, seconds, not_measured)
     if samples is None:
-        not_measured["stages"] = "the batches are not read sample by sample from a map-style dataset; end_to_end measures them"
+        not_measured["stages"] = (
+            "the batches are not read sample by sample from a map-style dataset; end_to_end measures them"
+        )
         return {}
     not_measured["decode"] = "read includes it, and the dataset's own transforms"
     return _dataset_stages(samples, seconds)
@@ -260,7 +264,7 @@ class Stopwatch:
 
 
 class TimedSource(Source):
-    """A source whose reading is timed. If it gets its bytes through a method ``raw``, that is timed too: the rest is decoding."""
+    """A source whose reading is timed. If it fetches bytes by a method ``raw``, that is timed too: the rest is decoding."""
 
     def __init__(self, source: Source):
         self.source, self._total, self._fetch = source, Stopwatch(), Stopwatch()

@@ -112,7 +112,7 @@ INPUT_NAMES = {"end_to_end": "end to end", "step_throughput": "training step"}
 
 
 def input_rates(measured: dict) -> list[tuple[str, float, bool]]:
-    """(name, samples/s, whether it is the bottleneck) of each measured stage of the input pipeline, the whole and the training step."""
+    """(name, samples/s, whether it is the bottleneck) of each stage of the input, of the whole and of the training step."""
     rates = measured["stages"] | {name: measured[key] for key, name in INPUT_NAMES.items()}
     bottleneck = INPUT_NAMES["step_throughput"] if measured["bottleneck"] == "step" else measured["bottleneck"]
     return [(name, rate, name == bottleneck) for name, rate in rates.items() if rate]
@@ -133,7 +133,8 @@ def input_notes(measured: dict) -> list[tuple[str, str]]:
     """(what, reason) of everything that was not measured, and the rows that were skipped."""
     notes = [(name.replace("_", " "), f"not measured: {reason}") for name, reason in measured["not_measured"].items()]
     if rows := measured["skipped_rows"]:
-        notes.append(("skipped", f"{words.count(len(rows), 'row', 'rows')} that could not be read, the first: {rows[0]['where']}: {rows[0]['why']}"))
+        first = f"{rows[0]['where']}: {rows[0]['why']}"
+        notes.append(("skipped", f"{words.count(len(rows), 'row', 'rows')} that could not be read, the first: {first}"))
     return notes
 
 

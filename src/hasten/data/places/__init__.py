@@ -1,1 +1,1 @@
-"""Access to local and remote files: path resolution, byte ranges, change detection, and caches of what was found in files."""
+"""Local and remote files: path resolution, byte ranges, change detection, and caches of what was found in files."""

@@ -21,7 +21,14 @@ from hasten.data.places import remote
 from hasten.data.places.walks import Mark, entries, is_folder, matcher, walked
 
 NUMBERS = re.compile(r"\{([0-9]{1,9})\.\.([0-9]{1,9})\}")
-BLAMING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EINVAL)  # the fault of a file, not the machine
+BLAMING = (
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.ELOOP,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EINVAL,
+)  # the fault of a file, not the machine
 MAPPED = 128  # files that stay mapped: each counts towards the process's limit of open files, usually 1,024
 
 
@@ -33,9 +40,9 @@ def found(patterns: str | Path | Iterable[str | Path], suffixes: tuple[str, ...]
     """All files that some paths or patterns select, sorted, each once.
 
     Args:
-        patterns: files, folders or patterns (``*``, ``?``, ``[...]``, ``**`` for any depth, ``{000..099}`` for a range of numbers), local
-            or remote. A folder, also one that a pattern matches, stands for all files below it except hidden ones; one that links
-            lead to as well is read once.
+        patterns: files, folders or patterns (``*``, ``?``, ``[...]``, ``**`` for any depth, ``{000..099}`` for a range
+            of numbers), local or remote. A folder, also one that a pattern matches, stands for all files below it
+            except hidden ones; one that links lead to as well is read once.
         suffixes: endings (``.parquet``) of the files that a folder stands for; empty for all.
 
     Raises:
@@ -75,7 +82,7 @@ def opened(path: str) -> BinaryIO:
 
 
 def mapped_bytes(path: str) -> memoryview:
-    """The bytes of a local file, mapped into memory: read-only, shared by all processes. Truncating the file kills them (SIGBUS).
+    """The bytes of a local file, mapped into memory read-only. Truncating the file kills its readers (SIGBUS).
 
     Raises:
         Refusal: it does not exist, or may not be read.
@@ -87,8 +94,8 @@ def mapped_bytes(path: str) -> memoryview:
 def stamp(path: str) -> list:
     """[path, size in bytes, version], which changes when the file does.
 
-    The version of a local file is [modification time, change time] in nanoseconds. The change time cannot be set back. The inode
-    number adds nothing, and some network file systems assign new ones every day.
+    The version of a local file is [modification time, change time] in nanoseconds. The change time cannot be set back.
+    The inode number adds nothing, and some network file systems assign new ones every day.
 
     Raises:
         Refusal: it does not exist.
@@ -176,8 +183,8 @@ def _wanted(name: str, suffixes: tuple[str, ...]) -> bool:
 def _globbed(pattern: str, suffixes: tuple[str, ...]) -> Iterator[str]:
     """The files that a pattern selects, and those below the folders that it selects, each once.
 
-    A folder is read under its own name where that is selected too, and under a link's otherwise. The types of entries come with the
-    listing, without a ``stat`` for each file: a million files take a second.
+    A folder is read under its own name where that is selected too, and under a link's otherwise. The types of entries
+    come with the listing, without a ``stat`` for each file: a million files take a second.
     """
     folder, name = os.path.split(pattern)
     matches, searched, folders = matcher("*" if name == "**" else name), {}, []
@@ -198,7 +205,9 @@ def _globbed(pattern: str, suffixes: tuple[str, ...]) -> Iterator[str]:
             met.remove(mark)
         for path, names in _inside(each, met):
             was_searched = _mark(path) in searched
-            yield from (path + name for name in names if _wanted(name, suffixes) and not (was_searched and matches(name)))
+            yield from (
+                path + name for name in names if _wanted(name, suffixes) and not (was_searched and matches(name))
+            )
 
 
 def _upwards(folder: str) -> Iterator[str]:
@@ -221,7 +230,9 @@ def _folders(pattern: str) -> Iterator[str]:
         if name == "**":
             yield from (os.path.join(each, inner) if inner else each for inner, _, _ in walked(each))
         elif has_magic(name):
-            yield from (os.path.join(each, entry.name) for entry in entries(each) if matches(entry.name) and is_folder(entry))
+            yield from (
+                os.path.join(each, entry.name) for entry in entries(each) if matches(entry.name) and is_folder(entry)
+            )
         elif os.path.isdir(os.path.join(each, name)):
             yield os.path.join(each, name)
 
@@ -247,7 +258,11 @@ def _nothing(pattern: str, suffixes: tuple[str, ...]) -> str:
     if is_remote(pattern):
         return f"no file matches {pattern}"
     if os.path.isdir(pattern):
-        return f"the folder {pattern} holds no file that ends in {' or '.join(suffixes)}" if suffixes else f"the folder {pattern} is empty"
+        return (
+            f"the folder {pattern} holds no file that ends in {' or '.join(suffixes)}"
+            if suffixes
+            else f"the folder {pattern} is empty"
+        )
     if os.path.exists(pattern):
         return f"{pattern} is no regular file"
     if os.path.islink(pattern):
@@ -257,7 +272,9 @@ def _nothing(pattern: str, suffixes: tuple[str, ...]) -> str:
     if has_magic(folder) or not os.path.isdir(folder or "."):
         return what if has_magic(folder) else f"{what}: there is no folder {folder}"
     there = [entry.name for entry in entries(folder)]
-    return what + (nearest(name, sorted(there)[:20] if has_magic(name) else there) if there else ": the folder is empty")
+    return what + (
+        nearest(name, sorted(there)[:20] if has_magic(name) else there) if there else ": the folder is empty"
+    )
 
 
 @lru_cache(maxsize=MAPPED)

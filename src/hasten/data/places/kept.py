@@ -1,7 +1,8 @@
 """Metadata cache: what took long to find out about files, stored in the user's cache directory for the next start.
 
-An entry is JSON followed by plain arrays, under a hash of its key and its content. An entry that is damaged, truncated or stored under
-another key is ignored as if it did not exist. Loading executes no code. joblib and diskcache would pickle.
+An entry is JSON followed by plain arrays, under a hash of its key and its content. An entry that is damaged, truncated
+or stored under another key is ignored as if it did not exist. Loading executes no code. joblib and diskcache would
+pickle.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import numpy
 from hasten.data.caching.cache_disk import default_folder
 
 FORM = 2  # version of the format, and of the code that computes the content
-SETTLED = 2_000_000_000  # nanoseconds: a file that changed more recently may change again without a new modification time
+SETTLED = (
+    2_000_000_000  # nanoseconds: a file that changed more recently may change again without a new modification time
+)
 HASH = 16  # bytes
 TROUBLE = (OSError, ValueError, EOFError, RuntimeError)  # RuntimeError: the user has no home directory
 

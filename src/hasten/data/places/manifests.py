@@ -1,8 +1,8 @@
 """The list of files in a folder, cached: opening a million images takes an instant the second time.
 
-A cached list is valid as long as the modification time of every folder in it is the same: adding, removing or renaming a file changes
-that of its folder. Overwriting a file does not, nor does it change the list. Remote folders are listed every time, as they have no
-such times.
+A cached list is valid as long as the modification time of every folder in it is the same: adding, removing or renaming
+a file changes that of its folder. Overwriting a file does not, nor does it change the list. Remote folders are listed
+every time, as they have no such times.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WORTH = 1000  # files; the list of a smaller folder is not cached
 
 @dataclass(frozen=True)
 class Manifest:
-    """Files by index, in arrays that forked processes share: a million ``str`` would be copied when their counts are touched.
+    """Files by index, in arrays that forked processes share: they would copy a million ``str`` when reading them.
 
     Attributes:
         root: the common beginning of all paths; may be empty.
@@ -72,7 +72,9 @@ def manifest_of(folder: str | Path, suffixes: tuple[str, ...]) -> Manifest:
             files[inner], times[inner] = [name for name in names if name.lower().endswith(suffixes)], time_ns
         manifest = _made(root, files)
         if len(manifest) >= WORTH and max(times.values()) < began - SETTLED:
-            keep(key, {"folders": manifest.folders, "times": times}, [manifest.parents, manifest.letters, manifest.ends])
+            keep(
+                key, {"folders": manifest.folders, "times": times}, [manifest.parents, manifest.letters, manifest.ends]
+            )
     if not len(manifest):
         raise Refusal(f"the folder {folder} holds no file that ends in {' or '.join(suffixes)}")
     return manifest
@@ -103,6 +105,8 @@ def _recalled(key: list, root: str) -> Manifest | None:
     """The cached list, if no folder has changed since."""
     entry = recalled(key)
     with suppress(OSError):
-        if entry is not None and all(os.stat(os.path.join(root, inner)).st_mtime_ns == then for inner, then in entry[0]["times"].items()):
+        if entry is not None and all(
+            os.stat(os.path.join(root, inner)).st_mtime_ns == then for inner, then in entry[0]["times"].items()
+        ):
             return Manifest(root, entry[0]["folders"], *entry[1])
     return None

@@ -1,7 +1,8 @@
 """Index cache: a file that does not state where its records are is read once, and the positions are cached.
 
-An index is valid as long as the file's size and version are; the file is then not read. Not cached is the index of a file that is
-damaged, that changed just now, or whose server states no version, and of small files. Building one that takes long reports progress.
+An index is valid as long as the file's size and version are; the file is then not read. Not cached is the index of a
+file that is damaged, that changed just now, or whose server states no version, and of small files. Building one that
+takes long reports progress.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def walked_through(paths: list[str], of: list, walk: Walk) -> list[tuple[list, F
     """The index of each file, from the cache or from reading it.
 
     Args:
-        of: what the index is of, as progress names it, and whatever else it depends on besides the file; JSON-serializable.
+        of: what the index is of, as progress names it, and whatever else it depends on besides the file;
+        JSON-serializable.
         walk: ``(stamp, tell) -> (index, why it is incomplete)``; the second is None for a file that is not damaged.
 
     Returns:
@@ -83,7 +85,9 @@ def _recalled(of: list, marks: list[list]) -> Found | None:
 
 def _keep(of: list, marks: list[list], found: Found, began: int) -> None:
     """Caches what was found, unless a local file can have changed since ``began`` without a new modification time."""
-    newest = max((max(version) for _, _, version in marks if isinstance(version, list)), default=0)  # servers' clocks may differ
+    newest = max(
+        (max(version) for _, _, version in marks if isinstance(version, list)), default=0
+    )  # servers' clocks may differ
     if _is_worth_it(marks) and newest < began - SETTLED:
         keep(_key(of, marks), {"files": _versions(marks), "found": found[0]}, found[1])
 

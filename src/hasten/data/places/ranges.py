@@ -1,10 +1,12 @@
 """Reads byte ranges of local and remote files, safe in several threads and processes at once.
 
-Local files are read with ``pread`` and not mapped into memory: truncating a mapped file kills the process that reads it. A local
-file is checked for changes at every read; a remote one every ``SECONDS_BETWEEN_LOOKS``, because that takes a request.
+Local files are read with ``pread`` and not mapped into memory: truncating a mapped file kills the process that reads
+it. A local file is checked for changes at every read; a remote one every ``SECONDS_BETWEEN_LOOKS``, because that takes
+a request.
 
-Remote ranges that lie apart, as shuffled rows do, are requested concurrently (fsspec's ``cat_ranges``). A single range, as rows in
-order are, is read through an open file with fsspec's read-ahead cache: the next batch is then usually here already.
+Remote ranges that lie apart, as shuffled rows do, are requested concurrently (fsspec's ``cat_ranges``). A single range,
+as rows in order are, is read through an open file with fsspec's read-ahead cache: the next batch is then usually here
+already.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ def _read_remote(stamps: list[list], ranges: list[tuple[int, int, int]]) -> Iter
 
 
 def whole(stamp: list, tell: Callable[[int], None]) -> memoryview:
-    """All bytes of a file; those of a local file are mapped. ``tell`` is called with the number of bytes downloaded so far."""
+    """All bytes of a file; those of a local file are mapped. ``tell`` is called with the bytes downloaded so far."""
     path, content = stamp[0], bytearray()
     if not is_remote(path):
         return mapped_bytes(path)

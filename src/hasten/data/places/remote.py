@@ -1,7 +1,8 @@
 """Remote files through fsspec (s3, gs, http, hf, ...; https://filesystem-spec.readthedocs.io), with retries.
 
-Own code where fsspec does not suffice: fsspec retries nothing over HTTP, its HTTP ``find`` and ``glob`` take a page that does not
-answer for an empty folder, and its ``glob`` selects hidden files and does not descend into folders that match, as local patterns do.
+Own code where fsspec does not suffice: fsspec retries nothing over HTTP, its HTTP ``find`` and ``glob`` take a page
+that does not answer for an empty folder, and its ``glob`` selects hidden files and does not descend into folders that
+match, as local patterns do.
 """
 
 from __future__ import annotations
@@ -24,11 +25,19 @@ MARKS = (  # keys of fsspec's info() that change with a file; those that follow 
     "ETag", "etag", "md5Hash", "Content-MD5", "Digest",
     "mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created",
 )  # fmt: skip
-HOPELESS = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, ImportError, ValueError)  # a retry does not help
+HOPELESS = (
+    FileNotFoundError,
+    PermissionError,
+    NotADirectoryError,
+    IsADirectoryError,
+    ImportError,
+    ValueError,
+)  # a retry does not help
 BUSY = (408, 425, 429)  # the HTTP statuses from 400 to 499 after which a retry may help
 GONE = (404, 410)  # HTTP statuses of files that do not exist
 NO_RANGES = (
-    "the server gives whole files only (no range requests), and this kind is read in parts; download it, or take a server that has them"
+    "the server gives whole files only (no range requests), and this kind is read in parts; "
+    "download it, or take a server that has them"
 )
 
 _in_parts: dict[tuple[str, str], bool] = {}  # {(scheme, server): whether it answers range requests}
@@ -47,7 +56,11 @@ def matches(pattern: str, suffixes: tuple[str, ...]) -> list[str]:
     """
     system, name = _system(pattern)
     is_web = _is_web(pattern)
-    ls, find = (partial(_links, system), partial(_walked, system)) if is_web else (partial(system.ls, detail=True), system.find)
+    ls, find = (
+        (partial(_links, system), partial(_walked, system))
+        if is_web
+        else (partial(system.ls, detail=True), system.find)
+    )
 
     def expand() -> list[str]:
         if magic := re.search(r"[*[]" if is_web else r"[*?[]", name):  # in an address, a question mark begins the query
@@ -78,10 +91,11 @@ def mark_of(path: str) -> list:
 
 
 def at_once(wanted: list[tuple[str, int | None, int | None]]) -> list[bytes | None]:
-    """Requests ranges (path, begin, end) of remote files, or whole files (path, None, None), concurrently and without retries.
+    """Requests ranges (path, begin, end), or whole files (path, None, None), concurrently and without retries.
 
     Returns:
-        The content of each; None if its request failed, or gave fewer bytes. Read that one alone, with retries or a clear error.
+        The content of each; None if its request failed, or gave fewer bytes. Read that one alone, with retries or a
+        clear error.
     """
     contents: list[bytes | None] = [None] * len(wanted)
     by_system: dict[int, tuple] = {}
@@ -107,7 +121,9 @@ class RemoteFile(io.RawIOBase):
         self._path, self._place, self._file = path, 0, None
         self._size = _patiently(path, lambda: self._open().size)
         if self._size is None:
-            raise Refusal(f"{path}: the server does not state its size, which reading parts of it requires; copy it here first")
+            raise Refusal(
+                f"{path}: the server does not state its size, which reading parts of it requires; copy it here first"
+            )
 
     def _open(self):
         if self._file is None:
@@ -175,7 +191,7 @@ def _gives_parts(system, name: str) -> bool:
 
 
 def _settings(path: str) -> dict:
-    """A timeout for silent web servers, as aiohttp's own of five minutes includes the download; the user's fsspec settings win."""
+    """A timeout for silent web servers (aiohttp's includes the download); the user's fsspec settings win."""
     if not _is_web(path):
         return {}
     try:
@@ -186,7 +202,9 @@ def _settings(path: str) -> dict:
     from fsspec.implementations.http import HTTPFileSystem
 
     configured = apply_config(HTTPFileSystem, {}).get("client_kwargs", {})  # the user's login and proxy
-    return {"client_kwargs": {"timeout": ClientTimeout(total=None, sock_connect=SILENT / 2, sock_read=SILENT)} | configured}
+    return {
+        "client_kwargs": {"timeout": ClientTimeout(total=None, sock_connect=SILENT / 2, sock_read=SILENT)} | configured
+    }
 
 
 def _is_web(path: str) -> bool:
@@ -196,7 +214,8 @@ def _is_web(path: str) -> bool:
 def _globbed(ls: Callable, find: Callable, folder: str, pattern: list[str], suffixes: tuple[str, ...]) -> Iterator[str]:
     """The files in a folder that a pattern, split at its slashes, selects: the same as of a local pattern.
 
-    Lists level by level, so that no folder that the pattern excludes is requested; from ``**`` on, and in a folder that matches, all are.
+    Lists level by level, so that no folder that the pattern excludes is requested; from ``**`` on, and in a folder that
+    matches, all are.
     """
     if not pattern or pattern[0] == "**":
         inside = ((path, path.removeprefix(folder).lstrip("/").split("/")) for path in find(folder))
@@ -216,7 +235,9 @@ def _globbed(ls: Callable, find: Callable, folder: str, pattern: list[str], suff
 def _fits(parts: list[str], pattern: list[str], suffixes: tuple[str, ...]) -> bool:
     """Whether a pattern matches a file, given by the parts of its path, or a folder that contains it."""
     if not pattern:
-        return not any(part.startswith(".") for part in parts) and (not suffixes or parts[-1].lower().endswith(suffixes))
+        return not any(part.startswith(".") for part in parts) and (
+            not suffixes or parts[-1].lower().endswith(suffixes)
+        )
     if pattern[0] == "**" and len(pattern) > 1:
         deeper = len(parts) > 1 and not parts[0].startswith(".") and _fits(parts[1:], pattern, suffixes)
         return deeper or _fits(parts, pattern[1:], suffixes)
@@ -252,8 +273,10 @@ def _links(system, page: str) -> list[dict]:
 @cache
 def _tell_of_no_version(scheme: str, server: str) -> None:
     """Warns once for each server."""
-    what = f"{scheme}://{server} tells neither a version nor a time of its files: a change is noticed only where the length differs"
-    warnings.warn(f"{what}, also by .cache('disk')", Notice, stacklevel=2)
+    what = f"{scheme}://{server} tells neither a version nor a time of its files"
+    warnings.warn(
+        f"{what}: a change is noticed only where the length differs, also by .cache('disk')", Notice, stacklevel=2
+    )
 
 
 def _patiently(path: str, ask: Callable):
@@ -274,7 +297,9 @@ def _patiently(path: str, ask: Callable):
                 kind = Nothing if _is_gone(error) else Refusal
                 raise kind(f"cannot read {path}: {one_line(_cause(error))}") from None
             if wait is None:
-                raise Failure(f"{path} cannot be reached, asked {len(WAITS) + 1} times: {one_line(_cause(error))}") from None
+                raise Failure(
+                    f"{path} cannot be reached, asked {len(WAITS) + 1} times: {one_line(_cause(error))}"
+                ) from None
             told = f"{path} did not answer ({one_line(_cause(error))}); it is asked again in {wait:g} s"
             warnings.warn(told, Progress, stacklevel=2)
             time.sleep(wait)
@@ -298,5 +323,7 @@ def _is_gone(error: Exception) -> bool:
 def _cause(error: BaseException) -> BaseException:
     """The original error: fsspec raises FileNotFoundError for every failed HTTP request."""
     cause = error.__cause__
-    of_the_web = isinstance(cause, (TimeoutError, ConnectionError, ValueError)) or type(cause).__module__.startswith("aiohttp.")
+    of_the_web = isinstance(cause, (TimeoutError, ConnectionError, ValueError)) or type(cause).__module__.startswith(
+        "aiohttp."
+    )
     return cause if isinstance(error, FileNotFoundError) and of_the_web else error

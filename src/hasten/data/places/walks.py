@@ -1,7 +1,8 @@
-"""Walks folder trees and matches names; a folder that links lead to as well is visited once, also if a link leads back to its parent.
+"""Walks folder trees and matches names; a folder that links lead to as well is visited once.
 
-Own code because ``os.walk`` and ``glob`` follow links that lead back until the path is too long, and fsspec's local ``find`` and
-``glob`` take four to six times the processor time (20,000 files: 0.18 s and 0.21 s against 0.03 s and 0.05 s).
+Own code because ``os.walk`` and ``glob`` follow links that lead back until the path is too long, and fsspec's local
+``find`` and ``glob`` take four to six times the processor time (20,000 files: 0.18 s and 0.21 s against 0.03 s and 0.05
+s).
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def walked(root: str, met: set[Mark] | None = None) -> Iterator[tuple[str, int, 
     """
     met = set() if met is None else met
     waiting, links = [""], []
-    while waiting or links:  # links last and sorted, so that a folder is visited under its own name if it is inside the root
+    while (
+        waiting or links
+    ):  # links last and sorted, so that a folder is visited under its own name if it is inside the root
         folder = waiting.pop() if waiting else links.pop(links.index(min(links)))
         path, files = os.path.join(root, folder) if folder else root, []
         try:
@@ -44,7 +47,9 @@ def walked(root: str, met: set[Mark] | None = None) -> Iterator[tuple[str, int, 
                 if entry.name.startswith("."):
                     continue
                 if is_folder(entry):
-                    (links if entry.is_symlink() else waiting).append(f"{folder}/{entry.name}" if folder else entry.name)
+                    (links if entry.is_symlink() else waiting).append(
+                        f"{folder}/{entry.name}" if folder else entry.name
+                    )
                 else:
                     files.append(entry.name)
         except OSError as error:
@@ -54,13 +59,13 @@ def walked(root: str, met: set[Mark] | None = None) -> Iterator[tuple[str, int, 
 
 @lru_cache
 def matcher(pattern: str) -> Callable[[str], bool]:
-    """A function that tells whether one part of a path matches a pattern; only a pattern that begins with a dot matches hidden names."""
+    """A predicate for one part of a path; only a pattern that begins with a dot matches hidden names."""
     match = re.compile(translate(pattern)).match
     return lambda name: match(name) is not None and (pattern.startswith(".") or not name.startswith("."))
 
 
 def is_folder(entry: os.DirEntry) -> bool:
-    """Whether an entry is a folder or a link to one. A broken or circular link counts as a file, which cannot be read."""
+    """Whether an entry is a folder or a link to one. A broken or circular link counts as an unreadable file."""
     try:
         return entry.is_dir()
     except OSError:

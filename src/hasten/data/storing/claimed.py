@@ -23,7 +23,8 @@ def claimed(folder: Path, settings: dict) -> Iterator[dict]:
     """Locks the output folder and yields its manifest.
 
     Raises:
-        Refusal: the folder cannot be written to, contains other files or another conversion, or another process writes to it.
+        Refusal: the folder cannot be written to, contains other files or another conversion, or another process writes
+        to it.
     """
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +61,11 @@ def _opened(handle: int, folder: Path, settings: dict) -> dict:
 def _note(folder: Path) -> dict | None:
     try:
         note = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        whole = isinstance(note["settings"], dict) and isinstance(note["parts done"], list) and isinstance(note["skipped"], list)
+        whole = (
+            isinstance(note["settings"], dict)
+            and isinstance(note["parts done"], list)
+            and isinstance(note["skipped"], list)
+        )
         return note if whole else None
     except (OSError, ValueError, LookupError, TypeError):
         return None

@@ -1,7 +1,7 @@
 """A hash of the values in a table or a set of columns, which does not depend on how the rows are split into chunks.
 
-Each buffer of a column (values, lengths of its texts, positions of missing values) is hashed incrementally over all chunks; the hash
-of the whole is a hash of those.
+Each buffer of a column (values, lengths of its texts, positions of missing values) is hashed incrementally over all
+chunks; the hash of the whole is a hash of those.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class Digest:
 
         array = array.storage if isinstance(array, pa.ExtensionArray) else array
         array = array.cast(plain(array.type))
-        kind = type(array).__name__ if types.is_nested(array.type) else str(array.type)  # the field of a list has different names in different files
+        kind = (
+            type(array).__name__ if types.is_nested(array.type) else str(array.type)
+        )  # the field of a list has different names in different files
         self._update(name, "type", kind.encode(), once=True)
         before = self._counted(name, len(array))
         if array.null_count:
@@ -81,7 +83,11 @@ class Digest:
             self._update(name, "values", array.to_numpy(zero_copy_only=False))
         elif not types.is_null(array.type):
             width = array.type.bit_width // 8
-            self._update(name, "values", memoryview(array.buffers()[1])[array.offset * width : (array.offset + len(array)) * width])
+            self._update(
+                name,
+                "values",
+                memoryview(array.buffers()[1])[array.offset * width : (array.offset + len(array)) * width],
+            )
 
     def _counted(self, name: str, more: int) -> int:
         """The number of values of a column, or of a child of it, before the last ``more``."""
@@ -93,7 +99,9 @@ class Digest:
         new = (name, part) not in self._parts
         hashed = self._parts.setdefault((name, part), hashlib.blake2b(digest_size=16))
         if new or not once:
-            hashed.update(numpy.ascontiguousarray(content).view(numpy.uint8) if isinstance(content, numpy.ndarray) else content)
+            hashed.update(
+                numpy.ascontiguousarray(content).view(numpy.uint8) if isinstance(content, numpy.ndarray) else content
+            )
 
 
 class _Count:

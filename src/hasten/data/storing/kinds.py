@@ -73,7 +73,7 @@ def kind_of(path: str | Path) -> tuple[Kind, list[str]]:
 
 
 def kinds_at(path: str | Path) -> list[tuple[Kind | None, list[str]]]:
-    """(format, files) of every format at a path, the one with the most files first; last, under None, the files of unknown formats."""
+    """(format, files) of every format at a path, the one with the most files first; last, under None, unknown files."""
     files: dict[str, list[str]] = {}
     for file in found(path):
         name = next((kind.name for kind in KINDS.values() if file.lower().endswith(kind.suffixes)), "")
@@ -90,7 +90,7 @@ def kinds_at(path: str | Path) -> list[tuple[Kind | None, list[str]]]:
 
 
 def openable(kind: Kind, files: list[str], at_most: int) -> tuple[list[str], list[dict]]:
-    """(the files that can be opened, ``{"row": None, "where", "why"}`` of each other one); at most ``at_most`` may be skipped.
+    """(files that can be opened, ``{"row": None, "where", "why"}`` of each other); at most ``at_most`` may be skipped.
 
     Images are rows, which are skipped when they are read, and ``.npy`` files are columns, of which none may be missing.
 
@@ -114,7 +114,7 @@ def counted(kinds: list[tuple[Kind | None, list[str]]]) -> dict[str, int]:
 
 
 def classes_of(source: Source, files: list[str]) -> list[str] | None:
-    """The names of the classes in the order of their numbers: the source's, or those that a conversion stored beside its files."""
+    """Class names in the order of their numbers: the source's, or those that a conversion stored beside its files."""
     noted = _about(os.path.dirname(files[0])).get("classes")
     return getattr(source, "classes", None) or ([str(word) for word in noted] if isinstance(noted, list) else None)
 
@@ -178,7 +178,9 @@ def _trouble(kind: Kind, files: list[str]) -> str | None:
     try:
         lost = getattr(opened(kind, files).source, "lost", {})
     except Refusal as refused:
-        wrong_request = kind.is_table and not isinstance(refused, Lost) and os.path.exists(files[0])  # which reading it reports
+        wrong_request = (
+            kind.is_table and not isinstance(refused, Lost) and os.path.exists(files[0])
+        )  # which reading it reports
         return None if wrong_request and len(files) == 1 else str(refused)
     return next(iter(lost.values()), None)
 

@@ -1,7 +1,7 @@
 """A conversion in parts: which rows each part has, and what a storage format must implement.
 
-Each part is written to a temporary name (``.part``) and read back. Parts get their final names only when all are written, so a file
-with a final name is complete, and no reader takes half of the data for all of it.
+Each part is written to a temporary name (``.part``) and read back. Parts get their final names only when all are
+written, so a file with a final name is complete, and no reader takes half of the data for all of it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Storage(Protocol):
         """Reads the part that was written last; returns its hash."""
 
     def finish(self) -> dict:
-        """Gives all parts their final names; returns ``{"files": names}`` and what else a reader must know about them."""
+        """Gives all parts their final names; returns ``{"files": names}`` and what else a reader must know."""
 
 
 def synced(file: IO) -> None:

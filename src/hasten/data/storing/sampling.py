@@ -1,4 +1,4 @@
-"""Selects some of the files where opening all would take long, because a format has no index and each file must be read."""
+"""Selects some of the files where opening all would take long, because their format has no index."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _head(file: str, folder: Path) -> tuple[str, int]:
 
 
 def _whole(lines: bytes) -> bytes:
-    """The complete lines, up to the last line break outside quotes; if that is more than LONGEST back, quotes have no such meaning here."""
+    """The complete lines, up to the last line break outside quotes; beyond LONGEST, quotes are plain text."""
     last = end = lines.rfind(b"\n") + 1
     inside = lines.count(b'"', 0, end) % 2
     while inside and last - end < LONGEST:

@@ -58,4 +58,6 @@ def _numbers(name: str, column: torch.Tensor) -> numpy.ndarray:
     try:
         return column.numpy()
     except TypeError:
-        raise Refusal(f"column {name!r} holds {column.dtype}, which no file format here knows; store float32 or float16") from None
+        raise Refusal(
+            f"column {name!r} holds {column.dtype}, which no file format here knows; store float32 or float16"
+        ) from None
