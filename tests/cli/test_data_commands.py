@@ -39,16 +39,16 @@ WRONG = [
     ("data convert broken.parquet --to feather --out out", "no whole Parquet file"),
     ("data inspect broken.npy", "is no array of numbers"),
     ("data inspect folder.npy", "the folder folder.npy is empty"),
-    ("data bench broken.py:task", "does not import"),
-    ("data bench words.dat", "no workload"),
-    ("data bench digits --skip-bad 3", "leave --skip-bad out"),
+    ("data bench digits", "inspect"),
+    ("diagnose broken.py:task", "does not import"),
+    ("diagnose words.dat", "no workload"),
     ("train digits --out words.dat/run", "cannot write to words.dat/run: Not a directory"),
     ("eject digits --out words.dat/script.py", "cannot write to words.dat/script.py: Not a directory"),
     ("data convert x.npy --to feather --out out --resize 0", "--resize"),
     ("data convert x.npy --to feather --out out --resize 8", "for pictures"),
     ("data convert x.npy --to feather --out out --resise 8", "did you mean --resize"),
-    ("data bench digit", "did you mean digits"),
-    ("data bench gone.py:task", "no file"),
+    ("diagnose digit", "did you mean digits"),
+    ("diagnose gone.py:task", "no file"),
 ]  # fmt: skip
 
 
@@ -86,8 +86,8 @@ def test_json(here, capfd):
     assert json.loads(capfd.readouterr().out)["rows"] == 1000
     assert main(["data", "inspect", "out", "--budget", "1", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["kind"] == "feather"
-    assert main(["data", "bench", "digits", "--json", "--budget", "1", "--device", "cpu"]) == 0
-    assert json.loads(capfd.readouterr().out)["stages"]["read"] > 0
+    assert main(["diagnose", "digits", "--json", "--budget", "1", "--device", "cpu"]) == 0
+    assert json.loads(capfd.readouterr().out)["input"]["stages"]["read"] > 0
 
 
 def test_pages(here, capfd):
@@ -97,9 +97,9 @@ def test_pages(here, capfd):
     assert main(["data", "inspect", "out", "--budget", "1"]) == 0
     out = capfd.readouterr().out
     assert "Parquet" in out and "1,000 rows" in out and "limits" in out
-    assert main(["data", "bench", "digits", "--budget", "1", "--device", "cpu"]) == 0
+    assert main(["diagnose", "digits", "--budget", "1", "--device", "cpu"]) == 0
     out = capfd.readouterr().out
-    assert "the step eats" in out and "together" in out and "waits" in out
+    assert "training step" in out and "end to end" in out and "waits for data" in out
 
 
 def test_a_conversion_that_is_stopped_says_how_it_goes_on(here, capfd, monkeypatch):

@@ -8,7 +8,7 @@ from hasten import Failure
 from hasten.data import Pipeline, Source
 from hasten.data.caching.cache import Mapped, MemoryCache
 from hasten.data.source import BadRow
-from hasten.data.storing.appetite import _Timed
+from hasten.diagnosis.input_benchmark import TimedSource
 
 
 class Known(Bad):
@@ -88,7 +88,7 @@ def test_the_found_rows_say_where_and_why():
 
 @pytest.mark.parametrize(
     "around",
-    [lambda source: Mapped(source, ()), lambda source: MemoryCache(source, None, None), _Timed],
+    [lambda source: Mapped(source, ()), lambda source: MemoryCache(source, None, None), TimedSource],
     ids=["mapped", "kept", "timed"],
 )
 def test_what_is_known_is_told_through_what_stands_before_it(around):

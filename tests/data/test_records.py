@@ -50,7 +50,7 @@ def test_without_google_crc32c_checksums_are_refused_in_one_line_and_reading_wit
     written(tmp_path / "a.tfrecord")
     monkeypatch.setitem(sys.modules, "google_crc32c", None)
     checksums._tables.cache_clear()
-    for use in (lambda: tfrecord(tmp_path), lambda: framed([b"x"])):
+    for use in (lambda: tfrecord(tmp_path), lambda: frame_records([b"x"])):
         with pytest.raises(Refusal, match=r"^checksums of TFRecord files need google-crc32c: pip install 'hasten\[data\]'$"):
             use()
     assert len(tfrecord(tmp_path, verify=False).source) == 100

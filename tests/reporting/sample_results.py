@@ -144,6 +144,17 @@ def diagnosed() -> dict:
         "seconds_per_step": 0.0231,
         "flops": {"achieved_gflops": 1.9, "peak_gflops": 88.0, "share": 0.0216},
         "causes": {"page faults": 12.5, "system time": 0.04},
+        "input": {
+            "stages": {"read": 1900.0, "decode": None, "map": 52_000.0, "batch": 31_000.0, "copy": None},
+            "step_throughput": 6100.0,
+            "end_to_end": 1850.0,
+            "first_batch_seconds": 0.02,
+            "prefetched": False,
+            "data_wait_fraction": 0.77,
+            "bottleneck": "read",
+            "skipped_rows": [{"row": 3, "where": "numbers.txt line 4", "why": "no number"}],
+            "not_measured": {"decode": "read includes it"},
+        },
     }
 
 

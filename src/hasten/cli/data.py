@@ -1,4 +1,4 @@
-"""Looks at stored data, stores them in a faster way, and times a task's input stage by stage."""
+"""Inspects stored data and converts them to a faster format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hasten.cli import values
 from hasten.cli.answer import Answer
 from hasten.contract.errors import Failure
 
-HELP = "look at stored data, store them faster, time a task's input"
+HELP = "inspect stored data, convert them to a faster format"
 FORMS = "parquet, feather, tfrecord, rows (.npy matrices) or, for pictures, shards (tar files)"
 
 
@@ -74,26 +74,6 @@ def _convert(options, watch) -> Answer:
     return Answer(result, lambda: _pages().convert_answer(result))
 
 
-def _bench_arguments(parser) -> None:
-    parser.add_argument("task", metavar="TASK")
-    _add_skip_bad(parser, "leave out up to N rows that cannot be read, of data that hasten.data reads, and list them")
-    parser.add_argument("--budget", type=values.seconds, default=20.0, metavar="TIME", help="time to spend; 20s unless said")
-
-
-def _bench(options, watch) -> Answer:
-    """samples a second of each stage of a task's input, alone and together, and what the training step eats
-
-    It prints one bar for each stage, alone and in one thread: read (rows from where they lie), transform (the maps), batch (samples put
-    together), copy (to the device); one for all of them together, as the training gets its batches; and one for the step's appetite:
-    how many samples a second the step would train on if the next batch were always there, told by giving it the same batch again and
-    again. Where "together" is less than the appetite, the step waits; the first line says for how much of the time, and for which stage.
-    """
-    from hasten.data.storing.appetite import bench
-
-    result = bench(options.task, skip_bad=options.skip_bad, budget=options.budget, device=options.device, seed=options.seed, watch=watch)
-    return Answer(result, lambda: _pages().bench_answer(result))
-
-
 def _add_skip_bad(parser, what: str) -> None:
     parser.add_argument("--skip-bad", type=values.count, metavar="N", help=what)
 
@@ -107,5 +87,4 @@ def _pages():
 ACTIONS = {
     "inspect": (_inspect_arguments, _inspect),
     "convert": (_convert_arguments, _convert),
-    "bench": (_bench_arguments, _bench),
 }

@@ -19,7 +19,6 @@ _WHERE = {
     "tokens": "hasten.data.formats.token_files",
     "inspect": "hasten.data.storing.inspection",
     "convert": "hasten.data.storing.conversion",
-    "bench": "hasten.data.storing.appetite",
     "augmented": "hasten.data.formats.stored_pictures",
     "crop": "hasten.data.transforms",
     "flip": "hasten.data.transforms",

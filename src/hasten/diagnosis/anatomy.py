@@ -6,7 +6,7 @@ import math
 import time
 from dataclasses import dataclass
 
-from hasten.contract.errors import Failure
+from hasten.contract.errors import Failure, Refusal
 from hasten.contract.recipe import Recipe
 from hasten.contract.watch import Watch, silent
 from hasten.diagnosis.headroom import Headroom, take_away
@@ -37,6 +37,7 @@ class Anatomy:
         step, sample: of the training alone, without evaluations.
         timing_cost: how much longer a step takes because its phases are timed.
         system_share: of the processors' time, spent in the operating system.
+        input: throughput of the input pipeline, as of ``measure_input``; only ``not_measured`` if that failed.
         flops: operations a second reached, the machine's peak and their quotient; None where they could not be counted.
     """
 
@@ -50,6 +51,7 @@ class Anatomy:
     faults_per_step: float
     system_share: float
     host_reads_per_step: float | None
+    input: dict | None
     flops: dict | None
     facts: frozenset[str]
     noise: dict
@@ -74,6 +76,7 @@ def examine(
     device: str,
     seed: int,
     budget: float,
+    input_budget: float = 0.0,
     ceilings: bool = False,
     processes: int = 1,
     patience: float | None = None,
@@ -82,6 +85,7 @@ def examine(
     """The anatomy of a task under a recipe, from about ``budget`` seconds of its real steps.
 
     Args:
+        input_budget: seconds for the throughput of the input pipeline, beside ``budget``; 0: it is not measured.
         ceilings: whether to measure too what it would be to do without a phase; takes the larger part of the budget.
         processes: that train together; the phases are those of rank 0.
         patience: seconds of silence after which they count as hanging.
@@ -112,6 +116,8 @@ def examine(
         facts = probe.call("facts")
         operations = _if_possible(probe, "operations", count=WATCHED_STEPS) or {}
         arithmetic = _if_possible(probe, "arithmetic", dtype=operations.get("dtype", "float32"))
+        watch("the stages of the input pipeline", 1.0, input_budget)
+        input_throughput = _input_throughput(probe, input_budget, processes) if input_budget else None
     both = timed + plain
     samples, seconds = _sum(plain, "samples"), _sum(plain, "seconds")
     return Anatomy(
@@ -125,6 +131,7 @@ def examine(
         faults_per_step=_sum(both, "faults") / (count * len(both)),
         system_share=_sum(both, "system") / max(_sum(both, "seconds"), _sum(both, "cpu")),
         host_reads_per_step=operations.get("host_reads_per_step"),
+        input=input_throughput,
         flops=arithmetic and _rates(arithmetic, samples / seconds),
         facts=frozenset(facts),
         noise=noise.told(100 * spread([_pace(block) for block in plain]), int(_sum(both, "switches"))),
@@ -167,6 +174,16 @@ def _if_possible(probe: Worker | Job, method: str, **arguments) -> dict | None:
         return probe.call(method, **arguments)
     except Failure:
         return None
+
+
+def _input_throughput(probe: Worker | Job, budget: float, processes: int) -> dict:
+    """Throughput of the input pipeline; a failure, also the death of the process, is a reason in ``not_measured``."""
+    if processes > 1:
+        return {"not_measured": {"input": "measured in one process only; leave --processes out"}}
+    try:
+        return probe.call("input", budget=budget)
+    except (Failure, Refusal) as error:
+        return {"not_measured": {"input": str(error)}}
 
 
 def _pace(block: dict) -> float:

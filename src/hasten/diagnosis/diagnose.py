@@ -19,6 +19,7 @@ from hasten.engine.tasks import TaskRef
 from hasten.measure.ratio import Ratio
 
 INSIDE = 0.6  # of the budget, for what one process can tell; another allocator gets what is left
+INPUT = 0.1  # of the budget, for the throughput of the input pipeline
 
 
 def diagnose(
@@ -44,6 +45,7 @@ def diagnose(
     Returns:
         Plain data: ``verdict`` (a sentence), ``phases`` (share of the wall clock; they sum to 1), ``headroom``
         (ceilings by replacement: time with / time without), ``advice`` and ``not_advised`` (methods), ``causes``,
+        ``input`` (samples/s of the input pipeline's stages and of the training step, as ``measure_input`` gives them),
         ``flops``, ``facts``, and the pace of the run in seconds and samples.
 
     Raises:
@@ -55,11 +57,11 @@ def diagnose(
     began = time.monotonic()
     where = {"device": device, "seed": seed, "processes": processes}
     anatomy = examine(
-        task, recipe, **where, budget=budget * INSIDE, ceilings=processes == 1, patience=patience, watch=_part(watch, 0.0, INSIDE)
+        task, recipe, **where, budget=budget * INSIDE, input_budget=budget * INPUT, ceilings=processes == 1, patience=patience, watch=_part(watch, 0.0, INSIDE + INPUT)
     )
     left = budget - (time.monotonic() - began)
     outside = exchange_allocator(
-        task, recipe, anatomy.system_share, **where, budget=left, plan=anatomy.plan, watch=_part(watch, INSIDE, 1.0)
+        task, recipe, anatomy.system_share, **where, budget=left, plan=anatomy.plan, watch=_part(watch, INSIDE + INPUT, 1.0)
     )
     ratios = anatomy.headroom.ceilings | outside.ceilings
     headroom = _headroom(anatomy, ratios)
@@ -78,6 +80,7 @@ def diagnose(
         "advice": advice,
         "not_advised": against,
         "causes": _causes(anatomy),
+        "input": anatomy.input,
         "flops": anatomy.flops,
         "facts": sorted(anatomy.facts),
         "batch_size": anatomy.plan["batch_size"],

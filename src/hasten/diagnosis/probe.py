@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from hasten.contract.errors import Failure
 from hasten.diagnosis.facts import facts_of
 from hasten.diagnosis.flops import flops_a_sample, peak_flops
+from hasten.diagnosis.input_benchmark import measure_input
 from hasten.diagnosis.replacements import BATCH_SIZE, LargerBatch, outside_name, taken_away
 from hasten.engine.folder import lines_of
 from hasten.engine.plan import build
@@ -26,7 +27,7 @@ from hasten.measure.arm import Arm
 class Probe(Arm):
     """An arm whose recipe holds the Timeline and the replacements that can be switched.
 
-    ``operations`` and ``arithmetic`` disturb the run: they are the last calls.
+    ``operations``, ``arithmetic`` and ``input`` disturb the run: they are the last calls.
     """
 
     def block(self, count: int, away: str | None = None) -> dict:
@@ -98,6 +99,11 @@ class Probe(Arm):
         """Operations for a sample of the plain model, and the machine's peak in a number format, both in FLOP (per second)."""
         plain = build(self.program.run.task, [], device=self.device, seed=self.seed)
         return {"flops_a_sample": flops_a_sample(plain), "peak_flops": peak_flops(self.device, getattr(torch, dtype))}
+
+    def input(self, budget: float) -> dict:
+        """Throughput of the input pipeline's stages and of the training step, as ``measure_input`` gives it. Ends the run."""
+        self.steps.close()  # ends the worker processes of the epoch in progress
+        return measure_input(dataclasses.replace(self.program, train=self.source), budget)
 
 
 class _Operations(TorchDispatchMode):

@@ -108,6 +108,36 @@ def arms(curves: dict, target: float | None, higher_is_better: bool, times: dict
     return found
 
 
+INPUT_NAMES = {"end_to_end": "end to end", "step_throughput": "training step"}
+
+
+def input_rates(measured: dict) -> list[tuple[str, float, bool]]:
+    """(name, samples/s, whether it is the bottleneck) of each stage of the input, of the whole and of the training step."""
+    rates = measured["stages"] | {name: measured[key] for key, name in INPUT_NAMES.items()}
+    bottleneck = INPUT_NAMES["step_throughput"] if measured["bottleneck"] == "step" else measured["bottleneck"]
+    return [(name, rate, name == bottleneck) for name, rate in rates.items() if rate]
+
+
+def input_sentence(measured: dict) -> str:
+    """How much of its time the training step waits for data, and for which stage."""
+    if measured["data_wait_fraction"] is None:
+        return ""
+    sentence = f"The training step waits for data {words.percent(measured['data_wait_fraction'])} of the time"
+    if measured["bottleneck"] in ("step", ""):
+        return f"{sentence}; the step is the bottleneck"
+    stage = measured["bottleneck"]
+    return f"{sentence}; the bottleneck is {'the input pipeline' if stage == 'input' else f'its stage {stage!r}'}"
+
+
+def input_notes(measured: dict) -> list[tuple[str, str]]:
+    """(what, reason) of everything that was not measured, and the rows that were skipped."""
+    notes = [(name.replace("_", " "), f"not measured: {reason}") for name, reason in measured["not_measured"].items()]
+    if rows := measured["skipped_rows"]:
+        first = f"{rows[0]['where']}: {rows[0]['why']}"
+        notes.append(("skipped", f"{words.count(len(rows), 'row', 'rows')} that could not be read, the first: {first}"))
+    return notes
+
+
 def anatomy(before: dict, after: dict) -> list[dict]:
     """``{"phase", "meaning", "before", "after", "ratio"}`` for every phase that took any time, in a step's order."""
     names = [name for name in PHASES if name in before or name in after] + sorted((before.keys() | after.keys()) - PHASES.keys())

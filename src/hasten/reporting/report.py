@@ -106,6 +106,9 @@ def _diagnose(result: dict) -> dict:
         "anatomy_rows": rows,
         "other_ceilings": figures.other_ceilings(result["headroom"], result["phases"]),
         "causes": _facts(result["causes"]),
+        "input_rates": figures.input_rates(result["input"]),
+        "input_sentence": figures.input_sentence(result["input"]),
+        "input_notes": figures.input_notes(result["input"]),
     }
 
 

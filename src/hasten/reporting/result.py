@@ -84,6 +84,17 @@ SHAPES = {
         "flops": {"achieved_gflops": AMOUNT, "peak_gflops": AMOUNT, "share": AMOUNT},
         "not_advised": [{"method": TEXT, "why": TEXT}],
         "causes": FACTS,
+        "input": {
+            "stages": AMOUNTS,
+            "step_throughput": AMOUNT,
+            "end_to_end": AMOUNT,
+            "first_batch_seconds": AMOUNT,
+            "prefetched": YES_NO,
+            "data_wait_fraction": AMOUNT,
+            "bottleneck": TEXT,
+            "skipped_rows": [{"row": AMOUNT, "where": TEXT, "why": TEXT}],
+            "not_measured": {str: TEXT},
+        },
     },
     "train": COMMON
     | {

@@ -88,7 +88,20 @@ def diagnose_answer(result: dict) -> RenderableType:
         pairs(_step_facts(result)),
         Text("  ceiling: how much faster the whole would be if the phase cost nothing", style=QUIET),
     ]
-    return Group(*parts, *advised(result["advice"]))
+    return Group(*parts, *_input_throughput(result["input"]), *advised(result["advice"]))
+
+
+def _input_throughput(measured: dict) -> list[RenderableType]:
+    """A bar for every stage of the input pipeline beside the training step; nothing if nothing was measured."""
+    rates, notes = figures.input_rates(measured), figures.input_notes(measured)
+    if not rates and not notes:
+        return []
+    longest = max((rate for _, rate, _ in rates), default=1.0)
+    table = grid("input", "", ">samples/s")
+    for name, rate, slowest in rates:
+        table.add_row(Text(name, HEAD if slowest else ""), bar(rate / longest, BAR), f"{rate:,.0f}")
+    sentence = figures.input_sentence(measured)
+    return [Text(), indented(table), *([Text(sentence)] if sentence else []), *([pairs(notes)] if notes else [])]
 
 
 def advised(advice: list[dict]) -> list[RenderableType]:

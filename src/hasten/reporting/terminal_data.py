@@ -1,4 +1,4 @@
-"""What `hasten data` prints: storages and how fast they are, what a conversion gave, the stages of an input."""
+"""What `hasten data` prints: storages and their speeds, and what a conversion gave."""
 
 import shlex
 from collections.abc import Callable
@@ -7,9 +7,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from hasten.reporting import words
-from hasten.reporting.layout import HEAD, QUIET, bar, grid, headline, indented, pairs
+from hasten.reporting.layout import HEAD, QUIET, grid, headline, indented, pairs
 
-BAR = 30  # characters
 MOST_COLUMNS, MOST_BAD = 12, 3  # shown; the JSON has them all
 LIMITS = {
     "disk": "The disk limits reading",
@@ -59,20 +58,6 @@ def convert_answer(result: dict) -> RenderableType:
         ("open it with", result["open"]),
     ]
     return Group(headline(_gained(result["to"], gain), result["out"], gain["verdict"] == "faster"), _told(rows))
-
-
-def bench_answer(result: dict) -> RenderableType:
-    """A bar for every stage beside what the training step eats."""
-    table, rates = grid("", "", ">samples/s"), {**result["stages"], "together": result["together"], "the step eats": result["appetite"]}
-    longest = max(rate for rate in rates.values() if rate)
-    for name, rate in rates.items():
-        if rate:
-            style = "cyan" if name in result["stages"] else "bold cyan"
-            table.add_row(Text(name, HEAD if name == result["limit"] else ""), bar(rate / longest, BAR, style), f"{rate:,.0f}")
-    rows = [("batches", f"{words.count(result['batch_size'], 'sample', 'samples')}, on {result['device']}")]
-    rows.append(("first batch", f"after {words.seconds(result['first_batch_seconds'])}"))
-    rows.append(("left out", _listed(result["left_out"])))
-    return Group(headline(_hungry(result), result["task"], False), Text(), indented(table), Text(), _told(rows))
 
 
 def size(number: float) -> str:
@@ -177,10 +162,3 @@ def _storages(result: dict) -> list[RenderableType]:
     command += ["--fill", str(best["fill"])] if best["fill"] is not None else []
     or_else = [Text('or .cache("disk") in the pipeline: its first pass stores such rows by itself', QUIET)] if best["to"] == "rows" else []
     return [Text(), indented(table), Text(), Text(f"{shlex.join(command)} --out DIR", no_wrap=True, overflow="ignore"), *or_else]
-
-
-def _hungry(result: dict) -> str:
-    if result["limit"] == "step":
-        return f"The step is the slower one; it waits {words.percent(result['waits'])} of the time"
-    what = "the input" if result["limit"] == "input" else f"the stage {result['limit']!r}"
-    return f"The step waits {words.percent(result['waits'])} of the time, most of it for {what}"

@@ -30,6 +30,7 @@ from typing import Any, BinaryIO
 
 import numpy
 import torch
+from platformdirs import user_cache_path
 
 from hasten import __version__
 from hasten.contract.errors import Failure, Notice
@@ -43,11 +44,14 @@ SECONDS_BETWEEN_LOOKS = 0.1  # for the lock that another process holds
 
 
 def default_folder() -> Path:
-    """HASTEN_CACHE, or hasten's folder where this system keeps a user's caches."""
+    """The environment variable HASTEN_CACHE, or hasten's folder in the user's cache directory.
+
+    Raises:
+        RuntimeError: the user has no home directory.
+    """
     if os.environ.get("HASTEN_CACHE"):
         return Path(os.environ["HASTEN_CACHE"])
-    usual = "~/Library/Caches" if sys.platform == "darwin" else os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(usual).expanduser() / "hasten"
+    return user_cache_path("hasten", appauthor=False).expanduser()
 
 
 def free_disk(folder: Path) -> int:

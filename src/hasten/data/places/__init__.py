@@ -1,1 +1,1 @@
-"""Where files are: globs, folders, remote addresses; what is read of them, whether they changed, and what was found out in them."""
+"""Local and remote files: path resolution, byte ranges, change detection, and caches of what was found in files."""

@@ -1,6 +1,6 @@
-"""Where files are: patterns and folders, local or remote, and what tells whether a file is still the same.
+"""Resolves paths, folders and patterns to files, opens files, and detects changed files.
 
-A path with ``://`` in it is remote (``remote.py``); everything else is local and touches nothing but the standard library.
+A path that contains ``://`` is remote (``remote.py``); everything else is local and uses the standard library only.
 """
 
 from __future__ import annotations
@@ -21,24 +21,32 @@ from hasten.data.places import remote
 from hasten.data.places.walks import Mark, entries, is_folder, matcher, walked
 
 NUMBERS = re.compile(r"\{([0-9]{1,9})\.\.([0-9]{1,9})\}")
-BLAMING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EINVAL)  # a file, and not the machine
-MAPPED = 128  # files that stay mapped: each counts among those that a process may have open, usually 1,024
+BLAMING = (
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.ELOOP,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EINVAL,
+)  # the fault of a file, not the machine
+MAPPED = 128  # files that stay mapped: each counts towards the process's limit of open files, usually 1,024
 
 
 class Lost(Refusal):
-    """A file is not there, may not be read, or is no whole one of its format: where there are others, it is a bad row."""
+    """A file is missing, unreadable or damaged. Where there are other files, it counts as a bad row."""
 
 
 def found(patterns: str | Path | Iterable[str | Path], suffixes: tuple[str, ...] = ()) -> list[str]:
-    """Every file that is meant, sorted, each once.
+    """All files that some paths or patterns select, sorted, each once.
 
     Args:
-        patterns: files, folders or patterns (``*``, ``?``, ``[...]``, ``**`` for any depth, ``{000..099}`` for so many names), local or
-            remote. A folder that links lead to as well is met once.
-        suffixes: what the names of a folder's files end in (``.parquet``); empty for all of them. Hidden ones are passed over.
+        patterns: files, folders or patterns (``*``, ``?``, ``[...]``, ``**`` for any depth, ``{000..099}`` for a range
+            of numbers), local or remote. A folder, also one that a pattern matches, stands for all files below it
+            except hidden ones; one that links lead to as well is read once.
+        suffixes: endings (``.parquet``) of the files that a folder stands for; empty for all.
 
     Raises:
-        Refusal: a pattern matches nothing, a file is not there, or the file system cannot be reached.
+        Refusal: a pattern matches nothing, a file does not exist, or the file system cannot be reached.
     """
     patterns = list(patterns) if isinstance(patterns, Iterable) and not isinstance(patterns, str) else [patterns]
     if not patterns:
@@ -59,11 +67,11 @@ def found(patterns: str | Path | Iterable[str | Path], suffixes: tuple[str, ...]
 
 
 def opened(path: str) -> BinaryIO:
-    """A file to read bytes from, at any position.
+    """A file opened for reading bytes at any position.
 
     Raises:
-        Refusal: it is not there, or may not be read.
-        Failure: it is remote and did not answer, four times.
+        Refusal: it does not exist, or may not be read.
+        Failure: its server did not answer four times.
     """
     if is_remote(path):
         return io.BufferedReader(remote.RemoteFile(path), 1 << 20)
@@ -74,39 +82,39 @@ def opened(path: str) -> BinaryIO:
 
 
 def mapped_bytes(path: str) -> memoryview:
-    """The bytes of a local file, mapped into memory: read-only, and shared by all processes. Who cuts it off meanwhile kills them.
+    """The bytes of a local file, mapped into memory read-only. Truncating the file kills its readers (SIGBUS).
 
     Raises:
-        Refusal: it is not there, or may not be read.
+        Refusal: it does not exist, or may not be read.
     """
     _, size, version = stamp(path)
     return _mapped(path, size, *version)
 
 
 def stamp(path: str) -> list:
-    """[path, bytes, version], which changes when the file does.
+    """[path, size in bytes, version], which changes when the file does.
 
-    A local file's version is the time of its content and that of its inode, in nanoseconds: the second cannot be set back. The
-    number of the inode says no more, and some network file systems make up a new one every day.
+    The version of a local file is [modification time, change time] in nanoseconds. The change time cannot be set back.
+    The inode number adds nothing, and some network file systems assign new ones every day.
 
     Raises:
-        Refusal: it is not there.
-        Failure: it is remote and did not answer.
+        Refusal: it does not exist.
+        Failure: its server did not answer.
     """
     if is_remote(path):
         return remote.mark_of(path)
     try:
-        about = os.stat(path)
+        info = os.stat(path)
     except OSError as error:
         raise Refusal(f"cannot read {path}: {error.strerror}") from None
-    return [os.path.abspath(path), about.st_size, [about.st_mtime_ns, about.st_ctime_ns]]
+    return [os.path.abspath(path), info.st_size, [info.st_mtime_ns, info.st_ctime_ns]]
 
 
 def unchanged(path: str, before: list) -> None:
-    """Makes sure that a file is still the one whose stamp was taken.
+    """Checks that a file has not changed since its stamp was taken.
 
     Raises:
-        Failure: it changed, or went away.
+        Failure: it changed, or was removed.
     """
     try:
         same = _content(stamp(path)) == _content(before)
@@ -117,19 +125,19 @@ def unchanged(path: str, before: list) -> None:
 
 
 def _content(stamp: list) -> tuple:
-    """What of a stamp tells of the content; an inode changes too when a file is linked to, as backups do."""
+    """(size, version) without the change time of a local file, which changes also when a backup links to the file."""
     _, size, version = stamp
     return size, version[0] if isinstance(version, list) else version
 
 
 def is_lost(path: str, refused: Refusal) -> bool:
-    """Whether a file is to blame: it is not there, may not be read, or is no whole one.
+    """Whether an error is the fault of one file: it is missing, unreadable or damaged.
 
-    A login that has run out is no fault of it, nor are a machine that lacks something and a delimiter that is another.
+    An expired login, missing software and a wrong delimiter are not: every file would fail.
     """
     if is_remote(path):
         return isinstance(refused, (Lost, remote.Nothing))
-    return isinstance(refused, Lost) or getattr(refused.__context__, "errno", None) in BLAMING  # the system's, in other words
+    return isinstance(refused, Lost) or getattr(refused.__context__, "errno", None) in BLAMING  # an OSError behind it
 
 
 def is_remote(path: str | Path) -> bool:
@@ -137,13 +145,13 @@ def is_remote(path: str | Path) -> bool:
 
 
 def plain(pattern: str | Path) -> str:
-    """A path as text; a local one without ``file://``, and ``~`` written out."""
+    """A path as text, a local one without ``file://`` and with ``~`` expanded."""
     text = os.fspath(pattern)
     return text if is_remote(text) else os.path.expanduser(text.removeprefix("file://"))
 
 
 def _expanded(pattern: str) -> Iterator[str]:
-    """``{000..099}`` written out, as WebDataset's users name their shards."""
+    """A pattern for each number of ``{000..099}``, as WebDataset's users name their shards."""
     if (numbers := NUMBERS.search(pattern)) is None:
         yield pattern
         return
@@ -164,7 +172,7 @@ def _local_matches(pattern: str, suffixes: tuple[str, ...]) -> Iterator[str]:
 
 
 def _inside(folder: str, met: set[Mark]) -> Iterator[tuple[str, list[str]]]:
-    """(path with a slash at its end, names of the files) of a folder and every folder in it that is not met."""
+    """(path with a slash at its end, names of the files) of a folder and every folder in it that is not in ``met``."""
     return ((os.path.join(folder, inner, ""), names) for inner, _, names in walked(folder, met))
 
 
@@ -173,9 +181,10 @@ def _wanted(name: str, suffixes: tuple[str, ...]) -> bool:
 
 
 def _globbed(pattern: str, suffixes: tuple[str, ...]) -> Iterator[str]:
-    """As ``glob`` does, but no file twice, and entries tell what they are without being asked: a million take a second.
+    """The files that a pattern selects, and those below the folders that it selects, each once.
 
-    A folder that is meant stands for what lies in it.
+    A folder is read under its own name where that is selected too, and under a link's otherwise. The types of entries
+    come with the listing, without a ``stat`` for each file: a million files take a second.
     """
     folder, name = os.path.split(pattern)
     matches, searched, folders = matcher("*" if name == "**" else name), {}, []
@@ -187,20 +196,22 @@ def _globbed(pattern: str, suffixes: tuple[str, ...]) -> Iterator[str]:
                     folders.append((entry.is_symlink(), path))
                 else:
                     yield path
-    meant = {path for _, path in folders}
-    passed = {mark for mark, each in searched.items() if not any(above in meant for above in _upwards(each))}
+    selected = {path for _, path in folders}
+    passed = {mark for mark, each in searched.items() if not any(above in selected for above in _upwards(each))}
     met = set(passed)
     for _, each in sorted(folders):
-        if (mark := _mark(each)) in passed:  # meant by the name of a link that leads to it
+        if (mark := _mark(each)) in passed:  # selected through a link
             passed.remove(mark)
             met.remove(mark)
         for path, names in _inside(each, met):
-            given = _mark(path) in searched
-            yield from (path + name for name in names if _wanted(name, suffixes) and not (given and matches(name)))
+            was_searched = _mark(path) in searched
+            yield from (
+                path + name for name in names if _wanted(name, suffixes) and not (was_searched and matches(name))
+            )
 
 
 def _upwards(folder: str) -> Iterator[str]:
-    """The folder and those above it, spelt as it is."""
+    """A folder and its parents, as far as its path names them."""
     while folder:
         yield folder
         above = os.path.dirname(folder)
@@ -208,7 +219,7 @@ def _upwards(folder: str) -> Iterator[str]:
 
 
 def _folders(pattern: str) -> Iterator[str]:
-    """The folders that a pattern means; ``**`` is any depth."""
+    """The folders that a pattern selects; ``**`` is any depth."""
     if not has_magic(pattern):
         if os.path.isdir(pattern or "."):
             yield pattern
@@ -219,13 +230,15 @@ def _folders(pattern: str) -> Iterator[str]:
         if name == "**":
             yield from (os.path.join(each, inner) if inner else each for inner, _, _ in walked(each))
         elif has_magic(name):
-            yield from (os.path.join(each, entry.name) for entry in entries(each) if matches(entry.name) and is_folder(entry))
+            yield from (
+                os.path.join(each, entry.name) for entry in entries(each) if matches(entry.name) and is_folder(entry)
+            )
         elif os.path.isdir(os.path.join(each, name)):
             yield os.path.join(each, name)
 
 
 def _once(folders: Iterable[str], met: dict[Mark, str]) -> Iterator[str]:
-    """Each folder once, by its own name rather than a link's; those that are met are added."""
+    """Each folder once, under its own name rather than a link's; it is added to ``met``."""
     for folder in sorted(folders, key=lambda each: (os.path.realpath(each) != os.path.abspath(each), each)):
         if (mark := _mark(folder)) not in met:
             met[mark] = folder
@@ -234,18 +247,22 @@ def _once(folders: Iterable[str], met: dict[Mark, str]) -> Iterator[str]:
 
 def _mark(folder: str) -> Mark:
     try:
-        about = os.stat(folder or ".")
+        info = os.stat(folder or ".")
     except OSError as error:
         raise Refusal(f"cannot read the folder {folder}: {error.strerror}") from None
-    return about.st_dev, about.st_ino
+    return info.st_dev, info.st_ino
 
 
 def _nothing(pattern: str, suffixes: tuple[str, ...]) -> str:
-    """Why a pattern found no file, and what is there instead."""
+    """Why a pattern selects no file, and which similar names exist."""
     if is_remote(pattern):
         return f"no file matches {pattern}"
     if os.path.isdir(pattern):
-        return f"the folder {pattern} holds no file that ends in {' or '.join(suffixes)}" if suffixes else f"the folder {pattern} is empty"
+        return (
+            f"the folder {pattern} holds no file that ends in {' or '.join(suffixes)}"
+            if suffixes
+            else f"the folder {pattern} is empty"
+        )
     if os.path.exists(pattern):
         return f"{pattern} is no regular file"
     if os.path.islink(pattern):
@@ -255,12 +272,14 @@ def _nothing(pattern: str, suffixes: tuple[str, ...]) -> str:
     if has_magic(folder) or not os.path.isdir(folder or "."):
         return what if has_magic(folder) else f"{what}: there is no folder {folder}"
     there = [entry.name for entry in entries(folder)]
-    return what + (nearest(name, sorted(there)[:20] if has_magic(name) else there) if there else ": the folder is empty")
+    return what + (
+        nearest(name, sorted(there)[:20] if has_magic(name) else there) if there else ": the folder is empty"
+    )
 
 
 @lru_cache(maxsize=MAPPED)
 def _mapped(path: str, size: int, *version: int) -> memoryview:
     if not size:
-        return memoryview(b"")  # nothing cannot be mapped
+        return memoryview(b"")  # an empty file cannot be mapped
     with opened(path) as file:
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

@@ -1,7 +1,8 @@
-"""What took long to find out, kept in the user's cache folder for the next start: words as JSON, numbers as plain arrays.
+"""Metadata cache: what took long to find out about files, stored in the user's cache directory for the next start.
 
-A kept file is named by what it is about, and begins with a hash of that and of all its bytes. So one that is damaged, cut off or about
-something else is passed over as if it were not there, and found out anew. Nothing of it is ever executed.
+An entry is JSON followed by plain arrays, under a hash of its key and its content. An entry that is damaged, truncated
+or stored under another key is ignored as if it did not exist. Loading executes no code. joblib and diskcache would
+pickle.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ import numpy
 
 from hasten.data.caching.cache_disk import default_folder
 
-FORM = 2  # of what is kept; a change of what is written here, or of how it is found out, is a change of this number
-SETTLED = 2_000_000_000  # nanoseconds; what changed just now may change again without a new time
+FORM = 2  # version of the format, and of the code that computes the content
+SETTLED = (
+    2_000_000_000  # nanoseconds: a file that changed more recently may change again without a new modification time
+)
 HASH = 16  # bytes
-TROUBLE = (OSError, ValueError, EOFError, RuntimeError)  # the last: of a user without a home
+TROUBLE = (OSError, ValueError, EOFError, RuntimeError)  # RuntimeError: the user has no home directory
 
-Found = tuple[Any, list[numpy.ndarray]]  # what JSON can say, and arrays
+Found = tuple[Any, list[numpy.ndarray]]  # (JSON-serializable data, arrays)
 
 
 def recalled(about: list) -> Found | None:
-    """What was kept; None where nothing was, or nothing whole."""
+    """The entry under a key; None if there is none, or a damaged one."""
     key = _key(about)
     with suppress(*TROUBLE):
         content = _place(key).read_bytes()
@@ -43,21 +46,25 @@ def recalled(about: list) -> Found | None:
 
 
 def keep(about: list, words, arrays: list[numpy.ndarray]) -> None:
-    """Writes beside and renames, so that nobody reads half of it. Where that is not possible, it is found out again the next time."""
+    """Stores an entry, written to a temporary file and renamed. If that fails, nothing is stored and nothing is raised.
+
+    Args:
+        about: the key, JSON-serializable.
+        words: JSON-serializable data.
+        arrays: of any shape and number type.
+    """
     key, content = _key(about), io.BytesIO()
     for array in (numpy.frombuffer(json.dumps(words).encode(), numpy.uint8), *arrays):
         numpy.save(content, array, allow_pickle=False)
     with suppress(*TROUBLE):
-        kept = _place(key)
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        beside = kept.with_suffix(f".{uuid4().hex}")
+        path = _place(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{uuid4().hex}")
         try:
-            with open(beside, "wb") as file:
-                file.write(_hash(key, content.getbuffer()))
-                file.write(content.getbuffer())
-            os.replace(beside, kept)
+            temporary.write_bytes(_hash(key, content.getbuffer()) + content.getbuffer())
+            os.replace(temporary, path)
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
 
 def _key(about: list) -> bytes:

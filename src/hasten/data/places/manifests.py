@@ -1,8 +1,8 @@
-"""What files a folder holds, remembered: opening a million pictures is instant the second time.
+"""The list of files in a folder, cached: opening a million images takes an instant the second time.
 
-A folder is walked through once, and the names are kept. A kept list holds as long as the time of every folder in it: adding, removing
-or renaming a file changes its folder's. Overwriting one does not, nor does it change the list. The list of a remote folder is asked for
-every time: nothing tells that such a folder has changed.
+A cached list is valid as long as the modification time of every folder in it is the same: adding, removing or renaming
+a file changes that of its folder. Overwriting a file does not, nor does it change the list. Remote folders are listed
+every time, as they have no such times.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from hasten.contract.errors import Refusal
 from hasten.data.places.kept import SETTLED, keep, recalled
 from hasten.data.places.walks import walked
 
-WORTH = 1000  # files; a smaller folder is walked through in no time
+WORTH = 1000  # files; the list of a smaller folder is not cached
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Files by number.
+    """Files by index, in arrays that forked processes share: they would copy a million ``str`` when reading them.
 
     Attributes:
-        root: what all paths begin with; may be empty.
+        root: the common beginning of all paths; may be empty.
         folders: relative to the root, sorted.
-        parents: the number of each file's folder, int32.
-        letters: the file names, one after the other, UTF-8 (uint8).
-        ends: where each name ends in them, int64.
+        parents: index of each file's folder, int32, shape (files,).
+        letters: all file names one after the other, UTF-8, uint8.
+        ends: the end of each name in ``letters``, int64, shape (files,).
     """
 
     root: str
@@ -44,54 +44,49 @@ class Manifest:
     def __len__(self) -> int:
         return len(self.ends)
 
-    def name(self, number: int) -> str:
-        begin = self.ends[number - 1] if number else 0
-        return os.fsdecode(self.letters[begin : self.ends[number]].tobytes())
+    def name(self, index: int) -> str:
+        begin = self.ends[index - 1] if index else 0
+        return os.fsdecode(self.letters[begin : self.ends[index]].tobytes())
 
-    def inside(self, number: int) -> str:
+    def inside(self, index: int) -> str:
         """The path of a file, relative to the root."""
-        folder = self.folders[self.parents[number]]
-        return f"{folder}/{self.name(number)}" if folder else self.name(number)
+        folder = self.folders[self.parents[index]]
+        return f"{folder}/{self.name(index)}" if folder else self.name(index)
 
-    def path(self, number: int) -> str:
-        return f"{self.root}/{self.inside(number)}" if self.root else self.inside(number)
+    def path(self, index: int) -> str:
+        return f"{self.root}/{self.inside(index)}" if self.root else self.inside(index)
 
 
 def manifest_of(folder: str | Path, suffixes: tuple[str, ...]) -> Manifest:
-    """The files in a folder and the folders in it whose names end in one of the suffixes, sorted by folder and name.
+    """The files below a folder whose names end in one of the suffixes, sorted by folder and name.
 
     Raises:
-        Refusal: there is none.
+        Refusal: there is none, or a folder cannot be read.
     """
     root = os.path.abspath(folder)
-    about = ["files in a folder", root, suffixes]
-    manifest = _recalled(about, root)
+    key = ["files in a folder", root, suffixes]
+    manifest = _recalled(key, root)
     if manifest is None:
-        begun = time.time_ns()
-        files, times = _listed(root, suffixes)
+        began, files, times = time.time_ns(), {}, {}
+        for inner, time_ns, names in walked(root):
+            files[inner], times[inner] = [name for name in names if name.lower().endswith(suffixes)], time_ns
         manifest = _made(root, files)
-        if len(manifest) >= WORTH and max(times.values()) < begun - SETTLED:
-            keep(about, {"folders": manifest.folders, "times": times}, [manifest.parents, manifest.letters, manifest.ends])
+        if len(manifest) >= WORTH and max(times.values()) < began - SETTLED:
+            keep(
+                key, {"folders": manifest.folders, "times": times}, [manifest.parents, manifest.letters, manifest.ends]
+            )
     if not len(manifest):
         raise Refusal(f"the folder {folder} holds no file that ends in {' or '.join(suffixes)}")
     return manifest
 
 
 def manifest_of_paths(paths: Iterable[str]) -> Manifest:
-    """Files that are named one by one."""
+    """Files given by their paths."""
     files: dict[str, list[str]] = {}
     for path in paths:
         folder, name = path.rsplit("/", 1) if "/" in path else ("", path)
         files.setdefault(folder, []).append(name)
     return _made("", files)
-
-
-def _listed(root: str, suffixes: tuple[str, ...]) -> tuple[dict[str, list[str]], dict[str, int]]:
-    """({folder: names of its files}, {folder: its time})."""
-    files, times = {}, {}
-    for folder, time_ns, names in walked(root):
-        files[folder], times[folder] = [name for name in names if name.lower().endswith(suffixes)], time_ns
-    return files, times
 
 
 def _made(root: str, files: dict[str, list[str]]) -> Manifest:
@@ -106,10 +101,12 @@ def _made(root: str, files: dict[str, list[str]]) -> Manifest:
     )
 
 
-def _recalled(about: list, root: str) -> Manifest | None:
-    """The list that was kept, if it still holds."""
-    kept = recalled(about)
+def _recalled(key: list, root: str) -> Manifest | None:
+    """The cached list, if no folder has changed since."""
+    entry = recalled(key)
     with suppress(OSError):
-        if kept is not None and all(os.stat(os.path.join(root, folder)).st_mtime_ns == time for folder, time in kept[0]["times"].items()):
-            return Manifest(root, kept[0]["folders"], *kept[1])
+        if entry is not None and all(
+            os.stat(os.path.join(root, inner)).st_mtime_ns == then for inner, then in entry[0]["times"].items()
+        ):
+            return Manifest(root, entry[0]["folders"], *entry[1])
     return None

@@ -1,8 +1,8 @@
-"""First passes: where a file does not tell at which places its records lie, it is walked through once, and what was found is kept.
+"""Index cache: a file that does not state where its records are is read once, and the positions are cached.
 
-That holds as long as the file's length and version do, and nothing of the file is read then. Not kept is what was found in a file that
-is damaged, that changed just now, or of which nobody tells a version; and in small ones, which are walked through in no time. A pass
-that takes long tells how far it is.
+An index is valid as long as the file's size and version are; the file is then not read. Not cached is the index of a
+file that is damaged, that changed just now, or whose server states no version, and of small files. Building one that
+takes long reports progress.
 """
 
 from __future__ import annotations
@@ -18,20 +18,24 @@ from hasten.data.places.files import is_lost, is_remote, stamp
 from hasten.data.places.kept import SETTLED, Found, keep, recalled
 from hasten.data.places.remote import AT_ONCE
 
-WORTH = 1_000_000  # bytes of the files
+WORTH = 1_000_000  # bytes of the files; the index of smaller ones is not cached
 
-Tell = Callable[[int], None]  # hears how many bytes of a file are done
+Tell = Callable[[int], None]  # called with the number of bytes of a file that have been read
 Walk = Callable[[list, Tell], tuple[Found, str | None]]
 
 
 def walked_through(paths: list[str], of: list, walk: Walk) -> list[tuple[list, Found, str | None]]:
-    """(what marks a file, what a walk through it finds, why there is no more of it where it is damaged) of each file.
+    """The index of each file, from the cache or from reading it.
 
     Args:
-        of: what is looked for, in words that are told while it takes long, and all that it depends on besides the file.
-        walk: ``(what marks the file, tell) -> (what it finds, why there is no more)``.
+        of: what the index is of, as progress names it, and whatever else it depends on besides the file;
+        JSON-serializable.
+        walk: ``(stamp, tell) -> (index, why it is incomplete)``; the second is None for a file that is not damaged.
+
+    Returns:
+        (stamp, index, why it is incomplete or None) of each file.
     """
-    with ThreadPoolExecutor(min(len(paths), AT_ONCE)) as pool:  # to ask a server takes as long as the way there and back
+    with ThreadPoolExecutor(min(len(paths), AT_ONCE)) as pool:  # a remote stamp takes a round trip
         marks = list(pool.map(_marked, paths) if any(map(is_remote, paths)) else map(_marked, paths))
     known = [_recalled(of, [mark]) for mark in marks]
     ahead = [mark for mark, found in zip(marks, known, strict=True) if found is None]
@@ -40,27 +44,27 @@ def walked_through(paths: list[str], of: list, walk: Walk) -> list[tuple[list, F
     for mark, found in zip(marks, known, strict=True):
         why = None
         if found is None:
-            begun = time.time_ns()
-            found, why = walk(mark, lambda place, passed=passed: tell(passed + place))
+            began = time.time_ns()
+            found, why = walk(mark, lambda position, passed=passed: tell(passed + position))
             passed += mark[1] or 0
             tell(passed)
             if why is None:
-                _keep(of, [mark], found, begun)
+                _keep(of, [mark], found, began)
         walks.append((mark, found, why))
     return walks
 
 
 def once(of: list, marks: list[list], find: Callable[[], Found]) -> Found:
-    """What is found in some files, or was found when they were the same."""
+    """``find()``, or its cached result if the files with these stamps have not changed since."""
     if (found := _recalled(of, marks)) is None:
-        begun = time.time_ns()
+        began = time.time_ns()
         found = find()
-        _keep(of, marks, found, begun)
+        _keep(of, marks, found, began)
     return found
 
 
 def _marked(path: str) -> list:
-    """What marks a file; one that cannot be had is told when it is walked through."""
+    """The stamp of a file. A missing file gets an empty one: reading it raises the reason."""
     try:
         return stamp(path)
     except Refusal as refused:
@@ -69,29 +73,31 @@ def _marked(path: str) -> list:
         return [path, 0, None]
 
 
-# ---- kept, as long as the files are the same
+# ---- cached, as long as the files are the same
 
 
 def _recalled(of: list, marks: list[list]) -> Found | None:
-    kept = recalled(_about(of, marks)) if _is_worth_it(marks) else None
-    if kept is None or kept[0]["files"] != _versions(marks):
+    entry = recalled(_key(of, marks)) if _is_worth_it(marks) else None
+    if entry is None or entry[0]["files"] != _versions(marks):
         return None
-    return kept[0]["found"], kept[1]
+    return entry[0]["found"], entry[1]
 
 
-def _keep(of: list, marks: list[list], found: Found, begun: int) -> None:
-    """Keeps what was found, where no file can have changed since it was begun without a new time."""
-    newest = max((max(version) for _, _, version in marks if isinstance(version, list)), default=0)  # of local ones; others' clocks differ
-    if _is_worth_it(marks) and newest < begun - SETTLED:
-        keep(_about(of, marks), {"files": _versions(marks), "found": found[0]}, found[1])
+def _keep(of: list, marks: list[list], found: Found, began: int) -> None:
+    """Caches what was found, unless a local file can have changed since ``began`` without a new modification time."""
+    newest = max(
+        (max(version) for _, _, version in marks if isinstance(version, list)), default=0
+    )  # servers' clocks may differ
+    if _is_worth_it(marks) and newest < began - SETTLED:
+        keep(_key(of, marks), {"files": _versions(marks), "found": found[0]}, found[1])
 
 
-def _about(of: list, marks: list[list]) -> list:
+def _key(of: list, marks: list[list]) -> list:
     return [*of, [path for path, _, _ in marks]]
 
 
 def _versions(marks: list[list]) -> list[list]:
-    """What of the marks changes when a file does, and nothing of an address, which may hold a password."""
+    """Sizes and versions, without the addresses, which may contain passwords."""
     return [mark[1:] for mark in marks]
 
 
@@ -99,16 +105,16 @@ def _is_worth_it(marks: list[list]) -> bool:
     return all(version is not None for _, _, version in marks) and sum(size or 0 for _, size, _ in marks) >= WORTH
 
 
-# ---- told
+# ---- progress
 
 
 def _telling(what: str, total: int) -> Tell:
-    """``tell(bytes that are behind us)`` gives a Notice now and then, if there is long to wait."""
+    """``tell(bytes read so far)`` gives a Notice with pace and time left now and then, if there is long to wait."""
     watch, began, behind = noticing(), perf_counter(), 0
 
     def tell(passed: int) -> None:
         nonlocal behind
-        behind = min(max(behind, passed), total)  # what was downloaded is walked through after that
+        behind = min(max(behind, passed), total)  # downloading and then reading the same bytes reports them twice
         if behind:
             spent = max(perf_counter() - began, 1e-9)
             watch(f"{what}, {behind / spent / 1e6:,.0f} MB/s", behind / total, spent * (total - behind) / behind)

@@ -1,10 +1,12 @@
-"""Parts of files by position, read from several threads and processes at once.
+"""Reads byte ranges of local and remote files, safe in several threads and processes at once.
 
-Local files are read, not mapped into memory: somebody who cuts off a file that is mapped kills the process. Whether a local file has
-changed is looked at each time; to ask for that of a remote one takes as long as to read from it, so it is done now and then.
+Local files are read with ``pread`` and not mapped into memory: truncating a mapped file kills the process that reads
+it. A local file is checked for changes at every read; a remote one every ``SECONDS_BETWEEN_LOOKS``, because that takes
+a request.
 
-Remote ranges that lie together, as those of rows in order do, are read as a stream, which reads ahead; those that lie apart, as shuffled
-rows do, are asked for at once, each by itself.
+Remote ranges that lie apart, as shuffled rows do, are requested concurrently (fsspec's ``cat_ranges``). A single range,
+as rows in order are, is read through an open file with fsspec's read-ahead cache: the next batch is then usually here
+already.
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ from __future__ import annotations
 import os
 import threading
 import time
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import BinaryIO
 
 import numpy
@@ -24,12 +26,12 @@ from hasten.contract.errors import Failure
 from hasten.data.places import remote
 from hasten.data.places.files import is_remote, mapped_bytes, opened, unchanged
 
-SECONDS_BETWEEN_LOOKS = 10.0  # at a remote file, in each thread
-GAP, LONGEST = 64 << 10, 16 << 20  # bytes between remote ranges that are read as one, and of such a one at most
-OPEN = 16  # remote files that a thread keeps open, those it used last: each keeps some megabytes that it has read ahead
-PIECE = 4 << 20  # bytes of a whole remote file that are asked for at a time
+SECONDS_BETWEEN_LOOKS = 10.0  # between two checks of a remote file, in each thread
+GAP, LONGEST = 64 << 10, 16 << 20  # bytes: remote ranges at most GAP apart are merged, up to LONGEST
+OPEN = 16  # remote files that a thread keeps open: each holds some megabytes of read-ahead
+PIECE = 4 << 20  # bytes of a whole remote file that are requested at a time
 
-_own = threading.local()  # each thread keeps its own remote files open: {path: (stamp, time of the last look, file)}
+_own = threading.local()  # each thread has its own open remote files: {path: (stamp, time of the last check, file)}
 
 
 def read_ranges(stamps: list[list], files: numpy.ndarray, begins: numpy.ndarray, ends: numpy.ndarray) -> list[bytes]:
@@ -37,64 +39,48 @@ def read_ranges(stamps: list[list], files: numpy.ndarray, begins: numpy.ndarray,
 
     Args:
         stamps: of all files, as they were when the positions were found.
-        files: the number of each range's file.
-        begins, ends: each range's place in it.
+        files: int64, shape (n,): the index of each range's file in ``stamps``.
+        begins, ends: int64, shape (n,): each range's position in its file, in bytes.
 
     Raises:
-        Failure: a file is no longer what it was.
+        Failure: a file has changed since its stamp was taken, or cannot be read.
     """
     parts = [b""] * len(files)
-    far = [file for file in numpy.unique(files).tolist() if is_remote(stamps[file][0])]
-    runs = _runs(files, begins, ends, numpy.flatnonzero(numpy.isin(files, far))) if far else []
-    if len(runs) > 1:
-        _scattered(stamps, runs, begins, ends, parts)
+    remote_files = [file for file in numpy.unique(files).tolist() if is_remote(stamps[file][0])]
     for file in numpy.unique(files).tolist():
-        if len(runs) > 1 and file in far:
-            continue
-        with _reading(stamps[file]) as read:
-            for number in numpy.flatnonzero(files == file).tolist():
-                parts[number] = _all_of(read, stamps[file][0], int(begins[number]), int(ends[number]))
+        if file not in remote_files:
+            with _local_reader(stamps[file]) as read:
+                for index in numpy.flatnonzero(files == file).tolist():
+                    parts[index] = _read_fully(read, stamps[file][0], int(begins[index]), int(ends[index]))
+    if remote_files:
+        indices = numpy.flatnonzero(numpy.isin(files, remote_files))
+        ranges = zip(files[indices].tolist(), begins[indices].tolist(), ends[indices].tolist(), strict=True)
+        for index, part in zip(indices.tolist(), _read_remote(stamps, list(ranges)), strict=True):
+            parts[index] = part
     return parts
 
 
-def _scattered(stamps: list[list], runs: list[tuple], begins: numpy.ndarray, ends: numpy.ndarray, parts: list[bytes]) -> None:
-    """Ranges of remote files that lie apart: all are asked for at once, and nothing is read ahead."""
-    _look_at_one([stamps[file] for file in dict.fromkeys(file for file, *_ in runs)])
-    contents = remote.at_once([(stamps[file][0], begin, end) for file, begin, end, _ in runs])
-    for (file, begin, end, numbers), content in zip(runs, contents, strict=True):
-        if content is None:  # once more, with patience; and if it is hopeless, this says why
-            with _reading(stamps[file]) as read:
-                content = _all_of(read, stamps[file][0], begin, end)
-        for number in numbers:
-            parts[number] = content[begins[number] - begin : ends[number] - begin]
+def _read_remote(stamps: list[list], ranges: list[tuple[int, int, int]]) -> Iterator[bytes]:
+    """The bytes of remote ranges (file, begin, end); those that lie close together are requested as one."""
+    from fsspec.utils import merge_offset_ranges
 
-
-def _runs(
-    files: numpy.ndarray, begins: numpy.ndarray, ends: numpy.ndarray, numbers: numpy.ndarray
-) -> list[tuple[int, int, int, list[int]]]:
-    """(file, begin, end, numbers of its ranges) of what lies together, or nearly so."""
-    runs = []
-    for number in numbers[numpy.lexsort((begins[numbers], files[numbers]))].tolist():
-        file, begin, end = int(files[number]), int(begins[number]), int(ends[number])
-        if runs and runs[-1][0] == file and begin - runs[-1][2] <= GAP and end - runs[-1][1] <= LONGEST:
-            *_, before, those = runs[-1]
-            runs[-1] = (*runs[-1][:2], max(end, before), [*those, number])
-        else:
-            runs.append((file, begin, end, [number]))
-    return runs
-
-
-def _all_of(read: Callable[[int, int], bytes], path: str, begin: int, end: int) -> bytes:
-    part = read(end - begin, begin)
-    while len(part) < end - begin:  # few file systems give less than all at once
-        if not (more := read(end - begin - len(part), begin + len(part))):
-            raise Failure(f"{path} is shorter than it was; start again when nobody writes to it")
-        part += more
-    return part
+    merged = list(zip(*merge_offset_ranges(*map(list, zip(*ranges, strict=True)), GAP, LONGEST), strict=True))
+    contents: list[bytes | None] = [None] * len(merged)
+    if len(merged) > 1:
+        _check_oldest([stamps[file] for file in dict.fromkeys(file for file, _, _ in merged)])
+        contents = remote.at_once([(stamps[file][0], begin, end) for file, begin, end in merged])
+    for index, (file, begin, end) in enumerate(merged):
+        if contents[index] is None:  # read alone: as a stream; or again, with retries and a clear error
+            contents[index] = _read_stream(stamps[file], begin, end)
+    starts = [(file, begin) for file, begin, _ in merged]
+    for file, begin, end in ranges:
+        index = bisect_right(starts, (file, begin)) - 1
+        offset = merged[index][1]
+        yield contents[index][begin - offset : end - offset]
 
 
 def whole(stamp: list, tell: Callable[[int], None]) -> memoryview:
-    """All bytes of a file; a local one's are not copied. ``tell`` hears how many of a remote one's are here."""
+    """All bytes of a file; those of a local file are mapped. ``tell`` is called with the bytes downloaded so far."""
     path, content = stamp[0], bytearray()
     if not is_remote(path):
         return mapped_bytes(path)
@@ -107,46 +93,57 @@ def whole(stamp: list, tell: Callable[[int], None]) -> memoryview:
 
 
 @contextmanager
-def _reading(stamp: list) -> Iterator[Callable[[int, int], bytes]]:
-    """``(bytes, position) -> content`` of a file, which may be less than was asked for."""
+def _local_reader(stamp: list) -> Iterator[Callable[[int, int], bytes]]:
+    """``(size, position) -> bytes`` of a local file that has not changed."""
     path = stamp[0]
-    if is_remote(path):
-        yield partial(_read, _remote_file(stamp))
-        return
     unchanged(path, stamp)
     with opened(path) as file:
         try:
-            yield partial(os.pread, file.fileno())
+            yield lambda size, position: os.pread(file.fileno(), size, position)
         except OSError as error:
             raise Failure(f"cannot read {path}: {error.strerror}") from None
 
 
-def _read(file: BinaryIO, size: int, position: int) -> bytes:
-    file.seek(position)
-    return file.read(size)
+def _read_stream(stamp: list, begin: int, end: int) -> bytes:
+    file = _remote_file(stamp)
+
+    def read(size: int, position: int) -> bytes:
+        file.seek(position)
+        return file.read(size)
+
+    return _read_fully(read, stamp[0], begin, end)
 
 
-def _look_at_one(stamps: list[list]) -> None:
-    """Whether a remote file has changed: the one that nobody has looked at for longest, if that is long ago."""
-    looks = _own.__dict__.setdefault("looks", {})
-    now, oldest = time.monotonic(), min(stamps, key=lambda stamp: looks.get(stamp[0], 0.0))
-    if now - looks.get(oldest[0], -SECONDS_BETWEEN_LOOKS) >= SECONDS_BETWEEN_LOOKS:
+def _read_fully(read: Callable[[int, int], bytes], path: str, begin: int, end: int) -> bytes:
+    part = read(end - begin, begin)
+    while len(part) < end - begin:  # a file system may return less than was asked for
+        if not (more := read(end - begin - len(part), begin + len(part))):
+            raise Failure(f"{path} is shorter than it was; start again when nobody writes to it")
+        part += more
+    return part
+
+
+def _check_oldest(stamps: list[list]) -> None:
+    """Checks whether the remote file whose last check is longest ago has changed, if that is long enough ago."""
+    checks = _own.__dict__.setdefault("checks", {})
+    now, oldest = time.monotonic(), min(stamps, key=lambda stamp: checks.get(stamp[0], 0.0))
+    if now - checks.get(oldest[0], -SECONDS_BETWEEN_LOOKS) >= SECONDS_BETWEEN_LOOKS:
         unchanged(oldest[0], oldest)
-        looks[oldest[0]] = now
+        checks[oldest[0]] = now
 
 
 def _remote_file(stamp: list) -> BinaryIO:
-    """A file that this thread of this process has opened: a fork must not share its parent's connections."""
+    """A remote file opened by this thread of this process: a forked process must not share its parent's connections."""
     if getattr(_own, "process", None) != os.getpid():
         _own.process, _own.files = os.getpid(), OrderedDict()
     path, now = stamp[0], time.monotonic()
-    before, looked, file = _own.files.pop(path, (None, 0.0, None))
-    if before != stamp or now - looked >= SECONDS_BETWEEN_LOOKS:
+    before, checked, file = _own.files.pop(path, (None, 0.0, None))
+    if before != stamp or now - checked >= SECONDS_BETWEEN_LOOKS:
         unchanged(path, stamp)
-        looked = now
-    if before != stamp:  # what was kept of another file of that name is of no use
+        checked = now
+    if before != stamp:  # what was read ahead belongs to an earlier content of the file
         file = opened(path)
-    _own.files[path] = stamp, looked, file
+    _own.files[path] = stamp, checked, file
     if len(_own.files) > OPEN:
         _own.files.popitem(last=False)
     return file

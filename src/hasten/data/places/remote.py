@@ -1,27 +1,30 @@
-"""Files in other places, through fsspec (s3, gs, http, hf, ...; https://filesystem-spec.readthedocs.io), with patience."""
+"""Remote files through fsspec (s3, gs, http, hf, ...; https://filesystem-spec.readthedocs.io), with retries.
+
+Own code where fsspec does not suffice: fsspec retries nothing over HTTP, its HTTP ``find`` and ``glob`` take a page
+that does not answer for an empty folder, and its ``glob`` selects hidden files and does not descend into folders that
+match, as local patterns do.
+"""
 
 from __future__ import annotations
 
 import io
-import math
 import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from functools import cache
-from glob import has_magic
+from functools import cache, partial
 from urllib.parse import urlsplit
 
 from hasten.contract.errors import Failure, Notice, Progress, Refusal, one_line
 from hasten.data.places.walks import matcher
 
-WAITS = (1.0, 2.0, 4.0)  # seconds before a file is asked for again
-AT_ONCE = 32  # requests on their way
-SILENT = 30.0  # seconds without a byte from a web server, after which it is asked again
-MARKS = (
+WAITS = (1.0, 2.0, 4.0)  # seconds before each retry
+AT_ONCE = 32  # concurrent requests
+SILENT = 30.0  # seconds without a byte from a web server, after which the request is repeated
+MARKS = (  # keys of fsspec's info() that change with a file; those that follow the content come first
     "ETag", "etag", "md5Hash", "Content-MD5", "Digest",
     "mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created",
-)  # fmt: skip  # what file systems call a version, those first that follow the content
+)  # fmt: skip
 HOPELESS = (
     FileNotFoundError,
     PermissionError,
@@ -29,74 +32,98 @@ HOPELESS = (
     IsADirectoryError,
     ImportError,
     ValueError,
-)  # asking again does not help
-BUSY = (408, 425, 429)  # of a web server's answers that blame who asks (400 to 499), those that ask for patience
+)  # a retry does not help
+BUSY = (408, 425, 429)  # the HTTP statuses from 400 to 499 after which a retry may help
+GONE = (404, 410)  # HTTP statuses of files that do not exist
 NO_RANGES = (
-    "the server gives whole files only (no range requests), and this kind is read in parts; download it, or take a server that has them"
+    "the server gives whole files only (no range requests), and this kind is read in parts; "
+    "download it, or take a server that has them"
 )
-GONE = (404, 410)  # and those that say that there is nothing
 
-_in_parts: dict[tuple[str, str], bool] = {}  # which web servers give parts of files
+_in_parts: dict[tuple[str, str], bool] = {}  # {(scheme, server): whether it answers range requests}
 
 
 class Nothing(Refusal):
-    """There is no such file, and whoever was asked says so."""
+    """A remote file or folder that does not exist, as its server states."""
 
 
 def matches(pattern: str, suffixes: tuple[str, ...]) -> list[str]:
-    """The files that a remote path, folder or pattern means."""
+    """The files that a remote path, folder or pattern selects; none if it does not exist.
+
+    Raises:
+        Refusal: the pattern is no valid address, or the server refuses the request.
+        Failure: the server does not answer.
+    """
     system, name = _system(pattern)
+    is_web = _is_web(pattern)
+    ls, find = (
+        (partial(_links, system), partial(_walked, system))
+        if is_web
+        else (partial(system.ls, detail=True), system.find)
+    )
+
+    def expand() -> list[str]:
+        if magic := re.search(r"[*[]" if is_web else r"[*?[]", name):  # in an address, a question mark begins the query
+            begin = name.rfind("/", 0, magic.start()) + 1
+            folder = name[:begin] if is_web else name[:begin].rstrip("/")
+            return [*_globbed(ls, find, folder, name[begin:].split("/"), suffixes)]
+        if _is_page(system, name, suffixes) if is_web else system.info(name)["type"] == "directory":
+            return [*_globbed(ls, find, name, [], suffixes)]
+        if is_web:
+            system.info(name)  # raises if there is no such file
+        return [name]
+
     try:
-        if _is_web(pattern):
-            paths = _on_the_web(system, name, suffixes)
-        else:
-            paths = _patiently(pattern, lambda: _elsewhere(system, name, suffixes))
+        return [system.unstrip_protocol(path) for path in _patiently(pattern, expand)]
     except Nothing:
         return []
-    return [system.unstrip_protocol(path) for path in paths]
 
 
 def mark_of(path: str) -> list:
-    """[path, bytes, version] of a remote file; the version is None where the other side tells none, which a Notice says."""
+    """[path, size in bytes, version] of a remote file; version is None, after a Notice, if the server states none."""
     system, name = _system(path)
     system.invalidate_cache()
-    about = _patiently(path, lambda: system.info(name))
-    version = next((str(about[mark]) for mark in MARKS if mark in about), None)
+    info = _patiently(path, lambda: system.info(name))
+    version = next((str(info[key]) for key in MARKS if key in info), None)
     if version is None:
         _tell_of_no_version(*urlsplit(path)[:2])
-    return [path, about.get("size"), version]
+    return [path, info.get("size"), version]
 
 
 def at_once(wanted: list[tuple[str, int | None, int | None]]) -> list[bytes | None]:
-    """Parts (path, begin, end) of remote files, or whole ones (path, None, None): most of what each takes is the way there and back.
+    """Requests ranges (path, begin, end), or whole files (path, None, None), concurrently and without retries.
 
-    None stands for what did not come as it should. Whoever then asks for that by itself gets it with patience, or hears why not.
+    Returns:
+        The content of each; None if its request failed, or gave fewer bytes. Read that one alone, with retries or a
+        clear error.
     """
     contents: list[bytes | None] = [None] * len(wanted)
-    of_system: dict[int, tuple] = {}
-    for number, (path, begin, _) in enumerate(wanted):
+    by_system: dict[int, tuple] = {}
+    for index, (path, begin, _) in enumerate(wanted):
         system, name = _system(path)
         if begin is None or _gives_parts(system, name):
-            of_system.setdefault(id(system), (system, []))[1].append((number, name))
-    for system, those in of_system.values():
+            by_system.setdefault(id(system), (system, []))[1].append((index, name))
+    for system, members in by_system.values():
         limit = {"batch_size": AT_ONCE} if system.async_impl else {}
-        begins, ends = ([wanted[number][which] for number, _ in those] for which in (1, 2))
-        came = system.cat_ranges([name for _, name in those], begins, ends, on_error="return", **limit)
-        for (number, _), content in zip(those, came, strict=True):
-            _, begin, end = wanted[number]
+        names, begins, ends = zip(*((name, *wanted[index][1:]) for index, name in members), strict=True)
+        answers = system.cat_ranges([*names], [*begins], [*ends], on_error="return", **limit)
+        for (index, _), content in zip(members, answers, strict=True):
+            _, begin, end = wanted[index]
             if isinstance(content, bytes) and (begin is None or len(content) == end - begin):
-                contents[number] = content
+                contents[index] = content
     return contents
 
 
 class RemoteFile(io.RawIOBase):
-    """A remote file that is opened anew where it stood when the connection breaks."""
+    """A remote file that is reopened at its position when the connection breaks, which fsspec's own files are not."""
 
     def __init__(self, path: str):
         self._path, self._place, self._file = path, 0, None
         self._size = _patiently(path, lambda: self._open().size)
         if self._size is None:
-            raise Refusal(f"{path} has no length that the other side tells, so nothing can be read from its middle; copy it here first")
+            raise Refusal(
+                f"{path}: the server does not state its size, which reading parts of it requires; copy it here first"
+            )
 
     def _open(self):
         if self._file is None:
@@ -116,7 +143,7 @@ class RemoteFile(io.RawIOBase):
 
         try:
             data = _patiently(self._path, ask)
-        except Refusal as refused:  # it could be opened: what was asked for was right
+        except Refusal as refused:  # the file could be opened, so the request was right
             raise Failure(str(refused)) from None
         buffer[: len(data)] = data
         self._place += len(data)
@@ -151,7 +178,7 @@ def _system(path: str):
 
 
 def _gives_parts(system, name: str) -> bool:
-    """Whether a server heeds the range that is asked for: of one that does not, each would be the whole file."""
+    """Whether a server answers range requests; one that does not would send the whole file for each range."""
     if not _is_web(name):
         return True
     server = urlsplit(name)[:2]
@@ -159,12 +186,12 @@ def _gives_parts(system, name: str) -> bool:
         try:
             _in_parts[server] = len(system.cat_file(name, 0, 1)) == 1
         except Exception:
-            return False  # who asks for it alone hears why
+            return False  # reading the range alone raises the reason
     return _in_parts[server]
 
 
 def _settings(path: str) -> dict:
-    """A web server that says nothing more is given up after some time; by itself, aiohttp would wait five minutes, also while it reads."""
+    """A timeout for silent web servers (aiohttp's includes the download); the user's fsspec settings win."""
     if not _is_web(path):
         return {}
     try:
@@ -174,48 +201,43 @@ def _settings(path: str) -> dict:
     from fsspec.config import apply_config
     from fsspec.implementations.http import HTTPFileSystem
 
-    said = apply_config(HTTPFileSystem, {}).get("client_kwargs", {})  # by the user, whose login and proxy stay
-    return {"client_kwargs": {"timeout": ClientTimeout(total=None, sock_connect=SILENT / 2, sock_read=SILENT)} | said}
+    configured = apply_config(HTTPFileSystem, {}).get("client_kwargs", {})  # the user's login and proxy
+    return {
+        "client_kwargs": {"timeout": ClientTimeout(total=None, sock_connect=SILENT / 2, sock_read=SILENT)} | configured
+    }
 
 
 def _is_web(path: str) -> bool:
     return path.startswith(("http://", "https://"))
 
 
-def _elsewhere(system, name: str, suffixes: tuple[str, ...]) -> list[str]:
-    if has_magic(name):
-        folder, *pattern = re.split(r"/(?=[^/]*[*?[])", name, maxsplit=1)  # at the first part that is no plain name
-        folder, pattern = (folder, *pattern) if pattern else ("", name)
-        return [*_globbed(system, folder, pattern.split("/"), suffixes)]
-    if system.info(name)["type"] == "directory":
-        return [path for path in system.find(name) if _wanted(path, name, suffixes)]
-    return [name]
+def _globbed(ls: Callable, find: Callable, folder: str, pattern: list[str], suffixes: tuple[str, ...]) -> Iterator[str]:
+    """The files in a folder that a pattern, split at its slashes, selects: the same as of a local pattern.
 
-
-def _globbed(system, folder: str, pattern: list[str], suffixes: tuple[str, ...]) -> Iterator[str]:
-    """The files in a folder that a pattern means, by its parts, as on the disk.
-
-    Level by level, so that only what may be meant is asked for; from ``**`` on, and in a folder that is meant, everything is.
+    Lists level by level, so that no folder that the pattern excludes is requested; from ``**`` on, and in a folder that
+    matches, all are.
     """
     if not pattern or pattern[0] == "**":
-        inside = ((path, path.removeprefix(folder).lstrip("/").split("/")) for path in system.find(folder))
+        inside = ((path, path.removeprefix(folder).lstrip("/").split("/")) for path in find(folder))
         yield from (path for path, parts in inside if _fits(parts, pattern, suffixes))
         return
     matches = matcher(pattern[0])
-    for entry in system.ls(folder, detail=True):
+    for entry in ls(folder):
         path = entry["name"].rstrip("/")
         if path == folder.rstrip("/") or not matches(path.rpartition("/")[2]):
             continue
         if entry["type"] == "directory":
-            yield from _globbed(system, path, pattern[1:], suffixes)
-        elif len(pattern) == 1:  # a file, or whatever else is none of the folders, as a link
+            yield from _globbed(ls, find, path, pattern[1:], suffixes)
+        elif len(pattern) == 1:  # a file, or a link, whose type differs between file systems
             yield path
 
 
 def _fits(parts: list[str], pattern: list[str], suffixes: tuple[str, ...]) -> bool:
-    """Whether a file, by the parts of its path, is what a pattern means, or lies in a folder that is."""
+    """Whether a pattern matches a file, given by the parts of its path, or a folder that contains it."""
     if not pattern:
-        return not any(part.startswith(".") for part in parts) and (not suffixes or parts[-1].lower().endswith(suffixes))
+        return not any(part.startswith(".") for part in parts) and (
+            not suffixes or parts[-1].lower().endswith(suffixes)
+        )
     if pattern[0] == "**" and len(pattern) > 1:
         deeper = len(parts) > 1 and not parts[0].startswith(".") and _fits(parts[1:], pattern, suffixes)
         return deeper or _fits(parts, pattern[1:], suffixes)
@@ -224,38 +246,21 @@ def _fits(parts: list[str], pattern: list[str], suffixes: tuple[str, ...]) -> bo
     return len(pattern) == 1 if len(parts) == 1 else _fits(parts[1:], pattern[1:], suffixes)
 
 
-def _on_the_web(system, name: str, suffixes: tuple[str, ...]) -> list[str]:
-    """A folder is a page of links there; none is looked for where the name is a file's."""
-    if magic := re.search(r"[*[]", name):  # a question mark stands before a query
-        from fsspec.utils import glob_translate
-
-        begin = name.rindex("/", 0, magic.start()) + 1
-        fits = _patiently(name, lambda: re.compile(glob_translate(name)).match)
-        return [path for path in _walked(system, name[:begin], math.inf if "**" in name else name.count("/", begin) + 1) if fits(path)]
+def _is_page(system, name: str, suffixes: tuple[str, ...]) -> bool:
+    """Whether an address is that of a folder: a page of links. It is not requested if the name is that of a file."""
     before_query = name.partition("?")[0]
-    named_as_file = suffixes and any(each.lower().endswith(suffixes) for each in (name, before_query))
-    if not named_as_file and _links(system, name):
-        return [path for path in _walked(system, name) if _wanted(path, name, suffixes)]
-    _patiently(name, lambda: system.info(name))
-    return [name]
+    named_as_file = suffixes and any(text.lower().endswith(suffixes) for text in (name, before_query))
+    return not named_as_file and bool(_links(system, name))
 
 
-def _wanted(path: str, folder: str, suffixes: tuple[str, ...]) -> bool:
-    """Whether a file in a folder is one of those asked for; hidden ones are passed over, as on the disk."""
-    return "/." not in path.removeprefix(folder.rstrip("/")) and (not suffixes or path.lower().endswith(suffixes))
-
-
-def _walked(system, folder: str, levels: float = math.inf) -> Iterator[str]:
-    """The files that a page links to, and the pages below it, so many levels deep.
-
-    fsspec's own walk takes a page that does not answer for an empty one, and what lies there for nothing.
-    """
+def _walked(system, folder: str) -> Iterator[str]:
+    """The files that a page and the pages below it link to."""
     for entry in _links(system, folder):
         path = entry["name"].rstrip("/")
         if entry["type"] != "directory":
             yield path
-        elif levels > 1 and path != folder.rstrip("/"):
-            yield from _walked(system, path, levels - 1)
+        elif path != folder.rstrip("/"):
+            yield from _walked(system, path)
 
 
 def _links(system, page: str) -> list[dict]:
@@ -267,33 +272,41 @@ def _links(system, page: str) -> list[dict]:
 
 @cache
 def _tell_of_no_version(scheme: str, server: str) -> None:
-    """Once for each server."""
-    what = f"{scheme}://{server} tells neither a version nor a time of its files: a change is noticed only where the length differs"
-    warnings.warn(f"{what}, also by .cache('disk')", Notice, stacklevel=2)
+    """Warns once for each server."""
+    what = f"{scheme}://{server} tells neither a version nor a time of its files"
+    warnings.warn(
+        f"{what}: a change is noticed only where the length differs, also by .cache('disk')", Notice, stacklevel=2
+    )
 
 
 def _patiently(path: str, ask: Callable):
-    """What ``ask()`` gives, asked again with growing pauses while the other side fails."""
+    """``ask()``, retried after growing pauses while the server fails.
+
+    Raises:
+        Nothing, Refusal: the error is one that a retry cannot remove. Failure: the last retry failed.
+    """
     for wait in (*WAITS, None):
         try:
             return ask()
-        except Refusal:
+        except (Refusal, Failure):
             raise
-        except Exception as error:  # each file system has errors of its own
+        except Exception as error:  # each file system has its own error classes
             if "range requests" in str(error):
                 raise Refusal(f"{path}: {NO_RANGES}") from None
             if _is_hopeless(error):
                 kind = Nothing if _is_gone(error) else Refusal
                 raise kind(f"cannot read {path}: {one_line(_cause(error))}") from None
             if wait is None:
-                raise Failure(f"{path} cannot be reached, asked {len(WAITS) + 1} times: {one_line(_cause(error))}") from None
+                raise Failure(
+                    f"{path} cannot be reached, asked {len(WAITS) + 1} times: {one_line(_cause(error))}"
+                ) from None
             told = f"{path} did not answer ({one_line(_cause(error))}); it is asked again in {wait:g} s"
             warnings.warn(told, Progress, stacklevel=2)
             time.sleep(wait)
 
 
 def _is_hopeless(error: Exception) -> bool:
-    """Whether asking again does not help."""
+    """Whether a retry cannot help."""
     cause = _cause(error)
     status = getattr(cause, "status", None)
     if isinstance(status, int):
@@ -302,13 +315,15 @@ def _is_hopeless(error: Exception) -> bool:
 
 
 def _is_gone(error: Exception) -> bool:
-    """Whether it says that there is nothing, rather than that one may not have it."""
+    """Whether the error means that the file does not exist, rather than that access is denied."""
     cause = _cause(error)
     return getattr(cause, "status", None) in GONE or isinstance(cause, FileNotFoundError)
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What really went wrong: of whatever cannot be asked for on the web, fsspec says that there is no such file."""
+    """The original error: fsspec raises FileNotFoundError for every failed HTTP request."""
     cause = error.__cause__
-    of_the_web = isinstance(cause, (TimeoutError, ConnectionError, ValueError)) or type(cause).__module__.startswith("aiohttp.")
+    of_the_web = isinstance(cause, (TimeoutError, ConnectionError, ValueError)) or type(cause).__module__.startswith(
+        "aiohttp."
+    )
     return cause if isinstance(error, FileNotFoundError) and of_the_web else error

@@ -1,1 +1,1 @@
-"""What is behind ``hasten data inspect``, ``convert`` and ``bench``: measuring stored data, and storing them otherwise."""
+"""Tools for stored data: inspection, conversion to faster formats, and the measurements behind them."""

@@ -1,4 +1,7 @@
-"""The folder of a conversion: a note about what is in it, and one process alone that writes there."""
+"""The output folder of a conversion: its manifest, and a lock that admits one writing process.
+
+The lock is ``flock`` on the folder itself: a lock file, as filelock needs it, would be left among the converted files.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,17 @@ from pathlib import Path
 
 from hasten.contract.errors import Refusal
 from hasten.data.storing.kinds import MANIFEST, SKIPPED
-from hasten.data.storing.parts import PART
+from hasten.data.storing.parts import PART, synced
 from hasten.engine.failures import writable
 
 
 @contextmanager
 def claimed(folder: Path, settings: dict) -> Iterator[dict]:
-    """The note about what is in the folder, which no other process may touch meanwhile.
+    """Locks the output folder and yields its manifest.
 
     Raises:
-        Refusal: it cannot be written to, holds something else or another conversion, or somebody writes to it.
+        Refusal: the folder cannot be written to, contains other files or another conversion, or another process writes
+        to it.
     """
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -43,7 +47,7 @@ def _opened(handle: int, folder: Path, settings: dict) -> dict:
         raise Refusal(f"{folder} is not empty and holds no conversion; choose another --out")
     for name, value in settings.items() if note else ():
         then = note["settings"].get(name)
-        if then != value and not (then != then and value != value):  # a missing number equals itself here
+        if then != value and not (then != then and value != value):  # NaN equals NaN here
             difference = _difference(name, then, value)
             raise Refusal(f"{folder} holds another conversion ({difference}); choose another --out")
     if note is None:
@@ -57,7 +61,11 @@ def _opened(handle: int, folder: Path, settings: dict) -> dict:
 def _note(folder: Path) -> dict | None:
     try:
         note = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        whole = isinstance(note["settings"], dict) and isinstance(note["parts done"], list) and isinstance(note["skipped"], list)
+        whole = (
+            isinstance(note["settings"], dict)
+            and isinstance(note["parts done"], list)
+            and isinstance(note["skipped"], list)
+        )
         return note if whole else None
     except (OSError, ValueError, LookupError, TypeError):
         return None
@@ -68,13 +76,12 @@ def keep(folder: Path, note: dict) -> None:
 
 
 def put(path: Path, text: str) -> None:
-    """A small file, whole or not at all."""
+    """Writes a small file completely or not at all."""
     beside = path.with_name(f"{path.name}{PART}")
     try:
         with open(beside, "w", encoding="utf-8") as file:
             file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+            synced(file)
         os.replace(beside, path)
     except BaseException:
         beside.unlink(missing_ok=True)
@@ -82,7 +89,7 @@ def put(path: Path, text: str) -> None:
 
 
 def swept(folder: Path) -> None:
-    """Removes what nobody would go on with."""
+    """Removes the files of a conversion that cannot be resumed."""
     for path in (*folder.glob(f"*{PART}"), folder / MANIFEST, folder / SKIPPED):
         path.unlink(missing_ok=True)
 

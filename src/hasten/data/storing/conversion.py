@@ -1,7 +1,7 @@
-"""``hasten data convert``: the same samples in another form, part by part, each read back before it counts.
+"""``hasten data convert``: stores the same samples in another format, part by part, and reads each part back.
 
-A folder of a conversion is what was written and ``conversion.json``: the settings, the rows and the hash of each part that is
-whole, the rows that were left out. A killed conversion goes on with the first part that is not among them.
+The output folder contains the data and ``conversion.json``: the settings, the number of rows and the hash of each
+complete part, and the skipped rows. A killed conversion resumes with the first part that is not among them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from hasten.data.storing.parts import Plan, Storage, Tell, into
 from hasten.data.storing.readings import Reading
 from hasten.data.storing.storages import STORAGES
 
-FORMAT = 1  # of what is written; a change below that changes the files is a change of this number
-PART_BYTES = 256_000_000  # of the original that become one part, where nobody says how many parts there are
-GAIN_SECONDS = 2.0  # for each side of the comparison at the end
-ESTIMATE_SECONDS = 1.0  # for each side of the one before
+FORMAT = 1  # version of the output: increase it with every change that changes the files
+PART_BYTES = 256_000_000  # of the original in one part, by default
+GAIN_SECONDS = 2.0  # for each side of the final comparison
+ESTIMATE_SECONDS = 1.0  # for each side of the comparison before the conversion
 GO_ON = "what is whole stays there; make room, and start the same command again"
 FORMS = {
     **dict.fromkeys(("parquet", "feather", "csv"), ("parquet", "feather", "tfrecord", "rows")),
@@ -36,7 +36,7 @@ FORMS = {
     "images": ("shards", "rows"),
     "shards": ("shards", "rows"),
     "tokens": (),
-}  # what each kind can be stored as
+}  # the target formats of each format
 
 
 def convert(
@@ -51,42 +51,50 @@ def convert(
     skip_bad: int | None = None,
     watch: Watch = silent,
 ) -> dict:
-    """Stores samples in another form; called again after it was killed, it goes on.
+    """Stores samples in another format. Called again after it was killed, it resumes.
 
     Args:
-        path: a folder, a file or a pattern; of several forms, the one with the most files is converted.
-        out: the folder of what is written; a new one, or one that this conversion has begun.
-        to: "parquet" or "feather", without compression; "tfrecord" of ``tf.train.Example``, whose fractions are float32; "rows", a
-            ``.npy`` matrix for each column; "shards", tar files in WebDataset's layout, for pictures.
-        target: with "rows", this column of a table apart from the others, which are one float32 matrix if they are numbers. Text
-            becomes the numbers of its classes.
-        fill: what stands for missing numbers, as "tfrecord" and "rows" cannot say that one is missing.
-        resize: pictures are made squares of so many pixels a side, and stored as JPEG (quality 90) in "shards".
-        shards: files that are written; None: one for every 256 MB of the original. The matrices of "rows" are never cut.
-        skip_bad: so many rows that cannot be read are left out, and listed in ``skipped.jsonl``; None: the first one ends it. A file that
-            cannot be opened counts as one, and all its rows are left out.
+        path: a folder, a file or a pattern; of several formats, the one with the most files is converted.
+        out: the output folder; a new one, or one where this conversion was begun.
+        to: "parquet" or "feather", without compression; "tfrecord" of ``tf.train.Example``, whose fractions are
+            float32; "rows", a ``.npy`` matrix for each column; "shards", tar files in WebDataset's layout, for images.
+        target: with "rows", this column of a table is stored apart from the others, which are one float32 matrix if
+            they are numbers. Text becomes class numbers.
+        fill: replaces missing numbers, which "tfrecord" and "rows" cannot express.
+        resize: images become squares of this side in pixels, stored as JPEG (quality 90) in "shards".
+        shards: number of files to write; None: one for every 256 MB of the original. The matrices of "rows" are never
+        split.
+        skip_bad: skip up to this many unreadable rows and list them in ``skipped.jsonl``; None: the first one ends the
+            conversion. A file that cannot be opened counts as one, and all its rows are skipped.
+        watch: progress.
 
     Returns:
-        "out", "to", "rows", "skipped" (rows that were left out), "skipped_files" (left out as a whole), "files", "bytes", "bytes_before",
-        "digest" (of the content, as it was read back), "classes" (their words in the order of their numbers, which ``conversion.json``
-        keeps, too; None where there are none), "others" (files of other forms at the path, by form), "seconds", "written" (rows of this
-        call), "open" (how it is read), and "gain": what ``gain_of`` tells of rows a second on one core, and the ratio that was "estimated".
+        "out", "to", "rows", "skipped" (rows that were left out), "skipped_files" (left out as a whole), "files",
+        "bytes", "bytes_before", "digest" (of the content, as it was read back), "classes" (their words in the order of
+        their numbers, which ``conversion.json`` keeps, too; None where there are none), "others" (files of other forms
+        at the path, by form), "seconds", "written" (rows of this call), "open" (how it is read), and "gain": what
+        ``gain_of`` tells of rows a second on one core, and the ratio that was "estimated".
 
     Raises:
-        Refusal: no such form, another conversion in the folder, a folder that cannot be written to, values that the form cannot hold.
+        Refusal: no such form, another conversion in the folder, a folder that cannot be written to, values that the
+        form cannot hold.
         Failure: the disk is full, a row that cannot be read, or a part that is not what was written.
     """
     began = perf_counter()
     (kind, files), *others = kinds_at(path)
     _refuse_what_cannot_be(kind, to, target, fill, {"resize": resize, "shards": shards, "skip_bad": skip_bad})
-    if os.path.isdir(path) and os.path.join(os.path.realpath(out), "").startswith(os.path.join(os.path.realpath(path), "")):
+    if os.path.isdir(path) and os.path.join(os.path.realpath(out), "").startswith(
+        os.path.join(os.path.realpath(path), "")
+    ):
         raise Refusal(f"{out} lies in {path}, where it would be read as a part of the original; choose another --out")
     files, lost = openable(kind, files, skip_bad or 0)
     where = str(path) if kind.name == "images" else files
     reading = Reading(kind, where, files, target, fill, resize, faults=Faults((skip_bad or 0) - len(lost)))
     size = sum(size for _, size, _ in reading.stamps())
     plan = Plan(reading, Path(out), _parts(reading, shards, size))
-    with claimed(plan.folder, {"format": FORMAT, "to": to, "parts": plan.parts, "skip_bad": skip_bad, **_settings(reading)}) as note:
+    with claimed(
+        plan.folder, {"format": FORMAT, "to": to, "parts": plan.parts, "skip_bad": skip_bad, **_settings(reading)}
+    ) as note:
         plan.done, note["skipped files"] = note["parts done"], lost
         reading.faults.recall(note["skipped"])
         written = 0 if "finished" in note else _written(to, plan, note, watch)
@@ -95,26 +103,43 @@ def convert(
     if gone := [file for file in found if not file.exists()]:
         raise Failure(f"{gone[0]} is gone since it was written; remove {plan.folder} and start again")
     return {
-        "path": str(path), "out": str(out), "from": kind.name, "to": to, "resize": resize, "rows": plan.rows_before(plan.parts),
-        "skipped": len(note["skipped"]), "skipped_files": len(lost), "files": [file.name for file in found], "bytes_before": size,
-        "bytes": sum(file.stat().st_size for file in found), "digest": _joined([digest for _, digest in plan.done]), "verified": True,
-        "classes": note["classes"], "others": counted(others), "written": written, "open": _reader(to, note, plan.folder, resize),
+        "path": str(path),
+        "out": str(out),
+        "from": kind.name,
+        "to": to,
+        "resize": resize,
+        "rows": plan.rows_before(plan.parts),
+        "skipped": len(note["skipped"]),
+        "skipped_files": len(lost),
+        "files": [file.name for file in found],
+        "bytes_before": size,
+        "bytes": sum(file.stat().st_size for file in found),
+        "digest": _joined([digest for _, digest in plan.done]),
+        "verified": True,
+        "classes": note["classes"],
+        "others": counted(others),
+        "written": written,
+        "open": _reader(to, note, plan.folder, resize),
         "seconds": perf_counter() - began,
         "gain": {"estimated": note["estimated"], **measured_gain(reading, to, [*map(str, found)], GAIN_SECONDS)},
-    }  # fmt: skip
+    }
 
 
 def _parts(reading: Reading, shards: int | None, size: int) -> int:
-    """How many parts the rows are cut into."""
+    """The number of parts that the rows are split into."""
     if not reading.rows:
-        raise Refusal(f"{reading.files[0]} holds no rows" if len(reading.files) == 1 else f"the {len(reading.files)} files hold no rows")
+        raise Refusal(
+            f"{reading.files[0]} holds no rows"
+            if len(reading.files) == 1
+            else f"the {len(reading.files)} files hold no rows"
+        )
     if shards is not None and shards > reading.rows:
         raise Refusal(f"{reading.rows} rows do not make {shards} files; say --shards {reading.rows} or fewer")
     return shards or min(max(1, round(size / PART_BYTES)), reading.rows)
 
 
 def _written(to: str, plan: Plan, note: dict, watch: Watch) -> int:
-    """Writes what is not there yet; returns how many rows it has."""
+    """Writes the missing parts; returns their number of rows."""
     try:
         with into(plan.folder, GO_ON):
             storage = STORAGES[to](plan)
@@ -123,16 +148,18 @@ def _written(to: str, plan: Plan, note: dict, watch: Watch) -> int:
             return _write(storage, plan, note, watch)
     except Refusal:
         if not plan.done:
-            swept(plan.folder)  # nothing was begun
+            swept(plan.folder)  # nothing was written
             with suppress(OSError):
                 plan.folder.rmdir()
         raise
     except BadRow as fault:
-        raise Failure(f"{fault}; mend it or take it away and start again, or let some be left out: --skip-bad 10") from None
+        raise Failure(
+            f"{fault}; mend it or take it away and start again, or let some be left out: --skip-bad 10"
+        ) from None
 
 
 def _write(storage: Storage, plan: Plan, note: dict, watch: Watch) -> int:
-    """Writes the parts that are not there; returns how many rows they have."""
+    """Writes the missing parts with progress, then finishes the output; returns their number of rows."""
     first, rows, began, written = plan.range(len(plan.done))[0], plan.reading.rows, perf_counter(), 0
 
     def tell(more: int) -> None:
@@ -145,10 +172,13 @@ def _write(storage: Storage, plan: Plan, note: dict, watch: Watch) -> int:
         for number in range(len(plan.done), plan.parts):
             _write_part(number, storage, plan, note, tell)
     finally:
-        if skipped := note["skipped files"] + plan.reading.faults.listed():  # of a conversion that could not go on, too
+        if skipped := note["skipped files"] + plan.reading.faults.listed():  # also if the conversion failed
             put(plan.folder / SKIPPED, "".join(f"{json.dumps(row)}\n" for row in skipped))
     if _settings(plan.reading)["original"] != note["settings"]["original"]:
-        raise Failure("the original changed while it was converted; choose another --out, and start again when nobody writes to it")
+        raise Failure(
+            "the original changed while it was converted; choose another --out, "
+            "and start again when nobody writes to it"
+        )
     note |= storage.finish() | {"classes": _classes(plan.reading), "finished": True}
     keep(plan.folder, note)
     return written
@@ -158,17 +188,22 @@ def _write_part(number: int, storage: Storage, plan: Plan, note: dict, tell: Tel
     given = storage.write(number, tell)
     skipped = plan.reading.faults.listed()
     if not given.rows:
-        raise Failure(f"no row of part {number} can be read, the first is {skipped[0]['where']}; mend it, or take fewer --shards")
+        raise Failure(
+            f"no row of part {number} can be read, the first is {skipped[0]['where']}; mend it, or take fewer --shards"
+        )
     read = storage.read_back(number)
     if (given.rows, given.hexdigest()) != (read.rows, read.hexdigest()):
-        raise Failure(f"part {number} of {plan.folder} is not what was written; look at the disk, and start the same command again")
+        raise Failure(
+            f"part {number} of {plan.folder} is not what was written; "
+            "look at the disk, and start the same command again"
+        )
     plan.done.append([read.rows, read.hexdigest()])
     note["skipped"] = skipped
     keep(plan.folder, note)
 
 
 def _classes(reading: Reading) -> list[str] | None:
-    """The words of what are only numbers from now on."""
+    """The class names whose text becomes numbers; None if there are none."""
     return None if reading.kind.is_table and reading.target is None else classes_of(reading.source, reading.files)
 
 
@@ -185,7 +220,11 @@ def _refuse_what_cannot_be(kind: Kind, to: str, target, fill, counts: dict) -> N
     if to not in STORAGES:
         raise Refusal(f"nothing can be stored as {to!r}{nearest(to, STORAGES)}")
     if to not in FORMS[kind.name]:
-        better = f"they can become {' or '.join(FORMS[kind.name])}" if FORMS[kind.name] else "they are in their fastest form already"
+        better = (
+            f"they can become {' or '.join(FORMS[kind.name])}"
+            if FORMS[kind.name]
+            else "they are in their fastest form already"
+        )
         raise Refusal(f"{kind.title} cannot be stored as {to}; {better}")
     if (target is not None or fill is not None) and not (kind.is_table and to in ("rows", "tfrecord")):
         raise Refusal("--target and --fill are for a table that becomes rows or tfrecord")
@@ -203,7 +242,7 @@ def _refuse_what_cannot_be(kind: Kind, to: str, target, fill, counts: dict) -> N
 
 
 def _reader(to: str, note: dict, folder: Path, resize: int | None) -> str:
-    """The call that opens what was written."""
+    """The call that opens the output, as Python code."""
     if to == "shards" and resize:
         return f'shards("{folder}", resize={resize})'
     if to != "rows":

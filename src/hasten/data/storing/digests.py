@@ -1,7 +1,7 @@
-"""Whether two sets of columns hold the same: a hash of their values, however they are cut into pieces.
+"""A hash of the values in a table or a set of columns, which does not depend on how the rows are split into chunks.
 
-Each part of a column (its numbers, the lengths of its texts, the places of what is missing) has a hash of its own, which
-goes on from piece to piece; the hash of the whole is made of those.
+Each buffer of a column (values, lengths of its texts, positions of missing values) is hashed incrementally over all
+chunks; the hash of the whole is a hash of those.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from hasten.data.formats.table_columns import plain
 
 
 class Digest:
-    """A hash that grows piece by piece.
+    """An incremental hash of rows.
 
     Attributes:
-        rows: that went into it.
+        rows: number of rows hashed so far.
     """
 
     def __init__(self):
         self.rows, self._parts = 0, {}
 
     def add(self, columns: Mapping, rows: int) -> None:
-        """Some rows of columns as batches have them: tensors, and lists of text, bytes or tensors."""
+        """Adds rows of the columns of a batch: tensors, and lists of text, bytes or tensors."""
         for name, column in columns.items():
             if isinstance(column, torch.Tensor):
                 self._update(name, "shape", repr((column.dtype, *column.shape[1:])).encode(), once=True)
@@ -38,7 +38,7 @@ class Digest:
         self.rows += rows
 
     def add_table(self, table) -> None:
-        """Some rows of an Arrow table."""
+        """Adds rows of an Arrow table."""
         for name in table.column_names:
             self._add_arrow(name, table.column(name).combine_chunks())
         self.rows += len(table)
@@ -49,14 +49,16 @@ class Digest:
         return hashlib.blake2b(repr(sorted(parts.items())).encode(), digest_size=16).hexdigest()
 
     def _add_arrow(self, name: str, array) -> None:
-        """An array of any type; lists and structs by their parts."""
+        """Adds an array of any type; lists and structs by their child arrays."""
         import pyarrow as pa
         import pyarrow.compute as compute
         import pyarrow.types as types
 
         array = array.storage if isinstance(array, pa.ExtensionArray) else array
         array = array.cast(plain(array.type))
-        kind = type(array).__name__ if types.is_nested(array.type) else str(array.type)  # the fields in a list have many names
+        kind = (
+            type(array).__name__ if types.is_nested(array.type) else str(array.type)
+        )  # the field of a list has different names in different files
         self._update(name, "type", kind.encode(), once=True)
         before = self._counted(name, len(array))
         if array.null_count:
@@ -81,10 +83,14 @@ class Digest:
             self._update(name, "values", array.to_numpy(zero_copy_only=False))
         elif not types.is_null(array.type):
             width = array.type.bit_width // 8
-            self._update(name, "values", memoryview(array.buffers()[1])[array.offset * width : (array.offset + len(array)) * width])
+            self._update(
+                name,
+                "values",
+                memoryview(array.buffers()[1])[array.offset * width : (array.offset + len(array)) * width],
+            )
 
     def _counted(self, name: str, more: int) -> int:
-        """How many values of a column, or inside it, came before these."""
+        """The number of values of a column, or of a child of it, before the last ``more``."""
         before = self._parts.setdefault((name, "count"), _Count())
         before.number += more
         return before.number - more
@@ -93,7 +99,9 @@ class Digest:
         new = (name, part) not in self._parts
         hashed = self._parts.setdefault((name, part), hashlib.blake2b(digest_size=16))
         if new or not once:
-            hashed.update(numpy.ascontiguousarray(content).view(numpy.uint8) if isinstance(content, numpy.ndarray) else content)
+            hashed.update(
+                numpy.ascontiguousarray(content).view(numpy.uint8) if isinstance(content, numpy.ndarray) else content
+            )
 
 
 class _Count:
@@ -110,7 +118,7 @@ def _bytes(value) -> bytes:
 
 
 def _text_of(array) -> memoryview:
-    """The letters of all texts, one after the other."""
+    """The bytes of all texts, one after the other."""
     _, offsets, letters = array.buffers()
     if letters is None or not len(array):
         return memoryview(b"")

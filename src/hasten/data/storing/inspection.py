@@ -1,7 +1,7 @@
-"""``hasten data inspect``: what is there, how fast it is read, what limits that, and which storage would be faster.
+"""``hasten data inspect``: what is stored at a path, how fast it is read, and which format would be faster.
 
-Everything is measured on these data: some of them are read from the disk, decoded, copied into batches, stored in other ways and
-read back. Nothing is left behind, but that the system forgets for a moment what it kept of the files that were read.
+Everything is measured on these data: some of them are read from the disk, decoded, copied into batches, stored in other
+formats and read back. No file is left behind; the page cache of the measured files is dropped once.
 """
 
 from __future__ import annotations
@@ -29,32 +29,40 @@ from hasten.data.storing.readings import CHUNK, Reading, stamped
 from hasten.data.storing.sampling import some_of
 from hasten.data.storing.stages import paces, reading_pace
 
-SIDE = 256  # pixels; bigger pictures are looked at as if they were resized to squares of it
-LOOKED_AT = 16  # pictures, to know whether all have one size
-COUNTED = 10_000  # files whose sizes are added up; of more, some are taken for all
+SIDE = 256  # pixels; larger images are measured resized to squares of this side
+LOOKED_AT = 16  # images that are examined to find out whether all have one size
+COUNTED = 10_000  # files whose sizes are added up; of more files, a sample is extrapolated
 SHARES = {"disk": 0.1, "pace": 0.2, "storages": 0.6}  # of the budget
 
 
 def inspect(
-    path: str | Path, *, target: str | None = None, skip_bad: int | None = None, budget: float = 20.0, watch: Watch = silent
+    path: str | Path,
+    *,
+    target: str | None = None,
+    skip_bad: int | None = None,
+    budget: float = 20.0,
+    watch: Watch = silent,
 ) -> dict:
-    """What lies at a path, how fast it goes into batches, and which storage would be faster.
+    """Inspects stored data: what they are, how fast they are read into batches, and which format would be faster.
 
     Args:
-        path: a folder, a file or a pattern; of several forms, the one with the most files is looked at.
+        path: a folder, a file or a pattern; of several formats, the one with the most files is inspected.
         target: the column of a table to predict; the others are then one matrix, if they are numbers, as in training.
-        skip_bad: so many rows, or files, that cannot be read are left out, as in ``convert``; None: the first one is "trouble".
-        budget: seconds, about.
+        skip_bad: skip up to this many unreadable rows or files, as in ``convert``; None: the first one is "trouble".
+        budget: seconds to spend, about.
+        watch: progress.
 
     Returns:
-        "kind", "title", "files", "bytes", "others" (files of other forms, by form), "rows" ("rows_exact": False where they were counted in
-        some of the files), "columns" ({name: type}), "classes" (their words in the order of their numbers, or None), "target", "resize"
-        (what pictures were resized to, to be measured), "speed" ({"disk", "page_cache", "network": bytes a second; "decode", "copy",
-        "batches": rows a second on one core}: medians, None for what is not there), "ranges" ({name: [low, high]} of the readings, where
-        there were several), "in_memory" (the files fit there, so that the disk counts in the first pass alone), "limit"
-        ("disk", "network", "decode" or "copy"), "passes" ("first" where later ones take decoded rows from memory, else "every"),
-        "storages" (what would be faster here, as ``better_storages`` gives it), "skip_bad", "left_out" ({"row", "where", "why"} of what
-        could not be read, of all that was looked at; a file has no row), "trouble" (why rows could not be measured), "seconds".
+        "kind", "title", "files", "bytes", "others" (files of other forms, by form), "rows" ("rows_exact": False where
+        they were counted in some of the files), "columns" ({name: type}), "classes" (their words in the order of their
+        numbers, or None), "target", "resize" (what pictures were resized to, to be measured), "speed" ({"disk",
+        "page_cache", "network": bytes a second; "decode", "copy", "batches": rows a second on one core}: medians, None
+        for what is not there), "ranges" ({name: [low, high]} of the readings, where there were several), "in_memory"
+        (the files fit there, so that the disk counts in the first pass alone), "limit" ("disk", "network", "decode" or
+        "copy"), "passes" ("first" where later ones take decoded rows from memory, else "every"), "storages" (what would
+        be faster here, as ``better_storages`` gives it), "skip_bad", "left_out" ({"row", "where", "why"} of what could
+        not be read, of all that was looked at; a file has no row), "trouble" (why rows could not be measured),
+        "seconds".
 
     Raises:
         Refusal: nothing is there, or a file that cannot be opened.
@@ -70,20 +78,38 @@ def inspect(
     with workplace() as folder:
         some, taken = some_of(kind, files, folder)
         share = 1.0 if taken is None else taken / size
-        fill = 0 if kind.is_table else None  # how fast numbers are read does not depend on which are missing
-        reading = _in_one_size(Reading(kind, str(path) if kind.name == "images" else some, some, target, fill, faults=faults))
+        fill = 0 if kind.is_table else None  # which numbers are missing does not change the speed
+        reading = _in_one_size(
+            Reading(kind, str(path) if kind.name == "images" else some, some, target, fill, faults=faults)
+        )
         try:
             if not reading.rows:
                 raise Refusal(f"{path} holds no rows")
         except Refusal as refused:
-            raise Refusal(str(refused).replace(some[0], files[0])) from None  # not the file of its first lines
+            raise Refusal(
+                str(refused).replace(some[0], files[0])
+            ) from None  # not the temporary file with its first lines
         rows, memory = round(reading.rows / share), psutil.virtual_memory().available
         result = {
-            "path": str(path), "kind": kind.name, "title": kind.title, "files": len(files), "bytes": size, "rows": rows,
-            "rows_exact": share == 1.0, "target": target, "resize": side_of(reading.resize), "in_memory": size < memory / 2 and not remote,
-            "others": counted(others), "classes": None, "columns": {}, "passes": "every", "limit": None, "storages": [], "trouble": None,
+            "path": str(path),
+            "kind": kind.name,
+            "title": kind.title,
+            "files": len(files),
+            "bytes": size,
+            "rows": rows,
+            "rows_exact": share == 1.0,
+            "target": target,
+            "resize": side_of(reading.resize),
+            "in_memory": size < memory / 2 and not remote,
+            "others": counted(others),
+            "classes": None,
+            "columns": {},
+            "passes": "every",
+            "limit": None,
+            "storages": [],
+            "trouble": None,
             "skip_bad": skip_bad,
-        }  # fmt: skip
+        }
         watch("reading", 0.05, budget)
         readings = reading_pace(files, SHARES["disk"] * budget)
         watch("decoding", 0.2, 0.8 * budget)
@@ -103,13 +129,15 @@ def inspect(
             result["limit"] = _limit(speed, size / rows, {"network" if remote else "disk": disk})
             before = [slower_of(each, size / rows, disk) for each in readings["batches"]]
             left = began + budget - perf_counter()
-            here = None if remote else disk  # what is stored lies on this machine
-            result["storages"] = better_storages(reading, before, rows, here, min(left, SHARES["storages"] * budget), watch)
+            here = None if remote else disk  # a converted copy would be on this machine
+            result["storages"] = better_storages(
+                reading, before, rows, here, min(left, SHARES["storages"] * budget), watch
+            )
     return result | {"left_out": lost + faults.listed(), "seconds": perf_counter() - began}
 
 
 def _limit(speed: dict, row: float, places: dict) -> str:
-    """The stage that takes the most time for a row of so many bytes; ``places`` give bytes a second, those that count."""
+    """The slowest stage for rows of ``row`` bytes; ``places``: bytes/s of the disk or network, if it counts."""
     seconds = {name: 1 / speed[name] for name in ("decode", "copy") if speed[name]}
     seconds |= {name: row / rate for name, rate in places.items() if rate}
     return max(seconds, key=seconds.get)
@@ -124,10 +152,14 @@ def _bytes_of(files: list[str], faults: Faults) -> int:
 
 
 def _in_one_size(reading: Reading) -> Reading:
-    """Pictures of one size, as batches need them: their own where they have one and are small, else a square."""
+    """Images of one size, as batches need them: their own if all have the same and it is small, else a square."""
     if reading.kind.name not in ("images", "shards"):
         return reading
-    rows = numpy.unique(numpy.linspace(0, reading.rows - 1, LOOKED_AT).astype(numpy.int64)) if reading.rows else numpy.arange(0)
+    rows = (
+        numpy.unique(numpy.linspace(0, reading.rows - 1, LOOKED_AT).astype(numpy.int64))
+        if reading.rows
+        else numpy.arange(0)
+    )
     sizes = {tuple(picture.shape[1:]) for picture in _pictures(reading, rows)}
     if not sizes:
         return reading
@@ -139,9 +171,11 @@ def _pictures(reading: Reading, rows: numpy.ndarray) -> list[torch.Tensor]:
     try:
         there = reading.read(reading.source, rows) if len(rows) else None
     except BadRow:
-        there = None  # told when it is measured
+        there = None  # reported when it is measured
     columns = {} if there is None else named(there, reading.kind)
-    of_pictures = [column for name, column in columns.items() if name == "pictures" or name.rpartition(".")[2] in PICTURES]
+    of_pictures = [
+        column for name, column in columns.items() if name == "pictures" or name.rpartition(".")[2] in PICTURES
+    ]
     return of_pictures[0] if of_pictures else []
 
 

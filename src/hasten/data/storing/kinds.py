@@ -1,4 +1,4 @@
-"""What lies at a path: in which form samples are stored there, told by the names of the files, and the pipeline that reads them."""
+"""Detects the storage format of the files at a path by their names, and opens the pipeline that reads them."""
 
 from __future__ import annotations
 
@@ -23,19 +23,21 @@ from hasten.data.pipeline import Pipeline
 from hasten.data.places.files import Lost, found
 from hasten.data.source import Source
 
-MANIFEST, SKIPPED = "conversion.json", "skipped.jsonl"  # beside what `hasten data convert` has written
-WINDOW = 1024  # tokens of a sample, where nobody says
+MANIFEST, SKIPPED = "conversion.json", "skipped.jsonl"  # files that `hasten data convert` writes beside the data
+WINDOW = 1024  # default number of tokens of a sample
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A form in which samples are stored.
+    """A storage format of samples.
 
     Attributes:
         name: of the function that reads it; "rows" are ``.npy`` files, which ``arrays`` reads.
-        is_table: what is read in one go is a run of rows, and it has named columns.
-        walked: to open a file, much of it has to be read; to measure, a few files have to do.
-        decodes: rows lie there in another form than in a batch.
+        title: for people.
+        suffixes: of the files' names.
+        is_table: it has named columns, and is read in runs of rows (row groups, record batches).
+        walked: it has no index, so opening a file reads much of it; a few files are measured in place of all.
+        decodes: rows must be decoded before they are in a batch.
     """
 
     name: str
@@ -62,16 +64,16 @@ KINDS = {
 
 
 def kind_of(path: str | Path) -> tuple[Kind, list[str]]:
-    """The form of what lies at a path, a folder or a pattern, and its files: of several forms the one with the most files.
+    """(format, files) of a path, a folder or a pattern; of several formats the one with the most files.
 
     Raises:
-        Refusal: nothing is there, or no name tells its form.
+        Refusal: there is no file, or none whose name has a known suffix.
     """
     return kinds_at(path)[0]
 
 
 def kinds_at(path: str | Path) -> list[tuple[Kind | None, list[str]]]:
-    """Every form of what lies at a path, as ``kind_of``, the one with the most files first; last, under None, files whose names tell none."""
+    """(format, files) of every format at a path, the one with the most files first; last, under None, unknown files."""
     files: dict[str, list[str]] = {}
     for file in found(path):
         name = next((kind.name for kind in KINDS.values() if file.lower().endswith(kind.suffixes)), "")
@@ -88,9 +90,9 @@ def kinds_at(path: str | Path) -> list[tuple[Kind | None, list[str]]]:
 
 
 def openable(kind: Kind, files: list[str], at_most: int) -> tuple[list[str], list[dict]]:
-    """(the files that can be opened, {"row": None, "where", "why"} of each other one), where up to ``at_most`` may be left out.
+    """(files that can be opened, ``{"row": None, "where", "why"}`` of each other); at most ``at_most`` may be skipped.
 
-    Pictures are rows, which are left out when they are read, and matrices are columns, of which none may be missing.
+    Images are rows, which are skipped when they are read, and ``.npy`` files are columns, of which none may be missing.
 
     Raises:
         Refusal: more cannot be opened, or none can.
@@ -107,25 +109,28 @@ def openable(kind: Kind, files: list[str], at_most: int) -> tuple[list[str], lis
 
 
 def counted(kinds: list[tuple[Kind | None, list[str]]]) -> dict[str, int]:
-    """How many files there are of each form, by its name for people."""
+    """{title: number of files} of each format."""
     return {kind.title if kind else "unknown": len(files) for kind, files in kinds}
 
 
 def classes_of(source: Source, files: list[str]) -> list[str] | None:
-    """The words of the classes, in the order of their numbers: the source's own, or what a conversion left beside its files."""
+    """Class names in the order of their numbers: the source's, or those that a conversion stored beside its files."""
     noted = _about(os.path.dirname(files[0])).get("classes")
     return getattr(source, "classes", None) or ([str(word) for word in noted] if isinstance(noted, list) else None)
 
 
 def opened(kind: Kind, where: str | Path | list[str], *, target: str | None = None, fill=None, resize=None) -> Pipeline:
-    """The pipeline that reads files of a kind. Of a table, only the run that was read last is held.
+    """The pipeline that reads files of a format. Of a table, only the run that was read last is kept in memory.
 
     Args:
-        target, fill: of a table, as in ``parquet``.
-        resize: of pictures, as in ``images``.
+        kind: the format.
+        where: a folder, a file, a pattern or a list of files.
+        target: of a table, as in ``parquet``.
+        fill: of a table, as in ``parquet``.
+        resize: of images, as in ``images``.
 
     Raises:
-        Refusal: as the maker does; a target or a size for what has none.
+        Refusal: the files cannot be opened, or ``target`` is given for a format without columns.
     """
     if target is not None and not kind.is_table:
         raise Refusal(f"a target is a column of a table; {kind.title} have none")
@@ -143,14 +148,14 @@ def opened(kind: Kind, where: str | Path | list[str], *, target: str | None = No
 
 
 def named(columns, kind: Kind, target: str | None = None) -> dict:
-    """Columns of any nesting under one name each: ``{"address.street": ...}`` for nested ones."""
+    """Flattens nested columns to one name each: ``{"address.street": ...}``."""
     if isinstance(columns, Mapping):
         return {
             name if not more else f"{name}.{more}": column
             for name, inner in columns.items()
             for more, column in (named(inner, kind).items() if isinstance(inner, Mapping) else [("", inner)])
         }
-    if isinstance(columns, tuple) and isinstance(columns[0], Mapping):  # what a table is learnt from, and its target
+    if isinstance(columns, tuple) and isinstance(columns[0], Mapping):  # the inputs of a table, and its target
         return named(columns[0], kind) | {target or "targets": columns[1]}
     parts = columns if isinstance(columns, tuple) else (columns,)
     names = ["pictures", "labels"] if kind.name == "images" else ["inputs", target or "targets"]
@@ -159,7 +164,7 @@ def named(columns, kind: Kind, target: str | None = None) -> dict:
 
 
 def _pictures(where, resize) -> Pipeline:
-    """With the folders as labels where every picture lies in one."""
+    """Images with their folders as labels, if every image is in one."""
     try:
         return images(where, resize)
     except Refusal as error:
@@ -169,17 +174,19 @@ def _pictures(where, resize) -> Pipeline:
 
 
 def _trouble(kind: Kind, files: list[str]) -> str | None:
-    """Why these files cannot be opened together, or one of them not at all."""
+    """Why these files cannot be opened together, or one of them cannot be opened at all; None if they can."""
     try:
         lost = getattr(opened(kind, files).source, "lost", {})
     except Refusal as refused:
-        wrong_request = kind.is_table and not isinstance(refused, Lost) and os.path.exists(files[0])  # which is told when it is read
+        wrong_request = (
+            kind.is_table and not isinstance(refused, Lost) and os.path.exists(files[0])
+        )  # which reading it reports
         return None if wrong_request and len(files) == 1 else str(refused)
     return next(iter(lost.values()), None)
 
 
 def _rows(where) -> Pipeline:
-    """As ``convert`` has left them, or a dict of the files' names."""
+    """The columns as ``convert`` noted them, or a dict by file name."""
     files = found(where, KINDS["rows"].suffixes)
     about, by_name = _about(os.path.dirname(files[0])), {os.path.basename(file): file for file in files}
     with suppress(LookupError, TypeError, AttributeError):
@@ -190,7 +197,7 @@ def _rows(where) -> Pipeline:
 
 
 def _about(folder: str) -> dict:
-    """What a conversion noted about the files in a folder; nothing where there was none."""
+    """The manifest of the conversion that wrote a folder; empty if there is none."""
     try:
         about = json.loads((Path(folder) / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,6 +1,8 @@
-"""Rows as matrices: a ``.npy`` file for each column, row after row, as ``arrays`` maps them into memory.
+"""Writes rows as matrices: one ``.npy`` file for each column, which ``arrays`` maps into memory.
 
-They are one file a column, whatever the number of parts: each part has its place in them, behind the rows of those before it.
+There is one file for each column, whatever the number of parts: each part is written behind the rows of the parts
+before it. Files are written, not mapped (``numpy.lib.format.open_memmap``), because a full disk would end a process
+that writes to a mapping with SIGBUS.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from hasten.data.storing.readings import CHUNK
 
 
 class Matrices:
-    """A ``.npy`` file for each column, row after row, whose first dimension is the row."""
+    """Writer of ``.npy`` files, one for each column, whose first dimension is the row."""
 
     def __init__(self, plan: Plan):
         self.plan, self.rows = plan, 0  # of the part that was written last
@@ -72,11 +74,15 @@ class Matrices:
                     content.truncate(content.tell() + rows * self.like[name].nbytes)
                     synced(content)
                 os.replace(unfinished, self.plan.folder / file)
-        return {"files": [*self.names.values()], "columns": self.names, "is_tuple": isinstance(self.plan.reading.first, tuple)}
+        return {
+            "files": [*self.names.values()],
+            "columns": self.names,
+            "is_tuple": isinstance(self.plan.reading.first, tuple),
+        }
 
     @contextmanager
     def _opened(self, number: int, mode: str) -> Iterator[dict[str, BinaryIO]]:
-        """The files of all columns, each where the part begins."""
+        """The open files of all columns, each positioned where the part begins."""
         before = self.plan.rows_before(number)
         with ExitStack() as open_files:
             files = {}
@@ -87,20 +93,26 @@ class Matrices:
             yield files
 
     def _begin(self, file: BinaryIO, name: str, rows: int) -> None:
-        """Writes the head of a file; its length does not depend on the number of rows."""
+        """Writes the header of a file; its length does not depend on the number of rows, so it can be written again."""
         like = self.like[name]
         descr = numpy.lib.format.dtype_to_descr(like.numpy().dtype)
-        numpy.lib.format.write_array_header_2_0(file, {"descr": descr, "fortran_order": False, "shape": (rows, *like.shape[1:])})
+        numpy.lib.format.write_array_header_2_0(
+            file, {"descr": descr, "fortran_order": False, "shape": (rows, *like.shape[1:])}
+        )
 
     def _check(self, name: str, column) -> None:
         like = self.like[name]
         resize = ": pictures need --resize" if "picture" in name or name.rpartition(".")[2] in PICTURES else ""
         if not isinstance(column, torch.Tensor) or column.dtype == torch.bfloat16:
             kind = "bfloat16" if isinstance(column, torch.Tensor) else "text, bytes or rows of unequal shapes"
-            raise Refusal(f"column {name!r} holds {kind}; a matrix holds numbers of one shape{resize or ': store the table as feather'}")
+            raise Refusal(
+                f"column {name!r} holds {kind}; "
+                f"a matrix holds numbers of one shape{resize or ': store the table as feather'}"
+            )
         if column.dtype != like.dtype or column.shape[1:] != like.shape[1:]:
             raise Refusal(
-                f"column {name!r} is {_shape(like)} in the first row, and {_shape(column)} later; a matrix holds one shape{resize}"
+                f"column {name!r} is {_shape(like)} in the first row, and {_shape(column)} later; "
+                f"a matrix holds one shape{resize}"
             )
 
 

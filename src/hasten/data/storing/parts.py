@@ -1,7 +1,7 @@
-"""A conversion in parts: which rows each has, and what a storage has to do with it.
+"""A conversion in parts: which rows each part has, and what a storage format must implement.
 
-Each part is written beside (``.part``) and read back. Only when all are there do they get their names, so that whatever has its own
-name is whole, and nobody reads half of the data by mistake.
+Each part is written to a temporary name (``.part``) and read back. Parts get their final names only when all are
+written, so a file with a final name is complete, and no reader takes half of the data for all of it.
 """
 
 from __future__ import annotations
@@ -11,22 +11,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import IO, Protocol
 
 from hasten.data.storing.digests import Digest
 from hasten.data.storing.readings import Reading
 from hasten.engine.failures import disk_trouble
 
 PART = ".part"
-Tell = Callable[[int], None]  # told how many rows more are written
+Tell = Callable[[int], None]  # called with the number of rows written since the last call
 
 
 @dataclass
 class Plan:
-    """Rows that go into a folder, in so many parts.
+    """Rows that are written into a folder in several parts.
 
     Attributes:
-        done: the parts that are written, each by the number of its rows and their hash. Bad rows were left out of them.
+        reading: the rows.
+        folder: where they are written.
+        parts: the number of parts.
+        done: (number of rows, content hash) of each part that is written. Bad rows are not in it.
     """
 
     reading: Reading
@@ -35,37 +38,37 @@ class Plan:
     done: list[tuple[int, str]] = field(default_factory=list)
 
     def range(self, number: int) -> tuple[int, int]:
-        """The first row of a part, and the first after it."""
+        """(first row, end) of a part; the end is exclusive."""
         rows = self.reading.rows
         return rows * number // self.parts, rows * (number + 1) // self.parts
 
     def rows_before(self, number: int) -> int:
-        """The rows that were written of the parts before this one."""
+        """Number of rows written in the parts before this one."""
         return sum(rows for rows, _ in self.done[:number])
 
 
 class Storage(Protocol):
-    """How the parts of a plan are stored. The hashes are of the content."""
+    """A storage format: writes the parts of a plan. Hashes are of the content, not of the files."""
 
     def write(self, number: int, tell: Tell) -> Digest:
-        """Writes a part beside; the hash of what was to be written."""
+        """Writes a part under its temporary name; returns the hash of what should be in it."""
 
     def read_back(self, number: int) -> Digest:
-        """The hash of the part that was written last."""
+        """Reads the part that was written last; returns its hash."""
 
     def finish(self) -> dict:
-        """All parts are good and get their names; {"files": these, and what a reader has to be told about them}."""
+        """Gives all parts their final names; returns ``{"files": names}`` and what else a reader must know."""
 
 
-def synced(file: BinaryIO) -> None:
-    """What was written outlives a power cut."""
+def synced(file: IO) -> None:
+    """Writes a file's content through to the disk, so that it survives a power failure."""
     file.flush()
     os.fsync(file.fileno())
 
 
 @contextmanager
 def into(folder: Path, advice: str) -> Iterator[None]:
-    """What the system refuses while something is written, in one line."""
+    """Translates errors of the file system while writing to ``folder`` into one line with ``advice``."""
     try:
         yield
     except OSError:

@@ -1,7 +1,7 @@
-"""What is converted: rows of some files, in their order, in the form that a storage wants them in.
+"""Reads the rows to convert, in their order, in the form that the target format needs.
 
-``columns`` are those of a batch, ``tables`` Arrow's, which keep every type and what is missing, and ``samples`` the files of a
-tar: a name and some bytes for each ending.
+``columns`` gives batches of columns, ``tables`` Arrow tables, which keep every type and missing values, and ``samples``
+the files of a tar archive: a key, and bytes for each file ending.
 """
 
 from __future__ import annotations
@@ -26,21 +26,24 @@ from hasten.data.source import BadRow, Source, length_of
 from hasten.data.storing.kinds import Kind, named, opened
 from hasten.data.storing.written_as import arrow_table, jpeg
 
-CHUNK = 16_000_000  # bytes of rows that are in hand at a time
-PROBED = 4  # rows that are read to know the size of all
-LEAST = (1, 1)  # pixels, of a picture that is decoded only to know that it can be: all of it is read, and little is made of it
+CHUNK = 16_000_000  # bytes of rows in memory at a time
+PROBED = 4  # rows read to estimate the size of a row
+LEAST = (1, 1)  # pixels: decoding to this size verifies all of an image at the least cost
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Rows of files of one kind.
+    """Rows of files of one format.
 
     Attributes:
+        kind: the format.
         where: the folder, or the files.
-        target, fill: of a table, as in ``parquet``.
-        resize: the side of pictures in pixels, or (height, width), or None to leave them.
-        most: only so many first rows; None for all.
-        faults: how many rows that cannot be read are left out, and which.
+        files: the files.
+        target: of a table, as in ``parquet``.
+        fill: of a table, as in ``parquet``.
+        resize: the side of images in pixels, or (height, width), or None to leave them as they are.
+        most: read only this many rows from the beginning; None for all.
+        faults: how many unreadable rows may be skipped, and which were.
     """
 
     kind: Kind
@@ -53,18 +56,18 @@ class Reading:
     faults: Faults = field(default_factory=Faults, compare=False)
 
     def identity(self) -> dict:
-        """What the rows are made of, as plain JSON."""
+        """What the rows are made of, JSON-serializable."""
         return {"files": self.stamps(), "target": self.target, "fill": self.fill, "resize": self.resize}
 
     def stamps(self) -> list[list]:
-        """What marks each file; of one that is not there, and may be left out, why."""
+        """The stamp of each file; of a missing one that may be skipped, the reason."""
         return [stamped(file, self.faults) for file in self.files]
 
     def opened(self) -> Source:
         """A new source, which has read nothing yet.
 
         Raises:
-            Refusal: a file cannot be opened, or not all of it be found: ``openable`` has left out those that may be.
+            Refusal: a file cannot be opened or is damaged; ``openable`` has removed those that may be skipped.
         """
         source = opened(self.kind, self.where, target=self.target, fill=self.fill, resize=self.resize).source
         for why in getattr(source, "lost", {}).values():
@@ -85,10 +88,10 @@ class Reading:
 
     @cached_property
     def first(self):
-        """The columns of the first rows that can be read, as the source gives them.
+        """The columns of the first readable rows, as the source returns them.
 
         Raises:
-            Failure: there is none.
+            Failure: no row can be read.
         """
         for begin in range(0, self.rows, PROBED):
             if (columns := self.read(self.source, numpy.arange(begin, min(begin + PROBED, self.rows)))) is not None:
@@ -97,30 +100,30 @@ class Reading:
 
     @cached_property
     def like(self) -> dict:
-        """The same, by name."""
+        """The columns of the first readable rows, by name."""
         return self._named(self.first)
 
     @cached_property
     def chunk(self) -> int:
-        """Rows that are read at a time."""
+        """Number of rows read at a time."""
         return max(1, CHUNK * length_of(self.first) // max(1, sum(map(_size, self.like.values()))))
 
     def some(self, first: int, last: int) -> dict:
-        """The columns of neighbouring rows, by name; of no row where none can be read."""
+        """The columns of the rows from ``first`` to ``last``, by name; empty if none can be read."""
         columns = self.read(self.source, numpy.arange(first, last))
         return {} if columns is None else self._named(columns)
 
     def columns(self, first: int, last: int) -> Iterator[dict]:
-        """The rows from ``first`` to ``last``, some at a time."""
+        """The columns of the rows from ``first`` to ``last``, ``chunk`` rows at a time."""
         for begin in range(first, last, self.chunk):
             if columns := self.some(begin, min(begin + self.chunk, last)):
                 yield columns
 
     def read(self, source: Source, rows: numpy.ndarray):
-        """What a source of these files gives of some rows; None where none can be read.
+        """The columns of some rows, without the skipped ones; None if none can be read.
 
         Raises:
-            BadRow: one cannot, and none may be left out. Failure: it is one too many.
+            BadRow: a row cannot be read, and none may be skipped. Failure: more cannot be read than may be skipped.
         """
         if not self.faults.at_most:
             return source.read(rows)
@@ -130,19 +133,23 @@ class Reading:
         return columns
 
     def _left_out(self, fault: BadRow) -> None:
-        """Notes a row that is left out; raised, as by ``read``, where it may not be."""
+        """Records a row that is skipped; raises it if none may be."""
         if not self.faults.at_most:
             raise fault
         self.faults.note(fault)
 
     def _named(self, columns) -> dict:
         found = named(columns, self.kind, self.target)
-        return found if self.kind.name not in ("images", "shards") else {name: _in_one(column) for name, column in found.items()}
+        return (
+            found
+            if self.kind.name not in ("images", "shards")
+            else {name: _in_one(column) for name, column in found.items()}
+        )
 
     # ---- as Arrow tables
 
     def tables(self, first: int, last: int) -> Iterator:
-        """The same rows as Arrow tables, all of one schema."""
+        """The rows from ``first`` to ``last`` as Arrow tables of one schema."""
         if not self.kind.is_table:
             yield from map(arrow_table, self.columns(first, last))
             return
@@ -158,7 +165,7 @@ class Reading:
                 at += rows
 
     def _readable_run(self, file: str, number: int, first: int, rows: range):
-        """These rows of a run, whose first row has this number; None where it cannot be read, and its rows may be left out."""
+        """Some rows of a run that begins at row ``first``; None if it cannot be read and may be skipped."""
         try:
             return self._run(file, number, first).slice(rows.start - first, len(rows))
         except BadRow as fault:
@@ -168,11 +175,11 @@ class Reading:
 
     @cached_property
     def _run(self) -> Callable:
-        """As ``_decoded``; the last run is kept, as a part may end in the middle of one."""
+        """``_decoded``, which keeps the last run: a part may end in the middle of one."""
         return lru_cache(maxsize=1)(self._decoded)
 
     def _decoded(self, file: str, number: int, first: int):
-        """An Arrow table of a run, whose first row has this number."""
+        """Decodes a run, which begins at row ``first``, to an Arrow table."""
         import pyarrow as pa
 
         if number in (bad := self._manifests[file].bad):
@@ -187,7 +194,7 @@ class Reading:
                 raise
             raise BadRow(first, f"{file}, {self._form.run_name} {number}", one_line(error)) from None
         except (OSError, ValueError, LookupError, pa.ArrowException) as error:
-            if getattr(error, "errno", None) is not None:  # the system's: no row is to blame
+            if getattr(error, "errno", None) is not None:  # an error of the operating system, not of the row
                 raise Failure(f"cannot read {file}: {one_line(error)}") from None
             raise BadRow(first, f"{file}, {self._form.run_name} {number}", one_line(error)) from None
         run = pa.Table.from_batches([run]) if isinstance(run, pa.RecordBatch) else run
@@ -209,7 +216,7 @@ class Reading:
     # ---- as files in a tar
 
     def samples(self, first: int, last: int) -> Iterator[list[tuple[str, dict[str, bytes]]]]:
-        """The same rows as (key, {ending: bytes}); resized pictures are JPEGs, all others the bytes that they were."""
+        """The rows from ``first`` to ``last`` as (key, {ending: bytes}); only resized images are encoded anew."""
         parts = self._parts_of_pictures if self.kind.name == "images" else self._parts_of_shards
         for begin in range(first, last, step := self._samples_at_a_time):
             rows = numpy.arange(begin, min(begin + step, last))
@@ -218,13 +225,13 @@ class Reading:
 
     @cached_property
     def _samples_at_a_time(self) -> int:
-        """Of pictures that stay as they are, only the files are in hand."""
+        """Number of samples read at a time; of images that are not resized, only the files' bytes are in memory."""
         if self.resize is not None:
             return self.chunk
         return max(1, CHUNK * len(self.source) // max(1, sum(size for _, size, _ in self.stamps())))
 
     def _parts_of_pictures(self, rows: numpy.ndarray) -> Iterator[tuple[str, str, dict[str, bytes]] | None]:
-        """(key, where it is, {ending: bytes}) of each row; None of one that cannot be read, and may be left out."""
+        """(key, location, {ending: bytes}) of each row; None of a row that cannot be read and may be skipped."""
         for row in rows.tolist():
             path = self.source.files.path(row)
             try:
@@ -242,12 +249,14 @@ class Reading:
         for row, number in zip(rows.tolist(), numbers.tolist(), strict=True):
             places = {name: self.source.places[name][row] for name in self.source.columns}
             there = {name: place for name, place in places.items() if place[0] >= 0}
-            contents = read_ranges(self.source.stamps, numpy.full(len(there), number), *numpy.array([*there.values()]).T)
+            contents = read_ranges(
+                self.source.stamps, numpy.full(len(there), number), *numpy.array([*there.values()]).T
+            )
             key = self.source.keys[row]
             yield key, f"{self.source.stamps[number][0]}, {key}", dict(zip(there, map(bytes, contents), strict=True))
 
     def _stored(self, row: int, key: str, place: str, files: dict[str, bytes]) -> tuple[str, dict[str, bytes]] | None:
-        """A sample with its pictures resized, or as they are; None where one cannot be read, and the sample may be left out."""
+        """A sample with its images resized or unchanged; None if one cannot be read and the sample may be skipped."""
         made = {}
         for ending, content in files.items():
             stem, _, last = ending.rpartition(".")
@@ -267,7 +276,7 @@ class Reading:
 
 
 def _prove(row: int, where: str, content: bytes) -> None:
-    """Makes sure that a picture that is stored as it is can be read.
+    """Checks that an image that is stored unchanged can be decoded.
 
     Raises:
         BadRow: it cannot.
@@ -279,7 +288,7 @@ def _prove(row: int, where: str, content: bytes) -> None:
 
 
 def stamped(file: str, faults: Faults) -> list:
-    """What marks a file; of one that is not there, and may be left out, why."""
+    """The stamp of a file; of a missing one that may be skipped, ``[path, 0, reason]``."""
     try:
         return stamp(file)
     except Refusal as refused:
@@ -289,8 +298,12 @@ def stamped(file: str, faults: Faults) -> list:
 
 
 def _in_one(column):
-    """Pictures of one size as one tensor; those of several stay a list, as what is no picture does."""
-    if isinstance(column, list) and column and all(isinstance(each, torch.Tensor) and each.ndim == 3 for each in column):
+    """Stacks images of one size to one tensor; images of several sizes stay a list."""
+    if (
+        isinstance(column, list)
+        and column
+        and all(isinstance(each, torch.Tensor) and each.ndim == 3 for each in column)
+    ):
         return torch.stack(column) if len({each.shape for each in column}) == 1 else column
     return column
 
@@ -299,5 +312,6 @@ def _size(column) -> int:
     if isinstance(column, torch.Tensor):
         return column.nbytes
     return sum(
-        _size(value) if isinstance(value, torch.Tensor) else len(value) if isinstance(value, (bytes, str)) else 64 for value in column
+        _size(value) if isinstance(value, torch.Tensor) else len(value) if isinstance(value, (bytes, str)) else 64
+        for value in column
     )

@@ -1,4 +1,4 @@
-"""Some of the files, where opening all of them would take long: those whose contents have to be walked through."""
+"""Selects some of the files where opening all would take long, because their format has no index."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from hasten.contract.errors import Refusal, one_line
 from hasten.data.places.files import opened, stamp
 from hasten.data.storing.kinds import Kind
 
-SAMPLED = 256_000_000  # bytes of files that have to be walked through
+SAMPLED = 256_000_000  # bytes of files of a format without an index
 SAMPLED_TEXT = 16_000_000  # bytes of CSV
-LONGEST = 1_000_000  # bytes of a quoted text of several lines
+LONGEST = 1_000_000  # bytes of a quoted text that contains line breaks
 
 
 def some_of(kind: Kind, files: list[str], folder: Path) -> tuple[list[str], int | None]:
-    """(files to measure, how many bytes of the original they hold; None for all): all of them, unless opening them takes long.
+    """Selects the files to measure: all, unless opening them takes long.
 
     Args:
-        folder: where a file of the first lines of a long text may be written.
+        kind: their format.
+        files: their paths.
+        folder: where a file with the first lines of a large CSV file may be written.
+
+    Returns:
+        (paths, number of bytes of the original files in them; None for all).
     """
     if not kind.walked:
         return files, None
@@ -36,10 +41,10 @@ def some_of(kind: Kind, files: list[str], folder: Path) -> tuple[list[str], int 
 
 
 def _head(file: str, folder: Path) -> tuple[str, int]:
-    """(a file of the first lines, how many bytes they take in the original).
+    """(path of a file with the first lines, number of bytes that they take in the original).
 
     Raises:
-        Refusal: it cannot be unpacked.
+        Refusal: the file cannot be decompressed.
     """
     with opened(file) as raw, gzip.open(raw) if file.endswith(".gz") else raw as content:
         try:
@@ -53,7 +58,7 @@ def _head(file: str, folder: Path) -> tuple[str, int]:
 
 
 def _whole(lines: bytes) -> bytes:
-    """The lines up to the last end of one that is not within quotes; where that would be far back, they are no such quotes."""
+    """The complete lines, up to the last line break outside quotes; beyond LONGEST, quotes are plain text."""
     last = end = lines.rfind(b"\n") + 1
     inside = lines.count(b'"', 0, end) % 2
     while inside and last - end < LONGEST:

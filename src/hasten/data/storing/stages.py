@@ -1,7 +1,7 @@
-"""How fast each stage of reading goes, by itself: from the disk, from the page cache, decoding, copying into batches.
+"""Throughput of each stage of reading stored data: from the disk, from the page cache, decoding, copying into batches.
 
-Decoding and copying are counted in the processor's time, of all threads together, so that they are what *one core* can do, whatever
-else the machine is busy with. Each is read several times, for a shorter time, so that it is seen how far the readings lie apart.
+Decoding and copying are measured in processor time of all threads together: what *one core* can do, whatever else the
+machine runs. Each is measured several times for a shorter time, which shows how far the measurements differ.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from hasten.data.places.files import is_remote, opened
 from hasten.data.source import leaves_of, length_of
 from hasten.data.storing.readings import Reading
 
-MOST_BYTES = 64_000_000  # that are read to know how fast the disk is
+MOST_BYTES = 64_000_000  # read to measure the disk
 BLOCK = 1 << 20
-PIECES = 8  # of what is read at a time make the largest batch, of about two megabytes
+PIECES = 8  # the largest batch is this fraction of the bytes read at a time: about two megabytes
 SMALLEST_BATCH, LARGEST_BATCH = 16, 4096  # rows
-MOST_ROWS = 1 << 20  # that are read in random order
+MOST_ROWS = 1 << 20  # read in random order, at most
 COPY_SECONDS = 0.2
-SHORT = 0.02  # seconds; a piece that takes less is too short to be timed well
-PASSES, ENOUGH = 3, 0.2  # passes over all rows and seconds that make a measurement, where there is time for so much
-READINGS = 3  # that share the time of a measurement
-PATIENCE = 1.5  # times that time; where it is not enough for all of them, one has to do
+SHORT = 0.02  # seconds; a shorter piece cannot be timed well
+PASSES, ENOUGH = 3, 0.2  # passes over all rows, and seconds, after which a measurement ends early
+READINGS = 3  # measurements that share the time
+PATIENCE = 1.5  # times the time: if all would take longer, only one is made
 
 
 def reading_pace(files: list[str], seconds: float = 2.0) -> dict:
-    """Readings of bytes a second: {"disk": None where the system cannot forget what it has read, "page_cache", "network": what is far}."""
+    """Measurements in bytes/s of "disk" (if the page cache can be dropped), "page_cache" and "network", else None."""
     if is_remote(files[0]):
         return {"disk": None, "page_cache": None, "network": _bytes_a_second(files, seconds)}
     could = _forget(files)
@@ -46,7 +46,7 @@ def reading_pace(files: list[str], seconds: float = 2.0) -> dict:
 
 
 def paces(reading: Reading, seconds: float) -> dict:
-    """Readings of what ``pace`` tells, that share the seconds; one alone where so many would take much longer."""
+    """Several measurements of what ``pace`` returns in ``seconds``; only one if several would take much longer."""
     began = time.perf_counter()
     readings = [pace(reading, seconds / READINGS, 1 / READINGS)]
     if READINGS * (time.perf_counter() - began) <= PATIENCE * (seconds + COPY_SECONDS):
@@ -55,16 +55,23 @@ def paces(reading: Reading, seconds: float) -> dict:
 
 
 def pace(reading: Reading, seconds: float, part: float = 1.0) -> dict:
-    """Rows a second on one core: {"decode": from the page cache to rows in memory, "copy": from there to shuffled batches, "batches":
-    both}; None for what is not there to be done.
+    """Rows/s on one core.
 
     Args:
-        part: of what makes a measurement that is enough for this one.
+        reading: the rows.
+        seconds: to spend, about.
+        part: fraction of a full measurement that suffices.
+
+    Returns:
+        "decode" (from the page cache to rows in memory), "copy" (from there to shuffled batches) and "batches" (both);
+        None for a stage that the format does not have.
 
     Raises:
-        BadRow, Refusal, Failure: some rows cannot be read, and may not be left out.
+        BadRow, Refusal, Failure: a row cannot be read, and may not be skipped.
     """
-    with warnings.catch_warnings(action="ignore", category=Notice):  # that run after run is decoded for a few rows: it is meant
+    with warnings.catch_warnings(
+        action="ignore", category=Notice
+    ):  # the warning that runs are decoded for a few rows: here on purpose
         return _pace(reading, seconds, part)
 
 
@@ -73,7 +80,7 @@ def _pace(reading: Reading, seconds: float, part: float) -> dict:
     source = reading.opened()
     opening, read = time.process_time() - began, partial(reading.read, source)
     size = min(max(reading.chunk // PIECES, SMALLEST_BATCH), LARGEST_BATCH)
-    if reading.kind.is_table:  # a batch is made of decoded runs
+    if reading.kind.is_table:  # a batch is copied from decoded runs
         decode, run = _run_by_run(read, source.edges(), reading.rows, seconds, opening if reading.kind.walked else 0.0)
         copy, _ = _at_random(read, run, size, part * COPY_SECONDS, part)
         return {"decode": decode, "copy": copy, "batches": 1 / (1 / decode + 1 / copy)}
@@ -83,12 +90,16 @@ def _pace(reading: Reading, seconds: float, part: float) -> dict:
     tensors = [leaf for leaf in leaves_of(columns) if isinstance(leaf, torch.Tensor)]
     copy = None
     if tensors:
-        copy, _ = _at_random(arrays(*tensors).source.read, numpy.arange(len(tensors[0])), size, part * COPY_SECONDS, part)
+        copy, _ = _at_random(
+            arrays(*tensors).source.read, numpy.arange(len(tensors[0])), size, part * COPY_SECONDS, part
+        )
     return {"decode": rate, "copy": copy, "batches": rate}
 
 
-def _run_by_run(read: Callable, edges: numpy.ndarray, rows: int, seconds: float, opening: float) -> tuple[float, numpy.ndarray]:
-    """(rows a second, the rows of the run that is still held): each run is decoded once."""
+def _run_by_run(
+    read: Callable, edges: numpy.ndarray, rows: int, seconds: float, opening: float
+) -> tuple[float, numpy.ndarray]:
+    """(rows/s, the rows of the run that is still in memory): decodes each run once."""
     began, done, spent, held = time.perf_counter(), 0, opening, numpy.arange(0)
     for first, last in pairwise(edges.tolist()):
         before = time.process_time()
@@ -98,15 +109,17 @@ def _run_by_run(read: Callable, edges: numpy.ndarray, rows: int, seconds: float,
             done, held = done + last - first, numpy.arange(first, last)
         if done >= rows or (done and time.perf_counter() - began > seconds):
             break
-    read(held[:1])  # where one that cannot be read took its place
+    read(held[:1])  # in case an unreadable run has replaced it in memory
     return done / max(spent, 1e-9), held
 
 
 def _at_random(read: Callable, rows: numpy.ndarray, most: int, seconds: float, part: float) -> tuple[float, Any]:
-    """(rows a second, the columns of the largest piece): in pieces that grow until one takes long enough to be timed."""
+    """(rows/s, the columns of the largest piece): reads in pieces that grow until one takes long enough to be timed."""
     order = numpy.random.default_rng(0).permutation(rows)
     began, size, at, done, spent, largest = time.perf_counter(), SMALLEST_BATCH, 0, 0, 0.0, None
-    while not done or (time.perf_counter() - began < seconds and (done < part * PASSES * len(order) or spent < part * ENOUGH)):
+    while not done or (
+        time.perf_counter() - began < seconds and (done < part * PASSES * len(order) or spent < part * ENOUGH)
+    ):
         piece = order[at : at + size]
         before = time.process_time()
         columns = read(piece)
@@ -123,14 +136,16 @@ def _at_random(read: Callable, rows: numpy.ndarray, most: int, seconds: float, p
 
 
 def _bytes_a_second(files: list[str], seconds: float) -> list[float]:
-    """What was read is faster the next time, so the readings are of neighbouring parts; one where there is little."""
+    """Measurements in bytes/s of successive parts, as a part read again is cached; one if there are few bytes."""
     done, times = [0], [time.perf_counter()]
     for block in _blocks(files, bytearray(BLOCK)):
         done.append(done[-1] + block)
         times.append(time.perf_counter())
         if done[-1] >= MOST_BYTES or times[-1] - times[0] > seconds:
             break
-    ends = numpy.searchsorted(done, numpy.linspace(0, done[-1], READINGS + 1)).tolist()  # of parts of about as many bytes
+    ends = numpy.searchsorted(
+        done, numpy.linspace(0, done[-1], READINGS + 1)
+    ).tolist()  # of parts of about the same size
     if len({*ends}) <= READINGS:
         ends = [0, len(done) - 1]
     return [(done[last] - done[first]) / max(times[last] - times[first], 1e-9) for first, last in pairwise(ends)]
@@ -138,19 +153,22 @@ def _bytes_a_second(files: list[str], seconds: float) -> list[float]:
 
 def _blocks(files: list[str], buffer: bytearray) -> Iterator[int]:
     for file in files:
-        with suppress(Refusal), opened(file) as content:  # one that cannot be opened is told when its rows are read
+        with (
+            suppress(Refusal),
+            opened(file) as content,
+        ):  # a file that cannot be opened is reported when its rows are read
             while count := content.readinto(buffer):
                 yield count
 
 
 def _forget(files: list[str]) -> bool:
-    """Asks the system to let go of what it keeps of the first files; whether it can be asked."""
+    """Drops the first files from the page cache; returns whether the system supports it."""
     if not hasattr(os, "posix_fadvise"):
         return False
     done = 0
     for file in files:
         with suppress(Refusal), opened(file) as content:
-            with suppress(OSError):  # what was written just now cannot be forgotten before it is on the disk
+            with suppress(OSError):  # pages that were just written cannot be dropped before they are on the disk
                 os.fsync(content.fileno())
             os.posix_fadvise(content.fileno(), 0, MOST_BYTES, os.POSIX_FADV_DONTNEED)
             done += os.fstat(content.fileno()).st_size

@@ -1,4 +1,4 @@
-"""The forms in which samples can be stored, and how a part of them is written and read back."""
+"""Writers of the storage formats: how a part of the rows is written, and read back to verify it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ from hasten.data.storing.readings import Reading
 
 @dataclass
 class Files:
-    """A file for each part; what differs between the formats are two functions.
+    """A storage format with one file for each part; formats differ in two functions.
 
     Attributes:
-        write_file: ``(path, reading, first row, last row, tell) -> hash``.
-        read_file: ``(path) -> hash``.
+        plan: what is written, and where.
+        suffix: of the files.
+        write_file: ``(path, reading, first row, end row, tell) -> content hash``.
+        read_file: ``(path) -> content hash``.
     """
 
     plan: Plan
@@ -43,7 +45,7 @@ class Files:
         try:
             return self.write_file(path, self.plan.reading, *self.plan.range(number), tell)
         except BaseException:
-            path.unlink(missing_ok=True)  # half a part is of no use, and the disk may be full
+            path.unlink(missing_ok=True)  # an incomplete part is useless, and the disk may be full
             raise
 
     def read_back(self, number: int) -> Digest:
@@ -64,14 +66,14 @@ class Files:
 
 
 def write_feather(path: Path, reading: Reading, first: int, last: int, tell: Tell) -> Digest:
-    """Without compression: it is mapped into memory as it is."""
+    """Writes a Feather file without compression, so that readers can map it into memory."""
     import pyarrow as pa
 
     return _write_tables(path, reading.tables(first, last), lambda file, schema: pa.ipc.new_file(file, schema), tell)
 
 
 def write_parquet(path: Path, reading: Reading, first: int, last: int, tell: Tell) -> Digest:
-    """Without compression, and with dictionaries for text alone: both cost more time than they save."""
+    """Writes a Parquet file without compression and with dictionaries for text only, which is fastest to read."""
     from pyarrow.parquet import ParquetWriter
 
     def writer(file, schema):
@@ -87,7 +89,7 @@ def _write_tables(path: Path, tables: Iterator, new: Callable, tell: Tell) -> Di
         try:
             for table in tables:
                 writer = writer or new(file, table.schema)
-                writer.write_table(table)  # one run each
+                writer.write_table(table)  # one row group or record batch each
                 digest.add_table(table)
                 tell(len(table))
         finally:
@@ -98,7 +100,7 @@ def _write_tables(path: Path, tables: Iterator, new: Callable, tell: Tell) -> Di
 
 
 def _as_parquet_holds_it(table):
-    """Whole seconds as milliseconds, and days as days: it has no other times."""
+    """Casts times in seconds to milliseconds, and 64-bit dates to 32-bit ones: Parquet has no others."""
     import pyarrow as pa
 
     def held(kind):

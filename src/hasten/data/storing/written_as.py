@@ -1,4 +1,4 @@
-"""What columns and pictures become when they are stored: Arrow tables, JPEG files."""
+"""Encodes images as JPEG files, and the columns of a batch as Arrow tables."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 from hasten.contract.errors import Refusal
 
-QUALITY = 90  # of a JPEG that is written
+QUALITY = 90  # of JPEG files, from 0 to 100
 
 
 def jpeg(picture: torch.Tensor) -> bytes:
-    """A picture, uint8 (3, height, width), as a JPEG file."""
+    """Encodes an image, uint8, shape (3, height, width), as a JPEG file."""
     colours = numpy.ascontiguousarray(picture.permute(1, 2, 0).numpy())
     try:
         from simplejpeg import encode_jpeg
@@ -28,7 +28,11 @@ def jpeg(picture: torch.Tensor) -> bytes:
 
 
 def arrow_table(columns: dict):
-    """Columns of a batch as an Arrow table."""
+    """Converts the columns of a batch, {name: tensor or list}, to an Arrow table.
+
+    Raises:
+        Refusal: a column of values or numbers that no file format here can store.
+    """
     import pyarrow as pa
 
     return pa.table({name: _arrow(name, column) for name, column in columns.items()})
@@ -54,4 +58,6 @@ def _numbers(name: str, column: torch.Tensor) -> numpy.ndarray:
     try:
         return column.numpy()
     except TypeError:
-        raise Refusal(f"column {name!r} holds {column.dtype}, which no file format here knows; store float32 or float16") from None
+        raise Refusal(
+            f"column {name!r} holds {column.dtype}, which no file format here knows; store float32 or float16"
+        ) from None
