@@ -107,7 +107,7 @@ def test_a_budget_may_be_a_text(monkeypatch):
     def told(*arguments, budget, **others):
         raise Failure(f"{budget} seconds")
 
-    monkeypatch.setattr("hasten.measure.compare.take_turns", told)
+    monkeypatch.setattr("hasten.measure.compare.run_interleaved", told)
     monkeypatch.setattr("hasten.diagnosis.diagnose.examine", told)
     with pytest.raises(Failure, match=r"^90\.0 seconds"):
         hasten.compare(sleepy(), budget="1.5m")

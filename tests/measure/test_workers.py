@@ -10,7 +10,7 @@ import pytest
 
 from hasten.contract.errors import Failure, Notice, Refusal
 from hasten.data.places.files import Lost
-from hasten.measure.workers import Worker, listen_anew, told_already
+from hasten.measure.workers import Worker, mark_warnings_shown, reset_shown_warnings
 
 
 class Service:
@@ -97,7 +97,7 @@ def test_what_one_leaves_behind_the_next_does_not_find():
 
 def test_a_frozen_worker_does_nothing_until_it_is_called():
     with worker() as one:
-        one.freeze()
+        one.suspend()
         deadline = time.monotonic() + 60
         while psutil.Process(one.pid).status() != psutil.STATUS_STOPPED and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -162,10 +162,10 @@ def test_what_is_noticed_over_there_is_told_here_once():
 
 
 def test_what_was_told_here_no_worker_tells_again():
-    listen_anew()
+    reset_shown_warnings()
     with worker() as one, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", UserWarning)  # whatever Python says of what others left open
-        with told_already():
+        with mark_warnings_shown():
             warnings.warn("2 columns are rounded", Notice, stacklevel=1)
             warnings.warn("a library's own", UserWarning, stacklevel=1)
         one.call("notice", text="3 columns are rounded")

@@ -145,7 +145,7 @@ def _diagnosed(probe: RankProbe, ranks: Ranks, budget: float, watch: Watch) -> d
         "seconds_per_step": step,
         "samples_per_second": 1 / median(paces["whole"]),
         "blocks": len(paces["whole"]),
-        "noise": noise.told(100 * spread(paces["whole"]), sum(block["switches"] for block in told[0]["whole"])),
+        "noise": noise.summary(100 * spread(paces["whole"]), sum(block["switches"] for block in told[0]["whole"])),
         "seconds": time.monotonic() - began,
     }
 

@@ -28,7 +28,7 @@ from hasten.engine.plan import Program, build
 from hasten.engine.ranks import joined
 from hasten.engine.tasks import TaskRef
 from hasten.engine.train import device_of, with_strategy
-from hasten.measure.job import LONGEST_WAIT, started
+from hasten.measure.job import COLLECTIVE_TIMEOUT_S, start_workers
 
 WARM_UP_STEPS, WARM_UP_ROUNDS = 3, 4
 LONG_EVALUATION = 10.0  # seconds; over a longer one nobody stumbles
@@ -55,7 +55,7 @@ class Arm:
         task = self.task.load()
         self.context = ExitStack()  # kept, or else Python would leave it at once; never left: the process ends with the arm
         if self.ranks is None:
-            self.ranks = self.context.enter_context(joined(self.device, LONGEST_WAIT))
+            self.ranks = self.context.enter_context(joined(self.device, COLLECTIVE_TIMEOUT_S))
             self.device = device_of(self.ranks, self.device)
         self._meet()
         began = time.perf_counter()
@@ -189,7 +189,7 @@ def estimate(task: TaskRef, device: str, seed: int = 0, processes: int = 1, pati
     Raises:
         Failure, Refusal: the task's own training does not run.
     """
-    with started(processes, "hasten.measure.arm:Arm", patience, task=task.to_json(), methods={}, device=device, seed=seed) as worker:
+    with start_workers(processes, "hasten.measure.arm:Arm", patience, task=task.to_json(), methods={}, device=device, seed=seed) as worker:
         plan = worker.call("build")
         if 0.0 < (plan["evaluation"] or 0.0) < LONG_EVALUATION:  # a run has many, and the machine may have stumbled over the one
             plan["evaluation"] = min(plan["evaluation"], *(worker.call("evaluate") for _ in range(WARM_UP_ROUNDS)))
