@@ -69,7 +69,9 @@ class Service:
         raise Failure("it was me")
 
     def notice(self) -> None:
-        warnings.warn(f"rank {'one' if os.environ['RANK'] == '1' else 'zero'} has something to say", Notice, stacklevel=1)
+        warnings.warn(
+            f"rank {'one' if os.environ['RANK'] == '1' else 'zero'} has something to say", Notice, stacklevel=1
+        )
 
 
 def job(processes: int = 2, **arguments) -> WorkerGroup:

@@ -224,7 +224,7 @@ class RankProbe(Arm):
         """Lets go of the pass that is being read, so that worker processes end now."""
         self.steps.close()
 
-    def _of_all(self, used: dict[str, float]) -> dict[str, float]:
+    def _sum_over_ranks(self, used: dict[str, float]) -> dict[str, float]:
         return used  # every rank is looked at by itself
 
     def _meet(self) -> None:
@@ -239,7 +239,7 @@ class RankProbe(Arm):
             with self.shared.no_sync():
                 loss = micro(batch)
             if MEETING in away:
-                self._synchronise()
+                self._synchronize()
                 ranks.agree(False)
                 self.waits.append(self.waited)
                 self.waited = 0.0

@@ -1,8 +1,8 @@
 """Measures which of two arms of a task is faster, in interleaved blocks, until it is sure or the budget is spent.
 
 What is compared is the time of equal training: the same number of samples through the real step (loader, copy, forward,
-backward, update, reading the losses), with the evaluations that fall due. While one arm runs, all processes of the other
-are suspended. The order is A B, B A, A B, ..., so that a drift of the machine hits both alike.
+backward, update, reading the losses), with the evaluations that fall due. While one arm runs, all processes of the
+other are suspended. The order is A B, B A, A B, ..., so that a drift of the machine hits both alike.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from hasten.measure.job import WorkerGroup, start_workers
 from hasten.measure.noise import Noise
 from hasten.measure.ratio import ERROR, LOOKS, SAME, UNSURE, Ratio, ratio_of, spread, verdict_of, with_evaluations
 from hasten.measure.workers import Worker, mark_warnings_shown, reset_shown_warnings
+from hasten.reporting.result_schema import CompareResult
 
 BLOCK_SECONDS = 0.3  # long enough to bury the timer and the switch between processes
 BLOCK_STEPS = 5
@@ -91,19 +92,20 @@ class Comparison:
     seconds: float
     noise: dict
 
-    def to_json(self) -> dict:
+    def to_json(self) -> CompareResult:
         arms = {"a": self.a, "b": self.b}
-        cpu = [arm.cpu_seconds_per_sample() for arm in arms.values()]
+        cpu_a, cpu_b = self.a.cpu_seconds_per_sample(), self.b.cpu_seconds_per_sample()
         return {
             "kind": "compare",
-            **{name: str(arm.recipe) for name, arm in arms.items()},
+            "a": str(self.a.recipe),
+            "b": str(self.b.recipe),
             "processes": self.a.processes,
             "verdict": self.verdict,
             "ratio": self.ratio.to_json(),
             "blocks": len(self.a.blocks),
             "why": self.why,
             "seconds_per_1000_samples": {name: arm.seconds_per_1000_samples() for name, arm in arms.items()},
-            "cpu_ratio": ratio_of(*cpu).median if min(map(min, cpu)) > 0 else None,
+            "cpu_ratio": ratio_of(cpu_a, cpu_b).median if min(cpu_a + cpu_b) > 0 else None,
             "evaluation_seconds": {name: min(arm.evaluations, default=None) for name, arm in arms.items()},
             "start_seconds": {name: arm.plan["start"] for name, arm in arms.items()},
             "noise": self.noise,
@@ -133,7 +135,8 @@ def compare(
         patience: seconds of silence, beyond the budget, after which an arm counts as hanging; two minutes unless said.
 
     Returns:
-        ``verdict`` ("faster": b is), ``ratio`` (time of a / time of b) with its interval, ``blocks`` and what they showed.
+        ``verdict`` ("faster": b is), ``ratio`` (time of a / time of b) with its interval, ``blocks`` and what they
+        showed.
 
     Raises:
         Refusal: a wrong request. Failure: an arm that could not run.
@@ -181,20 +184,21 @@ def run_interleaved(
         looks: numbers of pairs after which the comparison may stop when it is sure.
         patience: seconds of silence, beyond the budget, after which an arm counts as hanging. Building an arm of one
             process has no limit, because it waits for no other one.
-        longest: seconds that the fewest fair blocks may take for processes that communicate seldom; RHYTHM_BUDGETS budgets
-            by default.
+        longest: seconds that the fewest fair blocks may take for processes that communicate seldom; RHYTHM_BUDGETS
+            budgets by default.
     """
     for recipe in (a, b):  # a wrong request is refused before anything is started
         refuse_conflicts(in_order(make_methods(recipe)))
     began, noise, looks, timeout = time.monotonic(), Noise(), sorted(looks), patience + budget
     with ExitStack() as stack:
-        arms, samples = [None, None], [None, None]
+        arms: list[Worker | WorkerGroup] = []
+        samples: list[ArmSamples] = []
         for index, recipe in ((1, b), (0, a)):  # the new one first, to find out at once if it has no effect
             watch(f"building {recipe}", 0.0, None)
             arguments = {"task": task.to_json(), "methods": recipe.methods, "device": device, "seed": seed}
             arm = start_workers(processes[index], "hasten.measure.arm:Arm", timeout, **arguments)
-            arms[index] = stack.enter_context(arm)
-            samples[index] = ArmSamples(recipe, arm.call("build"), processes[index])
+            arms.insert(0, stack.enter_context(arm))
+            samples.insert(0, ArmSamples(recipe, arm.call("build"), processes[index]))
             arm.suspend()
         steps = [block_steps(each.plan) for each in samples]
         for each, count in zip(samples, steps, strict=True):
@@ -214,14 +218,14 @@ def run_interleaved(
             limit = budget if pairs >= looks[0] else 2 * budget  # an interval from fewer pairs says next to nothing
             out_of_budget = pairs >= FEWEST_PAIRS and spent + spent / pairs > limit
             if pairs in looks or out_of_budget:
-                ratio = _ratio(*samples, ERROR / len(looks))
+                ratio = _ratio(samples[0], samples[1], ERROR / len(looks))
                 verdict = verdict_of(ratio)
                 if verdict != UNSURE or out_of_budget or pairs >= looks[-1]:
                     break
     why = _why(verdict, ratio, pairs, out_of_budget)
     switches = sum(block["switches"] for block in samples[0].blocks)
     figures = noise.summary(100 * spread(samples[0].seconds_per_sample()), switches)
-    return Comparison(verdict, ratio, *samples, why, time.monotonic() - began, figures)
+    return Comparison(verdict, ratio, samples[0], samples[1], why, time.monotonic() - began, figures)
 
 
 def _order(done: int) -> tuple[int, int]:
@@ -230,7 +234,8 @@ def _order(done: int) -> tuple[int, int]:
 
 
 def _time_block(arm: Worker | WorkerGroup, steps: int, timeout: float) -> dict:
-    """Times a block, also by a clock of this process. On a busy machine one reply may come late, and the block is repeated.
+    """Times a block, also by a clock of this process. On a busy machine one reply may come late, and the block is
+    repeated.
 
     Raises:
         Failure: the two clocks differ every time: something in the arm changes time, or the count of samples.
@@ -287,7 +292,8 @@ def _ratio(a: ArmSamples, b: ArmSamples, error: float) -> Ratio:
     if not a.evaluations:
         return steps
     errors = [
-        max(spread(arm.seconds_per_sample()), spread(arm.evaluations)) / math.sqrt(len(arm.evaluations)) for arm in (a, b)
+        max(spread(arm.seconds_per_sample()), spread(arm.evaluations)) / math.sqrt(len(arm.evaluations))
+        for arm in (a, b)
     ]
     return with_evaluations(steps, (a.evaluation_ratio(), b.evaluation_ratio()), errors, len(a.blocks), error)
 

@@ -1,8 +1,8 @@
 """Measures several ranks that train together as one: a Worker for each rank, used like a single Worker.
 
-Every call goes to all ranks and returns when all of them have answered. Rank 0 gives the result, the progress and the warnings.
-The first rank that fails by itself ends the group, and so does silence. The ranks meet through a store in this process, as they
-do under torchrun's agent.
+Every call goes to all ranks and returns when all of them have answered. Rank 0 gives the result, the progress and the
+warnings. The first rank that fails by itself ends the group, and so does silence. The ranks meet through a store in
+this process, as they do under torchrun's agent.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import time
 from contextlib import ExitStack
 from multiprocessing.connection import wait
+from typing import Any
 
 from torch.distributed import TCPStore
 
@@ -24,10 +25,13 @@ SAME_ERROR_WAIT_S = 1.0  # in which the other ranks may report the same error
 ROOT_CAUSE_WAIT_S = 5.0  # in which the failing rank may report, after ranks that only noticed its end
 
 
-def start_workers(processes: int, service: str, timeout: float | None = None, /, **arguments) -> Worker | WorkerGroup:
+def start_workers(
+    processes: int, service: str, timeout: float | None = None, /, **arguments: Any
+) -> Worker | WorkerGroup:
     """Creates an object in a process of its own, or one on each rank of a group.
 
-    ``timeout`` is the default of a group's calls. A single process waits for no other one, so its calls have no default.
+    ``timeout`` is the default of a group's calls. A single process waits for no other one, so its calls have no
+    default.
     """
     return Worker(service, **arguments) if processes == 1 else WorkerGroup(processes, service, timeout, **arguments)
 
@@ -35,10 +39,11 @@ def start_workers(processes: int, service: str, timeout: float | None = None, /,
 class WorkerGroup:
     """An object on each of several ranks, which can join one process group (``joined``), once.
 
-    The objects are created one after the other, so the constructor must not wait for other ranks. Arguments: see Worker.
+    The objects are created one after the other, so the constructor must not wait for other ranks. Arguments: see
+    Worker.
     """
 
-    def __init__(self, processes: int, service: str, timeout: float | None = None, /, **arguments):
+    def __init__(self, processes: int, service: str, timeout: float | None = None, /, **arguments: Any):
         self.store, self.timeout = TCPStore(HERE, 0, is_master=True, wait_for_workers=False), timeout
         with ExitStack() as stack:
             self.ranks = [
@@ -49,12 +54,12 @@ class WorkerGroup:
             ]
             self.stack = stack.pop_all()
 
-    def call(self, method: str, *, timeout: float | None = None, watch: Watch = silent, **arguments):
+    def call(self, method: str, *, timeout: float | None = None, watch: Watch = silent, **arguments: Any) -> Any:
         """Calls a method on all ranks and returns the result of rank 0.
 
         Raises:
-            Refusal, Failure: the error of the first rank that failed by itself; also Failure if a rank died, or if those that
-                have not answered were silent for ``timeout`` seconds. All ranks are killed.
+            Refusal, Failure: the error of the first rank that failed by itself; also Failure if a rank died, or if
+                those that have not answered were silent for ``timeout`` seconds. All ranks are killed.
         """
         try:
             for rank in self.ranks:
@@ -64,8 +69,9 @@ class WorkerGroup:
             self.kill()
             raise
 
-    def _collect_results(self, timeout: float | None, watch: Watch):
-        results, errors = {}, {}
+    def _collect_results(self, timeout: float | None, watch: Watch) -> Any:
+        results: dict[int, Any] = {}
+        errors: dict[int, Exception] = {}
         while len(results) < len(self.ranks):
             messages = self._recv(results, errors, timeout)
             if not messages:
@@ -78,11 +84,16 @@ class WorkerGroup:
         return results[0]
 
     def _recv(
-        self, results: dict[int, object], errors: dict[int, Exception], timeout: float | None
-    ) -> list[tuple[int, str, object]]:
-        """Waits for the next messages, as (rank, kind, content), of ranks in neither dict, and adds to these; [] on timeout."""
+        self, results: dict[int, Any], errors: dict[int, Exception], timeout: float | None
+    ) -> list[tuple[int, str, Any]]:
+        """Waits for the next messages, as (rank, kind, content), of the ranks that are in neither dict; [] on timeout.
+
+        Adds results and errors to the dicts.
+        """
         pending = {
-            worker.connection: rank for rank, worker in enumerate(self.ranks) if rank not in results and rank not in errors
+            worker.connection: rank
+            for rank, worker in enumerate(self.ranks)
+            if rank not in results and rank not in errors
         }
         messages = []
         for connection in wait(list(pending), timeout) if pending else ():
@@ -98,7 +109,7 @@ class WorkerGroup:
             messages.append((rank, kind, content))
         return messages
 
-    def _root_cause(self, results: dict[int, object], errors: dict[int, Exception]) -> Exception:
+    def _root_cause(self, results: dict[int, Any], errors: dict[int, Exception]) -> Exception:
         """The error behind the first ones, which may come from ranks that only noticed the end of another."""
         began = time.monotonic()
         while True:

@@ -16,7 +16,7 @@ class Noise:
         self.began, self.ticks = time.monotonic(), _cpu_ticks()
 
     def summary(self, spread_percent: float, involuntary_switches: int) -> dict:
-        """The two arguments, which the caller has measured, with the time stolen by the hypervisor (percent) and the load."""
+        """The two arguments, which the caller has measured, the time stolen by the hypervisor, and the load."""
         after = _cpu_ticks()
         total = sum(after) - sum(self.ticks)
         has_steal = total and len(after) > STEAL

@@ -1,22 +1,22 @@
 """Runs what is measured in processes of its own, so that no trial changes the next one.
 
-A :class:`Worker` holds one object in its own process. The process is forked from a :class:`ForkServer` that has imported
-torch and run nothing else, so it starts in about 50 ms, clean, in a process group of its own.
+A :class:`Worker` holds one object in its own process. The process is forked from a :class:`ForkServer` that has
+imported torch and run nothing else, so it starts in about 50 ms, clean, in a process group of its own.
 
-Why not the fork server of ``multiprocessing``? It was tried on 2026-11-23 (Python 3.11, Linux, 2 cores). It starts a worker
-in the same 50 ms, but it cannot keep these promises:
+Why not the fork server of ``multiprocessing``? It was tried on 2026-11-23 (Python 3.11, Linux, 2 cores). It starts a
+worker in the same 50 ms, but it cannot keep these promises:
 
-* It imports the parent's main module in every worker, and so runs a script without an ``if __name__ == "__main__"`` guard
-  again.
-* Its workers hold the pipe that keeps the server alive. After SIGKILL of a parent with a suspended worker, the server, the
-  worker and the worker's loader processes stayed for ever.
+* It imports the parent's main module in every worker, and so runs a script without an ``if __name__ == "__main__"``
+  guard again.
+* Its workers hold the pipe that keeps the server alive. After SIGKILL of a parent with a suspended worker, the server,
+  the worker and the worker's loader processes stayed for ever.
 * It makes "forkserver" the start method inside a worker, where "fork" is that of the parent, so the data loader that is
   measured is not the one that trains.
-* Its preloaded modules are one setting of the whole process, ignored once the user's own code has started the server, and
-  are searched without the parent's ``sys.path``.
+* Its preloaded modules are one setting of the whole process, ignored once the user's own code has started the server,
+  and are searched without the parent's ``sys.path``.
 
-Signals go to the process group instead of through psutil: 0.01 ms against 17 ms for a tree of 7 processes, in one system
-call, and a process whose own parent has ended is reached, too.
+Signals go to the process group instead of through psutil: 0.01 ms against 17 ms for a tree of 7 processes, in one
+system call, and a process whose own parent has ended is reached, too.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from multiprocessing.connection import Connection
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -47,9 +48,18 @@ from hasten.engine.budget import usable_cores
 from hasten.engine.failures import explained
 from hasten.engine.ranks import LEFT_ALONE, tells_of_another
 
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # the parent's rank is no rank of what is measured
+RANK_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+)  # the parent's rank is no rank of what is measured
 PR_SET_PDEATHSIG = 1  # prctl(2)
-PRELOAD = ("torch", "torch._dynamo", "hasten.measure.arm")  # the first optimizer imports torch._dynamo, which takes seconds
+PRELOAD = (
+    "torch",
+    "torch._dynamo",
+    "hasten.measure.arm",
+)  # the first optimizer imports torch._dynamo, which takes seconds
 ERRORS = {kind.__name__: kind for kind in (Refusal, Aftermath, Failure)}  # a subclass before its base class
 LARGEST_REQUEST = 1 << 20  # bytes, for the fork server
 
@@ -73,7 +83,7 @@ class Worker:
         environment: Mapping[str, str] = MappingProxyType({}),
         timeout: float | None = None,
         /,
-        **arguments,
+        **arguments: Any,
     ):
         ours, theirs = socket.socketpair()
         self.server = _fork_server()
@@ -83,14 +93,15 @@ class Worker:
         self.timeout = timeout
         self.call("__init__", _service=service, **arguments)
 
-    def call(self, method: str, *, timeout: float | None = None, watch: Watch = silent, **arguments):
+    def call(self, method: str, *, timeout: float | None = None, watch: Watch = silent, **arguments: Any) -> Any:
         """Calls a method of the object and returns its result. Forwards progress to ``watch``, and warnings.
 
         Args:
             timeout: seconds without a message after which the worker is killed; None waits for ever.
 
         Raises:
-            Refusal, Failure: raised by the method; also Failure if the process died or was silent for ``timeout`` seconds.
+            Refusal, Failure: raised by the method; also Failure if the process died or was silent for ``timeout``
+                seconds.
         """
         timeout = self.timeout if timeout is None else timeout
         self.send(method, arguments)
@@ -105,14 +116,14 @@ class Worker:
                 return content
             forward_message(kind, content, watch)
 
-    def send(self, method: str, arguments: dict) -> None:
+    def send(self, method: str, arguments: dict[str, Any]) -> None:
         """Resumes the process and starts a method there, without waiting for its result."""
         self.resume()
         with self._explain_death():
             self.connection.send((method, arguments))
 
-    def recv(self) -> tuple[str, object]:
-        """Waits for the next message: (kind, content), where kind is "watch", "notice", "result" or a key of ``ERRORS``."""
+    def recv(self) -> tuple[str, Any]:
+        """Waits for the next message: (kind, content), with kind "watch", "notice", "result" or a key of ``ERRORS``."""
         with self._explain_death():
             return self.connection.recv()
 
@@ -171,7 +182,7 @@ class ForkServer:
         return self.owner == os.getpid() and self.process.poll() is None
 
     def fork(self, connection: socket.socket, environment: Mapping[str, str]) -> int:
-        """Forks a worker that answers calls on ``connection``; returns its process ID, which is also that of its group."""
+        """Forks a worker that answers calls on ``connection``. Returns its process ID, which is also its group's."""
         request = {"path": sys.path, "directory": os.getcwd(), "environment": dict(environment)}
         return self._request(request, [connection.fileno()])
 
@@ -206,7 +217,7 @@ def _fork_server() -> ForkServer:
 
 
 def _installed_modules() -> list[str]:
-    """Names of the installed packages' modules, and ours, that this process has imported, so that no worker imports them again."""
+    """Names of the modules of installed packages, and of hasten, that this process has imported."""
     folders = tuple(site.getsitepackages())
     files = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
     installed = [name for name, file in files.items() if file.startswith(folders) or name.partition(".")[0] == "hasten"]

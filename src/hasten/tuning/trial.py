@@ -15,7 +15,7 @@ from hasten.engine.outcome import reached_at
 from hasten.engine.ranks import joined
 from hasten.engine.tasks import TaskRef
 from hasten.engine.train import device_of, train
-from hasten.measure.exactness import prove
+from hasten.measure.exactness import check_exactness
 from hasten.measure.job import COLLECTIVE_TIMEOUT_S
 
 
@@ -46,11 +46,11 @@ class Trial:
     def prove(self, base: dict, exactness: str, seconds: float) -> dict:
         """{"passed", "number", "why"}: what the candidate's exactness class promises, held against this very task."""
         with joined(self.device, COLLECTIVE_TIMEOUT_S) as ranks:
-            proof = prove(
+            check = check_exactness(
                 self.task.load(), Recipe(base), self.recipe, Exactness[exactness], device=device_of(ranks, self.device), seed=self.seed,
                 seconds=seconds, ranks=ranks,
             )  # fmt: skip
-        return {**asdict(proof), "number": proof.number if math.isfinite(proof.number) else None}
+        return {**asdict(check), "number": check.number if math.isfinite(check.number) else None}
 
 
 def _refuse_idle(idle: list) -> None:
