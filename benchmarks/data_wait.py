@@ -116,7 +116,7 @@ def arms_of(workload: str, stack: ExitStack, warm_up: float) -> tuple[dict[str, 
             missing[name] = str(error)
             continue
         finally:
-            worker.freeze()
+            worker.suspend()
         arms[name] = worker
     return arms, plans, missing
 
@@ -148,7 +148,7 @@ def block_of(arm: Worker, steps: int) -> dict:
     try:
         return arm.call("waits", steps=steps)
     finally:
-        arm.freeze()
+        arm.suspend()
 
 
 def outcome(told: dict) -> dict[str, dict]:

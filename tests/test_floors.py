@@ -12,12 +12,12 @@ FLOORS = {
     "methods": 2,
     "data": 2,
     "launch": 2,
+    "reporting": 2,
     "measure": 3,
     "diagnosis": 4,
     "tuning": 5,
-    "reporting": 6,
-    "cli": 7,
-    "testing": 7,
+    "cli": 6,
+    "testing": 6,
 }
 LOOKS_UP_BY_NAME = {("engine/find.py", "hasten.methods")}  # the folder that is searched for methods; no method is named
 PUBLIC = {"Task", "Method", "Card", "Exactness", "WrapOrder", "Recipe", "Refusal", "Failure"}

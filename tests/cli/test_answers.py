@@ -15,7 +15,7 @@ from hasten import Recipe
 from hasten.cli.main import main
 from hasten.contract.card import PHASES
 from hasten.measure.compare import FEWEST_PAIRS
-from hasten.reporting.result import LONGEST_TEXT, SHAPES
+from hasten.reporting.result_schema import MAX_TEXT, SCHEMAS
 from hasten.tuning import study, tune
 from hasten.tuning.tune import BASELINE_SEEDS, RUNS_IN_A_BUDGET, SMALLEST_BUDGET
 
@@ -211,13 +211,13 @@ def test_the_page_about_a_search(search, here, capfd):
     page = Page(Path(path).read_text(encoding="utf-8"))
     assert page.fetched == [] and not page.tags & {"script", "iframe", "object", "embed", "base"}
     assert not any(word in page.style for word in ("url(", "@import", "@font-face"))
-    assert SHAPES["tune"].keys() <= told.keys(), "what the page tells, the search has told"
+    assert SCHEMAS["tune"].__annotations__.keys() == told.keys(), "what the search writes is what the report reads"
     if told["verdict"] == "faster":
         assert page.heading.endswith("faster") and all(name in page.text for name in told["recipe"])
     else:
         assert page.heading == "Leave it as it is" and plain(told["why"]) in page.text
     assert page.rows == len(told["trials"])
     for trial in told["trials"]:
-        assert all(plain(trial[key])[: LONGEST_TEXT - 1] in page.text for key in ("what", "verdict", "why")), trial
+        assert all(plain(trial[key])[: MAX_TEXT - 1] in page.text for key in ("what", "verdict", "why")), trial
     named = [value for value in (told["machine"] | told["versions"]).values() if isinstance(value, str)]
     assert len(named) >= 5 and all(plain(value) in page.text for value in named)

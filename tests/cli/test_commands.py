@@ -22,7 +22,6 @@ from hasten.cli.main import main, read
 from hasten.cli.values import seconds
 from hasten.contract.watch import silent
 from hasten.engine.find import method_names
-from hasten.measure import workers
 
 NOISY = """
 import os, subprocess
@@ -207,7 +206,7 @@ def test_eject_writes_a_script(here, monkeypatch, capfd):
 def interrupted(ready, *words, here, by=signal.SIGINT) -> tuple[int, str, str]:
     """(exit code, output, error) of the program, to which Ctrl-C comes as soon as something is ready."""
     with open(here / "out", "w+") as out, open(here / "err", "w+") as err:
-        process = begun(*words, cwd=here, out=out.fileno(), err=err.fileno(), prepare=lambda: setattr(workers, "_the_nursery", None))
+        process = begun(*words, cwd=here, out=out.fileno(), err=err.fileno())
         wait_for(ready)
         os.kill(process.pid, by)
         return ended(process), *(file.seek(0) or file.read() for file in (out, err))

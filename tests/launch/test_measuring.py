@@ -15,7 +15,7 @@ from hasten.contract.errors import Notice
 from hasten.contract.watch import silent
 from hasten.diagnosis.anatomy import examine
 from hasten.engine.tasks import TaskRef
-from hasten.measure.compare import block_steps, take_turns
+from hasten.measure.compare import block_steps, run_interleaved
 from hasten.measure.ratio import Ratio
 from hasten.tuning import study, tune
 from hasten.tuning.confirm import Confirmed
@@ -55,7 +55,7 @@ def test_a_straggler_is_found_whichever_rank_it_is():
 
 
 def test_samples_are_counted_over_all_ranks():
-    told = take_turns(TaskRef.of(TASK), Recipe(), Recipe(), budget=1, processes=(2, 1), device="cpu")
+    told = run_interleaved(TaskRef.of(TASK), Recipe(), Recipe(), budget=1, processes=(2, 1), device="cpu")
     assert (told.a.processes, told.b.processes) == (2, 1)
     for side in (told.a, told.b):
         whole = rank_tasks.BATCH * block_steps(side.plan)  # but for the last batch of a pass
@@ -69,7 +69,7 @@ def test_samples_are_counted_over_all_ranks():
 def test_what_one_rank_does_ends_the_comparison(name, says):
     began = time.monotonic()
     with pytest.raises(Failure, match=says):
-        take_turns(TaskRef.of(TASK), Recipe(), Recipe.read(method(name)), budget=1, patience=3.0, processes=(2, 2), device="cpu")
+        run_interleaved(TaskRef.of(TASK), Recipe(), Recipe.read(method(name)), budget=1, patience=3.0, processes=(2, 2), device="cpu")
     assert time.monotonic() - began < 30
 
 
@@ -84,7 +84,7 @@ def test_more_processes_than_cores_is_noticed(monkeypatch):
     def told(*arguments, processes, **others):
         raise Failure(f"{processes}")
 
-    monkeypatch.setattr("hasten.measure.compare.take_turns", told)
+    monkeypatch.setattr("hasten.measure.compare.run_interleaved", told)
     monkeypatch.setattr("hasten.engine.budget.usable_cores", lambda: 3)
     with pytest.warns(Notice, match=r"^4 processes share 3 cores: "), pytest.raises(Failure, match=r"^\(4, 4\)$"):
         hasten.compare(TASK, processes=4)

@@ -9,7 +9,9 @@ import torch
 import hasten
 from hasten import Failure, Refusal, Task
 from hasten.contract.recipe import Recipe
-from hasten.measure.compare import _block, block_steps, refuse_unfair_blocks
+from hasten.measure.compare import ArmSamples, Comparison, _time_block, block_steps, refuse_unfair_blocks
+from hasten.measure.ratio import Ratio
+from hasten.reporting.result_schema import CompareResult, validate
 
 
 class Sleepy(torch.utils.data.Dataset):
@@ -73,13 +75,18 @@ def with_a_hole(make=lambda data: data) -> Task:
     """NaN in one of eight batches."""
     inputs = torch.ones(64, 4)
     inputs[20] = torch.nan
-    return dataclasses.replace(sleepy(), train_data=make(torch.utils.data.TensorDataset(inputs, torch.zeros(64, dtype=torch.long))))
+    return dataclasses.replace(
+        sleepy(), train_data=make(torch.utils.data.TensorDataset(inputs, torch.zeros(64, dtype=torch.long)))
+    )
 
 
 @pytest.mark.parametrize(
     ("task", "told"),
     [
-        (with_a_hole(), r"the loss is nan at step (\d) \(pass 1, batch \1\): the batch itself holds NaN or infinity; clean the data"),
+        (
+            with_a_hole(),
+            r"the loss is nan at step (\d) \(pass 1, batch \1\): the batch itself holds NaN or infinity; clean the data",
+        ),
         (
             with_a_hole(lambda data: torch.utils.data.DataLoader(data, batch_size=8)),
             r"the loss is nan at step 3 \(pass 1, batch 3\): the batch itself holds NaN or infinity",
@@ -107,7 +114,7 @@ def test_a_budget_may_be_a_text(monkeypatch):
     def told(*arguments, budget, **others):
         raise Failure(f"{budget} seconds")
 
-    monkeypatch.setattr("hasten.measure.compare.take_turns", told)
+    monkeypatch.setattr("hasten.measure.compare.run_interleaved", told)
     monkeypatch.setattr("hasten.diagnosis.diagnose.examine", told)
     with pytest.raises(Failure, match=r"^90\.0 seconds"):
         hasten.compare(sleepy(), budget="1.5m")
@@ -158,13 +165,14 @@ class Late:
 
 
 def test_a_late_answer_is_taken_anew():
-    assert _block(Late(2), 1, 3.0)["samples"] == 8
+    assert _time_block(Late(2), 1, 3.0)["samples"] == 8
     with pytest.raises(Failure, match="not to be believed"):
-        _block(Late(3), 1, 3.0)
+        _time_block(Late(3), 1, 3.0)
 
 
 @pytest.mark.parametrize(
-    ("step", "rhythm", "steps"), [(0.1, 1, 5), (0.1, 16, 16), (0.001, 16, 304), (0.1, 7, 7), (2.0, 1, 1), (2.0, 500, 500)]
+    ("step", "rhythm", "steps"),
+    [(0.1, 1, 5), (0.1, 16, 16), (0.001, 16, 304), (0.1, 7, 7), (2.0, 1, 1), (2.0, 500, 500)],
 )
 def test_a_block_holds_whole_repetitions(step, rhythm, steps):
     """Or a method whose processes talk seldom would be timed between two talks."""
@@ -175,7 +183,8 @@ def test_repetitions_that_no_budget_holds_are_told():
     recipe, plan = Recipe.parse("diloco:period=500"), {"step": 0.1, "rhythm": 500, "prelude": 0}
     refuse_unfair_blocks(recipe, plan, 500, longest=200.0)
     with pytest.raises(
-        Failure, match="repeats itself every 500 steps, so that 3 fair blocks take 150 s, and the budget allows 40; give a larger one"
+        Failure,
+        match="repeats itself every 500 steps, so that 3 fair blocks take 150 s, and the budget allows 40; give a larger one",
     ):
         refuse_unfair_blocks(recipe, plan, 500, longest=40.0)
 
@@ -191,7 +200,27 @@ def test_a_method_with_nothing_to_act_on_is_no_arm():
         hasten.compare(sleepy(), "baseline", "channels_last", budget=3)
 
 
-@pytest.mark.parametrize("recipe", ["no_such_method", "threads:count=many", "missing.toml", "batched_fetch+cache_dataset"])
+@pytest.mark.parametrize(
+    "recipe", ["no_such_method", "threads:count=many", "missing.toml", "batched_fetch+cache_dataset"]
+)
 def test_wrong_requests_are_refused_before_anything_starts(recipe):
     with pytest.raises(Refusal):
         hasten.compare(sleepy(), "baseline", recipe, budget=3)
+
+
+def test_comparison_to_json_is_read_back_without_a_loss():
+    plan = {"evaluate_every": 64, "samples_a_pass": 256, "start": 0.5}
+    blocks = [
+        {"seconds": 0.3, "samples": 40, "cpu": 0.2, "switches": 1},
+        {"seconds": 0.4, "samples": 40, "cpu": 0.3, "switches": 0},
+    ]
+    arms = [ArmSamples(Recipe.parse(name), plan, 2, blocks, [0.1, 0.2]) for name in ("ema", "tf32")]
+    noise = {"spread_percent": 1.0, "involuntary_switches": 1, "steal_percent": None, "load": 0.5}
+    written = Comparison("faster", Ratio(1.2, 1.1, 1.3), *arms, "why", 3.0, noise).to_json()
+    assert written.keys() <= CompareResult.__annotations__.keys()
+    read = validate(written)
+    assert {key: read[key] for key in written if key != "cpu_ratio"} == {
+        key: written[key] for key in written if key != "cpu_ratio"
+    }
+    assert read["cpu_ratio"] == {"median": 1.0, "low": None, "high": None}
+    assert written["seconds_per_1000_samples"]["a"] == pytest.approx(1000 * (0.4 / 40 + 0.15 / 64))

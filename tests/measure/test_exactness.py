@@ -11,7 +11,7 @@ import torch
 from hasten.contract.card import Exactness
 from hasten.contract.recipe import Recipe
 from hasten.measure import laboratory
-from hasten.measure.exactness import prove
+from hasten.measure.exactness import check_exactness
 from hasten.measure.process_state import differences, process_state
 from hasten.testing import tasks
 
@@ -89,12 +89,12 @@ class SpoilsAGradient(Plain):
         return spoilt
 
 class HalfTheSteps(Plain):
-    def loop(self, loop, run):
-        return replace(loop, epochs=loop.epochs / 2)
+    def plan(self, plan, run):
+        return replace(plan, epochs=plan.epochs / 2)
 
 class StopsLater(Plain):
-    def loop(self, loop, run):
-        return replace(loop, stop=lambda evaluations: len(evaluations) > 1)
+    def plan(self, plan, run):
+        return replace(plan, stop=lambda evaluations: len(evaluations) > 1)
 
 class Explodes(Plain):
     def update(self, update, run):
@@ -130,13 +130,15 @@ class IsSlow(Plain):
 
 @pytest.fixture(scope="module")
 def on_trial(tmp_path_factory):
-    """``(class name, exactness, **more) -> Proof`` on the perceptron."""
+    """``(class name, exactness, **more) -> ExactnessCheck`` on the perceptron."""
     path = tmp_path_factory.mktemp("methods") / "on_trial.py"
     path.write_text(METHODS)
 
     def proof(name: str, exactness: Exactness, base: str = "baseline", **more):
         base = Recipe.read(base)
-        return prove(tasks.perceptron(), base, base.with_method(f"{path}:{name}"), exactness, device="cpu", **more)
+        return check_exactness(
+            tasks.perceptron(), base, base.with_method(f"{path}:{name}"), exactness, device="cpu", **more
+        )
 
     return proof
 
@@ -147,7 +149,9 @@ def test_what_changes_nothing_is_as_exact_as_one_likes(exactness, on_trial):
     assert proof.passed and ("12 steps" in proof.why or "3 batches" in proof.why)
 
 
-@pytest.mark.parametrize("lie", ["DropsLabels", "DividesTheRate", "DetachesTheFirstLayer", "EasierValidation", "HalfTheSteps"])
+@pytest.mark.parametrize(
+    "lie", ["DropsLabels", "DividesTheRate", "DetachesTheFirstLayer", "EasierValidation", "HalfTheSteps"]
+)
 @pytest.mark.parametrize("claim", [Exactness.BIT_EXACT, Exactness.EQUIVALENT_MATH, Exactness.REDUCED_PRECISION])
 def test_a_lie_about_exactness_is_caught(lie, claim, on_trial):
     proof = on_trial(lie, claim)
@@ -187,7 +191,8 @@ def test_a_plan_that_is_another_is_an_effect(on_trial):
 
 @pytest.mark.parametrize("exactness", Exactness)
 @pytest.mark.parametrize(
-    ("name", "why"), [("Explodes", "finite"), ("Raises", "KeyError: 'lost'"), ("Idle", "nothing to act on: no such layer")]
+    ("name", "why"),
+    [("Explodes", "finite"), ("Raises", "KeyError: 'lost'"), ("Idle", "nothing to act on: no such layer")],
 )
 def test_it_fails_closed(name, why, exactness, on_trial):
     proof = on_trial(name, exactness)
@@ -212,24 +217,34 @@ def test_out_of_time_both_arms_are_compared_where_the_slower_one_stands(on_trial
     slept = []
     monkeypatch.setattr(laboratory, "time", SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append))
     proof = on_trial("IsSlow", Exactness.BIT_EXACT, seconds=1.0)
-    assert proof.passed and "after 4 steps" in proof.why, proof.why  # 0.5 s after the first, an arm's half of the time is over
+    assert proof.passed and "after 4 steps" in proof.why, (
+        proof.why
+    )  # 0.5 s after the first, an arm's half of the time is over
 
 
 def test_a_ready_loader_with_a_generator_is_rewound_for_each_arm():
     task = tasks.perceptron()
-    loader = torch.utils.data.DataLoader(task.train_data, batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(5))
+    loader = torch.utils.data.DataLoader(
+        task.train_data, batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(5)
+    )
     task = tasks.perceptron(train_data=loader, batch_size=None)
-    proof = prove(task, Recipe(), Recipe.read("gradient_accumulation"), Exactness.EQUIVALENT_MATH, device="cpu")
+    proof = check_exactness(task, Recipe(), Recipe.read("gradient_accumulation"), Exactness.EQUIVALENT_MATH, device="cpu")
     assert proof.passed, proof.why
 
 
 def test_dropout_does_not_stand_in_the_way_of_the_same_formula():
-    proof = prove(tasks.transformer(dropout=0.5), Recipe(), Recipe.read("gradient_accumulation"), Exactness.EQUIVALENT_MATH, device="cpu")
+    proof = check_exactness(
+        tasks.transformer(dropout=0.5),
+        Recipe(),
+        Recipe.read("gradient_accumulation"),
+        Exactness.EQUIVALENT_MATH,
+        device="cpu",
+    )
     assert proof.passed and 0 < proof.number < 1e-10, proof.why
 
 
 @pytest.mark.parametrize("task", [tasks.perceptron, tasks.convolutional, tasks.transformer])
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
 def test_lower_precisions_keep_every_gradient_20_decibels_above_its_error(name, task):
-    proof = prove(task(), Recipe(), Recipe.read(name), Exactness.REDUCED_PRECISION, device="cpu")
+    proof = check_exactness(task(), Recipe(), Recipe.read(name), Exactness.REDUCED_PRECISION, device="cpu")
     assert proof.passed and 20 <= proof.number < 90, proof.why

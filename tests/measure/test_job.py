@@ -13,7 +13,7 @@ from hasten.contract.errors import Aftermath, Failure, Notice, Refusal
 from hasten.contract.ranks import ProcessGroupInfo
 from hasten.engine.budget import usable_cores
 from hasten.engine.ranks import joined
-from hasten.measure.job import Job, started
+from hasten.measure.job import WorkerGroup, start_workers
 from hasten.measure.workers import Worker
 
 HERE = f"{__name__}:Service"
@@ -69,11 +69,13 @@ class Service:
         raise Failure("it was me")
 
     def notice(self) -> None:
-        warnings.warn(f"rank {'one' if os.environ['RANK'] == '1' else 'zero'} has something to say", Notice, stacklevel=1)
+        warnings.warn(
+            f"rank {'one' if os.environ['RANK'] == '1' else 'zero'} has something to say", Notice, stacklevel=1
+        )
 
 
-def job(processes: int = 2, **arguments) -> Job:
-    return Job(processes, HERE, **arguments)
+def job(processes: int = 2, **arguments) -> WorkerGroup:
+    return WorkerGroup(processes, HERE, **arguments)
 
 
 def test_ranks_meet_and_rank_0_answers():
@@ -89,7 +91,7 @@ def test_each_rank_has_its_part_of_the_cores():
 
 
 def test_one_process_is_a_worker():
-    with started(1, HERE) as one:
+    with start_workers(1, HERE) as one:
         assert isinstance(one, Worker) and one.call("sum_of_ranks") == 0
 
 
@@ -124,7 +126,7 @@ def test_the_rank_whose_fault_it_was_is_waited_for():
 def test_a_frozen_job_does_nothing_on_any_rank_until_it_is_called():
     with job() as two:
         pids = two.call("pids")
-        two.freeze()
+        two.suspend()
         deadline = time.monotonic() + 60
         while {psutil.Process(pid).status() for pid in pids} != {psutil.STATUS_STOPPED} and time.monotonic() < deadline:
             time.sleep(0.001)

@@ -49,7 +49,14 @@ def test_swapping_the_arms_turns_the_ratio_around():
 
 @pytest.mark.parametrize(
     ("low", "high", "verdict"),
-    [(1.02, 1.3, FASTER), (0.7, 0.98, SLOWER), (0.985, 1.015, SAME), (0.9, 1.1, UNSURE), (1.0, 1.05, UNSURE), (1.005, 1.019, SAME)],
+    [
+        (1.02, 1.3, FASTER),
+        (0.7, 0.98, SLOWER),
+        (0.985, 1.015, SAME),
+        (0.9, 1.1, UNSURE),
+        (1.0, 1.05, UNSURE),
+        (1.005, 1.019, SAME),
+    ],
 )
 def test_verdicts(low, high, verdict):
     assert verdict_of(Ratio((low * high) ** 0.5, low, high)) == verdict

@@ -39,7 +39,7 @@ def test_an_unknown_mode_is_refused():
 def test_the_real_backend_gives_the_same_formula(transformer):
     from hasten.contract.card import Exactness
     from hasten.contract.recipe import Recipe
-    from hasten.measure.exactness import prove
+    from hasten.measure.exactness import check_exactness
 
-    proof = prove(transformer(), Recipe(), Recipe.parse("compile"), Exactness.EQUIVALENT_MATH, device="cpu")
+    proof = check_exactness(transformer(), Recipe(), Recipe.parse("compile"), Exactness.EQUIVALENT_MATH, device="cpu")
     assert proof.passed, proof.why

@@ -6,7 +6,7 @@ import pytest
 import sample_results as samples
 
 from hasten.reporting import charts, figures
-from hasten.reporting.result import shaped
+from hasten.reporting.result_schema import validate
 
 WIDTHS = (charts.WIDE, charts.NARROW)
 METRIC = {"name": "accuracy", "higher_is_better": True, "unit": ""}
@@ -17,7 +17,7 @@ def of_class(drawing, tag: str, *names: str) -> list:
 
 
 def sample_arms() -> list[dict]:
-    result = shaped(samples.faster())
+    result = validate(samples.faster())
     return figures.arms(result["curves"], 0.97, True, result["time_to_target"])
 
 
@@ -32,7 +32,7 @@ def test_every_seed_is_a_line_and_time_runs_to_the_right(width):
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_no_text_leaves_the_drawing(width):
-    result = shaped(samples.faster())
+    result = validate(samples.faster())
     stairs = figures.staircase(8.2, 1.6, result["shares"])
     drawings = [
         charts.curves(sample_arms(), 0.97, METRIC, width=width),

@@ -6,7 +6,7 @@ import pytest
 import sample_results as samples
 
 from hasten.reporting import figures
-from hasten.reporting.result import shaped
+from hasten.reporting.result_schema import validate
 
 
 def points(*metrics):
@@ -51,27 +51,27 @@ def test_shares_that_fall_short_leave_a_common_stair_and_those_that_overshoot_do
 
 
 def test_a_recipe_of_one_method_gives_what_the_method_gives():
-    result = shaped(samples.faster() | {"recipe": {"ema": {}}, "shares": []})
+    result = validate(samples.faster() | {"recipe": {"ema": {}}, "shares": []})
     assert figures.shares_of(result) == [{"method": "ema", "speedup": result["speedup"]}]
 
 
 def test_the_sources_of_speed_are_those_of_the_sample():
-    speed = figures.sources_of_speed(shaped(samples.faster()))
+    speed = figures.sources_of_speed(validate(samples.faster()))
     assert speed["step"] == pytest.approx(sum(samples.BASELINE.values()) / sum(samples.TUNED.values()))
     assert speed["samples"] == pytest.approx(24000 / 17000)
 
 
 def test_break_even_is_honest_about_the_runs_to_come():
-    result = shaped(samples.faster())
+    result = validate(samples.faster())
     assert "does not pay" in figures.break_even(result)
     assert "so it pays" in figures.break_even(result | {"runs_expected": 40})
-    assert "nothing to save" in figures.break_even(shaped(samples.leave_it()))
+    assert "nothing to save" in figures.break_even(validate(samples.leave_it()))
 
 
 def test_what_was_measured_comes_before_what_was_ruled_out():
-    lost = figures.in_vain(shaped(samples.faster())["trials"])
+    lost = figures.in_vain(validate(samples.faster())["trials"])
     names = ["cache_dataset", "znorm", "loader_workers:workers=2", "bfloat16", "batch_size:factor=4", "channels_last"]
     assert [trial["what"] for trial in lost] == names, "nearest to a gain first, then what was refused, then what never ran"
     assert not any(figures.is_good(trial) for trial in lost)
     ruled_out = [samples.trial("tf32", "diagnosis", "not tried", None)]
-    assert figures.stages(shaped(samples.faster() | {"trials": ruled_out + samples.faster()["trials"]})["trials"])[-1][0] == "diagnosis"
+    assert figures.stages(validate(samples.faster() | {"trials": ruled_out + samples.faster()["trials"]})["trials"])[-1][0] == "diagnosis"

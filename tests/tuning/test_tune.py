@@ -9,7 +9,6 @@ from forked import forked
 import hasten
 from hasten import Failure, Refusal
 from hasten.contract.errors import Notice
-from hasten.measure import workers
 from hasten.tuning import study, tune
 
 TASK = """
@@ -104,7 +103,6 @@ def test_what_could_be_tried_and_never_confirmed_is_refused_at_once(task, tmp_pa
 
 
 def search(task, out):
-    workers._the_nursery = None  # the one that there is belongs to the process that this one was forked from
     return hasten.tune(task, budget=BUDGET, consider=["tf32"], out=out)
 
 

@@ -13,8 +13,8 @@ from hasten.diagnosis.headroom import Headroom, take_away
 from hasten.diagnosis.replacements import BATCH_SIZE, NoUpdate, ReplayedBatch, outside_name
 from hasten.diagnosis.timeline import Timeline
 from hasten.engine.tasks import TaskRef
-from hasten.measure.compare import RHYTHM_BUDGETS, block_steps, refuse_unfair_blocks
-from hasten.measure.job import Job, started
+from hasten.measure.compare import RHYTHM_BUDGETS, block_steps, evaluation_seconds_per_sample, refuse_unfair_blocks
+from hasten.measure.job import WorkerGroup, start_workers
 from hasten.measure.noise import Noise
 from hasten.measure.ratio import spread
 from hasten.measure.workers import Worker
@@ -66,7 +66,7 @@ class Anatomy:
         if plan["steps"] is None:
             return None
         samples = plan["epochs"] * (plan["samples_a_pass"] or plan["steps"] * plan["batch_size"] / plan["epochs"])
-        return plan["start"] + samples * (self.sample + evaluation_a_sample(plan, self.evaluation))
+        return plan["start"] + samples * (self.sample + evaluation_seconds_per_sample(plan, self.evaluation))
 
 
 def examine(
@@ -96,7 +96,7 @@ def examine(
     methods = {**recipe.methods, **{outside_name(method): {} for method in (Timeline, ReplayedBatch, NoUpdate)}}
     watch("building the run", 0.0, None)
     where = {"task": task.to_json(), "device": device, "seed": seed}
-    with started(processes, "hasten.diagnosis.probe:Probe", patience, methods=methods, **where) as probe:
+    with start_workers(processes, "hasten.diagnosis.probe:Probe", patience, methods=methods, **where) as probe:
         began = time.monotonic()
         plan = probe.call("build")
         plan["build_seconds"] = time.monotonic() - began
@@ -105,7 +105,7 @@ def examine(
         watch("timing the phases of the step", 0.1, budget)
         timed, plain = _blocks(probe, count, budget * TIMELINE_SHARE if ceilings else budget)
         evaluation = None if plan["evaluation"] is None else min(plan["evaluation"], probe.call("evaluate"))
-        extra = evaluation_a_sample(plan, evaluation)
+        extra = evaluation_seconds_per_sample(plan, evaluation)
         phases, headroom = _shares(timed, extra), Headroom()
         if ceilings:
             shares = {"input": phases["input"], BATCH_SIZE: 1.0 - phases["evaluation"]} | {
@@ -134,17 +134,11 @@ def examine(
         input=input_throughput,
         flops=arithmetic and _rates(arithmetic, samples / seconds),
         facts=frozenset(facts),
-        noise=noise.told(100 * spread([_pace(block) for block in plain]), int(_sum(both, "switches"))),
+        noise=noise.summary(100 * spread([_pace(block) for block in plain]), int(_sum(both, "switches"))),
     )
 
 
-def evaluation_a_sample(plan: dict, evaluation: float | None) -> float:
-    """Seconds of evaluation that fall on one training sample."""
-    every = plan["evaluate_every"] or plan["samples_a_pass"]
-    return evaluation / every if evaluation and every else 0.0
-
-
-def _blocks(probe: Worker | Job, count: int, budget: float) -> tuple[list[dict], list[dict]]:
+def _blocks(probe: Worker | WorkerGroup, count: int, budget: float) -> tuple[list[dict], list[dict]]:
     """Blocks with and without the phases being timed, in turn."""
     timed, plain, began = [], [], time.monotonic()
     while len(plain) < LEAST_PAIRS or (time.monotonic() - began < budget and len(plain) < MOST_PAIRS):
@@ -168,7 +162,7 @@ def _rates(arithmetic: dict, samples_a_second: float) -> dict:
     return {"achieved_gflops": achieved / 1e9, "peak_gflops": peak / 1e9, "share": achieved / peak}
 
 
-def _if_possible(probe: Worker | Job, method: str, **arguments) -> dict | None:
+def _if_possible(probe: Worker | WorkerGroup, method: str, **arguments) -> dict | None:
     """What a look inside gives; None for a run that does not bear being looked at (a captured graph, a compiled step)."""
     try:
         return probe.call(method, **arguments)

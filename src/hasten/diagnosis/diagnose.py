@@ -17,6 +17,7 @@ from hasten.engine.devices import pick_device
 from hasten.engine.find import make_methods, method_class, method_names
 from hasten.engine.tasks import TaskRef
 from hasten.measure.ratio import Ratio
+from hasten.reporting.result_schema import DiagnoseResult
 
 INSIDE = 0.6  # of the budget, for what one process can tell; another allocator gets what is left
 INPUT = 0.1  # of the budget, for the throughput of the input pipeline
@@ -32,7 +33,7 @@ def diagnose(
     device: str | None = None,
     seed: int = 0,
     watch: Watch = silent,
-) -> dict:
+) -> DiagnoseResult:
     """Where a task's time goes and what could be gained.
 
     Args:

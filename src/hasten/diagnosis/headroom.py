@@ -18,7 +18,7 @@ from hasten.diagnosis.replacements import BATCH_FACTOR, BATCH_SIZE
 from hasten.engine.find import method_names
 from hasten.engine.tasks import TaskRef
 from hasten.measure.arm import WARM_UP_STEPS
-from hasten.measure.compare import BLOCK_SECONDS, BLOCK_STEPS, take_turns
+from hasten.measure.compare import BLOCK_SECONDS, BLOCK_STEPS, run_interleaved
 from hasten.measure.ratio import UNSURE, Ratio, ratio_of, verdict_of
 from hasten.measure.workers import Worker
 
@@ -97,7 +97,7 @@ def exchange_allocator(
     watch("what another allocator could give", 0.0, budget)
     try:
         arms, among = (recipe, recipe.with_method("allocator")), (processes, processes)
-        done = take_turns(task, *arms, budget=budget - building, device=device, processes=among, seed=seed, looks=LOOKS)
+        done = run_interleaved(task, *arms, budget=budget - building, device=device, processes=among, seed=seed, looks=LOOKS)
         found.ceilings["allocator"] = done.ratio
     except (Failure, Refusal) as error:  # it found nothing to act on
         found.not_measured["allocator"] = str(error)

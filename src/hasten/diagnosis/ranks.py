@@ -148,7 +148,7 @@ def _diagnosed(probe: RankProbe, ranks: ProcessGroupInfo, budget: float, watch: 
         "seconds_per_step": step,
         "samples_per_second": 1 / median(paces["whole"]),
         "blocks": len(paces["whole"]),
-        "noise": noise.told(100 * spread(paces["whole"]), sum(block["switches"] for block in told[0]["whole"])),
+        "noise": noise.summary(100 * spread(paces["whole"]), sum(block["switches"] for block in told[0]["whole"])),
         "seconds": time.monotonic() - began,
     }
 
@@ -227,7 +227,7 @@ class RankProbe(Arm):
         """Lets go of the pass that is being read, so that worker processes end now."""
         self.steps.close()
 
-    def _of_all(self, used: dict[str, float]) -> dict[str, float]:
+    def _sum_over_ranks(self, used: dict[str, float]) -> dict[str, float]:
         return used  # every rank is looked at by itself
 
     def _meet(self) -> None:
@@ -242,7 +242,7 @@ class RankProbe(Arm):
             with self.shared.no_sync():
                 loss = micro(batch)
             if MEETING in away:
-                self._synchronise()
+                self._synchronize()
                 ranks.any(False)
                 self.waits.append(self.waited)
                 self.waited = 0.0

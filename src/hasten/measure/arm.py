@@ -1,4 +1,4 @@
-"""One arm of a comparison, inside its own process or as one rank of a job: builds once, then trains block after block on command."""
+"""One arm of a comparison, in a worker process or as one rank of several: built once, then trained block by block."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ from hasten.engine.plan import Program, build
 from hasten.engine.ranks import joined
 from hasten.engine.tasks import TaskRef
 from hasten.engine.train import device_of, with_strategy
-from hasten.measure.job import LONGEST_WAIT, started
+from hasten.measure.job import COLLECTIVE_TIMEOUT_S, start_workers
 
 WARM_UP_STEPS, WARM_UP_ROUNDS = 3, 4
-LONG_EVALUATION = 10.0  # seconds; over a longer one nobody stumbles
+LONG_EVALUATION = 10.0  # seconds; a longer one is timed once
 EVALUATION_SECONDS = 1.0  # a timed evaluation is a slice of about this length, scaled up
 
 
 class Arm:
-    """A run that never ends, in blocks. Times are seconds.
+    """A run without an end, in blocks. Times are in seconds.
 
-    ``ranks``: with whom it runs; None: with those of the job that this process was started in.
+    Args:
+        ranks: that train together; None joins those that the environment names.
     """
 
     def __init__(self, task: str | TaskRef, methods: dict, device: str, seed: int, ranks: ProcessGroupInfo | None = None):
@@ -48,14 +49,14 @@ class Arm:
         self.start_of_pass: dict | None = None
 
     def build(self) -> dict:
-        """Builds and warms up; tells what the plan is and how long starting took beyond the steady pace.
+        """Builds the run and warms it up. Returns its plan, and the seconds that the start took beyond steady steps.
 
-        Reading the task's own data from disk is not counted: it is the same whatever the recipe.
+        Loading the task is not counted: it takes the same time under every recipe.
         """
         task = self.task.load()
-        self.context = ExitStack()  # kept, or else Python would leave it at once; never left: the process ends with the arm
+        self.context = ExitStack()  # never closed: the process ends with the arm
         if self.ranks is None:
-            self.ranks = self.context.enter_context(joined(self.device, LONGEST_WAIT))
+            self.ranks = self.context.enter_context(joined(self.device, COLLECTIVE_TIMEOUT_S))
             self.device = device_of(self.ranks, self.device)
         self._meet()
         began = time.perf_counter()
@@ -64,7 +65,7 @@ class Arm:
             raise Failure("; ".join(f"{method} has nothing to act on: {why}" for method, why in program.run.no_effect))
         self.context.enter_context(program.process_context())
         self.source = program.train
-        self.program = _endless(program, self._epoch)
+        self.program = _without_end(program, self._epoch)
         self.steps = steps(self.program)
         built = time.perf_counter() - began
 
@@ -96,32 +97,36 @@ class Arm:
         return build(task, methods, device=self.device, seed=self.seed, ranks=self.ranks)
 
     def train(self, count: int) -> dict:
-        """A block of steps, synchronised at its ends only. Of a job the processors' seconds are those of all ranks.
+        """Trains a block of ``count`` steps, synchronized at its ends only.
+
+        Returns:
+            seconds, samples, and the sum over all ranks of: cpu and system (seconds), faults (minor page faults) and
+            switches (involuntary context switches).
 
         Raises:
-            Failure: a loss that is no finite number.
+            Failure: a loss is not finite.
         """
         progress = self.program.run.progress
-        self._synchronise()
-        samples, usage, began = progress.samples, resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+        self._synchronize()
+        samples, before, began = progress.samples, resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
         for _ in range(count):
-            loss = next(self.steps)  # may read those of the pass before
+            loss = next(self.steps)  # may call _read_losses, between two epochs
             self.unread.append((loss, progress.epoch, progress.batch - 1))
             if len(self.unread) >= STEPS_BETWEEN_LOGS:  # as a run does
                 self._read_losses()
-        self._synchronise()
+        self._synchronize()
         seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
         self._read_losses()
         used = {
-            "cpu": after.ru_utime + after.ru_stime - usage.ru_utime - usage.ru_stime,
-            "system": after.ru_stime - usage.ru_stime,
-            "faults": after.ru_minflt - usage.ru_minflt,
-            "switches": after.ru_nivcsw - usage.ru_nivcsw,
+            "cpu": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+            "system": after.ru_stime - before.ru_stime,
+            "faults": after.ru_minflt - before.ru_minflt,
+            "switches": after.ru_nivcsw - before.ru_nivcsw,
         }
-        return {"seconds": seconds, "samples": progress.samples - samples} | self._of_all(used)
+        return {"seconds": seconds, "samples": progress.samples - samples} | self._sum_over_ranks(used)
 
     def evaluate(self) -> float:
-        """Seconds of one whole evaluation, from a slice of it."""
+        """Seconds of a whole evaluation, from a slice of its batches if it is long."""
         return self._evaluate(self.slice)
 
     def _evaluate(self, batches: int | None) -> float:
@@ -129,12 +134,14 @@ class Arm:
         if batches is not None:
             part = program.validation.mapped(lambda iterator: islice(iterator, batches))
             program = dataclasses.replace(program, validation=part)
-        self._synchronise()
+        self._synchronize()
         began = time.perf_counter()
         evaluate(program)
-        self._synchronise()
+        self._synchronize()
         scale = self.validation_batches / batches if batches is not None else 1.0
-        return self.ranks.all_reduce_max([(time.perf_counter() - began) * scale])[0]  # one number, since it decides what all ranks do next
+        return self.ranks.all_reduce_max([(time.perf_counter() - began) * scale])[
+            0
+        ]  # the same on all ranks, because it decides what they do next
 
     def _slice(self, seconds: float) -> int | None:
         if not self.validation_batches or seconds <= EVALUATION_SECONDS:
@@ -142,85 +149,104 @@ class Arm:
         return max(1, round(self.validation_batches * EVALUATION_SECONDS / seconds))
 
     def _read_losses(self) -> list[float]:
-        """Fetches the losses since it was last called."""
+        """Fetches the losses since the last call.
+
+        Raises:
+            Failure: a loss is not finite.
+        """
         unread, self.unread = self.unread, []
         if not unread:
             return []
         losses = numbers_of([loss for loss, _, _ in unread])
         good = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
-        everywhere = -int(self.ranks.all_reduce_max([-good])[0])  # what is bad on one rank is bad on all of them a step later
+        everywhere = -int(self.ranks.all_reduce_max([-good])[0])  # a NaN reaches all ranks a step later
         if everywhere < len(losses):
             _, epoch, batch = unread[everywhere]
             where = place(self.program.run.progress.step - len(unread) + 1 + everywhere, epoch, batch)
             if everywhere < good:
                 raise Aftermath(f"the loss of another rank is not finite at {where}")
-            raise bad_loss(losses[good], where, partial(checkpoint.read_again, self.program.source, self.start_of_pass, epoch, batch))
+            raise bad_loss(
+                losses[good],
+                where,
+                partial(checkpoint.read_again, self.program.source, self.start_of_pass, epoch, batch),
+            )
         return losses
 
     def _epoch(self, number: int, start: int = 0) -> Iterator:
-        """The task's batches; as in a run, losses are read between two passes, and the random state is noted where a pass can only be read
-        from its start."""
+        """The task's batches of an epoch. As in a run, losses are read between two epochs.
+
+        The random state is kept if the source can only read an epoch from its start, for ``read_again``.
+        """
         self._read_losses()
         if not self.source.seekable:
             checkpoint.draw_alike(self.ranks, self.source)
             self.start_of_pass = {"epoch": number, **checkpoint.random_now(self.source)}
         return self.source.epoch(number, start)
 
-    def _synchronise(self) -> None:
+    def _synchronize(self) -> None:
         if self.program.run.device.type == "cuda":
             torch.cuda.synchronize()
         self._meet()
 
-    def _of_all(self, used: dict[str, float]) -> dict[str, float]:
+    def _sum_over_ranks(self, used: dict[str, float]) -> dict[str, float]:
         return dict(zip(used, self.ranks.all_reduce_sum(list(used.values())), strict=True))
 
     def _meet(self) -> None:
-        """Waits for the slowest rank."""
+        """Waits for all ranks."""
         if not self.ranks.is_single_process:
             self.ranks.any(False)
 
 
 def estimate(task: TaskRef, device: str, seed: int = 0, processes: int = 1, patience: float | None = None) -> dict:
-    """Seconds that the task's own training will take, from a few steps and one evaluation of it.
+    """Estimates the seconds of the task's own training, from a few steps and one evaluation.
 
     Args:
-        patience: seconds of silence after which a job of several processes counts as hanging.
+        patience: seconds of silence after which a group of several processes counts as hanging.
+
+    Returns:
+        ``seconds`` and the ``plan`` that Arm.build returned.
 
     Raises:
         Failure, Refusal: the task's own training does not run.
     """
-    with started(processes, "hasten.measure.arm:Arm", patience, task=task.to_json(), methods={}, device=device, seed=seed) as worker:
+    with start_workers(
+        processes, "hasten.measure.arm:Arm", patience, task=task.to_json(), methods={}, device=device, seed=seed
+    ) as worker:
         plan = worker.call("build")
-        if 0.0 < (plan["evaluation"] or 0.0) < LONG_EVALUATION:  # a run has many, and the machine may have stumbled over the one
+        if 0.0 < (plan["evaluation"] or 0.0) < LONG_EVALUATION:  # one alone may have met a busy machine
             plan["evaluation"] = min(plan["evaluation"], *(worker.call("evaluate") for _ in range(WARM_UP_ROUNDS)))
     samples = plan["samples_a_pass"]
     if samples is None:
-        raise Refusal("the training data has no length, so nobody can say how long a run is; give the dataset a __len__")
+        raise Refusal(
+            "the training data has no length, so nobody can say how long a run is; give the dataset a __len__"
+        )
     samples *= plan["epochs"]
     evaluations = samples / (plan["evaluate_every"] or plan["samples_a_pass"])
     seconds = plan["start"] + plan["step"] * samples / plan["batch_size"] + (plan["evaluation"] or 0.0) * evaluations
     return {"seconds": seconds, "plan": plan}
 
 
-class _Rewound:
-    """A schedule that starts over when the plan is at its end, so that blocks can go on for ever."""
+class _RestartingSchedule:
+    """A learning rate schedule that restarts at the end of the plan, so that a run need not end."""
 
     def __init__(self, schedule, length: int):
         self.schedule, self.length, self.count = schedule, length, 0
-        self.beginning = dict(schedule.state_dict())
+        self.initial_state = dict(schedule.state_dict())
 
     def step(self) -> None:
         self.count += 1
         if self.count >= self.length:
-            self.schedule.load_state_dict(dict(self.beginning))
+            self.schedule.load_state_dict(dict(self.initial_state))
             self.count = 0
         else:
             self.schedule.step()
 
 
-def _endless(program: Program, epoch: Callable[[int, int], Iterator]) -> Program:
+def _without_end(program: Program, epoch: Callable[[int, int], Iterator]) -> Program:
     schedule = program.schedule
     if schedule is not None and program.plan.steps is not None:
-        schedule = _Rewound(schedule, program.plan.steps)
+        schedule = _RestartingSchedule(schedule, program.plan.steps)
     plan = dataclasses.replace(program.plan, steps=None, epochs=float("inf"))
-    return dataclasses.replace(program, train=dataclasses.replace(program.train, epoch=epoch), plan=plan, schedule=schedule)
+    return dataclasses.replace(
+        program, train=dataclasses.replace(program.train, epoch=epoch), plan=plan, schedule=schedule
+    )

@@ -1,9 +1,8 @@
-"""Two arms of a task take turns, block by block, until it is sure which is faster or the budget is spent.
+"""Measures which of two arms of a task is faster, in interleaved blocks, until it is sure or the budget is spent.
 
-What is compared is the time of equal training: the same number of samples through the real step
-(loader, copy, forward, backward, update, reading the losses), with the evaluations that fall due.
-While one arm runs, all processes of the other are frozen; the order is A B, B A, A B, ..., so that
-a drift of the machine hits both alike.
+What is compared is the time of equal training: the same number of samples through the real step (loader, copy, forward,
+backward, update, reading the losses), with the evaluations that fall due. While one arm runs, all processes of the
+other are suspended. The order is A B, B A, A B, ..., so that a drift of the machine hits both alike.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import time
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, median_high
 
 from hasten.contract.errors import Failure
 from hasten.contract.recipe import Recipe
@@ -25,25 +24,26 @@ from hasten.engine.devices import pick_device
 from hasten.engine.find import make_methods
 from hasten.engine.sources import refuse_processes
 from hasten.engine.tasks import TaskRef
-from hasten.measure.job import Job, started
+from hasten.measure.job import WorkerGroup, start_workers
 from hasten.measure.noise import Noise
 from hasten.measure.ratio import ERROR, LOOKS, SAME, UNSURE, Ratio, ratio_of, spread, verdict_of, with_evaluations
-from hasten.measure.workers import Worker, listen_anew, told_already
+from hasten.measure.workers import Worker, mark_warnings_shown, reset_shown_warnings
+from hasten.reporting.result_schema import CompareResult
 
 BLOCK_SECONDS = 0.3  # long enough to bury the timer and the switch between processes
 BLOCK_STEPS = 5
-LONG_BLOCK_SECONDS = 3.0  # steps so long that five would make a longer block are taken fewer at a time
+LONG_BLOCK_SECONDS = 3.0  # if five steps take longer, a block has fewer steps
 FEWEST_PAIRS = 3
 RHYTHM_BUDGETS = 4  # that as many blocks may take
 FIRST_EVALUATIONS = 2  # of each arm, before the first block
-CLOCKS_AGREE = 0.8  # share of what we see a block take that the arm itself must have seen
+CLOCKS_AGREE = 0.8  # least fraction of a block's time, seen from here, that the arm must report
 TRIES = 3  # for the clocks to agree
 PATIENCE = 120.0  # seconds of silence, beyond the budget, after which an arm counts as hanging
 
 
 @dataclass
-class Side:
-    """What one arm told and took."""
+class ArmSamples:
+    """The plan of one arm and the times measured of it, in seconds."""
 
     recipe: Recipe
     plan: dict
@@ -51,42 +51,50 @@ class Side:
     blocks: list[dict] = field(default_factory=list)
     evaluations: list[float] = field(default_factory=list)
 
-    def seconds_a_sample(self) -> list[float]:
-        """Of every block; without evaluations."""
+    def seconds_per_sample(self) -> list[float]:
+        """Of every block, without evaluations."""
         return [block["seconds"] / block["samples"] for block in self.blocks]
 
-    def evaluating_a_sample(self) -> float:
-        """Seconds of evaluation that fall on a training sample."""
-        every = self.plan["evaluate_every"] or self.plan["samples_a_pass"]
-        return fmean(self.evaluations) / every if self.evaluations and every else 0.0
+    def cpu_seconds_per_sample(self) -> list[float]:
+        return [block["cpu"] / block["samples"] for block in self.blocks]
 
-    def evaluations_share(self) -> float:
-        """Seconds that evaluations take in a run, for every second of its steps."""
-        return self.evaluating_a_sample() / fmean(self.seconds_a_sample())
+    def evaluation_seconds_per_sample(self) -> float:
+        return evaluation_seconds_per_sample(self.plan, fmean(self.evaluations) if self.evaluations else None)
+
+    def evaluation_ratio(self) -> float:
+        """Seconds of evaluation in a run for every second of its steps."""
+        return self.evaluation_seconds_per_sample() / fmean(self.seconds_per_sample())
 
     def seconds_per_1000_samples(self) -> float:
-        """Of a run, with the evaluations that fall due."""
-        return 1000 * (_middle(self.seconds_a_sample()) + self.evaluating_a_sample())
+        """Of a run, with its evaluations."""
+        return 1000 * (median_high(self.seconds_per_sample()) + self.evaluation_seconds_per_sample())
 
-    def cpu_seconds_a_sample(self) -> list[float]:
-        return [block["cpu"] / block["samples"] for block in self.blocks]
+    def time_block(self, arm: Worker | WorkerGroup, steps: int, timeout: float) -> None:
+        """Times one more block, then suspends the arm."""
+        self.blocks.append(_time_block(arm, steps, timeout))
+        arm.suspend()
+
+    def time_evaluation(self, arm: Worker | WorkerGroup, timeout: float) -> None:
+        """Times one more evaluation, then suspends the arm."""
+        self.evaluations.append(arm.call("evaluate", timeout=timeout))
+        arm.suspend()
 
 
 @dataclass
 class Comparison:
-    """The outcome: a verdict, the ratio behind it, and everything that was timed."""
+    """A verdict, the ratio behind it, and everything that was timed."""
 
     verdict: str
     ratio: Ratio
-    a: Side
-    b: Side
+    a: ArmSamples
+    b: ArmSamples
     why: str
     seconds: float
     noise: dict
 
-    def to_json(self) -> dict:
-        per_thousand = {name: side.seconds_per_1000_samples() for name, side in (("a", self.a), ("b", self.b))}
-        cpu = [side.cpu_seconds_a_sample() for side in (self.a, self.b)]
+    def to_json(self) -> CompareResult:
+        arms = {"a": self.a, "b": self.b}
+        cpu_a, cpu_b = self.a.cpu_seconds_per_sample(), self.b.cpu_seconds_per_sample()
         return {
             "kind": "compare",
             "a": str(self.a.recipe),
@@ -96,10 +104,10 @@ class Comparison:
             "ratio": self.ratio.to_json(),
             "blocks": len(self.a.blocks),
             "why": self.why,
-            "seconds_per_1000_samples": per_thousand,
-            "cpu_ratio": ratio_of(*cpu).median if all(min(side) > 0 for side in cpu) else None,
-            "evaluation_seconds": {name: min(side.evaluations, default=None) for name, side in (("a", self.a), ("b", self.b))},
-            "start_seconds": {"a": self.a.plan["start"], "b": self.b.plan["start"]},
+            "seconds_per_1000_samples": {name: arm.seconds_per_1000_samples() for name, arm in arms.items()},
+            "cpu_ratio": ratio_of(cpu_a, cpu_b).median if min(cpu_a + cpu_b) > 0 else None,
+            "evaluation_seconds": {name: min(arm.evaluations, default=None) for name, arm in arms.items()},
+            "start_seconds": {name: arm.plan["start"] for name, arm in arms.items()},
             "noise": self.noise,
             "seconds": self.seconds,
         }
@@ -127,28 +135,35 @@ def compare(
         patience: seconds of silence, beyond the budget, after which an arm counts as hanging; two minutes unless said.
 
     Returns:
-        ``verdict`` ("faster": b is), ``ratio`` (time of a / time of b) with its interval, ``blocks`` and what they showed.
+        ``verdict`` ("faster": b is), ``ratio`` (time of a / time of b) with its interval, ``blocks`` and what they
+        showed.
 
     Raises:
         Refusal: a wrong request. Failure: an arm that could not run.
     """
-    listen_anew()
+    reset_shown_warnings()
     task, budget = TaskRef.of(task), budget_of(budget)
     recipes = Recipe.read(a), Recipe.read(b)
     if processes > 1:
-        with told_already():
+        with mark_warnings_shown():
             loaded = task.load()
             for recipe in recipes:
                 refuse_processes(loaded, processes, make_methods(recipe))
             notice_turns(processes)
-    done = take_turns(
-        task, *recipes, budget=budget, processes=(processes,) * 2, patience=patience or PATIENCE,
-        device=pick_device(device), seed=seed, watch=watch,
-    )  # fmt: skip
-    return {"task": str(task), **done.to_json()}
+    comparison = run_interleaved(
+        task,
+        *recipes,
+        budget=budget,
+        processes=(processes, processes),
+        patience=patience or PATIENCE,
+        device=pick_device(device),
+        seed=seed,
+        watch=watch,
+    )
+    return {"task": str(task), **comparison.to_json()}
 
 
-def take_turns(
+def run_interleaved(
     task: TaskRef,
     a: Recipe,
     b: Recipe,
@@ -166,133 +181,139 @@ def take_turns(
 
     Args:
         processes: of each arm.
-        looks: after how many pairs one may stop when sure.
-        patience: seconds of silence, beyond the budget, after which an arm counts as hanging. Building is given more than that in one process,
-            which waits for nobody.
-        longest: seconds that the fewest fair blocks of processes that talk seldom may take; some budgets unless said.
+        looks: numbers of pairs after which the comparison may stop when it is sure.
+        patience: seconds of silence, beyond the budget, after which an arm counts as hanging. Building an arm of one
+            process has no limit, because it waits for no other one.
+        longest: seconds that the fewest fair blocks may take for processes that communicate seldom; RHYTHM_BUDGETS
+            budgets by default.
     """
-    for recipe in (a, b):  # a wrong request is told before anything is started
+    for recipe in (a, b):  # a wrong request is refused before anything is started
         check_conflicts(sort_methods(make_methods(recipe)))
-    began, noise, looks = time.monotonic(), Noise(), sorted(looks)
+    began, noise, looks, timeout = time.monotonic(), Noise(), sorted(looks), patience + budget
     with ExitStack() as stack:
-        arms, sides = [], []
-        for recipe, ranks in zip(
-            (b, a), reversed(processes), strict=True
-        ):  # the newcomer first: one with nothing to act on is found out at once
+        arms: list[Worker | WorkerGroup] = []
+        samples: list[ArmSamples] = []
+        for index, recipe in ((1, b), (0, a)):  # the new one first, to find out at once if it has no effect
             watch(f"building {recipe}", 0.0, None)
-            where = {"task": task.to_json(), "device": device, "seed": seed}
-            arm = started(ranks, "hasten.measure.arm:Arm", patience + budget, methods=recipe.methods, **where)
+            arguments = {"task": task.to_json(), "methods": recipe.methods, "device": device, "seed": seed}
+            arm = start_workers(processes[index], "hasten.measure.arm:Arm", timeout, **arguments)
             arms.insert(0, stack.enter_context(arm))
-            sides.insert(0, Side(recipe, arm.call("build"), ranks))
-            arm.freeze()
-        lengths = [block_steps(side.plan) for side in sides]
-        for side, length in zip(sides, lengths, strict=True):
-            refuse_unfair_blocks(side.recipe, side.plan, length, longest or RHYTHM_BUDGETS * budget)
-        ready = time.monotonic()
+            samples.insert(0, ArmSamples(recipe, arm.call("build"), processes[index]))
+            arm.suspend()
+        steps = [block_steps(each.plan) for each in samples]
+        for each, count in zip(samples, steps, strict=True):
+            refuse_unfair_blocks(each.recipe, each.plan, count, longest or RHYTHM_BUDGETS * budget)
+        started = time.monotonic()
         while True:
-            while _evaluation_is_due(sides, budget):
-                _take_evaluations(arms, sides, patience + budget)
-            pairs = len(sides[0].blocks)
-            for turn in (0, 1) if pairs % 2 == 0 else (1, 0):
-                length = lengths[turn]
-                sides[turn].blocks.append(_block(arms[turn], length, patience + max(budget, 2 * length * sides[turn].plan["step"])))
-                arms[turn].freeze()
-            pairs += 1
-            spent = time.monotonic() - ready
+            while _evaluation_is_due(samples, budget):
+                for turn in _order(len(samples[0].evaluations)):
+                    samples[turn].time_evaluation(arms[turn], timeout)
+            for turn in _order(len(samples[0].blocks)):
+                expected = 2 * steps[turn] * samples[turn].plan["step"]
+                samples[turn].time_block(arms[turn], steps[turn], patience + max(budget, expected))
+            pairs = len(samples[0].blocks)
+            spent = time.monotonic() - started
             left = min(budget, spent / pairs * looks[-1]) - spent
             watch(f"{a} against {b}", min(1.0, spent / max(spent + left, 1e-9)), max(0.0, left))
             limit = budget if pairs >= looks[0] else 2 * budget  # an interval from fewer pairs says next to nothing
             out_of_budget = pairs >= FEWEST_PAIRS and spent + spent / pairs > limit
             if pairs in looks or out_of_budget:
-                ratio = _ratio(*sides, ERROR / len(looks))
+                ratio = _ratio(samples[0], samples[1], ERROR / len(looks))
                 verdict = verdict_of(ratio)
                 if verdict != UNSURE or out_of_budget or pairs >= looks[-1]:
                     break
     why = _why(verdict, ratio, pairs, out_of_budget)
-    told = noise.told(100 * spread(sides[0].seconds_a_sample()), sum(block["switches"] for block in sides[0].blocks))
-    return Comparison(verdict, ratio, *sides, why, time.monotonic() - began, told)
+    switches = sum(block["switches"] for block in samples[0].blocks)
+    figures = noise.summary(100 * spread(samples[0].seconds_per_sample()), switches)
+    return Comparison(verdict, ratio, samples[0], samples[1], why, time.monotonic() - began, figures)
 
 
-def _block(arm: Worker | Job, steps: int, patience: float) -> dict:
-    """A block of steps, and a second clock beside the arm's own. On a busy machine one answer may come late, and is taken anew.
+def _order(done: int) -> tuple[int, int]:
+    """Which arm goes first: a, b, b, a, a, b, ..."""
+    return (0, 1) if done % 2 == 0 else (1, 0)
+
+
+def _time_block(arm: Worker | WorkerGroup, steps: int, timeout: float) -> dict:
+    """Times a block, also by a clock of this process. On a busy machine one reply may come late, and the block is
+    repeated.
 
     Raises:
-        Failure: the two clocks differ every time: something in the arm has tampered with time, or with what it counts.
+        Failure: the two clocks differ every time: something in the arm changes time, or the count of samples.
     """
     for _ in range(TRIES):
         began = time.monotonic()
-        block = arm.call("train", count=steps, timeout=patience)
+        block = arm.call("train", count=steps, timeout=timeout)
         seen = time.monotonic() - began
         if block["samples"] > 0 and CLOCKS_AGREE * seen - 0.05 <= block["seconds"] <= seen + 0.05:
             return block
     raise Failure(
-        f"the arm says {block['seconds']:.2f} s for {block['samples']} samples, the clock beside it {seen:.2f} s: not to be believed"
+        f"the arm says {block['seconds']:.2f} s for {block['samples']} samples, the clock beside it {seen:.2f} s:"
+        " not to be believed"
     )
 
 
 def refuse_unfair_blocks(recipe: Recipe, plan: dict, steps: int, longest: float, fewest: int = FEWEST_PAIRS) -> None:
-    """Blocks show a run where each holds all that its steps do; processes that talk seldom do so in one step of many.
+    """Checks that blocks can stand for a whole run: each must hold all that the steps do in turn.
 
     Raises:
-        Failure: so many fair blocks take too long, or the run begins with steps of another kind.
+        Failure: ``fewest`` fair blocks take more than ``longest`` seconds, or the first steps differ from the others.
     """
     seconds = fewest * steps * plan["step"]
     if plan["prelude"]:
-        first = f"the first {plan['prelude']} steps of {recipe} are other ones, and blocks of steps cannot show a whole run"
-        raise Failure(f"{first}; leave start out")
+        raise Failure(
+            f"the first {plan['prelude']} steps of {recipe} are other ones, and blocks of steps cannot show a whole run;"
+            " leave start out"
+        )
     if plan["rhythm"] > 1 and seconds > longest:
-        every = f"{recipe} repeats itself every {plan['rhythm']} steps"
-        raise Failure(f"{every}, so that {fewest} fair blocks take {seconds:.0f} s, and the budget allows {longest:.0f}; give a larger one")
+        raise Failure(
+            f"{recipe} repeats itself every {plan['rhythm']} steps, so that {fewest} fair blocks take {seconds:.0f} s,"
+            f" and the budget allows {longest:.0f}; give a larger one"
+        )
 
 
 def block_steps(plan: dict) -> int:
-    """So many that a block is long enough, and holds whole repetitions of what the steps do."""
-    enough = math.ceil(BLOCK_SECONDS / max(plan["step"], 1e-6))
-    few = max(1, int(LONG_BLOCK_SECONDS / max(plan["step"], 1e-6)))
+    """Number of steps of a block: long enough to be timed, and a multiple of the plan's ``rhythm``."""
+    step = max(plan["step"], 1e-6)
+    enough = math.ceil(BLOCK_SECONDS / step)
+    at_most = max(1, int(LONG_BLOCK_SECONDS / step))
     rhythm = plan.get("rhythm", 1)
-    return rhythm * math.ceil(max(enough, min(BLOCK_STEPS, few)) / rhythm)
+    return rhythm * math.ceil(max(enough, min(BLOCK_STEPS, at_most)) / rhythm)
 
 
-def _ratio(a: Side, b: Side, error: float) -> Ratio:
-    """Of whole runs: their steps in pairs, and their evaluations, of which there are fewer."""
-    steps = ratio_of(a.seconds_a_sample(), b.seconds_a_sample(), error)
+def evaluation_seconds_per_sample(plan: dict, evaluation: float | None) -> float:
+    """Seconds of evaluation that fall on one training sample, if one evaluation takes ``evaluation`` seconds."""
+    interval = plan["evaluate_every"] or plan["samples_a_pass"]
+    return evaluation / interval if evaluation and interval else 0.0
+
+
+def _ratio(a: ArmSamples, b: ArmSamples, error: float) -> Ratio:
+    """Of whole runs: of their steps, in pairs, and of their evaluations, of which there are fewer."""
+    steps = ratio_of(a.seconds_per_sample(), b.seconds_per_sample(), error)
     if not a.evaluations:
         return steps
-    spreads = [max(spread(side.seconds_a_sample()), spread(side.evaluations)) / math.sqrt(len(side.evaluations)) for side in (a, b)]
-    return with_evaluations(steps, (a.evaluations_share(), b.evaluations_share()), spreads, len(a.blocks), error)
+    errors = [
+        max(spread(arm.seconds_per_sample()), spread(arm.evaluations)) / math.sqrt(len(arm.evaluations))
+        for arm in (a, b)
+    ]
+    return with_evaluations(steps, (a.evaluation_ratio(), b.evaluation_ratio()), errors, len(a.blocks), error)
 
 
-def _evaluation_is_due(sides: list[Side], budget: float) -> bool:
-    """Evaluations come as often as in a run, but two come first; an eighth of the budget is enough for those."""
-    if sides[0].plan["evaluation"] is None:
+def _evaluation_is_due(samples: list[ArmSamples], budget: float) -> bool:
+    """Evaluations come as often as in a run. The first two come before the blocks, within an eighth of the budget."""
+    if samples[0].plan["evaluation"] is None:
         return False
-    evaluated, trained = (sum(sum(times) for times in each) for each in zip(*map(_times, sides), strict=True))
-    if len(sides[0].evaluations) < FIRST_EVALUATIONS:
+    evaluated = sum(sum(arm.evaluations) for arm in samples)
+    if len(samples[0].evaluations) < FIRST_EVALUATIONS:
         return evaluated <= budget / 8
-    return evaluated < sum(side.evaluations_share() for side in sides) / len(sides) * trained if trained else False
-
-
-def _times(side: Side) -> tuple[list[float], list[float]]:
-    return side.evaluations, [block["seconds"] for block in side.blocks]
-
-
-def _take_evaluations(arms: list, sides: list[Side], patience: float) -> None:
-    """One of each arm, in turns which goes first."""
-    for turn in (0, 1) if len(sides[0].evaluations) % 2 == 0 else (1, 0):
-        sides[turn].evaluations.append(arms[turn].call("evaluate", timeout=patience))
-        arms[turn].freeze()
+    trained = sum(block["seconds"] for arm in samples for block in arm.blocks)
+    return trained > 0 and evaluated < fmean(arm.evaluation_ratio() for arm in samples) * trained
 
 
 def _why(verdict: str, ratio: Ratio, pairs: int, out_of_budget: bool) -> str:
+    low, high = f"{ratio.low:.3f}", f"{ratio.high:.3f}"
     if verdict == UNSURE:
-        return f"the interval {ratio.low:.3f} to {ratio.high:.3f} settles nothing after {pairs} pairs" + (
-            ", and the budget is spent" if out_of_budget else ""
-        )
+        end = ", and the budget is spent" if out_of_budget else ""
+        return f"the interval {low} to {high} settles nothing after {pairs} pairs{end}"
     if verdict == SAME:
-        return f"after {pairs} pairs the ratio is known to lie between {ratio.low:.3f} and {ratio.high:.3f}"
-    return f"after {pairs} pairs the whole interval {ratio.low:.3f} to {ratio.high:.3f} lies on one side of 1"
-
-
-def _middle(values: list[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2]
+        return f"after {pairs} pairs the ratio is known to lie between {low} and {high}"
+    return f"after {pairs} pairs the whole interval {low} to {high} lies on one side of 1"

@@ -1,7 +1,8 @@
-"""Several processes that train together, measured as one: a Worker for each rank of a job, under the face of a single Worker.
+"""Measures several ranks that train together as one: a Worker for each rank, used like a single Worker.
 
-All ranks are asked at once, and the job has answered when all of them have; rank 0 has the word. The first that fails by its own fault ends
-the job, and so does silence. Frozen are all of them or none. Where they meet, a store in our own process tells, as torchrun's agent does it.
+Every call goes to all ranks and returns when all of them have answered. Rank 0 gives the result, the progress and the
+warnings. The first rank that fails by itself ends the group, and so does silence. The ranks meet through a store in
+this process, as they do under torchrun's agent.
 """
 
 from __future__ import annotations
@@ -10,123 +11,146 @@ import os
 import time
 from contextlib import ExitStack
 from multiprocessing.connection import wait
+from typing import Any
 
 from torch.distributed import TCPStore
 
 from hasten.contract.errors import Aftermath, Failure, Refusal
 from hasten.contract.watch import Watch, silent
 from hasten.launch.meeting import HERE, interface_of
-from hasten.measure.workers import ERRORS, Worker, pass_on, too_long
+from hasten.measure.workers import ERRORS, Worker, forward_message, timeout_error
 
-LONGEST_WAIT = 86_400.0  # seconds for another rank that is measured: whoever measures it has limits of his own
-TO_AGREE = 1.0  # seconds in which the other ranks may say that they have failed alike
-TO_OWN_UP = 5.0  # and in which the one may that the others have felt
+COLLECTIVE_TIMEOUT_S = 86_400.0  # for a rank that waits for another one: this process has the limits
+SAME_ERROR_WAIT_S = 1.0  # in which the other ranks may report the same error
+ROOT_CAUSE_WAIT_S = 5.0  # in which the failing rank may report, after ranks that only noticed its end
 
 
-def started(processes: int, service: str, patience: float | None = None, **arguments) -> Worker | Job:
-    """An object of ours in a process of its own, or one in each process of a job, which is given so many seconds of silence.
+def start_workers(
+    processes: int, service: str, timeout: float | None = None, /, **arguments: Any
+) -> Worker | WorkerGroup:
+    """Creates an object in a process of its own, or one on each rank of a group.
 
-    One process waits for nobody: it takes the time that it needs, where a call does not say otherwise.
+    ``timeout`` is the default of a group's calls. A single process waits for no other one, so its calls have no
+    default.
     """
-    return Worker(service, **arguments) if processes == 1 else Job(processes, service, patience, **arguments)
+    return Worker(service, **arguments) if processes == 1 else WorkerGroup(processes, service, timeout, **arguments)
 
 
-class Job:
-    """An object of ours in each of several processes that can join as the ranks of a job; used like a Worker.
+class WorkerGroup:
+    """An object on each of several ranks, which can join one process group (``joined``), once.
 
-    Making the object must not wait for the others: the ranks are made one after the other. They can meet once (``joined``).
+    The objects are created one after the other, so the constructor must not wait for other ranks. Arguments: see
+    Worker.
     """
 
-    def __init__(self, processes: int, service: str, patience: float | None = None, **arguments):
-        self.store, self.patience = TCPStore(HERE, 0, is_master=True, wait_for_workers=False), patience
+    def __init__(self, processes: int, service: str, timeout: float | None = None, /, **arguments: Any):
+        self.store, self.timeout = TCPStore(HERE, 0, is_master=True, wait_for_workers=False), timeout
         with ExitStack() as stack:
             self.ranks = [
-                stack.enter_context(Worker(service, _told(rank, processes, self.store.port), patience, **arguments))
+                stack.enter_context(
+                    Worker(service, _rank_environment(rank, processes, self.store.port), timeout, **arguments)
+                )
                 for rank in range(processes)
             ]
-            self.living = stack.pop_all()
+            self.stack = stack.pop_all()
 
-    def call(self, method: str, *, timeout: float | None = None, watch: Watch = silent, **arguments):
-        """What the method returns on rank 0, when it has returned on all.
+    def call(self, method: str, *, timeout: float | None = None, watch: Watch = silent, **arguments: Any) -> Any:
+        """Calls a method on all ranks and returns the result of rank 0.
 
         Raises:
-            Refusal, Failure: of the first rank that failed by its own fault; a Failure too if one died, or those that are not ready said
-                nothing for ``timeout`` seconds. The job is over then.
+            Refusal, Failure: the error of the first rank that failed by itself; also Failure if a rank died, or if
+                those that have not answered were silent for ``timeout`` seconds. All ranks are killed.
         """
         try:
-            self.thaw()
             for rank in self.ranks:
-                rank.ask(method, arguments)
-            return self._answer(self.patience if timeout is None else timeout, watch)
+                rank.send(method, arguments)
+            return self._collect_results(self.timeout if timeout is None else timeout, watch)
         except BaseException:
             self.kill()
             raise
 
-    def _answer(self, timeout: float | None, watch: Watch):
-        answers, faults = {}, {}
-        while len(answers) < len(self.ranks):
-            heard = self._hear(answers, faults, timeout)
-            if not heard:
-                raise too_long(timeout)
-            if faults:
-                raise self._fault(answers, faults)
-            for rank, kind, content in heard:
+    def _collect_results(self, timeout: float | None, watch: Watch) -> Any:
+        results: dict[int, Any] = {}
+        errors: dict[int, Exception] = {}
+        while len(results) < len(self.ranks):
+            messages = self._recv(results, errors, timeout)
+            if not messages:
+                raise timeout_error(timeout)
+            if errors:
+                raise self._root_cause(results, errors)
+            for rank, kind, content in messages:
                 if rank == 0 and kind != "result":
-                    pass_on(kind, content, watch)
-        return answers[0]
+                    forward_message(kind, content, watch)
+        return results[0]
 
-    def _hear(self, answers: dict[int, object], faults: dict[int, Exception], timeout: float | None) -> list[tuple[int, str, object]]:
-        """(rank, kind, content) of what those that are not ready have to say next, nothing if the time runs out. What ends a rank is noted."""
-        waiting = {worker.connection: rank for rank, worker in enumerate(self.ranks) if rank not in answers and rank not in faults}
-        heard = []
-        for connection in wait(list(waiting), timeout) if waiting else ():
-            rank = waiting[connection]
+    def _recv(
+        self, results: dict[int, Any], errors: dict[int, Exception], timeout: float | None
+    ) -> list[tuple[int, str, Any]]:
+        """Waits for the next messages, as (rank, kind, content), of the ranks that are in neither dict; [] on timeout.
+
+        Adds results and errors to the dicts.
+        """
+        pending = {
+            worker.connection: rank
+            for rank, worker in enumerate(self.ranks)
+            if rank not in results and rank not in errors
+        }
+        messages = []
+        for connection in wait(list(pending), timeout) if pending else ():
+            rank = pending[connection]
             try:
-                kind, content = self.ranks[rank].hear()
+                kind, content = self.ranks[rank].recv()
             except Failure as death:
-                kind, content = "Failure", str(death)
+                kind, content = Failure.__name__, str(death)
             if kind == "result":
-                answers[rank] = content
+                results[rank] = content
             elif kind in ERRORS:
-                faults[rank] = ERRORS[kind](content)
-            heard.append((rank, kind, content))
-        return heard
+                errors[rank] = ERRORS[kind](content)
+            messages.append((rank, kind, content))
+        return messages
 
-    def _fault(self, answers: dict[int, object], faults: dict[int, Exception]) -> Exception:
-        """The fault behind the first ones: a rank may have only felt that of another."""
+    def _root_cause(self, results: dict[int, Any], errors: dict[int, Exception]) -> Exception:
+        """The error behind the first ones, which may come from ranks that only noticed the end of another."""
         began = time.monotonic()
         while True:
-            own = [rank for rank, fault in faults.items() if not isinstance(fault, Aftermath)]
-            left = began + (TO_AGREE if own else TO_OWN_UP) - time.monotonic()
-            if left <= 0 or not self._hear(answers, faults, left):
+            causes = [rank for rank, error in errors.items() if not isinstance(error, Aftermath)]
+            left = began + (SAME_ERROR_WAIT_S if causes else ROOT_CAUSE_WAIT_S) - time.monotonic()
+            if left <= 0 or not self._recv(results, errors, left):
                 break
-        rank = own[0] if own else min(faults)
-        fault, alike = faults[rank], len({str(each) for each in faults.values()}) == 1 and len(faults) == len(self.ranks)
-        return fault if alike or isinstance(fault, Refusal) else Failure(f"rank {rank}: {fault}")
+        rank = causes[0] if causes else min(errors)
+        error = errors[rank]
+        all_the_same = len(errors) == len(self.ranks) and len({str(other) for other in errors.values()}) == 1
+        return error if all_the_same or isinstance(error, Refusal) else Failure(f"rank {rank}: {error}")
 
-    def freeze(self) -> None:
+    def suspend(self) -> None:
         for rank in self.ranks:
-            rank.freeze()
+            rank.suspend()
 
-    def thaw(self) -> None:
+    def resume(self) -> None:
         for rank in self.ranks:
-            rank.thaw()
+            rank.resume()
 
     def kill(self) -> None:
         for rank in self.ranks:
             rank.kill()
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> WorkerGroup:
         return self
 
     def __exit__(self, *_) -> None:
-        self.living.close()
+        self.stack.close()
 
 
-def _told(rank: int, processes: int, port: int) -> dict[str, str]:
-    """What a rank finds in its environment: what torchrun tells."""
-    told = {
-        "RANK": rank, "WORLD_SIZE": processes, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": processes,
-        "MASTER_ADDR": HERE, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True, "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(HERE) or "",
-    }  # fmt: skip
-    return {name: str(value) for name, value in told.items() if value != ""}
+def _rank_environment(rank: int, processes: int, port: int) -> dict[str, str]:
+    """The variables that torchrun sets for a rank."""
+    variables = {
+        "RANK": rank,
+        "WORLD_SIZE": processes,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": processes,
+        "MASTER_ADDR": HERE,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(HERE) or "",
+    }
+    return {name: str(value) for name, value in variables.items() if value != ""}

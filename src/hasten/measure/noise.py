@@ -1,4 +1,4 @@
-"""How disturbed the machine was while something was measured."""
+"""Measures how disturbed the machine was while something else was measured."""
 
 from __future__ import annotations
 
@@ -6,29 +6,31 @@ import os
 import time
 from pathlib import Path
 
+STEAL = 7  # index in /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal
+
 
 class Noise:
-    """Starts watching when it is made; ``told`` gives the figures."""
+    """Starts when it is created; ``summary`` gives the figures since then."""
 
     def __init__(self):
-        self.began, self.ticks = time.monotonic(), _ticks()
+        self.began, self.ticks = time.monotonic(), _cpu_ticks()
 
-    def told(self, spread_percent: float, involuntary_switches: int) -> dict:
-        """Spread of the blocks, involuntary switches of the first arm, time stolen by the hypervisor, load."""
-        after = _ticks()
+    def summary(self, spread_percent: float, involuntary_switches: int) -> dict:
+        """The two arguments, which the caller has measured, the time stolen by the hypervisor, and the load."""
+        after = _cpu_ticks()
         total = sum(after) - sum(self.ticks)
-        stolen = 100 * (after[7] - self.ticks[7]) / total if total and len(after) > 7 else None
+        has_steal = total and len(after) > STEAL
         return {
             "spread_percent": spread_percent,
             "involuntary_switches": involuntary_switches,
-            "steal_percent": stolen,
+            "steal_percent": 100 * (after[STEAL] - self.ticks[STEAL]) / total if has_steal else None,
             "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         }
 
 
-def _ticks() -> list[int]:
-    """The first line of /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal, ..."""
+def _cpu_ticks() -> list[int]:
+    """The first 8 columns of the line for all processors in /proc/stat; [] where there is none."""
     try:
-        return [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        return [int(column) for column in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     except (OSError, ValueError):
         return []

@@ -1,36 +1,39 @@
-"""From pairs of block times to a ratio with an interval, and a verdict that repeated looks do not inflate."""
+"""Turns pairs of block times into a ratio with a confidence interval, and a verdict that allows for repeated looks."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from statistics import fmean, stdev, variance
 
-from scipy.special import stdtrit  # the t quantile without the second that scipy.stats takes to import
+from scipy.special import stdtrit  # the t quantile; to import scipy.stats takes a second
+
+from hasten.reporting.result_schema import Interval
 
 LOOKS = (6, 9, 14, 21, 32, 48)  # pairs after which one may stop
 ERROR = 0.05  # chance of a wrong verdict over all looks together
-TRIMMED = 0.1  # share of the pairs dropped at each end: a neighbour's burst is not the method's doing
+TRIMMED = 0.1  # fraction of the pairs dropped at each end: bursts of other processes are not due to the method
 
 FASTER, SLOWER, SAME, UNSURE = "faster", "slower", "no difference", "unsure"
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio of times with its interval; above 1 the second arm is faster."""
+    """A ratio of times with its confidence interval. Above 1 the second arm is faster."""
 
     median: float
     low: float
     high: float
 
-    def to_json(self) -> dict:
-        return asdict(self)
+    def to_json(self) -> Interval:
+        return Interval(**asdict(self))
 
     def __str__(self) -> str:
         return f"{self.median:.2f}x ({self.low:.2f} to {self.high:.2f})"
 
 
 def ratio_of(a: list[float], b: list[float], error: float = ERROR / len(LOOKS)) -> Ratio:
-    """The ratio of neighbouring blocks: trimmed mean of log(a/b) with its t interval (Yuen 1974).
+    """The ratio of paired blocks: trimmed mean of log(a / b) with its t interval (Yuen 1974).
 
     Args:
         a, b: seconds (for equal work) of the first and the second arm, pair by pair.
@@ -40,18 +43,16 @@ def ratio_of(a: list[float], b: list[float], error: float = ERROR / len(LOOKS)) 
     logs = sorted(math.log(x / y) for x, y in zip(a, b, strict=True))
     count = len(logs)
     cut = int(TRIMMED * count) if count >= 10 else 0
-    kept = logs[cut : count - cut]
-    centre = sum(kept) / len(kept)
-    winsorised = [kept[0]] * cut + kept + [kept[-1]] * cut
-    mean = sum(winsorised) / count
-    variance = sum((x - mean) ** 2 for x in winsorised) / (count - 1)
-    error_of_centre = math.sqrt(variance * (count - 1) / (len(kept) * (len(kept) - 1)))
-    reach = float(stdtrit(len(kept) - 1, 1 - error / 2)) * error_of_centre
-    return Ratio(math.exp(centre), math.exp(centre - reach), math.exp(centre + reach))
+    trimmed = logs[cut : count - cut]
+    center = fmean(trimmed)
+    winsorized = [trimmed[0]] * cut + trimmed + [trimmed[-1]] * cut
+    degrees = len(trimmed) - 1
+    standard_error = math.sqrt(variance(winsorized) * (count - 1) / (len(trimmed) * degrees))
+    return _interval(center, float(stdtrit(degrees, 1 - error / 2)) * standard_error)
 
 
 def with_evaluations(steps: Ratio, shares: tuple[float, float], errors: list[float], pairs: int, error: float) -> Ratio:
-    """The ratio of runs whose steps compare like ``steps`` and that evaluate besides.
+    """The ratio of runs whose steps have the ratio ``steps`` and which evaluate as well.
 
     Args:
         shares: seconds that the evaluations of (a, b) take for every second of their steps.
@@ -62,15 +63,20 @@ def with_evaluations(steps: Ratio, shares: tuple[float, float], errors: list[flo
     of either arm's evaluations.
     """
     parts = [share / (1 + share) for share in shares]
-    centre = math.log(steps.median) + math.log1p(shares[0]) - math.log1p(shares[1])
+    center = math.log(steps.median) + math.log1p(shares[0]) - math.log1p(shares[1])
     quantile = float(stdtrit(pairs - 1, 1 - error / 2))
     of_steps = (1 - sum(parts) / 2) * math.log(steps.high / steps.low) / 2
-    reach = math.hypot(of_steps, *(quantile * part * each for part, each in zip(parts, errors, strict=True)))
-    return Ratio(math.exp(centre), math.exp(centre - reach), math.exp(centre + reach))
+    of_evaluations = [quantile * part * error for part, error in zip(parts, errors, strict=True)]
+    return _interval(center, math.hypot(of_steps, *of_evaluations))
+
+
+def _interval(center: float, half_width: float) -> Ratio:
+    """From the logarithm of a ratio."""
+    return Ratio(math.exp(center), math.exp(center - half_width), math.exp(center + half_width))
 
 
 def verdict_of(ratio: Ratio) -> str:
-    """What an interval says: the second arm is faster, slower, no different; or nobody can tell yet."""
+    """FASTER or SLOWER: what the second arm is; SAME: known to within 2 %; UNSURE: the interval is too wide."""
     if ratio.low > 1.01:
         return FASTER
     if ratio.high < 0.99:
@@ -81,7 +87,5 @@ def verdict_of(ratio: Ratio) -> str:
 
 
 def spread(seconds: list[float]) -> float:
-    """Standard deviation of the log times: how noisy the machine was, as a share."""
-    logs = [math.log(x) for x in seconds]
-    mean = sum(logs) / len(logs)
-    return math.sqrt(sum((x - mean) ** 2 for x in logs) / max(1, len(logs) - 1))
+    """Standard deviation of the logarithms of the times: how noisy the machine was, as a fraction."""
+    return stdev(map(math.log, seconds)) if len(seconds) > 1 else 0.0

@@ -1,4 +1,4 @@
-"""What the page and the terminal show, computed from a shaped result. Nothing here draws."""
+"""What the page and the terminal show, computed from a validated result. Nothing here draws."""
 
 from math import log
 from statistics import median

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,7 @@ from markupsafe import Markup, escape
 from hasten.contract.errors import Refusal
 from hasten.contract.recipe import Recipe
 from hasten.reporting import charts, figures, words
-from hasten.reporting.result import FACTS, fitted, read_json, read_result
+from hasten.reporting.result_schema import Fact, coerce, read_json, read_result
 
 PAGE = "report.html"
 _SOFTWARE = ("hasten", "python", "torch", "numpy", "cuda")
@@ -154,7 +155,7 @@ def _flat(content) -> dict:
     for key, value in (content if isinstance(content, dict) else {}).items():
         if key != "recipe":  # which stands above
             flat |= value if isinstance(value, dict) else {key: value}
-    return fitted(flat, FACTS, "environment.json")
+    return coerce(flat, Mapping[str, Fact], "environment.json")
 
 
 def _facts(values: dict) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ from hasten.contract.card import FACTS, PHASES, TRAITS, Exactness
 from hasten.contract.recipe import Recipe
 from hasten.reporting import figures, words
 from hasten.reporting.layout import HEAD, QUIET, bar, grid, headline, indented, pairs
-from hasten.reporting.result import shaped
+from hasten.reporting.result_schema import validate
 
 BAR = 40  # characters
 MOST_LOSERS = 8  # shown in the terminal; the page has them all
@@ -29,7 +29,7 @@ CHANGES = {
 
 def tune_answer(result: dict) -> RenderableType:
     """The verdict of ``tune``, what each method gave, and what was tried in vain."""
-    result = shaped(result)
+    result = validate(result)
     won = figures.won(result)
     parts = [headline(figures.tune_headline(result), result["task"], won), Text(figures.tune_sentence(result)), Text()]
     if won:
@@ -51,7 +51,7 @@ def tune_answer(result: dict) -> RenderableType:
 
 def compare_answer(result: dict) -> RenderableType:
     """The verdict of ``compare`` and both arms side by side."""
-    result = shaped(result)
+    result = validate(result)
     good = result["verdict"] == "faster"
     arms = grid("", "recipe", ">1000 samples", ">evaluation", ">start")
     for arm in ("a", "b"):
@@ -69,7 +69,7 @@ def compare_answer(result: dict) -> RenderableType:
 
 def diagnose_answer(result: dict) -> RenderableType:
     """A bar for every phase with its share and ceiling, the verdict in words, and what could pay."""
-    result = shaped(result)
+    result = validate(result)
     rows = figures.anatomy(result["phases"], {})
     longest = max((row["before"] for row in rows), default=1) or 1
     phases = grid("phase", "", ">share", ">ceiling")
@@ -117,7 +117,7 @@ def advised(advice: list[dict]) -> list[RenderableType]:
 
 def train_answer(result: dict) -> RenderableType:
     """The numbers that a training ended with."""
-    result = shaped({**result, "kind": "train"})
+    result = validate({**result, "kind": "train"})
     name = result["metric_name"] or "metric"
     rows = [(name, f"{words.metric(result['metric'])}, at its best {words.metric(result['best_metric'])}")]
     rows.append(("trained for", f"{words.count(result['steps'], 'step', 'steps')} in {words.seconds(result['seconds'])}"))

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from hasten.contract.card import Exactness
+from hasten.contract.data import same
 from hasten.contract.errors import Refusal, one_line
 from hasten.contract.method import Method, hooks_of
 from hasten.contract.recipe import Recipe
@@ -25,8 +26,8 @@ from hasten.engine.loop import evaluate, steps
 from hasten.engine.plan import Program, build
 from hasten.engine.seeds import random_state
 from hasten.engine.train import train
-from hasten.measure.exactness import prove
-from hasten.measure.process_state import differences, process_state, restored, same
+from hasten.measure.exactness import check_exactness
+from hasten.measure.process_state import differences, process_state, restored
 from hasten.testing import tasks
 
 SMALL_TASKS = (tasks.perceptron, tasks.convolutional, tasks.transformer)
@@ -172,7 +173,7 @@ def is_the_same_in_any_order(subject: Subject) -> None:
 def is_as_exact_as_its_card_says(subject: Subject) -> None:
     task, proofs = subject.task, []
     for recipe in subject.recipes:
-        proofs.append(prove(task, Recipe(), recipe, subject.method.card.exactness, device="cpu"))
+        proofs.append(check_exactness(task, Recipe(), recipe, subject.method.card.exactness, device="cpu"))
         if proofs[-1].passed:
             return
     raise AssertionError(f"the card says {subject.method.card.exactness.value!r}, but {proofs[0].why}")

@@ -14,6 +14,7 @@ from hasten.engine.environment import environment
 from hasten.engine.find import alone
 from hasten.engine.folder import write_whole
 from hasten.measure.ratio import Ratio
+from hasten.reporting.result_schema import Curve, Offered, Point, TuneResult
 from hasten.tuning.candidates import Candidates
 from hasten.tuning.confirm import SURELY_FASTER, Confirmed
 from hasten.tuning.search import Baseline, Ladder
@@ -57,7 +58,7 @@ class Found:
         return all(exactness_of(name) is not Exactness.CHANGES_TRAINING for name in self.confirmed.recipe.methods if name not in there)
 
 
-def result_of(study: Study, found: Found, *, metric: str, offered: Recipe) -> dict:
+def result_of(study: Study, found: Found, *, metric: str, offered: Recipe) -> TuneResult:
     """Everything as plain data. Speed-up and quality come from the confirmation alone."""
     confirmed, baseline, won = found.confirmed, found.baseline, found.won and not found.better_alone
     recipe = confirmed.recipe if won else Recipe()
@@ -156,11 +157,13 @@ def _runs(found: Found) -> dict:
     }
 
 
-def _curve(seed: int, run: dict) -> dict:
-    return {"seed": seed, "points": [{key: look[key] for key in ("seconds", "samples", "metric")} for look in run["evaluations"]]}
+def _curve(seed: int, run: dict) -> Curve:
+    evaluations = run["evaluations"]
+    points = [Point(seconds=each["seconds"], samples=each["samples"], metric=each["metric"]) for each in evaluations]
+    return {"seed": seed, "points": points}
 
 
-def _fate(name: str, trials: list[dict], recipe: Recipe) -> dict:
+def _fate(name: str, trials: list[dict], recipe: Recipe) -> Offered:
     """What became of a method that the user offered."""
     told = [trial for trial in trials if name in trial["what"]]
     return {"method": name, "accepted": name in recipe.methods, "why": told[-1]["why"] if told else "the budget ended before it was tried"}

@@ -15,12 +15,12 @@ from hasten.contract.card import Exactness
 from hasten.contract.errors import Failure, Refusal
 from hasten.contract.recipe import Recipe
 from hasten.contract.watch import Watch
-from hasten.diagnosis.anatomy import evaluation_a_sample, examine
+from hasten.diagnosis.anatomy import examine
 from hasten.engine.find import make_method
 from hasten.engine.outcome import reached_at
 from hasten.engine.tasks import TaskRef
-from hasten.measure.compare import PATIENCE, take_turns
-from hasten.measure.job import started
+from hasten.measure.compare import PATIENCE, evaluation_seconds_per_sample, run_interleaved
+from hasten.measure.job import start_workers
 from hasten.tuning.ledger import Ledger
 
 SHORT_LOOKS = (6, 9, 14)  # pairs; the search screens, the confirmation measures
@@ -119,7 +119,7 @@ class Study:
         def measure(watch: Watch) -> dict:
             where = {"device": self.device, "processes": among, "seed": self.seed, "patience": self.patience}
             longest = max(seconds, SHARE_OF_LONG_BLOCKS * self.budget.total)
-            return take_turns(self.task, a, b, budget=seconds, looks=looks, longest=longest, watch=watch, **where).to_json()
+            return run_interleaved(self.task, a, b, budget=seconds, looks=looks, longest=longest, watch=watch, **where).to_json()
 
         what = {"a": a.methods, "b": b.methods, "looks": list(looks), "salt": salt} | ({"alone": True} if alone else {})
         return self._paid("pace", what, f"{b}{' in one process' if alone else ''} against {a}", measure)
@@ -146,7 +146,7 @@ class Study:
         def measure(watch: Watch) -> dict:
             where = {"device": self.device, "processes": self.processes, "patience": self.patience, "seed": self.seed}
             seen = examine(self.task, recipe, budget=ANATOMY_SECONDS, watch=watch, **where)
-            seconds = 1000 * (seen.sample + evaluation_a_sample(seen.plan, seen.evaluation))
+            seconds = 1000 * (seen.sample + evaluation_seconds_per_sample(seen.plan, seen.evaluation))
             return {"phases": {phase: share * seconds for phase, share in seen.phases.items()}}
 
         return self._paid("anatomy", {"recipe": recipe.methods}, f"the anatomy of {recipe}", measure).get("phases", {})
@@ -158,7 +158,7 @@ class Study:
     def _in_worker(self, recipe: Recipe, seed: int, method: str, watch: Watch, **arguments) -> dict:
         about = {"task": self.task.to_json(), "methods": recipe.methods, "device": self.device, "seed": seed}
         patience = self.patience if self.processes > 1 else max(PATIENCE, self.budget.total)  # one process waits for nobody
-        with started(self.processes, "hasten.tuning.trial:Trial", **about) as worker:
+        with start_workers(self.processes, "hasten.tuning.trial:Trial", **about) as worker:
             return worker.call(method, watch=watch, timeout=patience, **arguments)
 
     def _paid(self, kind: str, what: dict, words: str, measure: Callable[[Watch], dict], failure_lasts: bool = True) -> dict:

@@ -17,8 +17,8 @@ from hasten.engine.outcome import reached_at
 from hasten.engine.ranks import joined
 from hasten.engine.tasks import TaskRef
 from hasten.engine.train import device_of, train
-from hasten.measure.exactness import prove
-from hasten.measure.job import LONGEST_WAIT
+from hasten.measure.exactness import check_exactness
+from hasten.measure.job import COLLECTIVE_TIMEOUT_S
 
 
 class Trial:
@@ -36,7 +36,7 @@ class Trial:
         task, recipe = self.task.load(), self.recipe.with_method(f"{__name__}:NothingInVain")
         if give_up_after is not None and target is not None:
             recipe = recipe.with_method(f"{__name__}:GiveUp", seconds=float(give_up_after), target=float(target))
-        result = train(task, recipe, device=self.device, seed=self.seed, patience=LONGEST_WAIT, watch=self.watch)
+        result = train(task, recipe, device=self.device, seed=self.seed, patience=COLLECTIVE_TIMEOUT_S, watch=self.watch)
         _refuse_idle(result["idle"])  # found out on the way
         if result["metric"] is None:
             raise Failure("the metric is missing or not a finite number")
@@ -47,12 +47,12 @@ class Trial:
 
     def prove(self, base: dict, exactness: str, seconds: float) -> dict:
         """{"passed", "number", "why"}: what the candidate's exactness class promises, held against this very task."""
-        with joined(self.device, LONGEST_WAIT) as ranks:
-            proof = prove(
+        with joined(self.device, COLLECTIVE_TIMEOUT_S) as ranks:
+            check = check_exactness(
                 self.task.load(), Recipe(base), self.recipe, Exactness[exactness], device=device_of(ranks, self.device), seed=self.seed,
                 seconds=seconds, ranks=ranks,
             )  # fmt: skip
-        return {**asdict(proof), "number": proof.number if math.isfinite(proof.number) else None}
+        return {**asdict(check), "number": check.number if math.isfinite(check.number) else None}
 
 
 def _refuse_idle(idle: list) -> None:

@@ -28,7 +28,7 @@ from hasten.engine.sources import refuse_processes
 from hasten.engine.tasks import TaskRef
 from hasten.measure.arm import estimate
 from hasten.measure.ratio import SLOWER, Ratio
-from hasten.measure.workers import listen_anew, told_already
+from hasten.measure.workers import mark_warnings_shown, reset_shown_warnings
 from hasten.tuning.candidates import Wanted, candidates_for, competent_recipes
 from hasten.tuning.confirm import SEED_STEP, against_competent, confirm
 from hasten.tuning.gate import FEWEST_SEEDS, stated_margin
@@ -88,10 +88,10 @@ def tune(
     Raises:
         Refusal: a wrong request. Failure: the task's own training does not run.
     """
-    listen_anew()
+    reset_shown_warnings()
     budget = None if budget is None else budget_of(budget)
     ref, device = TaskRef.of(task), pick_device(device)
-    with told_already():  # here and not by a trial: in a search that goes on, all of them may be remembered
+    with mark_warnings_shown():  # here and not by a trial: in a search that goes on, all of them may be remembered
         loaded = ref.load()
         refuse_processes(loaded, processes)
         notice_turns(processes)

@@ -1,0 +1,347 @@
+"""The schema of results: what tune, compare, diagnose and train write, and what the report and the terminal read.
+
+One typed dictionary for each command. Writers return it, so a type checker compares their keys with it. Readers do not
+trust a file: ``validate`` fills in missing keys (None, "", []), drops unknown ones and refuses values of the wrong
+type, so code that shows a result need not check again. Text loses control characters: a method's name cannot move the
+cursor.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, TypedDict, Union, get_args, get_origin, get_type_hints, is_typeddict
+
+from hasten.contract.errors import Refusal
+
+# The metadata is how an error message calls the type, and what ``coerce`` decides by.
+Number = Annotated[float | None, "a number"]
+Amount = Annotated[float | None, "a number from 0 up"]
+Text = Annotated[str, "a text"]
+YesNo = Annotated[bool | None, "true or false"]
+Option = Annotated[float | bool | str | None, "a number or a text"]
+Fact = Annotated[float | bool | str | None, "a fact"]  # lists and objects are dropped
+Recipe = Mapping[str, Mapping[str, Option]]  # options by method
+
+
+class Interval(TypedDict, total=False):
+    """A ratio of times. A file may hold a bare number instead, which is read as the median."""
+
+    median: Amount
+    low: Amount
+    high: Amount
+
+
+class Metric(TypedDict, total=False):
+    name: Text
+    higher_is_better: YesNo
+    target: Number
+    unit: Text
+
+
+class Difference(TypedDict, total=False):
+    mean: Number
+    low: Number
+    high: Number
+
+
+class Quality(TypedDict, total=False):
+    baseline: Number
+    tuned: Number
+    margin: Amount
+    difference: Difference | None
+    seeds: Sequence[Number]
+    passed: YesNo
+
+
+class Point(TypedDict, total=False):
+    seconds: Amount
+    samples: Amount
+    metric: Number
+
+
+class Evaluation(Point, total=False):
+    step: Amount
+
+
+class Curve(TypedDict, total=False):
+    seed: Number
+    points: Sequence[Point]
+
+
+class Share(TypedDict, total=False):
+    method: Text
+    speedup: Interval | None
+
+
+class Trial(TypedDict, total=False):
+    what: Text
+    stage: Text
+    verdict: Text
+    ratio: Interval | None
+    seconds: Amount
+    why: Text
+
+
+class Offered(TypedDict, total=False):
+    """What became of a method that the user offered."""
+
+    method: Text
+    accepted: YesNo
+    why: Text
+
+
+class Advice(TypedDict, total=False):
+    method: Text
+    bound: Amount
+    why: Text
+
+
+class NotAdvised(TypedDict, total=False):
+    method: Text
+    why: Text
+
+
+class Flops(TypedDict, total=False):
+    achieved_gflops: Amount
+    peak_gflops: Amount
+    share: Amount
+
+
+class Result(TypedDict, total=False):
+    """Keys of every kind of result. A result without ``kind`` is recognized by its other keys."""
+
+    kind: Text
+    task: Text
+    processes: Amount
+    verdict: Text
+    why: Text
+    machine: Mapping[str, Fact]
+    versions: Mapping[str, Fact]
+    noise: Mapping[str, Fact]
+    seed: Number
+
+
+class TuneResult(Result, total=False):
+    metric: Metric
+    recipe: Recipe
+    recipe_file: Text
+    out: Text
+    competent_recipe: Recipe
+    speedup: Interval | None
+    speedup_over_competent: Interval | None
+    one_process: Interval | None
+    winner_in_one_process: Interval | None
+    stopwatch: Interval | None
+    time_to_target: Mapping[str, Amount] | None
+    samples_compared: Sequence[Sequence[Amount]] | None
+    samples_to_target: Mapping[str, Sequence[Amount]]
+    stopwatch_to_target: Mapping[str, Sequence[Amount]]
+    quality: Quality
+    curves: Mapping[str, Sequence[Curve]]
+    anatomy: Mapping[str, Mapping[str, Amount]]
+    shares: Sequence[Share]
+    offered: Sequence[Offered]
+    trials: Sequence[Trial]
+    remembered_trials: Amount
+    headroom: Mapping[str, Amount]
+    phases: Mapping[str, Amount]
+    facts: Sequence[Text]
+    search_seconds: Amount
+    budget_seconds: Amount
+    textbook_seconds: Amount
+    pays_after_runs: Amount
+    runs_expected: Amount
+
+
+class CompareResult(Result, total=False):
+    a: Text
+    b: Text
+    ratio: Interval
+    cpu_ratio: Interval | Amount
+    blocks: Amount
+    seconds_per_1000_samples: Mapping[str, Amount]
+    evaluation_seconds: Mapping[str, Amount]
+    start_seconds: Mapping[str, Amount]
+    seconds: Amount
+
+
+class DiagnoseResult(Result, total=False):
+    recipe: Text
+    device: Text
+    phases: Mapping[str, Amount]
+    headroom: Mapping[str, Amount]
+    intervals: Mapping[str, Interval]
+    not_measured: Mapping[str, Text]
+    advice: Sequence[Advice]
+    facts: Sequence[Text]
+    batch_size: Amount
+    seconds_per_step: Amount
+    seconds_a_run: Amount
+    samples_per_second: Amount
+    start_seconds: Amount
+    evaluation_seconds: Amount
+    seconds: Amount
+    flops: Flops | None
+    not_advised: Sequence[NotAdvised]
+    causes: Mapping[str, Fact]
+
+
+class TrainResult(Result, total=False):
+    metric: Number
+    best_metric: Number
+    metric_name: Text
+    higher_is_better: YesNo
+    target: Number
+    reached: YesNo
+    steps: Amount
+    samples: Amount
+    seconds: Amount
+    seconds_to_target: Amount
+    samples_to_target: Amount
+    stopped: Fact
+    skipped: Amount
+    chosen: Recipe
+    out: Text
+    device: Text
+    split: Mapping[str, Amount]
+    idle: Sequence[Sequence[Text]]
+    recipe: Text
+    evaluations: Sequence[Evaluation]
+
+
+SCHEMAS = {"tune": TuneResult, "compare": CompareResult, "diagnose": DiagnoseResult, "train": TrainResult}
+
+MAX_FILE_BYTES = 32 << 20
+MAX_NUMBER = 1e18  # nothing that is measured is larger, or smaller than its inverse
+MAX_TEXT = 400  # characters
+
+
+def read_result(folder: str | Path) -> dict:
+    """Reads and validates ``result.json`` of a run's folder.
+
+    Raises:
+        Refusal: no folder, no result in it, a half-written or foreign file, or a key of the wrong type.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise Refusal(f"there is no folder {folder}; name one that `hasten tune` or `hasten train` has written")
+    path = folder / "result.json"
+    if not path.is_file():
+        raise Refusal(f"{folder} holds no result.json; the run has not finished, or this is not its folder")
+    return validate(read_json(path), str(path))
+
+
+def validate(result: dict, where: str = "the result") -> dict:
+    """A result of any kind, with every key of its schema and no other one.
+
+    Raises:
+        Refusal: not a result, or a value of the wrong type. The message begins with ``where`` and names the key.
+    """
+    if not isinstance(result, dict):
+        raise Refusal(f"{where} holds no result of hasten: it must be an object with a verdict or evaluations")
+    kind = result.get("kind") or _guess_kind(result)
+    if not isinstance(kind, str) or kind not in SCHEMAS:
+        raise Refusal(f"{where} holds no result that hasten knows; it must come from tune, train, compare or diagnose")
+    return coerce(result, SCHEMAS[kind], where) | {"kind": kind}
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+        Refusal: it cannot be read, is larger than MAX_FILE_BYTES, or is cut short.
+    """
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise Refusal(f"{path} is larger than {MAX_FILE_BYTES} bytes; that is no result of hasten")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise Refusal(f"cannot read {path}: {error.strerror}") from None
+    except Refusal:
+        raise
+    except (ValueError, RecursionError):
+        raise Refusal(
+            f"{path} is not whole JSON (cut short while it was written?); run the command that wrote it again"
+        ) from None
+
+
+def coerce(value: Any, schema: Any, where: str) -> Any:
+    """``value`` in the form of a schema: a typed dictionary, ``Sequence[...]``, ``Mapping[str, ...]`` or a type above.
+    above.
+
+    Raises:
+        Refusal: a value of the wrong type. The message begins with ``where`` and names the key.
+    """
+    if get_origin(schema) in (Union, UnionType):
+        schema = get_args(schema)[0]
+    if get_origin(schema) is Annotated:
+        return _coerce_scalar(value, schema, where)
+    expected = list if get_origin(schema) is Sequence else dict
+    if value is None:
+        value = expected()
+    if schema is Interval and isinstance(value, (int, float)):
+        value = {"median": value}
+    if isinstance(value, tuple):  # not read from a file
+        value = list(value)
+    if not isinstance(value, expected):
+        raise Refusal(f"{where} must be {_type_name(expected())}, not {_type_name(value)}")
+    if is_typeddict(schema):
+        return {key: coerce(value.get(key), inner, f"{where}: {key}") for key, inner in _keys(schema).items()}
+    inner = get_args(schema)[-1]
+    if expected is list:
+        return [coerce(item, inner, f"{where}[{index}]") for index, item in enumerate(value)]
+    return {_clean(key): coerce(item, inner, f"{where}: {_clean(key)}") for key, item in value.items()}
+
+
+@cache
+def _keys(schema: type) -> dict[str, Any]:
+    return get_type_hints(schema, include_extras=True)
+
+
+def _coerce_scalar(value: Any, schema: Any, where: str) -> float | bool | str | None:
+    if value is None:
+        return "" if schema == Text else None
+    if isinstance(value, str) and schema in (Text, Option, Fact):
+        return _clean(value)
+    if isinstance(value, bool) and schema in (YesNo, Option, Fact):
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and schema in (Number, Amount, Option, Fact):
+        if schema == Amount and value < 0:
+            raise Refusal(f"{where} must be {schema.__metadata__[0]}, not below it")
+        return _limit(value)
+    if schema == Fact:
+        return None
+    raise Refusal(f"{where} must be {schema.__metadata__[0]}, not {_type_name(value)}")
+
+
+def _limit(value: float) -> float | None:
+    """None for a NaN and for what is beyond MAX_NUMBER; 0 for what is below its inverse."""
+    if not abs(value) <= MAX_NUMBER:
+        return None
+    return value if abs(value) >= 1 / MAX_NUMBER else 0
+
+
+def _clean(text: str) -> str:
+    """On one line, printable, at most MAX_TEXT characters."""
+    text = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
+
+
+def _guess_kind(result: dict) -> str | None:
+    if "trials" in result:
+        return "tune"
+    return "train" if "evaluations" in result and "verdict" not in result else None
+
+
+def _type_name(value: Any) -> str:
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "a text",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+    }
+    return names.get(type(value), type(value).__name__)
