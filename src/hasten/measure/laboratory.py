@@ -15,6 +15,7 @@ from itertools import chain, islice
 import torch
 from torch.utils.data import DataLoader
 
+from hasten._torch_compat import Dropout
 from hasten.contract.batch import map_tensors, tensors
 from hasten.contract.card import Card, Exactness, Order
 from hasten.contract.errors import Failure
@@ -71,7 +72,7 @@ class Laboratory(Method):
     def model(self, model, run):
         for module in model.modules():
             for name, value in vars(module).items():
-                if isinstance(value, float) and ("drop" in name or isinstance(module, torch.nn.modules.dropout._DropoutNd)):
+                if isinstance(value, float) and ("drop" in name or isinstance(module, Dropout)):
                     setattr(module, name, 0.0)
         return model.double() if self.double else model
 
@@ -151,7 +152,7 @@ def _digest(program: Program) -> list[tuple[int, str]] | None:
 
 
 def _dropout(program: Program) -> list[float]:
-    return [module.p for module in program.run.model.modules() if isinstance(module, torch.nn.modules.dropout._DropoutNd)]
+    return [module.p for module in program.run.model.modules() if isinstance(module, Dropout)]
 
 
 def _plan(loop: Loop) -> dict[str, object]:

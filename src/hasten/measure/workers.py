@@ -27,6 +27,7 @@ from types import MappingProxyType
 
 import torch
 
+from hasten._torch_compat import LAZILY_IMPORTED_MODULES, is_out_of_memory
 from hasten.contract.errors import Aftermath, Failure, Notice, Progress, Refusal
 from hasten.contract.watch import Watch, silent
 from hasten.engine.budget import usable_cores
@@ -35,7 +36,7 @@ from hasten.engine.ranks import LEFT_ALONE, tells_of_another
 
 OF_A_JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # who measures is no rank of what is measured
 SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
-IMPORTED_ONCE = ("torch", "torch._dynamo", "hasten.measure.arm")  # the first optimizer that is made wants dynamo, which takes seconds
+IMPORTED_ONCE = ("torch", *LAZILY_IMPORTED_MODULES, "hasten.measure.arm")
 ERRORS = {"Refusal": Refusal, "Aftermath": Aftermath, "Failure": Failure}  # by the word that tells of them
 
 
@@ -334,7 +335,7 @@ def _live(connection: Connection, request: dict) -> None:
                 if tells_of_another(error):
                     say("Aftermath", LEFT_ALONE)
                 else:
-                    say("Failure", _out_of_memory(error) or str(explained(error, "the training", 0)))
+                    say("Failure", "ran out of memory" if is_out_of_memory(error) else str(explained(error, "the training", 0)))
     except (EOFError, ConnectionError):
         pass
     finally:
@@ -358,11 +359,6 @@ def _voice(connection: Connection) -> Callable[[str, object], None]:
     warnings.simplefilter("default", Notice)  # whatever the environment says of other warnings
     warnings.showwarning = notice
     return say
-
-
-def _out_of_memory(error: Exception) -> str | None:
-    text = str(error)
-    return "ran out of memory" if "out of memory" in text or "can't allocate memory" in text else None
 
 
 if __name__ == "__main__":

@@ -12,10 +12,9 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from hasten._torch_compat import BatchNorm
 from hasten.contract.card import Card, Exactness, Order
 from hasten.contract.method import Method
-
-BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 
 
 @dataclass(frozen=True)

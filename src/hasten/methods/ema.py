@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hasten._torch_compat import foreach_copy_, foreach_lerp_
 from hasten.contract.card import Card, Exactness, Order
 from hasten.contract.method import Method, Run, setting
 
@@ -52,7 +53,7 @@ class Ema(Method):
             return model
         averaged = copy.deepcopy(model)
         with torch.no_grad():
-            torch._foreach_copy_(list(averaged.parameters()), run.kept[self.name].tensors)
+            foreach_copy_(list(averaged.parameters()), run.kept[self.name].tensors)
         return averaged
 
 
@@ -64,7 +65,7 @@ class Averages:
 
     @torch.no_grad()
     def follow(self, weights: list[torch.Tensor], decay: float) -> None:
-        torch._foreach_lerp_(self.tensors, weights, 1 - decay)
+        foreach_lerp_(self.tensors, weights, 1 - decay)
 
     def state_dict(self) -> dict:
         return {str(number): tensor for number, tensor in enumerate(self.tensors)}

@@ -7,8 +7,7 @@ samples gives the same gradient; batch normalisation does not, because each piec
 
 from dataclasses import dataclass
 
-import torch
-
+from hasten._torch_compat import BatchNorm
 from hasten.contract.card import Card, Exactness
 from hasten.contract.method import Method, setting
 
@@ -26,7 +25,7 @@ class GradientAccumulation(Method):
 
     def model(self, model, run):
         """Cuts the plan here and not in ``loop``: whether pieces give the same gradient depends on the model."""
-        if any(isinstance(part, torch.nn.modules.batchnorm._BatchNorm) for part in model.modules()):
+        if any(isinstance(part, BatchNorm) for part in model.modules()):
             run.nothing_to_do(self, "the model has batch normalisation, which would see every piece alone: not the same formula")
         elif min(self.pieces, run.loop.batch_size) < 2:
             run.nothing_to_do(self, "the batch stays in one piece")

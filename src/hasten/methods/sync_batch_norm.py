@@ -7,8 +7,8 @@ of each part stays independent of the others); it is another formula, and with f
 from dataclasses import dataclass
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from hasten._torch_compat import BatchNorm
 from hasten.contract.batch_norm import Parts, over_all
 from hasten.contract.card import Card, Exactness, Order
 from hasten.contract.errors import Refusal
@@ -29,7 +29,7 @@ class SyncBatchNorm(Method):
     )
 
     def model(self, model, run):
-        found = [part for part in model.modules() if isinstance(part, _BatchNorm) and not isinstance(part, nn.SyncBatchNorm)]
+        found = [part for part in model.modules() if isinstance(part, BatchNorm) and not isinstance(part, nn.SyncBatchNorm)]
         norms = [norm for norm in found if type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)]
         if run.ranks.alone:
             run.nothing_to_do(self, "there is one process only; say --processes")
