@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from hasten import _torch_compat as compat
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
-FILES = sorted(path for path in SOURCE.rglob("*.py") if path.name != "_torch_compat.py")
+FILES = sorted(path for path in SOURCE.rglob("*.py") if not path.name.startswith("_torch_compat"))
 LAYER = nn.Linear(2, 2)
 OPTIMIZER = torch.optim.SGD(LAYER.parameters())
 TORCH_OBJECTS = (

@@ -1,5 +1,8 @@
 """The private PyTorch APIs that hasten depends on, one documented name each.
 
+The steps of torchrun's agent are in ``_torch_compat_elastic.py``, because importing the agent takes 0.1 s of CPU time that
+only the launcher has to spend.
+
 No other file of the package may use an attribute of torch that begins with an underscore, or recognize an error by the
 text of a torch message; ``tests/test_torch_compat.py`` scans for both, and has one test per name below. ``make
 test-matrix`` runs those tests on every supported version of torch. The versions at the message texts are those on which
