@@ -11,7 +11,7 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 BENCHMARKS := import_time engine_overhead recording_overhead a_against_a planted harmful_methods kill_and_resume time_to_target against_loadtune ddp_scaling zero_memory checkpoint_stall slow_network parameter_server \
   data_images_in_memory data_tables data_jpeg data_tfrecord data_tokens data_resume data_place data_wait data_soak
 
-.PHONY: demo test test-slow chaos soak lint bench wheel clean
+.PHONY: demo test test-slow test-matrix chaos soak lint bench wheel clean
 
 demo: .venv/ready
 	$(BIN)/hasten tune digits --out runs/demo || [ $$? -eq 1 ]  # 1: an honest "leave it"; there is a report about that too
@@ -22,6 +22,10 @@ test: .venv/ready-dev lint
 
 test-slow: .venv/ready-dev
 	$(BIN)/python -m pytest -m slow
+
+# Installs up to 5 GB for each torch that has no CPU build at the package index; MATRIX='--cpu-only' leaves those out.
+test-matrix:
+	$(PYTHON) tests/matrix.py $(MATRIX)
 
 chaos: .venv/ready-dev
 	$(BIN)/python tests/launch/chaos.py --kills 30

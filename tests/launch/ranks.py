@@ -3,6 +3,7 @@
 import os
 import socket
 import traceback
+from pathlib import Path
 
 import torch._dynamo  # these, too, so that not every rank of every test takes seconds for them
 import torch.distributed.fsdp
@@ -13,6 +14,7 @@ import torch.distributed.tensor.parallel  # noqa: F401
 from forked import FORK, PATIENCE
 
 from hasten.engine.train import train
+from hasten.launch.endings import Ending, write_ending
 
 
 def together(world: int, function, *arguments) -> list:
@@ -46,6 +48,13 @@ def together(world: int, function, *arguments) -> list:
     for process in processes:
         process.join()
     return [answers[rank] for rank in range(world)]
+
+
+def leave_of(rank: int, ending: Ending, folder: str | Path) -> None:
+    """Leaves the error file of a rank, as the agent has named it."""
+    error_file = Path(folder, "hasten_x", "attempt_0", str(rank), "error.json")
+    error_file.parent.mkdir(parents=True, exist_ok=True)
+    write_ending(error_file, rank, ending)
 
 
 def training(rank: int, task, recipe=None, **options) -> dict:

@@ -18,7 +18,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
 from hasten.contract.errors import Failure
 from hasten.launch.elastic import codes_of, how_lost
-from hasten.launch.endings import FOLDER, PARENT
+from hasten.launch.endings import ERROR_FILE, PARENT, Ending
 from hasten.launch.meeting import is_host
 
 HERE = Path(__file__).parent
@@ -74,7 +74,14 @@ def test_nohup_stays_what_it_is(folder):
 
 
 def test_a_rank_whose_launcher_is_gone_before_it_begins_ends(folder, tmp_path):
-    names = {FOLDER: str(tmp_path), PARENT: "1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    names = {
+        ERROR_FILE: str(tmp_path / "error.json"),
+        PARENT: "1",
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+    }
     done = subprocess.run([*HASTEN, "train", "rank_tasks.py:samples"], cwd=folder, env=os.environ | names, timeout=60)
     assert done.returncode == 1 and not (folder / "runs").exists() and not jobs_left()
 
@@ -83,6 +90,13 @@ def test_whom_the_agent_had_to_kill_did_not_fail_first():
     """Rank 0 was busy when rank 1 was lost, and was killed a minute later."""
     killed = {rank: SimpleNamespace(exitcode=-signal.SIGKILL, timestamp=when) for rank, when in ((0, 160), (1, 100))}
     assert how_lost({}, codes_of(RunResult(WorkerState.FAILED, failures=killed))).startswith("rank 1 was killed by SIGKILL")
+
+
+def test_the_rank_that_was_killed_while_others_waited_is_named_as_silent():
+    ended = {0: Ending(1, "another rank has said nothing for 5 s", aftermath=True, waited=5.0)}
+    assert how_lost(ended, {0: 1, 1: -signal.SIGKILL}) == "rank 1 has said nothing for 5 s"
+    assert how_lost(ended, {0: 1, 1: -signal.SIGKILL, 2: -signal.SIGKILL}) == "ranks 1, 2 have said nothing for 5 s"
+    assert how_lost(ended, {0: 1}) is None
 
 
 def test_a_name_that_is_gone_with_its_machine_is_waited_for():

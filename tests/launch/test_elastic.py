@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from chaos import chaos, compared, train_words
 from machines import begun_on, cut_the_cable, lose, mend_the_cable, missing, two_machines
-from ranks import free_port
+from ranks import free_port, leave_of
 from test_processes import Job, wait_until_it_trains
 from torch.distributed import HashStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from hasten.contract.errors import Refusal
 from hasten.launch import elastic, processes
-from hasten.launch.endings import Ending, leave_of
+from hasten.launch.endings import Ending
 
 HERE = Path(__file__).parent
 WHY_NOT = missing()
@@ -115,9 +115,9 @@ def test_who_is_done_is_not_missed(monkeypatch):
 def stopped_group(tmp_path, waiting: list[int], endings: dict[int, Ending]) -> tuple:
     """An agent of two machines whose ranks have ended so, and what the wait list will say."""
     for rank, ending in endings.items():
-        leave_of(rank, ending, str(tmp_path))
+        leave_of(rank, ending, tmp_path)
     agent = object.__new__(elastic.Agent)
-    agent.folder, agent.done, agent._remaining_restarts = str(tmp_path), set(), 2
+    agent.folder, agent.done, agent.remaining_restarts = str(tmp_path), set(), 2
     agent._looked_after = lambda group: RunResult(WorkerState.FAILED)
     handler = SimpleNamespace(num_nodes_waiting=lambda: waiting.pop(0) if len(waiting) > 1 else waiting[0], is_closed=lambda: False)
     spec = SimpleNamespace(rdzv_handler=handler, monitor_interval=0.01, max_restarts=2)
@@ -138,16 +138,16 @@ def test_who_comes_costs_no_restart_and_who_goes_does(tmp_path, monkeypatch, wai
     agent, group = stopped_group(tmp_path, waiting, endings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        agent._monitor_workers(group)
-    assert agent._remaining_restarts == left
+        agent.monitor_workers(group)
+    assert agent.remaining_restarts == left
 
 
 def test_nobody_goes_on_where_another_machine_is_done(tmp_path):
     """It would wait for who never comes."""
     agent, group = stopped_group(tmp_path, [0], {})
     group.store.set(f"{elastic.DONE}/1", "")
-    agent._monitor_workers(group)
-    assert agent._remaining_restarts == 0
+    agent.monitor_workers(group)
+    assert agent.remaining_restarts == 0
 
 
 def test_who_is_done_waits_for_the_others_and_hears_that_they_failed(tmp_path):
@@ -155,12 +155,12 @@ def test_who_is_done_waits_for_the_others_and_hears_that_they_failed(tmp_path):
     agent._worker_group, agent.looked, agent.heard, closed = group, float("inf"), {}, []
     group.spec.rdzv_handler.is_closed = lambda: bool(closed)
     threading.Timer(0.2, lambda: group.store.set(f"{elastic.DONE}/1", "")).start()
-    agent._exit_barrier()
+    agent.exit_barrier()
     assert agent.done == {0, 1}
     group.store.delete_key(f"{elastic.DONE}/1")
     threading.Timer(0.2, lambda: closed.append(True)).start()
     with pytest.raises(RendezvousClosedError):
-        agent._exit_barrier()
+        agent.exit_barrier()
 
 
 @pytest.mark.slow

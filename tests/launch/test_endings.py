@@ -10,10 +10,12 @@ import time
 from types import ModuleType
 
 import pytest
+from ranks import leave_of
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from hasten import __main__
 from hasten.launch import endings
-from hasten.launch.endings import Ending, folder_of_a_job, leave_of, trouble_of_the_others
+from hasten.launch.endings import Ending, folder_of_a_job, left, trouble_of_the_others, write_ending
 
 
 def test_folders_of_jobs_that_were_killed_go_with_the_next(tmp_path, monkeypatch):
@@ -32,7 +34,7 @@ def test_folders_of_jobs_that_were_killed_go_with_the_next(tmp_path, monkeypatch
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    monkeypatch.setattr(endings, "_ours", str(tmp_path))
+    monkeypatch.setattr(endings, "_error_file", str(tmp_path / "hasten_x/attempt_0/0/error.json"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     return str(tmp_path)
 
@@ -53,6 +55,20 @@ def test_a_rank_does_not_answer_where_another_could_not_go_on(job):
 def test_a_rank_that_never_ends_is_not_waited_for_forever(job, monkeypatch):
     monkeypatch.setattr(endings, "LAST_MOMENT", 0.1)
     assert trouble_of_the_others() is None
+
+
+def test_error_file_is_read_by_torchrun(tmp_path):
+    """torch takes the message and the time of the failure from it."""
+    write_ending(tmp_path / "error.json", 3, Ending(1, "the disk is gone", waited=2.0))
+    failure = ProcessFailure(local_rank=1, pid=1, exitcode=1, error_file=str(tmp_path / "error.json"))
+    assert failure.message["message"] == "the disk is gone" and abs(failure.timestamp - time.time()) < 60
+
+
+def test_error_files_are_read_by_rank(tmp_path):
+    leave_of(3, Ending(1, "the disk is gone", aftermath=True, waited=2.0), tmp_path)
+    found = left(str(tmp_path))
+    assert list(found) == [3] and found[3].when > 0
+    assert (found[3].code, found[3].line, found[3].aftermath, found[3].waited) == (1, "the disk is gone", True, 2.0)
 
 
 def test_who_stops_it_while_it_is_loaded_gets_an_answer(capsys, monkeypatch):

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from hasten._torch_compat import BatchNorm
 from hasten.contract.run_context import TrainProgress
 
 
@@ -31,7 +31,7 @@ class Parts:
         return self.progress.global_batch_size >= self.world
 
 
-class BatchNormOfAll(_BatchNorm):
+class BatchNormOfAll(BatchNorm):
     """Made of another batch normalisation by ``over_all``."""
 
     parts: Parts
@@ -58,7 +58,7 @@ class BatchNormOfAll(_BatchNorm):
             raise ValueError(f"batch normalisation wants samples and channels, not a tensor of {inputs.dim()} dimensions")
 
 
-def over_all(norm: _BatchNorm, parts: Parts) -> None:
+def over_all(norm: BatchNorm, parts: Parts) -> None:
     """Makes a layer normalise over the parts of all ranks; its weights, its statistics and its place in the model stay."""
     norm.__class__, norm.parts = BatchNormOfAll, parts
 

@@ -17,6 +17,7 @@ import torch.fx
 from torch import nn
 from torch.fx import Node
 
+from hasten._torch_compat import own_buffers, own_parameters
 from hasten.contract.tracing import traced
 
 
@@ -52,7 +53,9 @@ def blocks_of(model: nn.Module, graphs: dict[str, torch.fx.Graph], drawing: set[
     Args:
         drawing: keys of the nodes that draw random numbers.
     """
-    users = Counter(id(tensor) for module in model.modules() for tensor in (*module._parameters.values(), *module._buffers.values()))
+    users = Counter(
+        id(tensor) for module in model.modules() for tensor in (*own_parameters(module).values(), *own_buffers(module).values())
+    )
     taken, doubts = [], []
     for name, graph in graphs.items():
         part = model.get_submodule(name)

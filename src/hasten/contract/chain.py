@@ -12,6 +12,7 @@ import torch
 import torch.fx
 from torch import nn
 
+from hasten._torch_compat import is_view
 from hasten.contract import batch as batches
 from hasten.contract.errors import Failure, Refusal
 from hasten.contract.sharded import own_part
@@ -66,7 +67,7 @@ def part_of(model: nn.Module, graph: torch.fx.Graph, members: list) -> torch.fx.
 
 def _handed_on(tensor: torch.Tensor) -> torch.Tensor:
     """As it has to be to be sent, and no view: zero_bubble cannot let go of the graph of one."""
-    return tensor.clone(memory_format=torch.contiguous_format) if tensor._is_view() else tensor.contiguous()
+    return tensor.clone(memory_format=torch.contiguous_format) if is_view(tensor) else tensor.contiguous()
 
 
 def _shared_out(model: nn.Module, graph: torch.fx.Graph, sample: Callable | None) -> set[torch.fx.Node]:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from hasten._torch_compat import BatchNorm
 from hasten.contract.batch import map_tensors
 from hasten.contract.batch_norm import BatchNormOfAll
 from hasten.contract.errors import Notice, Refusal
@@ -34,7 +35,7 @@ def notice_batch_norm(
 
 def normalises_alone(model: torch.nn.Module) -> bool:
     """Whether a model has batch normalisation over no more than what a process gives it."""
-    norms = [part for part in model.modules() if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)]
+    norms = [part for part in model.modules() if isinstance(part, BatchNorm)]
     return any(not isinstance(norm, (torch.nn.SyncBatchNorm, BatchNormOfAll)) for norm in norms)
 
 

@@ -90,10 +90,12 @@ def takes_steps(make_optimizer: Callable) -> bool:
 
 def scale_learning_rates(optimizer, schedule, factor: float) -> None:
     """Multiplies every learning rate, and the base and peak rates from which a schedule computes them."""
+    from hasten._torch_compat import chained_schedulers  # imports torch, which a script that only describes tasks need not
+
     for group in optimizer.param_groups:
         for key in group.keys() & {"lr", "initial_lr", "max_lr", "min_lr"}:
             group[key] = group[key] * factor
-    for each in (schedule, *getattr(schedule, "_schedulers", ())):
+    for each in (schedule, *chained_schedulers(schedule)):
         for name in ("base_lrs", "max_lrs"):
             if hasattr(each, name):
                 setattr(each, name, [rate * factor for rate in getattr(each, name)])

@@ -12,8 +12,9 @@ import torch
 import torch.fx
 from torch import nn
 
+from hasten._torch_compat import MODULE_STATE_ATTRIBUTES
+
 PLAIN = (bool, int, float, str)  # types of what a part of a model may keep to decide by
-MEMBERS = ("_parameters", "_buffers", "_modules")  # where torch keeps what else a part has
 MAKERS = (
     "arange",
     "zeros",
@@ -50,7 +51,9 @@ def traced(module: nn.Module, is_leaf: Callable[[nn.Module], bool] | None = None
 
 def _moving(module: nn.Module) -> tuple:
     """What computing may move beside tensors: the generators, and what parts of a model keep."""
-    held = [each for part in module.modules() for each in (vars(part), *map(vars(part).get, MEMBERS)) if isinstance(each, dict)]
+    held = [
+        each for part in module.modules() for each in (vars(part), *map(vars(part).get, MODULE_STATE_ATTRIBUTES)) if isinstance(each, dict)
+    ]
     kept = [(each, dict(each)) for each in held]
     return torch.get_rng_state(), random.getstate(), numpy.random.get_state(), kept
 

@@ -16,9 +16,19 @@ from functools import cached_property
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map_only
 
+from hasten._torch_compat import (
+    TorchDispatchMode,
+    own_buffers,
+    own_parameters,
+    patch_trunc_normal,
+    schema_arguments,
+    storage_id,
+    tree_flatten,
+    tree_map_only,
+    without_modes,
+    without_torch_function,
+)
 from hasten.contract.errors import Failure, Refusal, one_line
 
 PLAIN = {"arange", "linspace", "logspace", "range"}  # which programs read while they make a model
@@ -54,7 +64,7 @@ def unmade(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Callab
 def tensors_of(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
     """(module, name, tensor) of all that the modules of a model have: weights, buffers, and what is neither."""
     for module in model.modules():
-        for held in (module._parameters, module._buffers, vars(module)):
+        for held in (own_parameters(module), own_buffers(module), vars(module)):
             yield from ((module, name, tensor) for name, tensor in list(held.items()) if isinstance(tensor, torch.Tensor))
 
 
@@ -86,20 +96,19 @@ class OnTheHost(TorchFunctionMode):
 @contextmanager
 def _truncated_as_one(tape: Tape) -> Iterator[None]:
     """Inside, ``trunc_normal_`` is one step of the tape: it draws again until all numbers are within its bounds, and looks at them for that."""
-    draw = torch.nn.init._no_grad_trunc_normal_
 
-    def noted(tensor, mean, std, a, b, generator=None):
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
-            if tensor.is_meta:
-                tape.draws(draw, tensor, mean, std, a, b, generator=generator)
-                return tensor
-        return draw(tensor, mean, std, a, b, generator=generator)
+    def noting(draw: Callable) -> Callable:
+        def noted(tensor, mean, std, a, b, generator=None):
+            with without_modes():
+                if tensor.is_meta:
+                    tape.draws(draw, tensor, mean, std, a, b, generator=generator)
+                    return tensor
+            return draw(tensor, mean, std, a, b, generator=generator)
 
-    torch.nn.init._no_grad_trunc_normal_ = noted
-    try:
+        return noted
+
+    with patch_trunc_normal(noting):
         yield
-    finally:
-        torch.nn.init._no_grad_trunc_normal_ = draw
 
 
 @dataclass(frozen=True)
@@ -170,7 +179,7 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, given=(), named=None):
         named = named or {}
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             tensors = _tensors((given, named))
             made_at_once = not any(tensor.is_meta for tensor in tensors) if tensors else _name(function) in PLAIN
             if made_at_once and DRAWS not in function.tags:
@@ -251,10 +260,10 @@ class Tape(TorchDispatchMode):
         if tensor.is_meta:
             return tensor
         own = tensor.untyped_storage()
-        stands = next((number for number, there in self.there.items() if there._cdata == own._cdata), None)
+        stands = next((number for number, there in self.there.items() if storage_id(there) == storage_id(own)), None)
         if stands is None:
             twin = torch.empty(own.nbytes(), dtype=torch.uint8, device=NOWHERE).untyped_storage()
-            stands = twin._cdata
+            stands = storage_id(twin)
             self.held[stands], self.there[stands] = twin, own
         return Place.of(tensor).on(self.held[stands])
 
@@ -314,7 +323,7 @@ class Tape(TorchDispatchMode):
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return storage_id(tensor.untyped_storage())
 
 
 def _name(function) -> str:
@@ -327,7 +336,7 @@ def _tensors(nested) -> list[torch.Tensor]:
 
 def _changed(function, given: tuple, named: dict) -> list[torch.Tensor]:
     """The tensors that a function writes into, as its schema says."""
-    arguments = function._schema.arguments
+    arguments = schema_arguments(function)
     of_name = {argument.name: value for argument, value in zip(arguments, given, strict=False)} | named
     return _tensors([of_name.get(each.name) for each in arguments if each.alias_info is not None and each.alias_info.is_write])
 

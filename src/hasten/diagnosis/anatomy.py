@@ -170,7 +170,7 @@ def _if_possible(probe: Worker | WorkerGroup, method: str, **arguments) -> dict 
         return None
 
 
-def _input_throughput(probe: Worker | Job, budget: float, processes: int) -> dict:
+def _input_throughput(probe: Worker | WorkerGroup, budget: float, processes: int) -> dict:
     """Throughput of the input pipeline; a failure, also the death of the process, is a reason in ``not_measured``."""
     if processes > 1:
         return {"not_measured": {"input": "measured in one process only; leave --processes out"}}

@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from hasten._torch_compat import Convolution
 from hasten.engine.plan import Program
 
-CONVOLUTIONS = (nn.modules.conv._ConvNd,)
+CONVOLUTIONS = (Convolution,)
 CPU_FLAGS = {  # matrix units by the names under which Linux lists them
     "bfloat16_hardware": {"avx512_bf16", "amx_bf16", "bf16"},
     "float16_hardware": {"avx512_fp16", "amx_fp16"},

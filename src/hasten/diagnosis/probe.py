@@ -10,9 +10,9 @@ from functools import cached_property
 from itertools import islice
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from hasten._torch_compat import TorchDispatchMode, host_read_op
 from hasten.contract.errors import Failure
 from hasten.diagnosis.facts import facts_of
 from hasten.diagnosis.flops import flops_a_sample, peak_flops
@@ -106,6 +106,9 @@ class Probe(Arm):
         return measure_input(dataclasses.replace(self.program, train=self.source), budget)
 
 
+HOST_READ = host_read_op()
+
+
 class _Operations(TorchDispatchMode):
     """Counts what passes the dispatcher: values that the host reads, and matrix products by number format."""
 
@@ -114,7 +117,7 @@ class _Operations(TorchDispatchMode):
         self.device, self.reads, self.dtypes = device, 0, Counter()
 
     def __torch_dispatch__(self, function, types, arguments=(), named=None):
-        if function is torch.ops.aten._local_scalar_dense.default:
+        if function is HOST_READ:
             self.reads += arguments[0].device.type == self.device
         elif function.overloadpacket in flop_registry:
             self.dtypes[arguments[0].dtype] += 1

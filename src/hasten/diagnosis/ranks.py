@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from hasten._torch_compat import ddp_bucket_sizes
 from hasten.contract.card import Card
 from hasten.contract.errors import Failure, Refusal
 from hasten.contract.ranks import PATIENCE, SINGLE_PROCESS, ProcessGroupInfo
@@ -204,9 +205,7 @@ class RankProbe(Arm):
         """Bytes of the gradients that travel together; None where a method changes how they travel."""
         if self.shared is None:
             return None
-        told = self.shared._get_ddp_logging_data()
-        sizes = told.get("rebuilt_bucket_sizes") or told.get("bucket_sizes")
-        return [int(each) for each in sizes.split(",")] if sizes and not told.get("comm_hook") else None
+        return ddp_bucket_sizes(self.shared)
 
     def exchange(self) -> Callable[[], None] | None:
         """The same all-reduces as in a step, with nothing beside them."""

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
+from hasten._torch_compat import autograd_error_kind, is_out_of_memory
 from hasten.contract.errors import Failure, Refusal, one_line
 
 NOT_THE_USERS = ("/torch/", "/hasten/engine/", "/hasten/methods/", "/hasten/contract/", "/hasten/data/")
@@ -22,21 +21,22 @@ def explained(error: Exception, where: str, batch_size: int) -> Failure | Refusa
     if isinstance(error, (Failure, Refusal)):
         return error
     text = str(error)
-    if _out_of_memory(error):
+    if is_out_of_memory(error):
         return Failure(
             f"out of memory at {where} with batches of {batch_size}; take smaller batches, or add {', '.join(LIGHTER[:-1])} or {LIGHTER[-1]}"
         )
     hint = ""
-    if "out of bounds" in text or "device-side assert" in text:
+    mistake = autograd_error_kind(error)
+    if mistake == "index_out_of_bounds":
         hint = "; most often a label outside 0 to (number of outputs - 1), or a model with too few outputs"
-    if "does not require grad" in text:
+    if mistake == "no_gradient":
         hint = "; Task(loss=) must return a tensor that remembers how it was computed: no detach(), .item() or torch.tensor() on the way"
-    if "find_unused_parameters" in text:
+    if mistake == "unused_parameters":
         error = RuntimeError("in this step some parameters had no gradient, and the ranks wait for all of them")
         hint = "; say --with ddp:find_unused=true"
-    if "created only for scalar outputs" in text:
+    if mistake == "not_scalar":
         hint = "; Task(loss=) must return one number, such as the mean over the batch"
-    if "takes" in text and "positional argument" in text and ".forward()" in text:
+    if isinstance(error, TypeError) and "takes" in text and "positional argument" in text and ".forward()" in text:
         hint = "; a batch (a, b, ..., target) calls model(a, b, ...), and with loss=None, for a model that returns its own loss, all of it"
     return Failure(f"{where} failed: {one_line(error)}{_in_users_code(error)}{hint}")
 
@@ -77,13 +77,21 @@ def writable(path: Path) -> Iterator[None]:
             raise
 
 
-def _out_of_memory(error: Exception) -> bool:
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+def users_line(error: BaseException) -> tuple[str, int] | None:
+    """(file, line) of the innermost frame that is neither torch's nor hasten's.
+
+    Tracebacks do not travel between processes. An error that was raised in a worker process of ``hasten.data`` has
+    the file and line in its attribute ``raised_at``, which is pickled with it.
+    """
+    if (raised_at := getattr(error, "raised_at", None)) is not None:
+        return raised_at
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not any(part in frame.filename for part in NOT_THE_USERS) and Path(frame.filename).is_file():
+            return frame.filename, frame.lineno or 0
+    return None
 
 
 def _in_users_code(error: Exception) -> str:
-    """`` (model.py line 12)``: the innermost line that is neither torch's nor ours."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not any(part in frame.filename for part in NOT_THE_USERS) and Path(frame.filename).is_file():
-            return f" ({Path(frame.filename).name} line {frame.lineno})"
-    return ""
+    """`` (model.py line 12)``; empty where no frame is the user's."""
+    found = users_line(error)
+    return f" ({Path(found[0]).name} line {found[1]})" if found else ""

@@ -10,18 +10,16 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import count, dropwhile, islice
-from traceback import walk_tb
+from itertools import count, islice
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from hasten._torch_compat import contains_worker_traceback, sample_being_fetched, worker_error_text, workers_started
 from hasten.contract.data import Batches, Samples
 from hasten.contract.errors import Failure, Refusal, one_line
 from hasten.engine.seeds import derived, drawing_from, undisturbed
 from hasten.engine.sharing import Part
-
-FROM_A_WORKER = "Original Traceback (most recent call last)"  # torch's words
 
 
 def from_samples(samples: Samples) -> Batches:
@@ -81,7 +79,7 @@ def from_loader(loader: DataLoader, task_size: int | None, batch_size: int, seed
         raise Refusal("the batch size of this DataLoader cannot be changed: it has a sampler of its own")
 
     def epoch(epoch: int, start: int = 0) -> Iterator:
-        if epoch and loader.persistent_workers and loader._iterator is None:  # taken up here: kept workers draw their base seed once only
+        if epoch and loader.persistent_workers and not workers_started(loader):  # resumed: kept workers draw their seed once
             with undisturbed(*_generators_of(loader)):
                 iter(loader)
         in_workers = samples is not None and loader.num_workers > 0
@@ -248,23 +246,16 @@ def _with_clear_errors(iterator: Iterator, find: Callable[[int, str], int | None
         raise Failure(lines[-1].split("Failure: ")[-1] if lines else str(error)) from error
     except Exception as error:
         words = _own_words(error)
-        sample = _sample_at_fault(error)
-        sample = find(whole, words) if sample is None and FROM_A_WORKER in str(error) else sample  # not of a worker that died: so might we
+        sample = sample_being_fetched(error)
+        if sample is None and contains_worker_traceback(error):  # not of a worker that died: so might this process
+            sample = find(whole, words)
         named = "" if sample is None else f", sample {sample}"
         raise Failure(f"the data raised at batch {whole + 1} of the pass{named}: {words}") from error
 
 
 def _own_words(error: Exception) -> str:
     """``KeyError: 'x'``; from a worker, torch has put the whole traceback into the message, which ends with these words."""
-    if FROM_A_WORKER not in str(error):
+    if not contains_worker_traceback(error):
         return one_line(error)
-    *_, last = str(error).rpartition('\n  File "')
-    lines = dropwhile(lambda line: line.startswith(" "), last.splitlines()[1:])
-    kind, colon, text = " ".join(" ".join(lines).split()).partition(": ")
+    kind, colon, text = worker_error_text(error).partition(": ")
     return f"{kind.rpartition('.')[2]}{colon}{text}"[:300]
-
-
-def _sample_at_fault(error: Exception) -> int | None:
-    """Where torch's own reading of a batch stopped, as its frame tells; a worker's frames are lost."""
-    frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_filename.endswith("_utils/fetch.py")]
-    return frames[-1].f_locals.get("idx") if frames else None

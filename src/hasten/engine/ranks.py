@@ -17,12 +17,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from hasten._torch_compat import default_process_group_timeout, peer_failure
 from hasten.contract.errors import Aftermath, Failure, Refusal, Silence, one_line
 from hasten.contract.ranks import PATIENCE, ProcessGroupInfo
 
 LEFT_ALONE = "another rank has ended without a word"
-GONE = ("closed by peer", "reset by peer", "Broken pipe", "pair closure", "remote process exited")  # in the words of gloo or NCCL
-WAITED = ("Timed out waiting", "imeout caused pair closure", "ait timeout after", "Socket Timeout", "before timing out")
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -48,7 +47,7 @@ def joined(device: str, patience: float = PATIENCE) -> Iterator[ProcessGroupInfo
         group = _reached(lambda: dist.new_group(backend="gloo", timeout=timedelta(seconds=patience)))
     well = False
     try:
-        with _told_as_ours(patience), _as_patient(patience):
+        with _told_as_ours(patience), default_process_group_timeout(patience):
             yield _ranks(group)
         well = True
     finally:
@@ -98,21 +97,7 @@ def refuse_strangers(ranks: ProcessGroupInfo, told: dict[str, str]) -> None:
 
 def tells_of_another(error: BaseException) -> bool:
     """Whether an error says no more than that another rank has gone, or says nothing."""
-    return _speaks_of(GONE + WAITED, error)
-
-
-def _speaks_of(words: Sequence[str], error: BaseException) -> bool:
-    """Whether these words of gloo or NCCL are all that an error says, whoever has wrapped it."""
-
-    def says_so(error: BaseException) -> bool:
-        by_gloo = type(error) is RuntimeError and "gloo" in str(error) and "DataLoader worker" not in str(error)
-        return (by_gloo or isinstance(error, dist.DistError)) and any(word in str(error) for word in words)
-
-    causes = []
-    while error is not None and error not in causes:  # torch raises some errors from themselves
-        causes.append(error)
-        error = error.__cause__
-    return any(map(says_so, causes))
+    return peer_failure(error) is not None
 
 
 @contextmanager
@@ -121,25 +106,11 @@ def _told_as_ours(patience: float) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if _speaks_of(WAITED, error):
+        if peer_failure(error) == "timeout":
             raise Silence(patience) from error
-        if _speaks_of(GONE, error):
+        if peer_failure(error) == "gone":
             raise Aftermath(LEFT_ALONE) from error
         raise
-
-
-@contextmanager
-def _as_patient(patience: float) -> Iterator[None]:
-    """Inside, the groups that torch makes for a mesh of ranks wait no longer than ours: they cannot be told so one by one."""
-    names = ("default_pg_timeout", "default_pg_nccl_timeout")
-    before = {name: getattr(dist.distributed_c10d, name) for name in names}
-    try:
-        for name in names:
-            setattr(dist.distributed_c10d, name, timedelta(seconds=patience))
-        yield
-    finally:
-        for name, usual in before.items():
-            setattr(dist.distributed_c10d, name, usual)
 
 
 def _join(device: str, patience: float) -> None:
@@ -156,7 +127,7 @@ def _reached(connect: Callable):
     try:
         return connect()
     except Exception as error:
-        if _speaks_of(WAITED, error):
+        if peer_failure(error) == "timeout":
             raise
         raise Aftermath(f"rank {os.environ['RANK']} does not reach the others: {one_line(error)}") from None
 

@@ -15,6 +15,7 @@ from time import thread_time
 
 import torch
 
+from hasten._torch_compat import in_place_version
 from hasten.contract.batch import map_tensors
 from hasten.contract.errors import Notice, one_line
 
@@ -54,7 +55,7 @@ class Saving:
         for key in found.keys() - resting:
             self.aside[key].copy_(found[key])
         later = {key: found[key] for key in found.keys() & resting}
-        versions = [tensor._version for tensor in later.values()]
+        versions = [in_place_version(tensor) for tensor in later.values()]
         copy = map_tensors(lambda tensor: self.aside[_address(tensor)], state)
         self.copied.clear()
         self.running = self.thread.submit(self._save, later, versions, copy, write)
@@ -85,7 +86,7 @@ class Saving:
         try:
             for key, tensor in later.items():
                 self.aside[key].copy_(tensor)
-            torn = versions != [tensor._version for tensor in later.values()]
+            torn = versions != [in_place_version(tensor) for tensor in later.values()]
             self.restless = self.restless or torn
         finally:
             self.copied.set()

@@ -1,7 +1,25 @@
-"""torch's agent, which starts all ranks again where some were lost without a word, and not where one failed by its own fault.
+"""torchrun's agent, and the five decisions in which hasten's differs from it.
 
-The machines meet again and again in torch's rendezvous (https://docs.pytorch.org/docs/stable/elastic/rendezvous.html): when ranks have ended, when
-a machine has come, when one has not been heard of for long. What they have to know of each other beyond that stands in the store of the rendezvous.
+torchrun's own parts do the rest: rendezvous, rank numbers, starting, watching and ending the ranks, restarts, log and error files
+(https://docs.pytorch.org/docs/stable/elastic/agent.html). What is overridden, and the promise that needs it:
+
+=================  ======================================================  ==============================================
+step               torchrun                                                here, and the test in tests/launch
+=================  ======================================================  ==============================================
+``start_workers``  starts the same command                                 tells it which run to resume, also on a node that
+                                                                           joins later (test_elastic: fewer machines go on)
+``monitor``        restarts after every failure while restarts are left;   no restart where a rank failed by its own fault,
+                   a node that goes costs one, a node that comes, too,     or where another node is done; a node that joins
+                   on the nodes whose ranks were asked to end              costs none (test_elastic: who comes costs nobody)
+``monitor``        a node that vanishes is noticed when collectives time   is noticed by its missing sign of life
+                   out (minutes)                                           (test_elastic: who is done is not missed)
+``close``          30 s from SIGTERM to SIGKILL                            60 s, to save a checkpoint; 3 s where ranks have
+                                                                           waited in vain for a silent one (test_patience)
+``exit_barrier``   waits 300 s, then gives up; a failure elsewhere does    waits as long as the other nodes are alive, and
+                   not end the wait                                        hears of a failure (test_elastic: who is done waits)
+=================  ======================================================  ==============================================
+
+What the nodes have to know of each other beyond that is in the store of the rendezvous.
 """
 
 from __future__ import annotations
@@ -11,19 +29,19 @@ import os
 import signal
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
-from subprocess import Popen
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
+from hasten._torch_compat_elastic import ElasticAgent
 from hasten.contract.errors import Notice, Refusal
-from hasten.launch.endings import GOES_ON, Ending, folder_of_the_run, forget, leave_of, left
+from hasten.launch.endings import GOES_ON, Ending, folder_of_the_run, forget, left
 
 GRACE = 60  # seconds that ranks have to save and to end when they are asked to
-TO_OWN_UP = 3.0  # seconds in which all but the rank that hangs say that they have waited in vain
+TO_OWN_UP = 3.0  # seconds in which all but the rank that hangs report that they have waited in vain
 SIGN_OF_LIFE = 5.0  # seconds from one to the next
 SILENCE = 90.0  # seconds without one, after which a machine is given up; TCP takes twice as long as a cable was out
 FAREWELL = 5.0  # seconds for the other machines to read that the job is over
@@ -33,7 +51,7 @@ SHAPE, OUT, CAME, GONE, ALIVE, DONE = (f"hasten/{name}" for name in ("shape", "o
 COME = "another machine has come; all save, and go on together"
 
 
-class Agent(LocalElasticAgent):
+class Agent(ElasticAgent):
     """The ranks of this machine, from the first start to the last end.
 
     Args:
@@ -42,47 +60,32 @@ class Agent(LocalElasticAgent):
     """
 
     def __init__(self, spec, logs_specs, folder: str, store: dist.Store):
-        super().__init__(spec, logs_specs)
+        super().__init__(spec, logs_specs, shutdown_timeout=GRACE)
         self.folder, self.store = folder, store
         self.done: set[int] = set()  # machines on which all ranks have come to their end, when we looked last
         self.looked, self.heard = 0.0, {}  # when we looked for signs of life; (machine, sign) -> when it was first seen
         self._hand_on()
 
-    def _start_workers(self, worker_group: WorkerGroup):
+    def start_workers(self, worker_group: WorkerGroup):
         forget(self.folder)
         self.heard, self.done = {}, set()
         if self.store.check([OUT]):
             os.environ[GOES_ON] = self.store.get(OUT).decode()
-        started = super()._start_workers(worker_group)
-        end_the_others = self._pcontext.close
+        return super().start_workers(worker_group)
 
-        def close(death_sig=None, timeout: int = GRACE) -> None:  # whatever torch asks for: its own patience is shorter
-            self._end_the_silent(worker_group)
-            end_the_others(death_sig, GRACE)
-
-        self._pcontext.close = close
-        return started
-
-    def _end_the_silent(self, worker_group: WorkerGroup) -> None:
-        """Where ranks have waited in vain, those that still say nothing are ended now: torch would ask them to, and wait for half a minute."""
+    def close_workers(self, close: Callable[[signal.Signals], None], signal_number: signal.Signals) -> None:
+        """Ends the ranks that are left. Where some have waited in vain, one that still reports nothing hangs: it is killed soon."""
         until = time.monotonic() + TO_OWN_UP
-        while (waited := max((ending.waited for ending in left(self.folder).values()), default=0)) and (
-            silent := self._silent(worker_group)
-        ):
+        while self._some_waited() and self.workers_running():
             if time.monotonic() > until:
-                for rank, process in silent.items():
-                    leave_of(rank, Ending(1, silent=waited), self.folder)
-                    os.killpg(process.pid, signal.SIGKILL)
-                return
+                return close(signal.SIGKILL)
             time.sleep(0.05)
+        close(signal_number)
 
-    def _silent(self, worker_group: WorkerGroup) -> dict[int, Popen]:
-        """The ranks of this machine that are there and have not said what came of them."""
-        processes = {worker_group.workers[local].global_rank: each.proc for local, each in self._pcontext.subprocess_handlers.items()}
-        endings = left(self.folder)
-        return {rank: process for rank, process in processes.items() if rank not in endings and process.poll() is None}
+    def _some_waited(self) -> bool:
+        return any(ending.waited for ending in left(self.folder).values())
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = self._looked_after(worker_group)
         while result.state == WorkerState.HEALTHY and self._nears_its_end(worker_group):  # torch does not see who comes: it is too late
             time.sleep(worker_group.spec.monitor_interval)
@@ -92,17 +95,17 @@ class Agent(LocalElasticAgent):
             by_its_own_fault = any(ending.line and not ending.aftermath for ending in endings.values())
             alone = worker_group.group_world_size == 1
             if by_its_own_fault or self._are_done(worker_group) or (alone and waited_for_each_other(endings, codes_of(result))):
-                self._remaining_restarts = 0
+                self.remaining_restarts = 0
             elif worker_group.spec.rdzv_handler.is_closed():
                 raise RendezvousClosedError
             elif not alone and self._makes_room(worker_group, endings):
-                self._remaining_restarts += 1  # which torch is about to take away
+                self.remaining_restarts += 1  # which torch is about to take away
                 warnings.warn(COME, Notice, stacklevel=2)
-            elif self._remaining_restarts:
+            elif self.remaining_restarts:
                 elsewhere = "a rank was asked to end" if alone else "ranks of another machine were lost"
                 lost = how_lost(endings, codes_of(result)) or elsewhere
                 most = worker_group.spec.max_restarts
-                which = f"restart {most - self._remaining_restarts + 1} of {most}"
+                which = f"restart {most - self.remaining_restarts + 1} of {most}"
                 warnings.warn(f"{lost}; all meet again to go on from the newest checkpoint, {which}", Notice, stacklevel=2)
         return result
 
@@ -112,7 +115,7 @@ class Agent(LocalElasticAgent):
         Raises:
             RendezvousClosedError: the job has ended elsewhere, which ranks may hear late that are in the midst of a long step.
         """
-        result = super()._monitor_workers(worker_group)
+        result = super().monitor_workers(worker_group)
         if result.state != WorkerState.HEALTHY:
             return result
         if worker_group.spec.rdzv_handler.is_closed():
@@ -124,10 +127,10 @@ class Agent(LocalElasticAgent):
         comes = worker_group.group_world_size > 1 and worker_group.spec.rdzv_handler.num_nodes_waiting()
         return bool(self._are_done(worker_group) if comes else self.done)
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+    def stop_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY:
             warnings.warn(COME, Notice, stacklevel=2)
-        self._shutdown()
+        super().stop_workers(worker_group)
         self._hand_on()
 
     def _hand_on(self) -> None:
@@ -135,7 +138,7 @@ class Agent(LocalElasticAgent):
         if out := folder_of_the_run(self.folder):
             self.store.set(OUT, out)
 
-    def _exit_barrier(self) -> None:
+    def exit_barrier(self) -> None:
         """All is done here, and nobody comes back to go on. The other machines are waited for, one of which may still write the model.
 
         Raises:
@@ -201,9 +204,11 @@ def say_farewell(store: dist.Store, stays: bool) -> None:
 
 def how_lost(endings: dict[int, Ending], codes: dict[int, int]) -> str | None:
     """Which rank ended without a word, and how; not by the SIGTERM with which the agent ends the others."""
-    if silent := {rank: ending.silent for rank, ending in sorted(endings.items()) if ending.silent}:
-        who = f"ranks {', '.join(map(str, silent))} have" if len(silent) > 1 else f"rank {next(iter(silent))} has"
-        return f"{who} said nothing for {max(silent.values()):g} s"
+    waited = max((ending.waited for ending in endings.values()), default=0)
+    silent = sorted(rank for rank, code in codes.items() if rank not in endings and code == -signal.SIGKILL)
+    if waited and silent:  # see Agent.close_workers
+        who = f"ranks {', '.join(map(str, silent))} have" if len(silent) > 1 else f"rank {silent[0]} has"
+        return f"{who} said nothing for {waited:g} s"
     for rank, code in codes.items():
         if rank not in endings and code not in (0, -signal.SIGTERM):
             memory = " (out of memory?)" if code == -signal.SIGKILL else ""

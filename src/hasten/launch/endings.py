@@ -1,4 +1,17 @@
-"""What came of each rank of a job, left in a folder that only the job knows, for whoever started it. Touches the standard library only."""
+"""How each rank of a job ended, in torchrun's error file. Imports the standard library only.
+
+torchrun names a file for each rank and each attempt (``TORCHELASTIC_ERROR_FILE``), in which a failed rank leaves JSON:
+``{"message": {"message": ..., "extraInfo": {"timestamp": ...}}}`` (torch.distributed.elastic.multiprocessing.errors).
+``record`` would write it only for an exception that leaves ``main()``, with nothing but its text; here ``extraInfo`` holds
+the fields of ``Ending`` as well, and a rank that succeeds writes one, too:
+
+- ``aftermath`` names the root cause: the first rank that failed by its own fault is reported, not those that failed after it.
+- ``stopped`` and ``waited`` decide whether the ranks are started again (tests/launch/test_elastic.py, test_patience.py).
+- ``code`` is a result that is a "no" (exit code 1 of the command), which torchrun would take for a crash.
+
+The folder of the files is this module's own, because torchrun never removes its log folder: a launcher that was killed
+leaves nothing behind that the next one does not remove (tests/launch/test_endings.py).
+"""
 
 from __future__ import annotations
 
@@ -15,16 +28,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+ERROR_FILES = "*/attempt_*/*/error.json"  # in the folder of a job, as torch's DefaultLogsSpecs lays it out
 PREFIX = "hasten-job-"  # of the folders of jobs
 NEW = 60.0  # seconds; a folder that has just been made may not be locked yet
 LAST_MOMENT = 60.0  # seconds that a rank which is done gives the others to be done, too
 SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
-FOLDER = "HASTEN_JOB"  # the environment's name for the folder of the job
-GOES_ON = "HASTEN_GOES_ON"  # and for that of the run, where the job goes on with it
-PARENT = "HASTEN_PARENT"  # and for the number of the process that has started the ranks
-_ours = os.environ.pop(FOLDER, None)  # a program that the task starts is no rank
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun's agent
+GOES_ON = "HASTEN_GOES_ON"  # the folder of the run to resume after a restart; a rank that joins late gets it, too
+PARENT = "HASTEN_PARENT"  # the process number of the launcher; says that hasten, not torchrun, has started this rank
 _goes_on = os.environ.pop(GOES_ON, None)
-_parent = int(os.environ.pop(PARENT, 0))
+_parent = int(os.environ.pop(PARENT, 0))  # removed: a program that the task starts is no rank
+_error_file = os.environ.pop(ERROR_FILE, None) if _parent else None
 
 
 @dataclass(frozen=True)
@@ -37,7 +51,6 @@ class Ending:
         aftermath: it failed because another did.
         stopped: it was asked to end, and has saved.
         waited: seconds, in vain, for another that said nothing.
-        silent: seconds that others have waited for this one, in vain.
         when: seconds since the epoch.
     """
 
@@ -46,13 +59,12 @@ class Ending:
     aftermath: bool = False
     stopped: bool = False
     waited: float = 0.0
-    silent: float = 0.0
     when: float = 0.0
 
 
 def is_rank() -> bool:
     """Whether this process is one of a job that ``start`` has started."""
-    return _ours is not None
+    return _error_file is not None
 
 
 def in_job() -> bool:
@@ -74,23 +86,25 @@ def end_with_the_parent() -> None:
 
 
 def leave(ending: Ending) -> None:
-    """What came of this rank, left for whoever started it."""
-    leave_of(int(os.environ["RANK"]), ending, _ours)
+    """Writes how this rank has ended into its error file."""
+    write_ending(Path(_error_file), int(os.environ["RANK"]), ending)
 
 
-def leave_of(rank: int, ending: Ending, folder: str) -> None:
-    """The same of a rank that cannot speak, by who has seen it end."""
-    path = Path(folder, f"rank-{rank}.json")
-    unfinished = path.with_suffix(f".{os.getpid()}")  # the rank may come to itself while another writes for it
-    unfinished.write_text(json.dumps({**vars(ending), "when": time.time()}))
-    unfinished.rename(path)
+def write_ending(error_file: Path, rank: int, ending: Ending) -> None:
+    """Writes an error file of torchrun, all at once: the agent and other ranks may read it at any time."""
+    extra = {**vars(ending), "when": time.time(), "rank": rank}
+    unfinished = error_file.with_suffix(".unfinished")
+    message = {"message": ending.line or "", "extraInfo": {"timestamp": extra["when"], "ending": extra}}
+    unfinished.write_text(json.dumps({"message": message}))
+    unfinished.rename(error_file)
 
 
 def trouble_of_the_others() -> str | None:
     """What another rank of this machine has to say that could not go on, as soon as all of them have ended, or none of them well."""
+    job = _job_folder()
     others, until = int(os.environ["LOCAL_WORLD_SIZE"]) - 1, time.monotonic() + LAST_MOMENT
     while time.monotonic() < until:
-        endings = left(_ours)
+        endings = left(job)
         if lines := [ending.line for ending in endings.values() if ending.line]:
             return lines[0]
         if len(endings) >= others:
@@ -101,7 +115,7 @@ def trouble_of_the_others() -> str | None:
 
 def note_run(out: str) -> None:
     """That this rank is about to train into a folder, for those who may have to go on with it."""
-    Path(_ours, "run").write_text(str(out))
+    Path(_job_folder(), "run").write_text(str(out))
 
 
 def run_to_go_on_with() -> str | None:
@@ -143,11 +157,18 @@ def folder_of_the_run(folder: str) -> str | None:
 
 
 def forget(folder: str) -> None:
-    """What the ranks have left, before they are started again."""
-    for path in Path(folder).glob("rank-*"):
+    """Removes the error files, before the ranks are started again: torch does so only where the attempt has the same number."""
+    for path in Path(folder).glob(ERROR_FILES):
         path.unlink()
 
 
 def left(folder: str) -> dict[int, Ending]:
-    """What the ranks have left, by rank."""
-    return {int(path.stem.partition("-")[2]): Ending(**json.loads(path.read_text())) for path in Path(folder).glob("rank-*.json")}
+    """How the ranks of this machine have ended, by rank; those that are missing still run, or ended without a word."""
+    texts = [path.read_text() for path in Path(folder).glob(ERROR_FILES)]
+    found = [json.loads(text)["message"]["extraInfo"]["ending"] for text in texts]
+    return {ending.pop("rank"): Ending(**ending) for ending in found}
+
+
+def _job_folder() -> Path:
+    """Of a rank: FOLDER/RUN/attempt_N/LOCAL_RANK/error.json is its error file."""
+    return Path(_error_file).parents[3]

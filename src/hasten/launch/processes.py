@@ -35,7 +35,7 @@ from hasten.engine.budget import OUR_THREADS, free_memory, notice_turns, usable_
 from hasten.engine.sources import refuse_processes
 from hasten.engine.tasks import TaskRef
 from hasten.launch.elastic import CAME, ENDED, Agent, codes_of, how_lost, refuse_another_shape, say_farewell, waited_for_each_other
-from hasten.launch.endings import FOLDER, GOES_ON, PARENT, folder_of_a_job, left
+from hasten.launch.endings import GOES_ON, PARENT, folder_of_a_job, left
 from hasten.launch.meeting import HERE, PATIENCE, interface_of, is_host, own_address
 
 MEETING = 900  # seconds that the machines have to find each other, and a machine that was lost to come back
@@ -62,7 +62,7 @@ def start(words: list[str], processes: int, nodes: tuple[int, int] = (1, 1), ren
     _refuse_what_does_not_fit(processes)
     _silence_the_agent()
     address = HERE if rendezvous is None else own_address(rendezvous)
-    with folder_of_a_job() as folder, _environment(folder, processes, address), _ended_by_signals(folder):
+    with folder_of_a_job() as folder, _environment(processes, address), _ended_by_signals(folder):
         patience = PATIENCE
         shape = {
             "--nodes": ":".join(map(str, nodes)),
@@ -233,11 +233,11 @@ def _ended_by_signals(folder: str) -> Iterator[None]:
 
 
 @contextmanager
-def _environment(folder: str, processes: int, address: str) -> Iterator[None]:
+def _environment(processes: int, address: str) -> Iterator[None]:
     """What the ranks find in their environment; ours is as before when they are gone."""
     before = dict(os.environ)
     os.environ.pop(GOES_ON, None)
-    os.environ[FOLDER], os.environ[PARENT] = folder, str(os.getpid())
+    os.environ[PARENT] = str(os.getpid())
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch keeps the address of a store even after its machine was lost
     if "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = os.environ[OUR_THREADS] = str(max(1, usable_cores() // processes))

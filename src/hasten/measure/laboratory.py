@@ -15,6 +15,7 @@ from itertools import chain, islice
 import torch
 from torch.utils.data import DataLoader
 
+from hasten._torch_compat import Dropout
 from hasten.contract.batch import map_tensors, tensors
 from hasten.contract.card import Card, Exactness, WrapOrder
 from hasten.contract.errors import Failure
@@ -91,7 +92,7 @@ class RunConditions(Method):
 
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         for module in model.modules():
-            is_dropout = isinstance(module, torch.nn.modules.dropout._DropoutNd)
+            is_dropout = isinstance(module, Dropout)
             for name, value in vars(module).items():
                 if isinstance(value, float) and (is_dropout or "drop" in name):
                     setattr(module, name, 0.0)
@@ -185,7 +186,7 @@ def _digest(program: Program) -> list[tuple[int, str]] | None:
 
 def _dropout(program: Program) -> list[float]:
     modules = program.run.model.modules()
-    return [module.p for module in modules if isinstance(module, torch.nn.modules.dropout._DropoutNd)]
+    return [module.p for module in modules if isinstance(module, Dropout)]
 
 
 def _plan(plan: TrainPlan) -> dict[str, object]:

@@ -42,6 +42,7 @@ from typing import Any
 
 import torch
 
+from hasten._torch_compat import LAZILY_IMPORTED_MODULES, is_out_of_memory
 from hasten.contract.errors import Aftermath, Failure, Notice, Progress, Refusal
 from hasten.contract.watch import Watch, silent
 from hasten.engine.budget import usable_cores
@@ -55,11 +56,7 @@ RANK_VARIABLES = (
     "LOCAL_WORLD_SIZE",
 )  # the parent's rank is no rank of what is measured
 PR_SET_PDEATHSIG = 1  # prctl(2)
-PRELOAD = (
-    "torch",
-    "torch._dynamo",
-    "hasten.measure.arm",
-)  # the first optimizer imports torch._dynamo, which takes seconds
+PRELOAD = ("torch", *LAZILY_IMPORTED_MODULES, "hasten.measure.arm")
 ERRORS = {kind.__name__: kind for kind in (Refusal, Aftermath, Failure)}  # a subclass before its base class
 LARGEST_REQUEST = 1 << 20  # bytes, for the fork server
 
@@ -385,7 +382,7 @@ def _describe_error(error: BaseException) -> tuple[str, str]:
         return next(name for name, kind in ERRORS.items() if isinstance(error, kind)), str(error)
     if tells_of_another(error):
         return Aftermath.__name__, LEFT_ALONE
-    if isinstance(error, MemoryError) or any(text in str(error) for text in ("out of memory", "can't allocate memory")):
+    if isinstance(error, MemoryError) or is_out_of_memory(error):
         return Failure.__name__, "ran out of memory"
     return Failure.__name__, str(explained(error, "the training", 0))
 

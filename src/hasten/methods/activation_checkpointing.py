@@ -12,11 +12,10 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from hasten._torch_compat import BatchNorm
 from hasten.contract.card import Card, Exactness, WrapOrder
 from hasten.contract.method import Method
 from hasten.contract.run_context import RunContext
-
-BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 
 
 @dataclass(frozen=True)

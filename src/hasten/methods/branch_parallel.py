@@ -28,6 +28,7 @@ import torch.fx
 from torch import nn
 from torch.fx import Node
 
+from hasten._torch_compat import in_place_version, inside_backward
 from hasten.contract import batch as batches
 from hasten.contract.branches import Block, blocks_of, graphs_of, held_by, key_of, nodes_of, outputs_of, rewritten, shared_out, taken_out
 from hasten.contract.card import Card, Exactness, WrapOrder
@@ -230,12 +231,12 @@ def _by_itself(block: Block, branches: list[torch.fx.GraphModule]) -> Callable:
 
 def _versions(given: tuple) -> list[int]:
     """How often each tensor was changed in place."""
-    return [tensor._version for tensor in batches.tensors(given)]
+    return [in_place_version(tensor) for tensor in batches.tensors(given)]
 
 
 def _refuse_again() -> None:
     """Refuses to compute branches once more in the backward pass, as checkpointing does: the processes would come there at different times."""
-    if torch._C._current_graph_task_id() != -1:
+    if inside_backward():
         raise Failure("branch_parallel cannot compute branches again in the backward pass; leave out activation checkpointing")
 
 

@@ -5,6 +5,7 @@ from math import cos, pi
 
 from torch.optim.lr_scheduler import LambdaLR
 
+from hasten._torch_compat import chained_schedulers
 from hasten.contract.card import Card, Exactness
 from hasten.contract.errors import Refusal
 from hasten.contract.method import Method, option
@@ -79,7 +80,7 @@ class Squeezed:
 
     @property
     def _schedulers(self) -> list:
-        return [self.schedule, *getattr(self.schedule, "_schedulers", ())]
+        return [self.schedule, *chained_schedulers(self.schedule)]
 
     def step(self) -> None:
         self.step_number += 1

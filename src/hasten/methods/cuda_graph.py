@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hasten._torch_compat import foreach_zero_
 from hasten.contract.batch import map_tensors, size, tensors
 from hasten.contract.card import Card, Exactness, WrapOrder
 from hasten.contract.errors import Failure, one_line
@@ -62,7 +63,7 @@ class CudaGraph(Method):
         parameters = list(run.model.parameters())
 
         def zeroed():
-            torch._foreach_zero_([parameter.grad for parameter in parameters if parameter.grad is not None])
+            foreach_zero_([parameter.grad for parameter in parameters if parameter.grad is not None])
 
         return zeroed
 

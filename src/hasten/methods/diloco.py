@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hasten._torch_compat import foreach_add_, foreach_copy_, foreach_mul_, foreach_sub
 from hasten.contract.card import Card, Exactness, WrapOrder
 from hasten.contract.method import Method, option
 from hasten.contract.replicas import average, let_copies_differ, make_alike, mean_model, notice_batch_norm, refuse_never_to_meet
@@ -79,12 +80,12 @@ class Outer:
     @torch.no_grad()
     def step(self) -> None:
         """The weights are the mean of all ranks; they become what all go on from."""
-        moved = torch._foreach_sub(self.began, self.weights)
-        torch._foreach_mul_(self.velocity, self.momentum)
-        torch._foreach_add_(self.velocity, moved)
-        torch._foreach_add_(moved, self.velocity, alpha=self.momentum)
-        torch._foreach_add_(self.began, moved, alpha=-self.rate)
-        torch._foreach_copy_(self.weights, self.began)
+        moved = foreach_sub(self.began, self.weights)
+        foreach_mul_(self.velocity, self.momentum)
+        foreach_add_(self.velocity, moved)
+        foreach_add_(moved, self.velocity, alpha=self.momentum)
+        foreach_add_(self.began, moved, alpha=-self.rate)
+        foreach_copy_(self.weights, self.began)
 
     def state_dict(self) -> dict:
         return {"began": self.began, "velocity": self.velocity}

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hasten._torch_compat import foreach_copy_, foreach_lerp_
 from hasten.contract.card import Card, Exactness, WrapOrder
 from hasten.contract.method import Method, option
 from hasten.contract.run_context import RunContext
@@ -53,7 +54,7 @@ class Ema(Method):
             return model
         averaged = copy.deepcopy(model)
         with torch.no_grad():
-            torch._foreach_copy_(list(averaged.parameters()), run.checkpoint_state[self.name].tensors)
+            foreach_copy_(list(averaged.parameters()), run.checkpoint_state[self.name].tensors)
         return averaged
 
 
@@ -65,7 +66,7 @@ class Averages:
 
     @torch.no_grad()
     def follow(self, weights: list[torch.Tensor], decay: float) -> None:
-        torch._foreach_lerp_(self.tensors, weights, 1 - decay)
+        foreach_lerp_(self.tensors, weights, 1 - decay)
 
     def state_dict(self) -> dict:
         return {str(number): tensor for number, tensor in enumerate(self.tensors)}

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hasten._torch_compat import foreach_mul_
 from hasten.contract.card import Card, Exactness, WrapOrder
 from hasten.contract.errors import Failure
 from hasten.contract.method import Method, option
@@ -70,7 +71,7 @@ class Float16(Method):
         def unscaled():
             grad_transform()
             present = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            torch._foreach_mul_(present, 1.0 / scale.value)
+            foreach_mul_(present, 1.0 / scale.value)
             scale.overflow = run.any_rank(not torch.nn.utils.get_total_norm(present).isfinite().item())
 
         return unscaled

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hasten._torch_compat import BatchNorm
 from hasten.contract.card import Card, Exactness
 from hasten.contract.method import Method, option
 from hasten.contract.run_context import RunContext
@@ -27,7 +28,7 @@ class GradientAccumulation(Method):
 
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         """Cuts the plan here and not in ``loop``: whether pieces give the same gradient depends on the model."""
-        if any(isinstance(part, torch.nn.modules.batchnorm._BatchNorm) for part in model.modules()):
+        if any(isinstance(part, BatchNorm) for part in model.modules()):
             run.report_no_effect(self, "the model has batch normalisation, which would see every piece alone: not the same formula")
         elif min(self.pieces, run.plan.batch_size) < 2:
             run.report_no_effect(self, "the batch stays in one piece")

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from hasten._torch_compat import BatchNorm
 from hasten.contract.card import Card, Exactness, WrapOrder
 from hasten.contract.method import Method
 from hasten.contract.run_context import RunContext
@@ -50,9 +50,9 @@ class LastGammaZero(Method):
         return model
 
 
-def _last_of_blocks(module: torch.nn.Module) -> list[_BatchNorm]:
+def _last_of_blocks(module: torch.nn.Module) -> list[BatchNorm]:
     """The normalisations at the end of residual branches; of what cannot be followed as a whole, those of its parts."""
-    if not any(isinstance(part, _BatchNorm) and part.affine for part in module.modules()):
+    if not any(isinstance(part, BatchNorm) and part.affine for part in module.modules()):
         return []
     try:
         graph = fx.Tracer().trace(copy.deepcopy(module))
@@ -65,4 +65,4 @@ def _last_of_blocks(module: torch.nn.Module) -> list[_BatchNorm]:
     sums = [node.all_input_nodes for node in graph.nodes if node.target in ADDITIONS]
     ends = [max(terms, key=ways.get) for terms in sums if len(terms) == 2 and all(ways[term] for term in terms)]
     norms = [module.get_submodule(end.target) for end in ends if end.op == "call_module"]
-    return [norm for norm in norms if isinstance(norm, _BatchNorm) and norm.affine]
+    return [norm for norm in norms if isinstance(norm, BatchNorm) and norm.affine]

@@ -7,8 +7,8 @@ of each part stays independent of the others); it is another formula, and with f
 from dataclasses import dataclass
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from hasten._torch_compat import BatchNorm
 from hasten.contract.batch_norm import Parts, over_all
 from hasten.contract.card import Card, Exactness, WrapOrder
 from hasten.contract.errors import Refusal
@@ -30,7 +30,7 @@ class SyncBatchNorm(Method):
     )
 
     def model(self, model: nn.Module, run: RunContext) -> nn.Module:
-        found = [part for part in model.modules() if isinstance(part, _BatchNorm) and not isinstance(part, nn.SyncBatchNorm)]
+        found = [part for part in model.modules() if isinstance(part, BatchNorm) and not isinstance(part, nn.SyncBatchNorm)]
         norms = [norm for norm in found if type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)]
         if not found:
             run.report_no_effect(self, "the model has no batch normalisation")

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from hasten._torch_compat import Dropout, cpu_attention_ops, has_forward_hooks, own_parameters
 from hasten.contract.card import Card, Exactness, WrapOrder
 from hasten.contract.errors import Progress, Refusal
 from hasten.contract.method import Method, option
@@ -174,7 +175,7 @@ def _graphs(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
 
 def _is_linear(node: torch.fx.Node, modules: dict) -> bool:
     module = modules.get(node.target) if node.op == "call_module" else None
-    return type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks
+    return type(module) is nn.Linear and not has_forward_hooks(module)
 
 
 def _ending_at(last: torch.fx.Node, modules: dict) -> Block | None:
@@ -204,7 +205,7 @@ def _ending_at(last: torch.fx.Node, modules: dict) -> Block | None:
 
 def _is_whole(module: nn.Module) -> bool:
     """Whether a module between two layers has to see all of them: for its weights, or since it draws for each channel, or in a way of its own."""
-    draws_otherwise = isinstance(module, (nn.modules.dropout._DropoutNd, nn.RReLU)) and type(module) is not nn.Dropout
+    draws_otherwise = isinstance(module, (Dropout, nn.RReLU)) and type(module) is not nn.Dropout
     return draws_otherwise or any(True for _ in module.parameters())
 
 
@@ -247,12 +248,13 @@ def _dropped(dropout: nn.Dropout, mesh, cut: torch.Tensor) -> torch.Tensor:
 def _teach_attention_by_heads() -> None:
     """Tells torch, which knows it of GPUs only, that its attention for the CPU computes every head by itself."""
     heads = Shard(1)
+    forward_op, backward_op = cpu_attention_ops()
 
-    @register_sharding(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default)
+    @register_sharding(forward_op)
     def forward(query, key, value, dropout_p=0.0, is_causal=False, attn_mask=None, scale=None):
         return [([heads] * 2, [heads] * 3 + [None, None, None if attn_mask is None else Replicate(), None])]
 
-    @register_sharding(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+    @register_sharding(backward_op)
     def backward(grad, query, key, value, out, logsumexp, dropout_p, is_causal, attn_mask=None, scale=None):
         return [([heads] * 3, [heads] * 6 + [None, None, None if attn_mask is None else Replicate(), None])]
 
@@ -262,17 +264,17 @@ def _as_parts(model, mesh):
     """Inside, weights that are not cut look as if they were, so that an optimizer sees weights of one kind; what it does to them it does to the weights."""
     parts, places = {}, []
     for module in model.modules():
-        for name, weight in module._parameters.items():
+        for name, weight in own_parameters(module).items():
             if weight is not None and not isinstance(weight, DTensor) and not weight.is_meta:
                 part = parts.setdefault(id(weight), nn.Parameter(_replicated(weight.detach(), mesh), weight.requires_grad))
                 part.whole = weight
                 places.append((module, name, weight))
-                module._parameters[name] = part
+                own_parameters(module)[name] = part
     try:
         yield
     finally:
         for module, name, weight in places:
-            module._parameters[name] = weight
+            own_parameters(module)[name] = weight
 
 
 def _replicated(tensor, mesh):

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy
 import torch
 
+from hasten._torch_compat import in_place_version
 from hasten.contract.errors import Refusal, one_line
 from hasten.data.memory import taken
 from hasten.data.pipeline import Pipeline
@@ -80,7 +81,7 @@ class Arrays(Source):
         kind = [str(column.dtype), list(column.shape)]
         if column.is_inference():
             return [*kind, _digest(column)]  # nobody counts how often it is written to
-        key = (column.data_ptr(), column._version, *map(str, kind))
+        key = (column.data_ptr(), in_place_version(column), *map(str, kind))
         if key not in self.digests:
             self.digests[key] = _digest(column)
         return [*kind, self.digests[key]]

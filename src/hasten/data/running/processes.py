@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from hasten.contract.errors import Failure, Notice, Refusal, one_line
 from hasten.data.running.parcels import Slot, packed, unpacked
 from hasten.data.running.runners import stuck
 from hasten.data.source import BadRow
-from hasten.engine.failures import NOT_THE_USERS
+from hasten.engine.failures import users_line
 
 SECONDS_BETWEEN_LOOKS = 2.0  # of a worker without work, whether its parent still lives
 CAUSES = {signal.SIGKILL: ", as the system does when memory runs out", signal.SIGSEGV: ", a fault in some compiled code"}
@@ -93,7 +92,7 @@ class _Worker:
         fine, made = unpacked(message, self.slots[slot])
         self.free.append(slot)
         if not fine:
-            _raise(*made)
+            raise made
         return made
 
     def end(self) -> None:
@@ -165,33 +164,19 @@ def _packed(make: Callable[[int], Any], number: int, slot: Slot) -> bytes:
         made = True, make(number)
         return packed(made, slot)
     except Exception as error:
-        return packed((False, (_sendable(error), _users_line(error))), slot)
+        return packed((False, _sendable(error)), slot)
 
 
 def _sendable(error: Exception) -> Exception:
-    """The error as it can travel, with the worker's traceback, unless one line says it all."""
+    """The error as it can travel: its user's line and, unless one line says it all, the worker's traceback go with it."""
+    with suppress(AttributeError):  # an exception may allow no more attributes
+        error.raised_at = users_line(error)
     if not isinstance(error, (Failure, Refusal, BadRow)):
         error.add_note(f"in worker process {os.getpid()}:\n{''.join(traceback.format_exception(error))}")
     try:
         return pickle.loads(pickle.dumps(error))
     except Exception:
         return Failure(one_line(error))
-
-
-def _users_line(error: Exception) -> tuple[str, int, str] | None:
-    """The file, line and function of the user's in which it was raised."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not any(part in frame.filename for part in NOT_THE_USERS) and Path(frame.filename).is_file():
-            return frame.filename, frame.lineno, frame.name
-    return None
-
-
-def _raise(error: Exception, line: tuple[str, int, str] | None) -> None:
-    """Raises an error of a worker's as if it had come from that line here: tracebacks do not travel."""
-    if line is None:
-        raise error
-    file, number, function = line
-    exec(compile("\n" * (number - 1) + "raise error", file, "exec").replace(co_name=function), {"error": error})
 
 
 def _cause(code: int) -> str:

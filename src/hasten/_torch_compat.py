@@ -1,0 +1,304 @@
+"""The private PyTorch APIs that hasten depends on, one documented name each.
+
+The steps of torchrun's agent are in ``_torch_compat_elastic.py``, because importing the agent takes 0.1 s of CPU time that
+only the launcher has to spend.
+
+No other file of the package may use an attribute of torch that begins with an underscore, or recognize an error by the
+text of a torch message; ``tests/test_torch_compat.py`` scans for both, and has one test per name below. ``make
+test-matrix`` runs those tests on every supported version of torch. The versions at the message texts are those on which
+the text was seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from traceback import walk_tb
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.conv import _ConvNd as Convolution
+from torch.nn.modules.dropout import _DropoutNd as Dropout
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+__all__ = [
+    "LAZILY_IMPORTED_MODULES",
+    "MODULE_STATE_ATTRIBUTES",
+    "BatchNorm",
+    "Convolution",
+    "Dropout",
+    "TorchDispatchMode",
+    "autograd_error_kind",
+    "chained_schedulers",
+    "contains_worker_traceback",
+    "cpu_attention_ops",
+    "ddp_bucket_sizes",
+    "default_process_group_timeout",
+    "foreach_add_",
+    "foreach_copy_",
+    "foreach_lerp_",
+    "foreach_mul_",
+    "foreach_sub",
+    "foreach_zero_",
+    "has_forward_hooks",
+    "host_read_op",
+    "in_place_version",
+    "inside_backward",
+    "is_out_of_memory",
+    "is_view",
+    "patch_trunc_normal",
+    "peer_failure",
+    "sample_being_fetched",
+    "schema_arguments",
+    "storage_id",
+    "tree_flatten",
+    "tree_map_only",
+    "without_modes",
+    "worker_error_text",
+    "workers_started",
+]
+
+# ── modules and tensors ──────────────────────────────────────────────────────────────────────────
+
+MODULE_STATE_ATTRIBUTES = ("_parameters", "_buffers", "_modules")
+"""The dictionaries of an ``nn.Module`` that hold its own parameters, buffers and submodules."""
+
+LAZILY_IMPORTED_MODULES = ("torch._dynamo",)
+"""Modules that torch imports at the first optimizer, which takes seconds; preloaded in processes that fork."""
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The dictionary of a module's own parameters, which may be written to.
+
+    ``setattr`` would refuse a tensor of another kind, and ``register_parameter`` moves the name to the end.
+    """
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The dictionary of a module's own buffers."""
+    return module._buffers
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether a forward hook or forward pre-hook is registered on the module itself."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def in_place_version(tensor: torch.Tensor) -> int:
+    """How often the tensor was changed in place. Inference tensors have no such count (RuntimeError)."""
+    return tensor._version
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd treats the tensor as a view of another one."""
+    return tensor._is_view()
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """A number for a storage, unique while the storage lives; on the meta device, too, where all data pointers are 0."""
+    return storage._cdata
+
+
+def inside_backward() -> bool:
+    """Whether this thread runs the backward pass at the moment."""
+    return torch._C._current_graph_task_id() != -1
+
+
+# Multi-tensor arithmetic on lists of tensors, one kernel for all on a GPU. Aliases, not wrappers: they run in every step.
+foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
+foreach_lerp_ = torch._foreach_lerp_
+foreach_mul_ = torch._foreach_mul_
+foreach_sub = torch._foreach_sub
+foreach_zero_ = torch._foreach_zero_
+
+
+def chained_schedulers(scheduler: Any) -> list[Any]:
+    """The schedulers inside a ``SequentialLR`` or ``ChainedScheduler``; none for any other."""
+    return list(getattr(scheduler, "_schedulers", ()))
+
+
+# ── operators and modes ──────────────────────────────────────────────────────────────────────────
+
+
+def host_read_op() -> torch._ops.OpOverload:
+    """The operator behind ``Tensor.item()``: the host waits for the device and reads one number."""
+    return torch.ops.aten._local_scalar_dense.default
+
+
+def cpu_attention_ops() -> tuple[torch._ops.OpOverload, torch._ops.OpOverload]:
+    """Forward and backward operator of scaled dot product attention on the CPU."""
+    aten = torch.ops.aten
+    forward = aten._scaled_dot_product_flash_attention_for_cpu.default
+    return forward, aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def schema_arguments(operator: torch._ops.OpOverload) -> list[torch.Argument]:
+    """The declared arguments of an operator, with their alias annotations."""
+    return operator._schema.arguments
+
+
+def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
+    """(leaves, specification) of nested tuples, lists and dictionaries."""
+    return _pytree.tree_flatten(tree)
+
+
+def tree_map_only(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
+    """The tree with ``function(leaf)`` in place of each leaf of type ``kind``."""
+    return _pytree.tree_map_only(kind, function, tree)
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Disables torch-function overrides and dispatch modes inside."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """Disables torch-function overrides (subclasses and modes) inside."""
+    return torch._C.DisableTorchFunction()
+
+
+@contextmanager
+def patch_trunc_normal(make: Callable[[Callable], Callable]) -> Iterator[None]:
+    """Replaces the implementation of ``nn.init.trunc_normal_`` by ``make(original)`` inside."""
+    original = nn.init._no_grad_trunc_normal_
+    nn.init._no_grad_trunc_normal_ = make(original)
+    try:
+        yield
+    finally:
+        nn.init._no_grad_trunc_normal_ = original
+
+
+# ── DataLoader ───────────────────────────────────────────────────────────────────────────────────
+
+
+def workers_started(loader: torch.utils.data.DataLoader) -> bool:
+    """Whether a DataLoader with ``persistent_workers`` has its workers already."""
+    return loader._iterator is not None
+
+
+def contains_worker_traceback(error: BaseException) -> bool:
+    """Whether a DataLoader worker raised the error: its message then holds the worker's traceback (torch 2.11 to 2.15)."""
+    return "Original Traceback (most recent call last)" in str(error)
+
+
+def worker_error_text(error: BaseException) -> str:
+    """What the worker's exception itself said, as Python prints it: ``KeyError: 'x'``.
+
+    The message ends with the frames of the traceback, each two lines (file, indented source), and then the exception.
+    """
+    *_, last_frame = str(error).rpartition('\n  File "')
+    lines = last_frame.splitlines()[1:]
+    while lines and lines[0].startswith(" "):
+        del lines[0]
+    return " ".join(" ".join(lines).split())
+
+
+def sample_being_fetched(error: BaseException) -> int | None:
+    """The index of the sample that torch's fetcher read when the dataset raised in this process; None where not known.
+
+    Read from the frames of the traceback: the loop variable of ``_MapDatasetFetcher.fetch``. torch 2.15 on Python 3.12
+    and newer inlines the comprehension, which changes nothing here. Frames of worker processes do not travel.
+    """
+    frames = [f for f, _ in walk_tb(error.__traceback__) if f.f_code.co_filename.endswith("_utils/fetch.py")]
+    return frames[-1].f_locals.get("idx") if frames else None
+
+
+# ── errors that have no type of their own ────────────────────────────────────────────────────────
+
+_PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "pair closure", "remote process exited")
+_PEER_SILENT = (
+    "Timed out waiting",
+    "imeout caused pair closure",
+    "ait timeout after",
+    "Socket Timeout",
+    "before timing out",
+)
+_CPU_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory: you tried to allocate")
+
+
+def peer_failure(error: BaseException | None) -> Literal["gone", "timeout"] | None:
+    """Whether an error, or one that caused it, reports only that another rank has gone or does not answer.
+
+    NCCL and the store raise subclasses of ``dist.DistError``. gloo raises a plain RuntimeError whose message names gloo's
+    source file. No type tells a rank that has gone from one that is silent, so the text does (torch 2.11 to 2.15).
+    """
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:  # torch raises some errors from themselves
+        chain.append(error)
+        error = error.__cause__
+    texts = [str(error) for error in chain if isinstance(error, dist.DistError) or _is_from_gloo(error)]
+    if any(part in text for text in texts for part in _PEER_SILENT):
+        return "timeout"
+    return "gone" if any(part in text for text in texts for part in _PEER_GONE) else None
+
+
+def _is_from_gloo(error: BaseException) -> bool:
+    return type(error) is RuntimeError and "gloo" in str(error) and "DataLoader worker" not in str(error)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, on a device or on the host.
+
+    CUDA raises ``torch.OutOfMemoryError``. The CPU allocator raises a plain RuntimeError (text of torch 2.11 to 2.15); an
+    out-of-memory error of a DataLoader worker or of a C++ extension reaches us as RuntimeError, too.
+    """
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("out of memory" in text or any(p in text for p in _CPU_OUT_OF_MEMORY))
+
+
+_AUTOGRAD_ERRORS = {
+    "no_gradient": ("does not require grad",),
+    "not_scalar": ("created only for scalar outputs",),
+    "unused_parameters": ("find_unused_parameters",),
+    "index_out_of_bounds": ("out of bounds", "device-side assert"),
+}
+
+
+def autograd_error_kind(error: BaseException) -> str | None:
+    """Which mistake a RuntimeError or IndexError of torch reports; None where it is another one.
+
+    Returns:
+        "no_gradient": the loss does not depend on a parameter. "not_scalar": the loss has several elements.
+        "unused_parameters": DDP misses gradients of some parameters. "index_out_of_bounds": a label or an index is too
+        large; on the CPU an IndexError, on CUDA a device-side assertion. Texts of torch 2.11 to 2.15.
+    """
+    if not isinstance(error, (RuntimeError, IndexError)):
+        return None
+    text = str(error)
+    return next((kind for kind, parts in _AUTOGRAD_ERRORS.items() if any(part in text for part in parts)), None)
+
+
+# ── torch.distributed ────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def default_process_group_timeout(seconds: float) -> Iterator[None]:
+    """Sets the timeout of process groups made inside without one, such as those of ``init_device_mesh``."""
+    module = dist.distributed_c10d
+    names = ("default_pg_timeout", "default_pg_nccl_timeout")
+    before = {name: getattr(module, name) for name in names}
+    try:
+        for name in names:
+            setattr(module, name, timedelta(seconds=seconds))
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
+
+
+def ddp_bucket_sizes(model: nn.parallel.DistributedDataParallel) -> list[int] | None:
+    """Bytes of each gradient bucket of a DDP model; None before the first step and where a communication hook is set."""
+    data = model._get_ddp_logging_data()
+    sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes")
+    return [int(size) for size in sizes.split(",")] if sizes and not data.get("comm_hook") else None

@@ -1,0 +1,69 @@
+"""The private steps of torchrun's elastic agent, as methods that a subclass may extend. See ``_torch_compat.py``."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+
+class ElasticAgent(LocalElasticAgent):
+    """torchrun's agent, with the steps that a subclass may extend as methods without an underscore.
+
+    torch documents the steps (start, monitor and stop workers) in ``SimpleElasticAgent`` but names them as private.
+    """
+
+    def start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Starts the ranks of this node; {local rank: process number}."""
+        return super()._start_workers(worker_group)
+
+    def monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """How the ranks of this node are."""
+        return super()._monitor_workers(worker_group)
+
+    def stop_workers(self, worker_group: WorkerGroup) -> None:
+        """Ends the ranks of this node, before all nodes meet again or the job ends."""
+        super()._stop_workers(worker_group)
+
+    def exit_barrier(self) -> None:
+        """Waits, when the ranks of this node have succeeded, for those of the other nodes."""
+        super()._exit_barrier()
+
+    def close_workers(self, close: Callable[[signal.Signals], None], signal_number: signal.Signals) -> None:
+        """Ends the ranks that are left, where one has failed or the agent ends; ``close`` sends the signal and waits."""
+        close(signal_number)
+
+    @property
+    def remaining_restarts(self) -> int:
+        """How often the ranks may be started again after a failure; torch takes one away for each restart."""
+        return self._remaining_restarts
+
+    @remaining_restarts.setter
+    def remaining_restarts(self, count: int) -> None:
+        self._remaining_restarts = count
+
+    def workers_running(self) -> bool:
+        """Whether a rank of this node has not ended yet."""
+        return any(handler.proc.poll() is None for handler in self._pcontext.subprocess_handlers.values())
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        started = self.start_workers(worker_group)
+        close = self._pcontext.close
+
+        def close_all(death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+            self.close_workers(lambda number: close(number, self._shutdown_timeout), death_sig or signal.SIGTERM)
+
+        self._pcontext.close = close_all  # torch calls it with a timeout of its own in three places
+        return started
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        return self.monitor_workers(worker_group)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self.stop_workers(worker_group)
+
+    def _exit_barrier(self) -> None:
+        self.exit_barrier()

@@ -1,0 +1,117 @@
+"""Runs unit tests on every supported pair of torch and Python that can be installed here: ``make test-matrix``.
+
+Each pair gets an environment of its own under ``.matrix/``, which a second call finds done. A torch without a CPU build at
+the configured package index is installed as its CUDA build of several GB, which runs on the CPU as well; ``--cpu-only``
+reports it as not installed instead. The exit code is 1 where a test failed or no pair could be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAIRS = [(torch, python) for torch in ("2.11", "2.12", "2.13") for python in ("3.11", "3.12")] + [("2.15", "3.13")]
+TESTS = ["tests/test_torch_compat.py", "tests/engine", "tests/methods", "tests/contract"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", nargs="+", metavar="TORCH/PYTHON", help="such as 2.13/3.11; default: all supported")
+    parser.add_argument("--tests", nargs="+", default=TESTS, metavar="PATH", help=f"default: {' '.join(TESTS)}")
+    parser.add_argument("--markers", default="not slow", help="pytest's -m; default: %(default)s")
+    parser.add_argument("--cpu-only", action="store_true", help="skip a torch that exists as a CUDA build only")
+    options = parser.parse_args()
+    pairs = [tuple(pair.split("/")) for pair in options.pairs] if options.pairs else PAIRS
+    rows = []
+    for torch, python in pairs:
+        print(f"== torch {torch}, Python {python}", flush=True)
+        rows.append((torch, python, *run_pair(torch, python, options)))
+        print(f"   {rows[-1][2]}: {rows[-1][3]}", flush=True)
+    print_table([("torch", "Python", "result", "details"), *rows])
+    results = {row[2] for row in rows}
+    return 1 if "failed" in results or results == {"not installed"} else 0
+
+
+def run_pair(torch: str, python: str, options: argparse.Namespace) -> tuple[str, str]:
+    """(``passed``, ``failed`` or ``not installed``, details) of one pair."""
+    folder = ROOT / ".matrix" / f"torch{torch}-py{python}"
+    try:
+        environment_python = make_environment(folder, torch, python, options.cpu_only)
+    except NotInstalledError as error:
+        return "not installed", str(error)
+    version = "import sys, torch; print(torch.__version__, sys.version.split()[0])"
+    found = subprocess.run([environment_python, "-c", version], capture_output=True, text=True, check=True).stdout.split()
+    command = [environment_python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", options.markers, *options.tests]
+    log = folder / "pytest.log"
+    with log.open("w") as file:
+        code = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT).returncode
+    summary = log.read_text().strip().splitlines()[-1].strip("= ")
+    return "passed" if code == 0 else "failed", f"torch {found[0]}, Python {found[1]}: {summary}; {log.relative_to(ROOT)}"
+
+
+class NotInstalledError(Exception):
+    """A pair cannot be installed here, and why."""
+
+
+def make_environment(folder: Path, torch: str, python: str, is_cpu_only: bool) -> Path:
+    """The interpreter of an environment with hasten, its development dependencies and this torch.
+
+    Raises:
+        NotInstalledError: no such Python, no build of torch for it, or a package fails to install.
+    """
+    environment_python = folder / "bin" / "python"
+    if (folder / "ready").exists():
+        return environment_python
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    interpreter = next(interpreters(python), None)
+    if interpreter is None:
+        raise NotInstalledError(f"no interpreter python{python} on this machine")
+    run([interpreter, "-m", "venv", folder], folder)
+    if is_cpu_only and not has_cpu_build(environment_python, torch):
+        raise NotInstalledError(f"no CPU build of torch {torch} at the package index")
+    constraint = folder / "constraints.txt"
+    constraint.write_text(f"torch=={torch}.*\n")
+    run([environment_python, "-m", "pip", "install", "-c", constraint, "-e", f"{ROOT}[dev]"], folder)
+    (folder / "ready").touch()
+    return environment_python
+
+
+def has_cpu_build(python: Path, torch: str) -> bool:
+    command = [python, "-m", "pip", "install", "--dry-run", "--no-deps", "--ignore-installed", f"torch=={torch}.0+cpu"]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+def interpreters(version: str) -> Iterator[str]:
+    """The interpreters of a Python version that start: on the PATH, then those of pyenv."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    found = shutil.which(f"python{version}")
+    for path in [*([found] if found else []), *map(str, sorted(pyenv.glob(f"{version}.*/bin/python"), reverse=True))]:
+        check = f"import sys; sys.exit(sys.version_info[:2] != ({version.replace('.', ', ')}))"
+        if subprocess.run([path, "-c", check], capture_output=True).returncode == 0:
+            yield path
+
+
+def run(command: list, folder: Path) -> None:
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    (folder / "install.log").write_text(done.stdout + done.stderr)
+    if done.returncode != 0:
+        errors = re.findall(r"^ERROR: (.*)$", done.stderr, re.MULTILINE) or done.stderr.strip().splitlines()[-1:] or ["?"]
+        raise NotInstalledError(errors[-1][:160])
+
+
+def print_table(rows: list[tuple[str, ...]]) -> None:
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for row in rows:
+        print("  ".join([*(cell.ljust(width) for cell, width in zip(row[:3], widths, strict=True)), row[3]]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

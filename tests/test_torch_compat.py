@@ -1,0 +1,433 @@
+"""The private PyTorch APIs behind ``hasten._torch_compat``: one test each, and a scan that finds them nowhere else."""
+
+import ast
+import multiprocessing
+import os
+import re
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.optim.lr_scheduler import ConstantLR, SequentialLR
+from torch.utils.data import DataLoader, Dataset
+
+from hasten import _torch_compat as compat
+
+SOURCE = Path(__file__).resolve().parents[1] / "src"
+FILES = sorted(path for path in SOURCE.rglob("*.py") if not path.name.startswith("_torch_compat"))
+LAYER = nn.Linear(2, 2)
+OPTIMIZER = torch.optim.SGD(LAYER.parameters())
+TORCH_OBJECTS = (
+    LAYER,
+    LAYER.weight,
+    LAYER.weight.untyped_storage(),
+    DataLoader([1]),
+    OPTIMIZER,
+    SequentialLR(OPTIMIZER, [ConstantLR(OPTIMIZER), ConstantLR(OPTIMIZER)], [1]),
+    torch.fx.Graph(),
+    torch.fx.GraphModule,
+    torch.fx.Tracer(),
+    torch.ops.aten.add.default,
+    torch.Generator(),
+    dist.TCPStore,
+    dist.ProcessGroup,
+    nn.parallel.DistributedDataParallel,
+    LocalElasticAgent,
+)
+PRIVATE = {name for thing in TORCH_OBJECTS for name in (*dir(thing), *getattr(thing, "__dict__", ())) if re.match("_[^_]", name)} | {
+    "_pcontext",
+    "_remaining_restarts",
+    "_worker_group",
+}
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _root(node: ast.expr) -> str | None:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def private_torch_uses(text: str) -> list[str]:
+    """``line: expression`` of each use of a private attribute of torch in a source file."""
+    tree = ast.parse(text)
+    own, from_torch, found = set(), set(), []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            own.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _root(node) in ("self", "cls"):
+            own.add(node.attr)
+        elif isinstance(node, ast.Import):
+            from_torch |= {(a.asname or a.name).partition(".")[0] for a in node.names if a.name.split(".")[0] == "torch"}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            from_torch |= {alias.asname or alias.name for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and _is_private(node.attr):
+            of_self = _root(node) in ("self", "cls") and node.attr in own
+            if _root(node) in from_torch or (node.attr in PRIVATE and node.attr not in own and not of_self):
+                found.append((node.lineno, ast.unparse(node)))
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            module = getattr(node, "module", None)
+            names = [f"{module}.{alias.name}" if module else alias.name for alias in node.names]
+            found += [(node.lineno, name) for name in names if name.split(".")[0] == "torch" and "._" in name]
+        elif isinstance(node, ast.Constant):
+            text = node.value if isinstance(node.value, str) else ""
+            if text in PRIVATE - own or re.match(r"torch(\.\w+)*\._[a-z]\w*$", text):
+                found.append((node.lineno, repr(text)))
+    return [f"{line}: {text}" for line, text in sorted(found)]
+
+
+TREES = {str(path.relative_to(SOURCE)): ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+
+
+def test_source_uses_no_private_torch_api():
+    uses = {str(path.relative_to(SOURCE)): private_torch_uses(path.read_text(encoding="utf-8")) for path in FILES}
+    assert len(uses) > 150 and not {file: found for file, found in uses.items() if found}, "move it to _torch_compat.py"
+
+
+def test_source_recognizes_no_torch_message():
+    texts = {part for parts in (compat._PEER_GONE, compat._PEER_SILENT, compat._CPU_OUT_OF_MEMORY) for part in parts}
+    texts |= {part for parts in compat._AUTOGRAD_ERRORS.values() for part in parts}
+    for file, tree in TREES.items():
+        constants = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+        assert not texts & constants, f"{file}: torch messages are recognized in hasten/_torch_compat.py"
+
+
+def test_source_forges_no_stack_frame():
+    for file, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func).rpartition(".")[2]
+                forged = [keyword.arg for keyword in node.keywords if (keyword.arg or "").startswith("co_")]
+                assert not forged and name not in ("CodeType", "TracebackType", "_getframe", "exec"), (file, node.lineno)
+
+
+@pytest.mark.parametrize(
+    ("text", "uses"),
+    [
+        ("import torch\ntorch._foreach_add_(a, b)", ["2: torch._foreach_add_"]),
+        ("from torch.utils import _pytree", ["1: torch.utils._pytree"]),
+        ("import torch.utils._pytree as trees", ["1: torch.utils._pytree"]),
+        ("from torch.nn.modules.conv import _ConvNd", ["1: torch.nn.modules.conv._ConvNd"]),
+        ("def f(module):\n    return module._parameters", ["2: module._parameters"]),
+        ("getattr(scheduler, '_schedulers', ())", ["1: '_schedulers'"]),
+        ("import_module('torch._dynamo')", ["1: 'torch._dynamo'"]),
+        ("class A(B):\n    def f(self):\n        self._pcontext.close()", ["3: self._pcontext"]),
+        ("class A:\n    def f(self):\n        self._modules = 1\n        return self._modules", []),
+    ],
+)
+def test_scan_finds_private_uses(text, uses):
+    assert private_torch_uses(text) == uses
+
+
+# ── modules and tensors ──────────────────────────────────────────────────────────────────────────
+
+
+def test_base_classes_cover_the_public_layers():
+    assert issubclass(nn.BatchNorm2d, compat.BatchNorm) and issubclass(nn.SyncBatchNorm, compat.BatchNorm)
+    assert not issubclass(nn.LayerNorm, compat.BatchNorm)
+    assert issubclass(nn.ConvTranspose3d, compat.Convolution) and issubclass(nn.FeatureAlphaDropout, compat.Dropout)
+
+
+def test_module_state_attributes_hold_all_tensors_and_submodules():
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    assert all(isinstance(vars(module)[name], dict) for name in compat.MODULE_STATE_ATTRIBUTES)
+    assert list(vars(module)["_modules"]) == ["0"]
+
+
+def test_lazily_imported_modules_exist():
+    from importlib.util import find_spec
+
+    assert all(find_spec(name) for name in compat.LAZILY_IMPORTED_MODULES)
+
+
+def test_own_parameters_and_buffers_can_be_replaced():
+    module = nn.BatchNorm1d(2)
+    weight = nn.Parameter(torch.zeros(2))
+    compat.own_parameters(module)["weight"] = weight
+    assert module.weight is weight and set(compat.own_buffers(module)) == {n for n, _ in module.named_buffers()}
+
+
+def test_has_forward_hooks():
+    module = nn.Linear(1, 1)
+    assert not compat.has_forward_hooks(module)
+    handle = module.register_forward_pre_hook(lambda *_: None)
+    assert compat.has_forward_hooks(module)
+    handle.remove()
+    module.register_forward_hook(lambda *_: None)
+    assert compat.has_forward_hooks(module)
+
+
+def test_in_place_version_counts_writes():
+    tensor = torch.zeros(2)
+    before = compat.in_place_version(tensor)
+    tensor.add_(1)
+    assert compat.in_place_version(tensor) == before + 1
+
+
+def test_is_view():
+    tensor = torch.zeros(2, 2)
+    assert compat.is_view(tensor[0]) and not compat.is_view(tensor)
+
+
+def test_storage_id_on_the_meta_device():
+    one, other = torch.empty(2, device="meta"), torch.empty(2, device="meta")
+    ids = [compat.storage_id(tensor.untyped_storage()) for tensor in (one, one[1:], other)]
+    assert ids[0] == ids[1] != ids[2]
+
+
+def test_inside_backward():
+    seen = []
+    tensor = torch.ones(1, requires_grad=True)
+    tensor.register_hook(lambda grad: seen.append(compat.inside_backward()))
+    tensor.sum().backward()
+    assert seen == [True] and not compat.inside_backward()
+
+
+def test_foreach_arithmetic():
+    lists = [torch.ones(2), torch.full((3,), 2.0)]
+    compat.foreach_mul_(lists, 3.0)
+    compat.foreach_add_(lists, [torch.ones(2), torch.ones(3)], alpha=2.0)
+    assert [tensor[0].item() for tensor in lists] == [5.0, 8.0]
+    assert [t[0].item() for t in compat.foreach_sub(lists, [torch.ones(2), torch.ones(3)])] == [4.0, 7.0]
+    compat.foreach_lerp_(lists, [torch.ones(2), torch.zeros(3)], 0.5)
+    assert [tensor[0].item() for tensor in lists] == [3.0, 4.0]
+    compat.foreach_copy_(lists, [torch.ones(2), torch.ones(3)])
+    assert [tensor[0].item() for tensor in lists] == [1.0, 1.0]
+    compat.foreach_zero_(lists)
+    assert not any(tensor.any() for tensor in lists)
+
+
+def test_chained_schedulers():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
+    parts = [ConstantLR(optimizer), ConstantLR(optimizer)]
+    assert compat.chained_schedulers(SequentialLR(optimizer, parts, [2])) == parts
+    assert compat.chained_schedulers(parts[0]) == compat.chained_schedulers(None) == []
+
+
+# ── operators and modes ──────────────────────────────────────────────────────────────────────────
+
+
+class Operators(compat.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+def test_host_read_op_is_what_item_calls():
+    with Operators() as operators:
+        torch.ones(1).item()
+    assert compat.host_read_op() in operators.seen
+
+
+def test_cpu_attention_ops_are_what_attention_calls():
+    query = torch.randn(1, 2, 4, 8, requires_grad=True)
+    with Operators() as operators:
+        nn.functional.scaled_dot_product_attention(query, query, query).sum().backward()
+    assert set(compat.cpu_attention_ops()) <= set(operators.seen)
+
+
+def test_schema_arguments_tell_what_is_written():
+    written = [a.name for a in compat.schema_arguments(torch.ops.aten.add_.Tensor) if a.alias_info and a.alias_info.is_write]
+    assert written == ["self"]
+
+
+def test_tree_flatten_and_map_only():
+    tree = {"a": (1, "b"), "c": [2.0]}
+    assert compat.tree_flatten(tree)[0] == [1, "b", 2.0]
+    assert compat.tree_map_only(str, str.upper, tree) == {"a": (1, "B"), "c": [2.0]}
+
+
+def test_without_modes_hides_operators_from_a_mode():
+    with Operators() as operators, compat.without_modes():
+        torch.ones(1) + 1
+    assert not operators.seen
+
+
+def test_without_torch_function_hides_overrides():
+    class Loud(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            raise AssertionError("called")
+
+    loud = torch.ones(1).as_subclass(Loud)
+    with compat.without_torch_function():
+        assert float(torch.add(loud, 1)) == 2.0
+    with pytest.raises(AssertionError, match="called"):
+        torch.add(loud, 1)
+
+
+def test_patch_trunc_normal_replaces_the_implementation_and_restores_it():
+    def make(original):
+        return lambda tensor, *args, **kwargs: tensor.fill_(7.0)
+
+    with compat.patch_trunc_normal(make):
+        assert nn.init.trunc_normal_(torch.zeros(1)).item() == 7.0
+    assert abs(nn.init.trunc_normal_(torch.zeros(1)).item()) <= 2.0
+
+
+# ── DataLoader ───────────────────────────────────────────────────────────────────────────────────
+
+
+class Faulty(Dataset):
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        if index == 3:
+            raise KeyError("no such\nlabel")
+        return index
+
+
+def error_of(loader: DataLoader) -> Exception:
+    with pytest.raises(KeyError) as caught:
+        list(loader)
+    return caught.value
+
+
+def test_workers_started():
+    loader = DataLoader([1, 2], num_workers=1, persistent_workers=True)
+    assert not compat.workers_started(loader)
+    list(loader)
+    assert compat.workers_started(loader)
+
+
+def test_error_of_a_worker_is_recognized_and_quoted():
+    error = error_of(DataLoader(Faulty(), batch_size=2, num_workers=1))
+    assert compat.contains_worker_traceback(error)
+    assert compat.worker_error_text(error) == repr(KeyError("no such\nlabel")).replace("KeyError(", "KeyError: ")[:-1]
+    assert compat.sample_being_fetched(error) is None
+
+
+def test_sample_being_fetched_in_this_process():
+    error = error_of(DataLoader(Faulty(), batch_size=2))
+    assert compat.sample_being_fetched(error) == 3 and not compat.contains_worker_traceback(error)
+    assert compat.sample_being_fetched(KeyError()) is None
+
+
+# ── errors that have no type of their own ────────────────────────────────────────────────────────
+
+
+def raised(function) -> Exception:
+    with pytest.raises(Exception) as caught:
+        function()
+    return caught.value
+
+
+def test_is_out_of_memory():
+    assert compat.is_out_of_memory(raised(lambda: torch.empty(1 << 60, dtype=torch.uint8)))
+    assert compat.is_out_of_memory(MemoryError()) and compat.is_out_of_memory(torch.OutOfMemoryError("CUDA"))
+    assert not compat.is_out_of_memory(ValueError("out of memory")) and not compat.is_out_of_memory(RuntimeError("lost"))
+
+
+def test_autograd_error_kind():
+    weight = torch.ones(2, requires_grad=True)
+    assert compat.autograd_error_kind(raised(lambda: torch.ones(1).sum().backward())) == "no_gradient"
+    assert compat.autograd_error_kind(raised(lambda: (weight * 2).backward())) == "not_scalar"
+    loss = nn.functional.cross_entropy
+    assert compat.autograd_error_kind(raised(lambda: loss(torch.ones(1, 2), torch.tensor([5])))) == "index_out_of_bounds"
+    assert compat.autograd_error_kind(raised(lambda: weight @ torch.ones(3))) is None
+    assert compat.autograd_error_kind(KeyError("find_unused_parameters")) is None
+
+
+def run_ranks(function, *args) -> list:
+    """What ``function(rank, *args)`` returns in each of two gloo ranks; a rank that dies returns None."""
+    system = multiprocessing.get_context("fork")
+    queue = system.SimpleQueue()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def run(rank: int) -> None:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        torch.set_num_threads(1)
+        client = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+        dist.init_process_group("gloo", store=client, rank=rank, world_size=2, timeout=timedelta(seconds=3))
+        queue.put((rank, function(rank, *args)))
+        os._exit(0)
+
+    processes = [system.Process(target=run, args=(rank,)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        process.kill()
+    answers = {}
+    while not queue.empty():
+        rank, answer = queue.get()
+        answers[rank] = answer
+    return [answers.get(rank) for rank in range(2)]
+
+
+def failing_peer(rank: int, is_killed: bool):
+    dist.barrier()
+    if rank == 1:
+        if is_killed:
+            os._exit(1)
+        time.sleep(6)
+        return None
+    try:
+        dist.all_reduce(torch.ones(1))
+    except Exception as error:
+        wrapped = ValueError("the step failed")
+        wrapped.__cause__ = error
+        return compat.peer_failure(error), compat.peer_failure(wrapped)
+    return "no error"
+
+
+@pytest.mark.parametrize(("is_killed", "kind"), [(True, "gone"), (False, "timeout")])
+def test_peer_failure_of_gloo(is_killed, kind):
+    assert run_ranks(failing_peer, is_killed)[0] == (kind, kind)
+
+
+def test_peer_failure_of_other_errors():
+    assert compat.peer_failure(dist.DistBackendError("NCCL: remote process exited")) == "gone"
+    assert compat.peer_failure(RuntimeError("gloo, connection closed by peer in DataLoader worker 1")) is None
+    assert compat.peer_failure(RuntimeError("closed by peer")) is compat.peer_failure(None) is None
+
+
+def timeouts_of_new_groups(rank: int) -> list[float]:
+    """Seconds that a barrier waits for a rank that is late, in a group made inside and in one made outside."""
+    with compat.default_process_group_timeout(1.0):
+        inside = dist.new_group([0, 1])
+    began = time.monotonic()
+    if rank == 0:
+        error = raised(lambda: dist.all_reduce(torch.ones(1), group=inside))
+        assert compat.peer_failure(error) == "timeout"
+    waited = time.monotonic() - began
+    time.sleep(2.0)
+    return waited
+
+
+def test_default_process_group_timeout():
+    waited = run_ranks(timeouts_of_new_groups)[0]
+    assert waited is not None and 0.5 < waited < 2.5
+
+
+def ddp_buckets(rank: int) -> list:
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    first = compat.ddp_bucket_sizes(model)
+    for _ in range(2):
+        model(torch.ones(1, 4)).sum().backward()
+    sizes = compat.ddp_bucket_sizes(model)
+    hooked = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    hooked.register_comm_hook(None, allreduce_hook)
+    hooked(torch.ones(1, 4)).sum().backward()
+    return [first, sizes, compat.ddp_bucket_sizes(hooked)]
+
+
+def test_ddp_bucket_sizes():
+    for answer in run_ranks(ddp_buckets):
+        assert answer is not None
+        assert sum(answer[1]) == 4 * (16 + 4) and answer[2] is None
