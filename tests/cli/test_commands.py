@@ -14,7 +14,6 @@ from functools import partial
 
 import psutil
 import pytest
-from forked import PATIENCE, begun, ended, program
 
 from hasten.cli import methods, progress
 from hasten.cli.answer import strict_json
@@ -23,6 +22,7 @@ from hasten.cli.values import seconds
 from hasten.contract.watch import silent
 from hasten.engine.find import method_names
 from hasten.measure import workers
+from helpers.process import PATIENCE, begun, ended, program
 
 NOISY = """
 import os, subprocess

@@ -2,11 +2,8 @@
 
 import time
 
-import faulty_tasks
 import pytest
 import torch
-from storages import ROWS, damage, pictures, written
-from tar_files import pack, png
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -20,6 +17,9 @@ from hasten.data.storing import stages
 from hasten.data.storing.kinds import kind_of
 from hasten.data.storing.readings import Reading
 from hasten.data.storing.stages import pace, paces, reading_pace
+from helpers import faulty_tasks
+from helpers.storages import ROWS, damage, pictures, written
+from helpers.tar_files import pack, png
 
 BUDGET, NAP = 0.8, 0.005
 

@@ -1,11 +1,11 @@
 """Bottlenecks that were planted are found, named, and their ceilings agree with what removing them gives."""
 
-import planted_tasks
 import pytest
 
 from hasten.diagnosis.diagnose import diagnose
 from hasten.engine.tasks import TaskRef
 from hasten.measure.workers import Worker
+from helpers import planted_tasks
 
 BUDGET = 6.0
 

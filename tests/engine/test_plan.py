@@ -2,12 +2,12 @@
 
 from itertools import permutations
 
-import engine_tasks
 import pytest
 import torch
 
 from hasten import Card, Exactness, Method, Order, Refusal, Task
 from hasten.engine.plan import build, in_order, refuse_conflicts
+from helpers import engine_tasks
 
 
 def method(name: str, hooks: dict | None = None, **card) -> Method:

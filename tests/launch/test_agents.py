@@ -1,7 +1,6 @@
 """The launchers of a job, as processes on this machine that stand for machines: who is one too many, who goes, who hears of what."""
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -11,24 +10,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from chaos import train_words
-from ranks import free_port
-from test_processes import Job, jobs_left, wait_until_it_trains
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
 from hasten.contract.errors import Failure
 from hasten.launch.elastic import codes_of, how_lost
 from hasten.launch.endings import FOLDER, PARENT
 from hasten.launch.meeting import is_host
+from helpers.chaos import train_words
+from helpers.process import Job, jobs_left, wait_until_it_trains
+from helpers.ranks import free_port
 
-HERE = Path(__file__).parent
 HASTEN = [sys.executable, "-m", "hasten"]
-
-
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    shutil.copy(HERE / "rank_tasks.py", tmp_path)
-    return tmp_path
 
 
 def begun(folder: Path, port: int, *words: str, nodes: str = "1") -> subprocess.Popen:

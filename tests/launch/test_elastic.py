@@ -1,7 +1,6 @@
 """Ranks and machines that are lost: the job goes on by itself, and trains what it would have trained."""
 
 import random
-import shutil
 import socket
 import subprocess
 import sys
@@ -12,10 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from chaos import chaos, compared, train_words
-from machines import begun_on, cut_the_cable, lose, mend_the_cable, missing, two_machines
-from ranks import free_port
-from test_processes import Job, wait_until_it_trains
 from torch.distributed import HashStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
@@ -23,16 +18,13 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError
 from hasten.contract.errors import Refusal
 from hasten.launch import elastic, processes
 from hasten.launch.endings import Ending, leave_of
+from helpers.chaos import chaos, compared, train_words
+from helpers.netns_cluster import begun_on, cut_the_cable, lose, mend_the_cable, missing, two_machines
+from helpers.process import Job, wait_until_it_trains
+from helpers.ranks import free_port
 
-HERE = Path(__file__).parent
 WHY_NOT = missing()
 machines = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
-
-
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    shutil.copy(HERE / "rank_tasks.py", tmp_path)
-    return tmp_path
 
 
 def disturbed(tmp_path, kills: int, task: str, passes: int, on_machines: bool = False, seed: int = 0):

@@ -3,10 +3,10 @@
 from itertools import pairwise
 
 import pytest
-import sample_results as samples
 
 from hasten.reporting import figures
 from hasten.reporting.result import shaped
+from helpers import sample_results as samples
 
 
 def points(*metrics):

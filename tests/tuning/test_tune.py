@@ -4,13 +4,13 @@ import json
 import time
 
 import pytest
-from forked import forked
 
 import hasten
 from hasten import Failure, Refusal
 from hasten.contract.errors import Notice
 from hasten.measure import workers
 from hasten.tuning import study, tune
+from helpers.process import forked
 
 TASK = """
 import torch
