@@ -89,15 +89,15 @@ def train_command(task: str, *more: str) -> list[str]:
 
 
 def jobs_left() -> list[str]:
-    """Command lines of ranks that are still there."""
-    found = []
+    """Command lines of ranks that this test has started and that still run."""
+    found, ours = [], f"PYTEST_CURRENT_TEST={os.environ['PYTEST_CURRENT_TEST'].split(' (')[0]}".encode()  # inherited by what a test starts
     for process in Path("/proc").glob("[0-9]*"):
         try:
             line = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             about = (process / "environ").read_bytes()
         except OSError:
             continue
-        if b"HASTEN_JOB=" in about and "rank_tasks" in line:
+        if b"HASTEN_JOB=" in about and ours in about and "rank_tasks" in line:
             found.append(line)
     return found
 

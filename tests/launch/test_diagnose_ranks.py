@@ -65,6 +65,7 @@ def test_steps_that_no_few_blocks_show_are_told():
             assert isinstance(told, Failure) and says in str(told), told
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(
     ("task", "cause", "works"),
     [
@@ -87,6 +88,7 @@ def test_who_is_waited_for_and_why(task, cause, works):
     assert found["verdict"].startswith("Rank 1 makes the others wait")
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_of_three_ranks_one_is_late():
     assert diagnosed(waiting_tasks.late_data, world=3)["straggler"]["rank"] == 1
@@ -205,6 +207,7 @@ def test_one_process_has_nobody_to_wait_for():
         diagnose_ranks(rank_tasks.samples, device="cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
@@ -239,6 +242,7 @@ def test_a_person_sees_a_table_of_the_ranks(folder):
     assert done.stdout.count("Rank 1 makes") == 1 and done.stderr == ""
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 @pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 def test_a_slow_cable_makes_averaging_the_larger_part(folder):

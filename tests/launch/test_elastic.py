@@ -41,6 +41,7 @@ def test_ranks_are_killed_and_nothing_is_lost_or_seen_twice(tmp_path):
     assert told.ranks > 0 and any("was killed by SIGKILL" in line and "restart 1 of 999" in line for line in told.said), told
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize("on_machines", [False, pytest.param(True, marks=machines)])
 def test_thirty_kills(tmp_path, on_machines):
@@ -59,6 +60,7 @@ def test_a_port_that_another_program_has(monkeypatch):
             processes.start(["train", "digits"], 1, (2, 2), f"127.0.0.1:{other.getsockname()[1]}")
 
 
+@pytest.mark.slow
 def test_machines_that_were_given_other_numbers(folder):
     port = free_port()
     first = launch(port, 1, folder)

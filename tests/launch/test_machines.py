@@ -32,6 +32,7 @@ def test_what_fails_on_one_machine_ends_both(folder):
     assert sum("another rank has ended" in text for text in said) == 1, said
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_the_speed_of_the_cable_is_found(folder):
     """200 megabits a second are 25 MB/s: in an all-reduce of two ranks each sends as much as its own bytes."""

@@ -212,6 +212,7 @@ def confirmed(speedup: Ratio) -> Confirmed:
     return Confirmed(Recipe.read("ddp:static_graph=true"), gate, speedup)
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_a_search_for_a_job_finds_a_recipe_that_trains_one(tmp_path, monkeypatch, capfd):
     paced = study.Study.pace

@@ -176,6 +176,7 @@ def test_a_run_goes_on_with_what_the_server_had(tmp_path, world):
     assert answers[0]["steps"] == 46 and answers[0]["metric"] > 0.8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "method", "staleness"),
     [

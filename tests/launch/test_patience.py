@@ -32,6 +32,7 @@ def stopped(folder: Path, rank: int, *more: str) -> tuple[subprocess.Popen, str,
     return job, job.communicate(timeout=120)[1], time.monotonic() - began
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_rank_that_stands_still_is_named_and_not_the_one_that_waited(folder, rank):
     job, told, seconds = stopped(folder, rank, "--restarts", "0")

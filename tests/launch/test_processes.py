@@ -134,11 +134,13 @@ def test_the_rank_that_raises_is_told_and_all_are_gone_at_once(folder):
     assert time.monotonic() - began < 60 and not jobs_left()
 
 
+@pytest.mark.slow
 def test_a_wrong_request_is_refused_by_the_job(folder):
     done = ran(folder, "samples", "--with", "batch_sise")
     assert done.returncode == 2 and done.stderr.startswith("hasten: no method is called 'batch_sise' (did you mean batch_size"), done.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_without_the_data_is_named(folder):
     done = ran(folder, "no_data_on_the_second")
     assert done.returncode in (1, 2) and "data/train.npy" in done.stderr and "rank 1" in done.stderr, done.stderr
@@ -155,6 +157,7 @@ def test_a_rank_that_is_killed_is_named_where_no_restart_is_left(folder):
     assert time.monotonic() - killed < 20 and not jobs_left()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_job_that_is_asked_to_stop_saves_first(folder, how):
     job = subprocess.Popen(train_command("slow", "--out", "run"), cwd=folder, stderr=subprocess.PIPE, text=True)
