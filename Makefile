@@ -1,9 +1,13 @@
 # make demo    sets up, tunes the digits task, says where the report is
-# make test    sets up, checks the style, runs the tests
+# make test    sets up, checks the style, runs the tests that are not slow, in two processes
+# make test-all  the slow tests, too; all but the soaks
+# make slowest   prints the tests that take longest
 #
 # Everything is installed into .venv; a second call finds it done. PYTHON=python3.12 chooses another Python.
 
 PYTHON ?= python3
+# Test processes. Two are what the suite is measured with; more help where there are more cores.
+WORKERS ?= 2
 BIN    := .venv/bin
 # The default package index offers PyTorch with CUDA, several GB of it. A machine without an NVIDIA driver gets the small CPU build.
 CPU_INDEX := https://download.pytorch.org/whl/cpu
@@ -11,27 +15,35 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 BENCHMARKS := import_time engine_overhead recording_overhead a_against_a planted harmful_methods kill_and_resume time_to_target against_loadtune ddp_scaling zero_memory checkpoint_stall slow_network parameter_server \
   data_images_in_memory data_tables data_jpeg data_tfrecord data_tokens data_resume data_place data_wait data_soak
 
-.PHONY: demo test test-slow test-matrix chaos soak lint bench wheel clean
+.PHONY: demo test test-all test-slow test-matrix slowest chaos soak lint bench wheel clean
 
 demo: .venv/ready
 	$(BIN)/hasten tune digits --out runs/demo || [ $$? -eq 1 ]  # 1: an honest "leave it"; there is a report about that too
 	@page=$$($(BIN)/hasten report runs/demo) && echo "The report: $$page"
 
 test: .venv/ready-dev lint
-	$(BIN)/python tests/halves.py -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" --durations=10
+
+# Slow tests that measure time run after the others, alone: what they measure would be the other tests' load.
+test-all: test test-slow
 
 test-slow: .venv/ready-dev
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not soak and not timing" --durations=10
+	$(BIN)/python -m pytest -m "timing and slow and not soak" --durations=10
+
+slowest: .venv/ready-dev
+	$(BIN)/python -m pytest -m "not slow" -q -r "" --durations=50 --durations-min=1
 
 # Installs up to 5 GB for each torch that has no CPU build at the package index; MATRIX='--cpu-only' leaves those out.
 test-matrix:
 	$(PYTHON) tests/matrix.py $(MATRIX)
 
 chaos: .venv/ready-dev
-	$(BIN)/python tests/launch/chaos.py --kills 30
-	$(BIN)/python tests/launch/chaos.py --kills 30 --machines
+	PYTHONPATH=tests $(BIN)/python -m helpers.chaos --kills 30
+	PYTHONPATH=tests $(BIN)/python -m helpers.chaos --kills 30 --machines
 
 soak: .venv/ready-dev
+	$(BIN)/python -m pytest -m soak
 	$(BIN)/python benchmarks/data_soak.py
 
 lint: .venv/ready-dev

@@ -1,6 +1,6 @@
 """``kill -9`` at random moments of a run that saves after every step, so most kills fall into a checkpoint; then ``resume``.
 
-A front to ``tests/engine/test_kill.py``: the same run, killed once and taken up again, as often as is asked for. The
+A front to ``tests/helpers/killing.py``: the same run, killed once and taken up again, as often as is asked for. The
 undisturbed run is the other side: weights and log have to be the same, byte for byte.
 
 Figure: 20 of 20 bit-identical.
@@ -25,8 +25,8 @@ def main() -> int:
     options = parser(__doc__)
     options.add_argument("--kills", type=int, default=20)
     options = options.parse_args()
-    sys.path[:0] = map(str, (TESTS, TESTS / "engine"))
-    from test_kill import METHOD, TASK, killed_and_taken_up
+    sys.path.insert(0, str(TESTS))
+    from helpers.killing import METHOD, TASK, killed_and_taken_up
 
     torch.set_num_threads(1)  # as in the process that takes it up: sums in another order have other bits
     outcomes = []

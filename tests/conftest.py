@@ -1,16 +1,47 @@
-"""What every test relies on: where the real data are, and one thread, so that tests do not fight for the machine."""
+"""What every test relies on: where the real data are, one thread a process, and the markers that say what a test costs."""
 
 import os
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start, and before torch reads it
 
+import pytest
 import torch
 
-BESIDE = Path(__file__).resolve().parents[2] / "shared" / "data"
+from hasten.contract.errors import Notice
+
+TESTS = Path(__file__).resolve().parent
+BESIDE = TESTS.parents[1] / "shared" / "data"
+HELPERS_THAT_START = {"netns_cluster": "launcher", "chaos": "launcher", "ranks": "multiprocess", "process": "multiprocess"}
 
 if "HASTEN_DATA" not in os.environ and BESIDE.is_dir():
     os.environ["HASTEN_DATA"] = str(BESIDE)
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+)  # helpers, for commands run by tests
 
 torch.set_num_threads(1)
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # a loader found in a circle cannot tell its workers to end, and waits 5 s for each
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What hasten tells its users while it runs is output, and no fault of a test that causes it."""
+    config.addinivalue_line("filterwarnings", f"default::{Notice.__module__}.{Notice.__qualname__}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Gives each test exactly one of the markers unit, multiprocess and launcher, unless it names one itself."""
+    for item in items:
+        if not any(item.get_closest_marker(name) for name in ("unit", "multiprocess", "launcher")):
+            item.add_marker(_kind(item))
+
+
+def _kind(item: pytest.Item) -> str:
+    """By the folder, the fixtures, and what the test's module imports from helpers."""
+    if "folder" in item.fixturenames:  # tests/launch/conftest.py: where commands run
+        return "launcher"
+    modules = {getattr(value, "__module__", "") for value in vars(item.module).values()}
+    kinds = {kind for name, kind in HELPERS_THAT_START.items() if f"helpers.{name}" in modules}
+    if "launcher" in kinds:
+        return "launcher"
+    return "multiprocess" if kinds or item.path.parent.name in ("launch", "measure") else "unit"

@@ -35,11 +35,13 @@ def run_quickly(name: str, folder: Path) -> dict:
     return json.loads(file.read_text())
 
 
+@pytest.mark.slow
 def test_keeping_the_place(tmp_path):
     told = run_quickly("data_place", tmp_path)
     assert len(told["micro"]["hasten, place kept"]) == 5 and told["extra"]["hasten, place kept"]["median"] < 100
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_the_wait_for_data(tmp_path, monkeypatch):
     """The textbook's loader waits for most of a step of digits, whole batches for little of it; and the shares are shares."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from forked import program
 
 from hasten import Recipe
 from hasten.cli.main import main
@@ -18,6 +17,7 @@ from hasten.measure.compare import FEWEST_PAIRS
 from hasten.reporting.result_schema import MAX_TEXT, SCHEMAS
 from hasten.tuning import study, tune
 from hasten.tuning.tune import BASELINE_SEEDS, RUNS_IN_A_BUDGET, SMALLEST_BUDGET
+from helpers.process import program
 
 PRINTED = "a task file that prints"
 BLOBS = f"""

@@ -14,7 +14,6 @@ from functools import partial
 
 import psutil
 import pytest
-from forked import PATIENCE, begun, ended, program
 
 from hasten.cli import methods, progress
 from hasten.cli.answer import strict_json
@@ -22,6 +21,7 @@ from hasten.cli.main import main, read
 from hasten.cli.values import seconds
 from hasten.contract.watch import silent
 from hasten.engine.find import method_names
+from helpers.process import PATIENCE, begun, ended, program
 
 NOISY = """
 import os, subprocess
@@ -162,9 +162,12 @@ def test_a_record_of_several_methods_is_shown_with_each(here, monkeypatch):
 
 
 def test_a_reader_that_has_seen_enough_is_no_mistake(here):
-    command = f"{sys.executable} -m hasten methods | head -n 1; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], cwd=here, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stderr == ""
+    reader, theirs = os.pipe()
+    with open(here / "err", "w+") as err:
+        process = begun("methods", cwd=here, out=theirs, err=err.fileno(), prepare=lambda: os.close(reader))
+        os.close(reader)
+        os.close(theirs)
+        assert (ended(process), err.seek(0) or err.read()) == (0, "")
 
 
 @pytest.mark.slow
@@ -182,10 +185,18 @@ def test_a_reader_of_the_progress_that_left_stops_no_work(here):
     os.close(theirs)
 
 
-@pytest.mark.parametrize("odd", [{"PYTHONIOENCODING": "ascii:strict"}, {"COLUMNS": "0"}], ids=str)
+def in_ascii() -> None:
+    sys.stdout.reconfigure(encoding="ascii", errors="strict")
+
+
+def without_columns() -> None:
+    os.environ["COLUMNS"] = "0"
+
+
+@pytest.mark.parametrize("odd", [in_ascii, without_columns])
 def test_an_odd_terminal_gets_its_answer_too(here, odd):
-    done = subprocess.run([sys.executable, "-m", "hasten", "methods"], cwd=here, env=os.environ | odd, capture_output=True)
-    assert done.returncode == 0 and done.stderr == b"" and b"batched_fetch" in done.stdout
+    done = program("methods", cwd=here, prepare=odd)
+    assert done.returncode == 0 and done.stderr == "" and "batched_fetch" in done.stdout
 
 
 def test_a_folder_that_is_gone_is_told(here):
@@ -311,11 +322,10 @@ def test_a_task_that_ends_the_program_is_no_success(verb, here, monkeypatch, cap
 
 
 def test_an_output_that_takes_nothing_is_one_line(here):
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "hasten", "methods"], cwd=here, stdout=full, stderr=subprocess.PIPE, text=True, check=False
-        )
-    assert done.returncode == 1 and "cannot be written to standard output" in done.stderr and "internal" not in done.stderr
+    with open("/dev/full", "w") as full, open(here / "err", "w+") as err:
+        code = ended(begun("methods", cwd=here, out=full.fileno(), err=err.fileno()))
+        said = err.seek(0) or err.read()
+    assert code == 1 and "cannot be written to standard output" in said and "internal" not in said
 
 
 def test_a_closed_output_is_none(here):

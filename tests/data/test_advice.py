@@ -5,14 +5,14 @@ import time
 
 import numpy
 import pytest
-from forked import FORK, forked
-from storages import pictures, table, written
 
 from hasten.contract.watch import silent
 from hasten.data.storing.advice import better_storages, slower_of, workplace
 from hasten.data.storing.kinds import kind_of
 from hasten.data.storing.readings import Reading
 from hasten.data.storing.stages import pace
+from helpers.process import FORK, forked
+from helpers.storages import pictures, table, written
 
 
 @pytest.fixture(autouse=True)

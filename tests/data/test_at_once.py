@@ -11,7 +11,7 @@ from hasten.data.places import remote
 
 pytest.importorskip("fsspec", reason="fsspec is not installed: no remote files")
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: fsspec cannot ask web servers")
-from web import Answer, serving
+from helpers.web import Answer, serving
 
 ROWS, BYTES = 200, 100_000
 PATIENCE = 20.0  # seconds, on a busy machine; most of it is never used

@@ -12,7 +12,6 @@ import numpy
 import psutil
 import pytest
 import torch
-from pipelines import BATCH, ROWS, augmented, equal
 
 from hasten import Refusal
 from hasten.contract import climbing, looking
@@ -24,6 +23,7 @@ from hasten.data.caching.cache import Cache
 from hasten.data.caching.cache_disk import _Written, free_disk
 from hasten.data.running import autotuned
 from hasten.data.running.autotuned import Autotuned, repeatable, worth_keeping
+from helpers.pipelines import BATCH, ROWS, augmented, equal
 
 PATIENCE = 60.0  # seconds, on a busy machine; most of it is never used
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from caches import KINDS, NUMBERS, counting, files
-from pipelines import BATCH, ROWS, Bad, Runs, doubled, equal, scaled, shifted
 
 from hasten import Failure, Refusal
 from hasten.contract.errors import Notice
 from hasten.data import Pipeline, arrays
+from helpers.caches import KINDS, NUMBERS, counting, files
+from helpers.pipelines import BATCH, ROWS, Bad, Runs, doubled, equal, scaled, shifted
 
 
 @pytest.fixture(autouse=True)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from caches import NUMBERS, counting, files
-from forked import FORK, ended, forked
-from pipelines import BATCH, ROWS
 
 from hasten import Failure
 from hasten.data import Pipeline, Source, arrays
 from hasten.data.caching.cache_disk import _locked, _Written, held, swept
+from helpers.caches import NUMBERS, counting, files
+from helpers.pipelines import BATCH, ROWS
+from helpers.process import FORK, ended, forked
 
 
 @pytest.fixture(autouse=True)

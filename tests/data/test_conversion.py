@@ -7,7 +7,6 @@ import numpy
 import pytest
 import torch
 from rich.console import Console
-from storages import ROWS, everything, numbers, pictures, table, written
 
 from hasten import Refusal
 from hasten.cli.main import main
@@ -15,6 +14,7 @@ from hasten.data import arrays, convert, feather, images, parquet, shards, tfrec
 from hasten.data.source import leaves_of
 from hasten.data.storing.advice import gain_of
 from hasten.reporting.terminal_data import convert_answer
+from helpers.storages import ROWS, everything, numbers, pictures, table, written
 
 
 @pytest.fixture(autouse=True)

@@ -5,11 +5,11 @@ import tarfile
 
 import numpy
 import pytest
-from storages import ROWS, damage, everything, numbers, pictures, written
 
 from hasten import Failure, Refusal
 from hasten.cli.main import main
 from hasten.data import arrays, convert, feather, inspect, parquet, shards
+from helpers.storages import ROWS, damage, everything, numbers, pictures, written
 
 
 @pytest.fixture(autouse=True)

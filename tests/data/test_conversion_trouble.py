@@ -12,12 +12,12 @@ from itertools import count
 
 import numpy
 import pytest
-from forked import FORK, ended, forked
-from storages import ROWS, everything, numbers, table, written
 
 from hasten import Failure, Refusal
 from hasten.cli.main import main
 from hasten.data import convert, feather, inspect, parquet
+from helpers.process import FORK, ended, forked
+from helpers.storages import ROWS, everything, numbers, table, written
 
 
 @pytest.fixture(autouse=True)

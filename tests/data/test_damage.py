@@ -8,13 +8,13 @@ import sys
 
 import numpy
 import pytest
-from forked import said_by
 
 from hasten.contract.errors import Failure, Refusal
 from hasten.data import feather, parquet, tfrecord
 from hasten.data.formats.records import frame_records
 from hasten.data.formats.tf_example import encode_example
 from hasten.data.source import BadRow
+from helpers.process import said_by
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")
 import pyarrow.feather as arrow_feather  # noqa: E402

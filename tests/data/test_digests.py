@@ -6,9 +6,9 @@ import numpy
 import pyarrow as pa
 import pytest
 import torch
-from storages import table
 
 from hasten.data.storing.digests import Digest
+from helpers.storages import table
 
 ROWS = 200
 

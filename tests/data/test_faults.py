@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from pipelines import Bad
 
 from hasten import Failure
 from hasten.data import Pipeline, Source
 from hasten.data.caching.cache import Mapped, MemoryCache
 from hasten.data.source import BadRow
 from hasten.diagnosis.input_benchmark import TimedSource
+from helpers.pipelines import Bad
 
 
 class Known(Bad):

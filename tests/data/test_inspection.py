@@ -10,13 +10,13 @@ import pyarrow.csv
 import pytest
 import torch
 from rich.console import Console
-from storages import ROWS, damage, numbers, pictures, table, written
 
 from hasten import Refusal
 from hasten.cli.main import main
 from hasten.data import convert, csv, inspect
 from hasten.data.storing import sampling
 from hasten.reporting.terminal_data import inspect_answer
+from helpers.storages import ROWS, damage, numbers, pictures, table, written
 
 BUDGET = 1.0
 

@@ -5,14 +5,14 @@ import random
 import numpy
 import pytest
 import torch
-from alike import same
-from tar_files import npy, pack, png
 
 from hasten import Refusal
 from hasten.data import Pipeline, Source, images, parquet, shards, tfrecord
 from hasten.data.formats.records import frame_records
 from hasten.data.formats.tf_example import encode_example
 from hasten.data.source import BadRow
+from helpers.assertions import same
+from helpers.tar_files import npy, pack, png
 
 ROWS, BATCH = 24, 5  # the last batch is shorter
 

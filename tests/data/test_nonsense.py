@@ -8,12 +8,12 @@ import zipfile
 import numpy
 import pytest
 import torch
-from tar_files import pack, png, sample
 
 from hasten.contract.errors import Refusal
 from hasten.data import arrays, csv, feather, images, parquet, shards, tfrecord, tokens
 from hasten.data.formats.records import frame_records
 from hasten.data.formats.tf_example import encode_example
+from helpers.tar_files import pack, png, sample
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")
 import pyarrow.feather as arrow_feather  # noqa: E402

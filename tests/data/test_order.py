@@ -4,11 +4,11 @@ import time
 
 import numpy
 import pytest
-from pipelines import Runs
 
 from hasten import Refusal
 from hasten.data import Pipeline
 from hasten.data.order import Order
+from helpers.pipelines import Runs
 
 EDGES = numpy.array([0, 7, 8, 30, 30, 41, 64, 99])
 

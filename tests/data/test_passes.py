@@ -13,9 +13,6 @@ from pathlib import Path
 
 import numpy
 import pytest
-from alike import same
-from forked import FORK, ended, forked
-from tar_files import npy, pack
 
 from hasten.cli.main import main
 from hasten.contract.errors import Notice
@@ -26,6 +23,9 @@ from hasten.data.formats.records import frame_records
 from hasten.data.formats.tf_example import encode_example
 from hasten.data.places import files, passes, ranges, remote
 from hasten.data.places.files import stamp
+from helpers.assertions import same
+from helpers.process import FORK, ended, forked
+from helpers.tar_files import npy, pack
 
 SIZES = (80_000, 150_000, 110_000, 90_000)  # bytes of the samples, three times; together they are worth a walk
 MAKERS = {"tfrecord": tfrecord, "tar": shards}
@@ -94,7 +94,7 @@ def settled(monkeypatch):
 def web(tmp_path, monkeypatch):
     pytest.importorskip("fsspec", reason="fsspec is not installed: no remote files")
     pytest.importorskip("aiohttp", reason="aiohttp is not installed: fsspec cannot ask web servers")
-    from web import serving
+    from helpers.web import serving
 
     monkeypatch.setattr(remote, "WAITS", (0.01, 0.02, 0.04))
     with serving({f"/a.{kind}": written(tmp_path / f"far.{kind}").read_bytes() for kind in MAKERS}) as web:
@@ -251,7 +251,7 @@ def test_a_cache_folder_that_cannot_be_written_to_is_no_error(tmp_path, settled,
 
 
 def test_a_long_pass_tells_its_pace_and_what_is_left(web, monkeypatch):
-    from web import Answer
+    from helpers.web import Answer
 
     message = frame_records([encode_example({"x": 1.5})])
     web.content |= {f"/many/{number}.tfrecord": message for number in range(5)}

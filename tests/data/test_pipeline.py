@@ -7,10 +7,10 @@ import threading
 import numpy
 import pytest
 import torch
-from pipelines import BATCH, ROWS, Bad, augmented, equal
 
 from hasten import Failure, Refusal
 from hasten.data import Pipeline, arrays
+from helpers.pipelines import BATCH, ROWS, Bad, augmented, equal
 
 WAYS = [{"batches": 0}, {"batches": 3}]
 WAYS += [{way: count} for way in ("threads", "processes") for count in (1, 2, 8)]

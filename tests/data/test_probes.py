@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from pipelines import BATCH, ROWS, Bad, equal
-from tar_files import png
 
 from hasten import Failure, Refusal
 from hasten.data import Pipeline, images
+from helpers.pipelines import BATCH, ROWS, Bad, equal
+from helpers.tar_files import png
 
 KINDS = ["memory", "disk"]
 

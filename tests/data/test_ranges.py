@@ -6,13 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy
 import pytest
-from forked import said_by
-from tar_files import pack
 
 from hasten.contract.errors import Failure
 from hasten.data import tfrecord
 from hasten.data.formats.records import frame_records
 from hasten.data.formats.tf_example import encode_example
+from helpers.process import said_by
+from helpers.tar_files import pack
 
 CUT_OFF_AFTER_THE_CHECK = """
 import os, sys, numpy

@@ -5,11 +5,11 @@ import itertools
 import numpy
 import pytest
 import torch
-from alike import same
 
 from hasten.data import feather, parquet, tfrecord
 from hasten.data.formats.records import frame_records
 from hasten.data.formats.tf_example import encode_example
+from helpers.assertions import same
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")
 import pyarrow.feather as arrow_feather  # noqa: E402

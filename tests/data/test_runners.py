@@ -10,13 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from forked import FORK, forked
-from pipelines import BATCH, ROWS, Bad, Killing, hanging
 
 from hasten import Failure
 from hasten.contract.errors import Notice
 from hasten.data import Pipeline, arrays
 from hasten.engine.failures import explained
+from helpers.pipelines import BATCH, ROWS, Bad, Killing, hanging
+from helpers.process import FORK, forked
 
 BOTH = [{"threads": 2}, {"processes": 2}]
 PATIENCE = 60.0  # seconds, on a busy machine; most of it is never used

@@ -2,13 +2,13 @@
 
 import json
 
-import faulty_tasks
 import pytest
-from forked import ended, forked
 
 import hasten
 from hasten import Failure, Refusal
 from hasten.cli.main import main
+from helpers import faulty_tasks
+from helpers.process import ended, forked
 
 LISTED = [
     *[{"data": "train", "row": row, "where": f"patchy.txt line {row + 1}", "why": "no number"} for row in faulty_tasks.BAD],

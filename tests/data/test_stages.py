@@ -3,7 +3,6 @@
 import time
 
 import pytest
-from storages import ROWS, damage, written
 
 from hasten.data.faults import Faults
 from hasten.data.source import BadRow
@@ -11,6 +10,7 @@ from hasten.data.storing import stages
 from hasten.data.storing.kinds import kind_of
 from hasten.data.storing.readings import Reading
 from hasten.data.storing.stages import pace, paces, reading_pace
+from helpers.storages import ROWS, damage, written
 
 
 def test_paces(tmp_path):

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from caches import KINDS, NUMBERS, counting, files
-from pipelines import BATCH, ROWS, Bad, equal
 
 from hasten import Failure
 from hasten.data import Pipeline, arrays, augmented, tokens
 from hasten.data.caching.cache import made_of
 from hasten.data.formats.in_memory import Arrays
+from helpers.caches import KINDS, NUMBERS, counting, files
+from helpers.pipelines import BATCH, ROWS, Bad, equal
 
 
 @pytest.fixture(autouse=True)

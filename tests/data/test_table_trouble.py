@@ -12,7 +12,8 @@ from hasten.data.formats.table_files import asks_too_much
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")
 import pyarrow.parquet as arrow_parquet  # noqa: E402
-from arrow_tables import ANY_ORDER, BY_RUN, READERS, ROWS, RUN, WHOLE, nested, numbers, write  # noqa: E402
+
+from helpers.arrow_tables import ANY_ORDER, BY_RUN, READERS, ROWS, RUN, WHOLE, nested, numbers, write  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*rows were decoded to give")  # some tests leave no room on purpose
 

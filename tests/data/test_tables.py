@@ -17,7 +17,8 @@ from hasten.data import feather, parquet
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")
 import pyarrow.feather as arrow_feather  # noqa: E402
 import pyarrow.parquet as arrow_parquet  # noqa: E402
-from arrow_tables import ANY_ORDER, BY_RUN, READERS, ROWS, RUN, WHOLE, nested, numbers, write  # noqa: E402
+
+from helpers.arrow_tables import ANY_ORDER, BY_RUN, READERS, ROWS, RUN, WHOLE, nested, numbers, write  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*rows were decoded to give")  # some tests leave no room on purpose
 

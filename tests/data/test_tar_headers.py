@@ -6,11 +6,11 @@ from contextlib import contextmanager, suppress
 
 import numpy
 import pytest
-from tar_files import FORMS, pack, png, sample
 
 from hasten.contract.errors import Refusal
 from hasten.data import shards
 from hasten.data.source import BadRow
+from helpers.tar_files import FORMS, pack, png, sample
 
 
 @contextmanager

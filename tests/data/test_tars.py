@@ -9,12 +9,12 @@ import numpy
 import pytest
 import torch
 from PIL import Image
-from tar_files import FORMS, npy, pack, png, sample
 
 from hasten.contract.errors import Failure, Refusal
 from hasten.data import shards
 from hasten.data.formats.tar_headers import members
 from hasten.data.source import BadRow
+from helpers.tar_files import FORMS, npy, pack, png, sample
 
 
 def test_samples_of_several_shards_in_any_order(tmp_path):

@@ -2,16 +2,16 @@
 
 import time
 
-import pipeline_tasks
 import pytest
 import torch
-from forked import ended, forked, wait_until_it_trains
 
 import hasten
 from hasten import Refusal
 from hasten.data import arrays
 from hasten.engine import sources
 from hasten.engine.plan import build
+from helpers import pipeline_tasks
+from helpers.process import ended, forked, wait_until_it_trains
 
 
 def weights(folder):

@@ -6,13 +6,13 @@ from itertools import count
 import numpy
 import pytest
 import torch
-from pipelines import equal
 
 from hasten import Refusal
 from hasten.data import arrays, augmented, crop, flip, normalise
 from hasten.data.chance import Chance
 from hasten.data.formats import stored_pictures
 from hasten.data.unpacking import unpack_planes
+from helpers.pipelines import equal
 
 SHAPES = [(3, 32, 32), (1, 28, 28), (28, 28), (3, 7, 5), (2, 1, 9)]
 KEY = 4, 2, 0  # seed, epoch, stage

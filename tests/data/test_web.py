@@ -11,9 +11,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from alike import same
 from rich.console import Console
-from tar_files import pack, png, sample
 
 from hasten.cli.main import main
 from hasten.contract.errors import Failure, Notice, Refusal
@@ -23,6 +21,8 @@ from hasten.data.formats.tf_example import encode_example
 from hasten.data.places import ranges, remote
 from hasten.data.places.files import found, opened, stamp, unchanged
 from hasten.reporting.terminal_data import inspect_answer
+from helpers.assertions import same
+from helpers.tar_files import pack, png, sample
 
 fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed: no remote files")
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: fsspec cannot ask web servers")
@@ -30,7 +30,8 @@ pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables"
 import pyarrow.csv as arrow_csv  # noqa: E402
 import pyarrow.feather as arrow_feather  # noqa: E402
 import pyarrow.parquet as arrow_parquet  # noqa: E402
-from web import Answer, serving  # noqa: E402
+
+from helpers.web import Answer, serving  # noqa: E402
 
 ROWS = 60
 MAKERS = {

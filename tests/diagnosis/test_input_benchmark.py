@@ -7,6 +7,7 @@ import time
 import numpy
 import pytest
 import torch
+from hasten.data.formats.example_messages import encoded
 from PIL import Image
 from rich.console import Console
 from torch import nn
@@ -14,7 +15,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from hasten import Recipe, Task
 from hasten.data import Pipeline, Source, arrays, images, shards, tfrecord
-from hasten.data.formats.example_messages import encoded
 from hasten.data.formats.records import framed
 from hasten.data.source import BadRow
 from hasten.diagnosis.diagnose import diagnose

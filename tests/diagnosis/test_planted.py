@@ -1,11 +1,11 @@
 """Bottlenecks that were planted are found, named, and their ceilings agree with what removing them gives."""
 
-import planted_tasks
 import pytest
 
 from hasten.diagnosis.diagnose import diagnose
 from hasten.engine.tasks import TaskRef
 from hasten.measure.workers import Worker
+from helpers import planted_tasks
 
 BUDGET = 6.0
 
@@ -22,6 +22,7 @@ def seconds_a_sample(task, blocks: int = 3) -> float:
     return paces[blocks // 2] + (plan["evaluation"] / plan["evaluate_every"] if plan["evaluation"] else 0.0)
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_a_slow_dataset():
     result = diagnose(planted_tasks.slow_dataset(), budget=BUDGET)
@@ -33,6 +34,7 @@ def test_a_slow_dataset():
     assert result["phases"]["input"] == pytest.approx(1 - 1 / gain, abs=0.1)
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_an_item_in_every_step():
     result = diagnose(planted_tasks.item_every_step(), budget=2.0)  # what is counted needs no long look
@@ -40,6 +42,7 @@ def test_an_item_in_every_step():
     assert "reads values back" in result["verdict"]
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_a_tiny_batch():
     result = diagnose(planted_tasks.tiny_batch(), budget=BUDGET)
@@ -49,6 +52,7 @@ def test_a_tiny_batch():
     assert result["causes"]["host_reads_per_step"] == 0
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_a_for_loop_optimizer():
     result = diagnose(planted_tasks.for_loop_optimizer(), budget=BUDGET)
@@ -57,6 +61,7 @@ def test_a_for_loop_optimizer():
     assert advised(result)["fused_optimizer"] == pytest.approx(result["headroom"]["optimizer_step"])
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_an_expensive_evaluation():
     result = diagnose(planted_tasks.expensive_evaluation(), budget=BUDGET)
@@ -65,6 +70,7 @@ def test_an_expensive_evaluation():
     assert result["headroom"]["evaluation"] == pytest.approx(gain, rel=0.15)
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_a_wasteful_allocator():
     result = diagnose(planted_tasks.wasteful_allocator(), budget=60)

@@ -101,6 +101,7 @@ def test_phases_are_taken_away_and_given_back():
     assert not torch.equal(weights(), before)
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_a_probe_logs_as_a_run_does_unless_that_is_taken_away():
     task = TaskRef.of(perceptron())

@@ -8,7 +8,6 @@ import resource
 import shutil
 import zipfile
 
-import engine_tasks
 import pytest
 import torch
 
@@ -19,6 +18,7 @@ from hasten.engine.checkpoint import loaded, resting
 from hasten.engine.folder import RunFolder
 from hasten.engine.plan import build
 from hasten.engine.seeds import random_state, restore_random_state
+from helpers import engine_tasks
 
 
 @pytest.fixture

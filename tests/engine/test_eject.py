@@ -269,6 +269,7 @@ def test_same_weights_as_train(name, methods, file, tmp_path, monkeypatch, capsy
         assert told[-1].endswith(f" {result['metric']:.4g}")
 
 
+@pytest.mark.slow
 def test_runs_where_hasten_is_not_installed(file, tmp_path):
     (tmp_path / "script.py").write_text(hasten.eject(f"{file}:plain", "ema"))
     without = "import sys, runpy; sys.modules['hasten'] = None; sys.argv = ['script.py']; runpy.run_path('script.py', run_name='__main__')"

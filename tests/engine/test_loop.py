@@ -4,7 +4,6 @@ import dataclasses
 from itertools import islice
 from typing import NamedTuple
 
-import engine_tasks
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, default_collate
@@ -13,6 +12,7 @@ from hasten import Task
 from hasten.engine.loop import evaluate, steps
 from hasten.engine.plan import build
 from hasten.engine.seeds import random_state, set_seeds
+from helpers import engine_tasks
 
 x = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
 y = torch.arange(24) % 3

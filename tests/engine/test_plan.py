@@ -2,13 +2,13 @@
 
 from itertools import permutations
 
-import engine_tasks
 import pytest
 import torch
 
 from hasten import Card, Exactness, Method, Refusal, Task, WrapOrder
 from hasten.engine.composition import check_conflicts, sort_methods
 from hasten.engine.plan import build
+from helpers import engine_tasks
 
 
 def method(name: str, hooks: dict | None = None, **card) -> Method:

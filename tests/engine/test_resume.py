@@ -5,13 +5,13 @@ import shutil
 import warnings
 from pathlib import Path
 
-import engine_tasks
 import pytest
 from torch.utils.data import Subset
 
 import hasten
 from hasten import Refusal
 from hasten.contract.errors import Notice
+from helpers import engine_tasks
 
 METHODS = f"{engine_tasks.__file__}:Averaging + {engine_tasks.__file__}:Mixing"
 ENDS = ("model.safetensors", "log.jsonl")

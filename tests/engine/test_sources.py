@@ -5,11 +5,9 @@ import os
 import signal
 import time
 
-import engine_tasks
 import psutil
 import pytest
 import torch
-from forked import forked
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from hasten import Failure
@@ -17,6 +15,8 @@ from hasten.contract.batch import tensors
 from hasten.engine import sources
 from hasten.engine.loaders import from_samples
 from hasten.engine.seeds import random_state, set_seeds
+from helpers import engine_tasks
+from helpers.process import forked
 
 x, y = torch.arange(22.0).reshape(11, 2), torch.arange(11)
 

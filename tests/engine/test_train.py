@@ -7,7 +7,6 @@ import signal
 import time
 import weakref
 
-import engine_tasks
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,6 +16,7 @@ import hasten
 from hasten import Failure, Refusal, Task
 from hasten.engine import stopping
 from hasten.engine.outcome import reached_at
+from helpers import engine_tasks
 
 x, y = torch.randn(24, 6, generator=torch.Generator().manual_seed(1)), torch.arange(24) % 3
 

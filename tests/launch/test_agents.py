@@ -1,7 +1,6 @@
 """The launchers of a job, as processes on this machine that stand for machines: who is one too many, who goes, who hears of what."""
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -11,24 +10,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from chaos import train_words
-from ranks import free_port
-from test_processes import Job, jobs_left, wait_until_it_trains
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
 from hasten.contract.errors import Failure
 from hasten.launch.elastic import codes_of, how_lost
 from hasten.launch.endings import ERROR_FILE, PARENT, Ending
 from hasten.launch.meeting import is_host
+from helpers.chaos import train_words
+from helpers.process import Job, jobs_left, wait_until_it_trains
+from helpers.ranks import free_port
 
-HERE = Path(__file__).parent
 HASTEN = [sys.executable, "-m", "hasten"]
-
-
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    shutil.copy(HERE / "rank_tasks.py", tmp_path)
-    return tmp_path
 
 
 def begun(folder: Path, port: int, *words: str, nodes: str = "1") -> subprocess.Popen:
@@ -42,6 +34,7 @@ def wait_until_somebody_answers(port: int) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_machine_too_many_harms_nobody(folder):
     """One waits until the job is over, another is taken away before: whoever trains goes on."""
     port, words = free_port(), train_words("counting_for_long", folder / "run")
@@ -57,6 +50,7 @@ def test_a_machine_too_many_harms_nobody(folder):
     assert waits.returncode == 0 and "the job is over; it had all the machines that it takes" in told, told
 
 
+@pytest.mark.slow
 def test_who_is_in_a_long_step_hears_that_the_job_is_over(folder):
     port, words = free_port(), ["train", "rank_tasks.py:raises_on_the_first_while_the_other_is_busy", "--out", "run"]
     jobs = [begun(folder, port, *words, nodes="2") for _ in range(2)]
@@ -66,6 +60,7 @@ def test_who_is_in_a_long_step_hears_that_the_job_is_over(folder):
     assert not any("to go on together" in each or "restart" in each for each in told), told
 
 
+@pytest.mark.slow
 def test_nohup_stays_what_it_is(folder):
     job = subprocess.Popen(["nohup", *HASTEN, *train_words("counting_for_long", folder / "run"), "--processes", "2"], cwd=folder)
     wait_until_it_trains(Job(job), folder / "run")

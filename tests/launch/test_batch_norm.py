@@ -3,11 +3,8 @@
 import copy
 
 import pytest
-import rank_tasks
 import torch
 import torch.distributed as dist
-from ranks import together
-from test_ddp import CLOSE, farthest, losses, training_of
 from torch import nn
 
 from hasten.contract.batch import map_tensors
@@ -15,6 +12,9 @@ from hasten.contract.batch_norm import Parts, over_all
 from hasten.contract.errors import Refusal
 from hasten.contract.run_context import TrainProgress
 from hasten.engine.train import train
+from helpers import rank_tasks
+from helpers.assertions import CLOSE, farthest, losses
+from helpers.ranks import run_ranks, training_of
 
 LAYERS = {
     1: lambda **more: nn.BatchNorm1d(3, dtype=torch.float64, **more),
@@ -37,7 +37,7 @@ def few_in_the_last_batch():
 def test_a_job_trains_what_one_process_trains(tmp_path, make, world, recipe):
     """With the running statistics, which are among the exported tensors, however unequal the parts are."""
     train(make(), device="cpu", out=tmp_path / "alone")
-    answers = together(world, training_of, make, f"{recipe} + sync_batch_norm", tmp_path / "shared")
+    answers = run_ranks(world, training_of, make, f"{recipe} + sync_batch_norm", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
     assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=CLOSE)
@@ -52,13 +52,13 @@ class Activated(nn.BatchNorm1d):
 
 def test_a_normalisation_that_it_does_not_know_is_named():
     task = rank_tasks.task(model=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), Activated(8), nn.Linear(8, 2)).double())
-    told = together(2, training_of, lambda: task, "sync_batch_norm", None)
+    told = run_ranks(2, training_of, lambda: task, "sync_batch_norm", None)
     assert all(isinstance(answer, Refusal) and "the model has Activated; leave it out" in str(answer) for answer in told), told
 
 
 def test_without_it_another_formula_is_trained(tmp_path):
     train(with_norm(), device="cpu", out=tmp_path / "alone")
-    together(2, training_of, with_norm, None, tmp_path / "shared")
+    run_ranks(2, training_of, with_norm, None, tmp_path / "shared")
     assert farthest(tmp_path / "shared", tmp_path / "alone") > 1e-3
 
 
@@ -74,7 +74,7 @@ def test_a_layer_over_parts(world, dimensions, settings):
     for _ in range(2):
         outputs = layer(inputs)
     (outputs * weights).sum().backward()
-    parts = [arrays_as_tensors(part) for part in together(world, over_parts, dimensions, settings)]
+    parts = [arrays_as_tensors(part) for part in run_ranks(world, over_parts, dimensions, settings)]
     assert torch.allclose(torch.cat([part["outputs"] for part in parts]), outputs, rtol=0, atol=1e-12)
     assert torch.allclose(torch.cat([part["of inputs"] for part in parts]), inputs.grad, rtol=0, atol=1e-12)
     for name, weight in layer.named_parameters():

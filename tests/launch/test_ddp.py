@@ -1,32 +1,16 @@
 """Several ranks train what one process trains: the same samples in the same order, the same weights but for rounding in float64."""
 
-import json
-
-import drawing_tasks
 import pytest
-import rank_tasks
 import torch
 import torch.distributed as dist
-from ranks import together, training
-from safetensors.torch import load_file
 
 from hasten.contract.errors import Aftermath, Failure, Refusal
 from hasten.engine.plan import build
 from hasten.engine.ranks import joined
 from hasten.engine.train import train
-
-CLOSE = 1e-9  # relative, in float64
-
-
-def farthest(a, b) -> float:
-    """The greatest difference of two runs' weights, against the greatest weight."""
-    a, b = (load_file(out / "model.safetensors") for out in (a, b))
-    assert a.keys() == b.keys()
-    return max(((a[name] - b[name]).abs().max() / b[name].abs().max()).item() for name in a)
-
-
-def losses(out) -> list[float]:
-    return [record["loss"] for line in (out / "log.jsonl").read_text().splitlines() if "loss" in (record := json.loads(line))]
+from helpers import drawing_tasks, rank_tasks
+from helpers.assertions import CLOSE, farthest, losses
+from helpers.ranks import broken_off, run_ranks, taken_up, training, training_as_rank, training_of
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -36,7 +20,7 @@ def losses(out) -> list[float]:
 def test_a_job_trains_what_one_process_trains(tmp_path, name, world):
     make = getattr(rank_tasks, name)
     alone = train(make(), device="cpu", out=tmp_path / "alone")
-    answers = together(world, training_of, make, None, tmp_path / "shared")
+    answers = run_ranks(world, training_of, make, None, tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
     assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=CLOSE)
@@ -55,7 +39,7 @@ def test_methods_go_with_it(tmp_path, recipe):
     train(rank_tasks.samples(), recipe, device="cpu", out=tmp_path / "alone") if "ddp" not in recipe else train(
         rank_tasks.samples(), device="cpu", out=tmp_path / "alone"
     )
-    answers = together(2, training_of, rank_tasks.samples, recipe, tmp_path / "shared")
+    answers = run_ranks(2, training_of, rank_tasks.samples, recipe, tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
@@ -63,10 +47,10 @@ def test_methods_go_with_it(tmp_path, recipe):
 @pytest.mark.parametrize("name", ["dropping", "dropping_loader"])
 def test_a_job_that_was_broken_off_goes_on_bit_by_bit(tmp_path, name):
     make = getattr(rank_tasks, name)
-    together(2, training_of, make, None, tmp_path / "whole")
-    broken = together(2, broken_off, make, tmp_path / "broken")
+    run_ranks(2, training_of, make, None, tmp_path / "whole")
+    broken = run_ranks(2, broken_off, make, tmp_path / "broken")
     assert all(isinstance(answer, Exception) for answer in broken)
-    answers = together(2, taken_up, make, tmp_path / "broken")
+    answers = run_ranks(2, taken_up, make, tmp_path / "broken")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "broken", tmp_path / "whole") == 0
     assert (tmp_path / "broken/log.jsonl").read_bytes() == (tmp_path / "whole/log.jsonl").read_bytes()
@@ -76,8 +60,8 @@ def test_a_job_that_was_broken_off_goes_on_bit_by_bit(tmp_path, name):
 def test_a_job_goes_on_at_another_size(tmp_path, name, world):
     make = getattr(rank_tasks, name)
     train(make(), device="cpu", out=tmp_path / "alone")
-    together(2, broken_off, make, tmp_path / "shared")
-    answers = together(world, taken_up, make, tmp_path / "shared") if world > 1 else [taken_up(0, make, tmp_path / "shared")]
+    run_ranks(2, broken_off, make, tmp_path / "shared")
+    answers = run_ranks(world, taken_up, make, tmp_path / "shared") if world > 1 else [taken_up(0, make, tmp_path / "shared")]
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
@@ -86,7 +70,7 @@ def test_a_job_goes_on_at_another_size(tmp_path, name, world):
 def test_a_batch_of_fewer_samples_than_ranks_is_read_by_all(tmp_path, name):
     make = getattr(rank_tasks, name)
     alone = train(make(), device="cpu", out=tmp_path / "alone")
-    answers = together(4, training_of, make, None, tmp_path / "shared")
+    answers = run_ranks(4, training_of, make, None, tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * 4, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
     assert {answer["samples"] for answer in answers} == {alone["samples"]}
@@ -103,47 +87,47 @@ def test_a_batch_of_fewer_samples_than_ranks_is_read_by_all(tmp_path, name):
 )
 def test_ranks_that_do_not_read_the_same_are_found(name, says):
     """Nobody waits for a batch that will not come, and no sample is read twice or never."""
-    told = together(2, training_as_rank, getattr(rank_tasks, name))
+    told = run_ranks(2, training_as_rank, getattr(rank_tasks, name))
     assert all(isinstance(answer, Failure) and str(answer).startswith(says) for answer in told), told
 
 
 def test_ranks_draw_other_noise():
     """What a dataset draws belongs to the place in the batch: the first rank draws what one process would."""
-    one, other = together(2, first_batch)
+    one, other = run_ranks(2, first_batch)
     (alone,) = [first_batch(0)]
     assert one == alone[: len(one)] and one[0] != other[0]
 
 
 def test_ranks_draw_other_masks_of_dropout():
-    one, other = together(2, drawn_after_training, rank_tasks.dropping)
+    one, other = run_ranks(2, drawn_after_training, rank_tasks.dropping)
     assert one != other
 
 
 def test_parts_of_other_sizes_draw_other_masks_and_read_the_same():
     """A batch that all read whole is drawn alike by ranks whose dropout draws more numbers or fewer."""
-    answers = together(3, training_of, drawing_tasks.with_a_sampler, None, None)
+    answers = run_ranks(3, training_of, drawing_tasks.with_a_sampler, None, None)
     assert [type(answer) for answer in answers] == [dict] * 3, answers
 
 
 def test_a_rank_with_another_seed_is_found():
-    told = together(2, with_seed_of_rank)
+    told = run_ranks(2, with_seed_of_rank)
     assert [str(answer) for answer in told] == ["rank 1 has another seed than rank 0: 1 instead of 0; start all ranks alike"] * 2
     assert all(isinstance(answer, Refusal) for answer in told)
 
 
 def test_more_processes_than_a_batch_has_samples():
-    told = together(2, training, rank_tasks.task(batch_size=1))
+    told = run_ranks(2, training, rank_tasks.task(batch_size=1))
     assert [str(answer) for answer in told] == ["2 processes cannot share a batch of 1 samples; take fewer, or larger batches"] * 2
 
 
 def test_a_loss_that_is_no_number_is_told_by_the_rank_that_has_it():
-    told = [str(answer) for answer in together(2, training, rank_tasks.not_a_number())]
+    told = [str(answer) for answer in run_ranks(2, training, rank_tasks.not_a_number())]
     assert sum("the batch itself holds NaN" in each for each in told) == 1
     assert sum("the loss of another rank is nan at" in each for each in told) == 1
 
 
 def test_a_stream_tells_which_batch_holds_what_is_no_number():
-    told = [str(answer) for answer in together(2, training, rank_tasks.task(rank_tasks.PoisonedStream()))]
+    told = [str(answer) for answer in run_ranks(2, training, rank_tasks.task(rank_tasks.PoisonedStream()))]
     assert sum("the batch itself holds NaN" in each for each in told) == 1, told
 
 
@@ -152,38 +136,38 @@ def test_a_stream_tells_which_batch_holds_what_is_no_number():
     (rank_tasks.UnpluggedByALibrary, "sample 226: RuntimeError: the store of the pictures"),
 ])  # fmt: skip
 def test_a_datasets_own_broken_connection_is_no_end_of_another_rank(data, says):
-    told = together(2, training, rank_tasks.task(data()))
+    told = run_ranks(2, training, rank_tasks.task(data()))
     assert sorted(type(answer).__name__ for answer in told) == ["Aftermath", "Failure"]
     assert sum(says in str(answer) for answer in told) == 1, told
 
 
 def test_ranks_with_other_fields_are_found():
-    told = together(2, with_epochs_of_rank)
+    told = run_ranks(2, with_epochs_of_rank)
     assert [str(answer) for answer in told] == ["rank 1 has another epochs than rank 0: 3 instead of 2; start all ranks alike"] * 2
 
 
 def test_a_folder_that_only_rank_0_is_given(tmp_path):
-    answers = together(2, training_into_a_folder_of_rank_0, tmp_path / "run")
+    answers = run_ranks(2, training_into_a_folder_of_rank_0, tmp_path / "run")
     assert [type(answer) for answer in answers] == [dict] * 2 and (tmp_path / "run/model.safetensors").exists()
 
 
 def test_a_static_graph_is_refused_where_batches_are_cut():
-    told = together(2, training, rank_tasks.samples(), "ddp:static_graph=true + gradient_accumulation")
+    told = run_ranks(2, training, rank_tasks.samples(), "ddp:static_graph=true + gradient_accumulation")
     assert all(isinstance(answer, Refusal) and "static_graph" in str(answer) for answer in told), told
 
 
 def test_a_group_that_was_there_before_is_left_as_it_was():
-    assert together(2, groups_of_a_user) == [1, 1]
+    assert run_ranks(2, groups_of_a_user) == [1, 1]
 
 
 def test_what_rank_0_refuses_ends_all_at_once(tmp_path):
     (tmp_path / "file").touch()
-    first, second = together(2, training_of, rank_tasks.samples, None, tmp_path / "file")
+    first, second = run_ranks(2, training_of, rank_tasks.samples, None, tmp_path / "file")
     assert isinstance(first, Refusal) and isinstance(second, Aftermath) and str(first) == str(second)
 
 
 def test_bad_rows_are_not_skipped_by_several_processes():
-    told = together(2, skipping)
+    told = run_ranks(2, skipping)
     assert all(isinstance(answer, Refusal) and "skip_bad is for one process" in str(answer) for answer in told)
 
 
@@ -201,10 +185,6 @@ def training_into_a_folder_of_rank_0(rank: int, out) -> dict:
     return training(rank, rank_tasks.samples(), out=out if rank == 0 else None)
 
 
-def training_as_rank(rank: int, make) -> dict:
-    return training(rank, lambda: make(rank))  # made when the ranks have met, as a task is
-
-
 def first_batch(rank: int) -> list:
     with joined("cpu") as ranks:
         program = build(rank_tasks.task(rank_tasks.Noisy()), ranks=ranks)
@@ -218,24 +198,6 @@ def groups_of_a_user(rank: int) -> int:
     left = len(dist.distributed_c10d._world.pg_map)
     dist.destroy_process_group()
     return left
-
-
-def training_of(rank: int, make, recipe, out) -> dict:
-    return training(rank, make(), recipe, out=out)
-
-
-def broken_off(rank: int, make, out, recipe=None) -> dict:
-    """A run that ends at its 30th step, with a checkpoint after every step before."""
-
-    def break_off(records):
-        if any(record["step"] >= 30 for record in records):
-            raise Failure("broken off")
-
-    return training(rank, make(), recipe, out=out, checkpoint_seconds=0, observers=[break_off])
-
-
-def taken_up(rank: int, make, out, recipe=None) -> dict:
-    return training(rank, make(), recipe, out=out, resume=True)
 
 
 def drawn_after_training(rank: int, make) -> list[float]:

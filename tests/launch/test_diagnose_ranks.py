@@ -11,13 +11,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import rank_tasks
-import waiting_tasks
-from machines import missing, two_machines
-from ranks import together
 from rich.console import Console
-from test_machines import on_both
-from waiting_tasks import LATE
 
 from hasten.contract.errors import Aftermath, Failure, Refusal
 from hasten.diagnosis.ranks import diagnose_ranks
@@ -25,21 +19,24 @@ from hasten.diagnosis.skew import ranks_of, straggler_of
 from hasten.diagnosis.talk import verdict_of
 from hasten.measure.ratio import Ratio
 from hasten.reporting.terminal_ranks import ranks_answer
+from helpers import HELPERS, rank_tasks, waiting_tasks
+from helpers.netns_cluster import missing, on_both, two_machines
+from helpers.ranks import run_ranks
+from helpers.waiting_tasks import LATE
 
-HERE = Path(__file__).parent
 WHY_NOT = missing()
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
     for name in ("rank_tasks.py", "waiting_tasks.py"):
-        shutil.copy(HERE / name, tmp_path)
+        shutil.copy(HELPERS / name, tmp_path)
     return tmp_path
 
 
 def diagnosed(task, world: int = 2) -> dict:
     """What rank 0 finds; all find the same."""
-    found = together(world, lambda rank: diagnose_ranks(task, budget=1.0, device="cpu"))
+    found = run_ranks(world, lambda rank: diagnose_ranks(task, budget=1.0, device="cpu"))
     for each in found:
         if isinstance(each, Exception):
             raise each
@@ -56,18 +53,19 @@ def test_memory_that_ranks_share_is_enough_for_one_process_more():
         with patch("hasten.engine.plan.free_memory", lambda *_: share):
             return diagnose_ranks(rank_tasks.samples, budget=0.5, device="cpu")
 
-    assert all(each["speedup"] and "speedup" not in each["not_measured"] for each in together(2, with_little))
+    assert all(each["speedup"] and "speedup" not in each["not_measured"] for each in run_ranks(2, with_little))
 
 
 def test_steps_that_no_few_blocks_show_are_told():
     def of(recipe: str):
-        return together(2, lambda rank: diagnose_ranks(rank_tasks.task(epochs=10**6), recipe=recipe, budget=0.05, device="cpu"))
+        return run_ranks(2, lambda rank: diagnose_ranks(rank_tasks.task(epochs=10**6), recipe=recipe, budget=0.05, device="cpu"))
 
     for recipe, says in (("local_sgd:start=20", "the first 20 steps of"), ("local_sgd:period=40000", "repeats itself every 40000 steps")):
         for told in of(recipe):
             assert isinstance(told, Failure) and says in str(told), told
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(
     ("task", "cause", "works"),
     [
@@ -90,6 +88,7 @@ def test_who_is_waited_for_and_why(task, cause, works):
     assert found["verdict"].startswith("Rank 1 makes the others wait")
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_of_three_ranks_one_is_late():
     assert diagnosed(waiting_tasks.late_data, world=3)["straggler"]["rank"] == 1
@@ -114,8 +113,8 @@ def test_little_to_tell_and_much_to_compute():
 
 def test_ranks_that_cannot_train_without_talking():
     """Then nobody knows who is late, and that is said; the rest is measured."""
-    found, _ = together(
-        2, lambda rank: diagnose_ranks(rank_tasks.samples, recipe=f"{HERE}/averaging.py:Averaging", budget=1.0, device="cpu")
+    found, _ = run_ranks(
+        2, lambda rank: diagnose_ranks(rank_tasks.samples, recipe=f"{HELPERS}/averaging.py:Averaging", budget=1.0, device="cpu")
     )
     assert found["ceilings"].keys() == {"input"} and found["straggler"] is None and found["communication"]["exposed"] is None
     assert found["not_measured"]["exchange"] == "the ranks do not train by ddp, and cannot train without talking"
@@ -190,13 +189,13 @@ def test_the_largest_cause_is_named(straggler, exchange, replayed, waits, says):
 
 
 def test_the_rank_whose_batch_is_bad_tells_it():
-    told = together(2, lambda rank: diagnose_ranks(rank_tasks.not_a_number, budget=3.0, device="cpu"))
+    told = run_ranks(2, lambda rank: diagnose_ranks(rank_tasks.not_a_number, budget=3.0, device="cpu"))
     assert {type(each) for each in told} == {Aftermath, Failure}, told
     assert any("the batch itself holds NaN" in str(each) for each in told), told
 
 
 def test_a_pipeline_is_looked_at_too():
-    told = together(2, lambda rank: diagnose_ranks(rank_tasks.tower, recipe="pipeline", budget=1.0, device="cpu"))
+    told = run_ranks(2, lambda rank: diagnose_ranks(rank_tasks.tower, recipe="pipeline", budget=1.0, device="cpu"))
     assert all(isinstance(answer, dict) for answer in told), told
     assert all(rank["phases"]["forward"] + rank["phases"]["backward"] > 0 for rank in told[0]["ranks"])
     rows = told[0]["advice"] + told[0]["not_advised"]
@@ -208,6 +207,7 @@ def test_one_process_has_nobody_to_wait_for():
         diagnose_ranks(rank_tasks.samples, device="cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
@@ -242,6 +242,7 @@ def test_a_person_sees_a_table_of_the_ranks(folder):
     assert done.stdout.count("Rank 1 makes") == 1 and done.stderr == ""
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 @pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 def test_a_slow_cable_makes_averaging_the_larger_part(folder):

@@ -1,7 +1,6 @@
-"""Ranks and machines that are lost: the job goes on by itself, and trains what it would have trained."""
+"""ProcessGroupInfo and machines that are lost: the job goes on by itself, and trains what it would have trained."""
 
 import random
-import shutil
 import socket
 import subprocess
 import sys
@@ -12,27 +11,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from chaos import chaos, compared, train_words
-from machines import begun_on, cut_the_cable, lose, mend_the_cable, missing, two_machines
-from ranks import free_port, leave_of
-from test_processes import Job, wait_until_it_trains
 from torch.distributed import HashStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from hasten.contract.errors import Refusal
 from hasten.launch import elastic, processes
-from hasten.launch.endings import Ending
+from hasten.launch.endings import Ending, leave_of
+from helpers.chaos import chaos, compared, train_words
+from helpers.netns_cluster import begun_on, cut_the_cable, lose, mend_the_cable, missing, two_machines
+from helpers.process import Job, wait_until_it_trains
+from helpers.ranks import free_port
 
-HERE = Path(__file__).parent
 WHY_NOT = missing()
 machines = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
-
-
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    shutil.copy(HERE / "rank_tasks.py", tmp_path)
-    return tmp_path
 
 
 def disturbed(tmp_path, kills: int, task: str, passes: int, on_machines: bool = False, seed: int = 0):
@@ -49,6 +41,7 @@ def test_ranks_are_killed_and_nothing_is_lost_or_seen_twice(tmp_path):
     assert told.ranks > 0 and any("was killed by SIGKILL" in line and "restart 1 of 999" in line for line in told.said), told
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize("on_machines", [False, pytest.param(True, marks=machines)])
 def test_thirty_kills(tmp_path, on_machines):
@@ -67,6 +60,7 @@ def test_a_port_that_another_program_has(monkeypatch):
             processes.start(["train", "digits"], 1, (2, 2), f"127.0.0.1:{other.getsockname()[1]}")
 
 
+@pytest.mark.slow
 def test_machines_that_were_given_other_numbers(folder):
     port = free_port()
     first = launch(port, 1, folder)

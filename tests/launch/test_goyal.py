@@ -3,10 +3,7 @@
 from itertools import chain
 
 import pytest
-import rank_tasks
 import torch
-from ranks import together
-from test_ddp import CLOSE, farthest, training_of
 from torch import nn
 
 from hasten.contract.recipe import Recipe
@@ -15,6 +12,9 @@ from hasten.engine.loop import steps
 from hasten.engine.plan import build
 from hasten.engine.ranks import joined
 from hasten.engine.train import train, with_strategy
+from helpers import rank_tasks
+from helpers.assertions import CLOSE, farthest
+from helpers.ranks import run_ranks, training_of
 
 WORLDS = [2, 4]
 RATE, MOMENTUM, FACTOR = 0.05, 0.9, 4
@@ -53,7 +53,7 @@ def noting():
 def test_remark_1_weight_decay_is_not_scaled_with_the_loss(tmp_path, recipe, world):
     """Each rank's loss is scaled by what its part counts; the decay is the optimizer's, once a step."""
     train(decayed(), device="cpu", out=tmp_path / "alone")
-    together(world, training_of, decayed, recipe, tmp_path / "shared")
+    run_ranks(world, training_of, decayed, recipe, tmp_path / "shared")
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
 
@@ -93,7 +93,7 @@ def test_remark_3_the_loss_is_normalised_by_the_whole_batch(world, number):
     inputs, labels = list(program.train.epoch(0, 0))[number]
     nn.functional.cross_entropy(program.run.unwrapped_model(inputs), labels).backward()
     expected = [weight.grad for weight in program.run.unwrapped_model.parameters()]
-    for gradients in together(world, gradients_of_batch, number):
+    for gradients in run_ranks(world, gradients_of_batch, number):
         for own, whole in zip(gradients, expected, strict=True):
             assert torch.allclose(torch.tensor(own, dtype=torch.float64), whole, rtol=1e-9, atol=1e-15)
 
@@ -102,7 +102,7 @@ def test_remark_3_the_loss_is_normalised_by_the_whole_batch(world, number):
 def test_remark_4_one_shuffle_is_shared_out(world):
     """Each sample is read once a pass, by one rank, in the batch where one process reads it; each pass in another order."""
     alone = rows_read(build(rank_tasks.task(Numbered())))
-    everybodys = together(world, rows_read_by_rank)
+    everybodys = run_ranks(world, rows_read_by_rank)
     for epoch in range(2):
         shared = [list(chain(*parts)) for parts in zip(*(rows[epoch] for rows in everybodys), strict=True)]
         assert shared == alone[epoch]

@@ -7,12 +7,9 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
-import rank_tasks
 import torch
 import torch.distributed as dist
-from ranks import together, training
 from safetensors.torch import load_file
-from test_ddp import CLOSE, broken_off, farthest, taken_up, training_of
 from torch import nn
 
 from hasten.contract.batch import map_tensors
@@ -23,6 +20,9 @@ from hasten.engine.checkpoint import loaded
 from hasten.engine.plan import build
 from hasten.engine.ranks import joined
 from hasten.engine.train import train
+from helpers import rank_tasks
+from helpers.assertions import CLOSE, farthest
+from helpers.ranks import broken_off, run_ranks, taken_up, training, training_of
 
 APART = ["local_sgd:period=4,start=10", "local_sgd:period=7,inner=1,inner_period=2", "diloco:period=4"]
 LESS = [*APART, "parameter_server:staleness=0", "powersgd:rank=1,saves=1.7,start=7", "ddp + compressed_gradients"]
@@ -75,7 +75,7 @@ class ByHand:
 
 
 def trained(tmp_path, world: int, recipe: str, make=rank_tasks.samples):
-    answers = together(world, training_of, make, recipe, tmp_path / "run")
+    answers = run_ranks(world, training_of, make, recipe, tmp_path / "run")
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert len({answer["metric"] for answer in answers}) == 1
     return tmp_path / "run"
@@ -193,7 +193,7 @@ def test_machines_that_factor_otherwise_have_one_span(tmp_path):
         torch.linalg.qr = lambda columns: SimpleNamespace(Q=factor(columns).Q * (-1) ** rank)
         return training(rank, rank_tasks.samples(), "powersgd:rank=2,saves=1.7", out=tmp_path / "unlike")
 
-    answers = together(2, on_its_machine)
+    answers = run_ranks(2, on_its_machine)
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "unlike", trained(tmp_path, 2, "powersgd:rank=2,saves=1.7")) < CLOSE
 
@@ -215,9 +215,9 @@ def test_powersgd_of_full_rank_is_ddp(tmp_path, recipe):
 def test_a_run_that_was_broken_off_goes_on_bit_by_bit(tmp_path, recipe):
     make = rank_tasks.dropping
     whole = trained(tmp_path, 2, recipe, make)
-    broken = together(2, broken_off, make, tmp_path / "broken", recipe)
+    broken = run_ranks(2, broken_off, make, tmp_path / "broken", recipe)
     assert all(isinstance(answer, Exception) for answer in broken), broken
-    answers = together(2, taken_up, make, tmp_path / "broken", recipe)
+    answers = run_ranks(2, taken_up, make, tmp_path / "broken", recipe)
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "broken", whole) == 0
     assert (tmp_path / "broken/log.jsonl").read_bytes() == (whole / "log.jsonl").read_bytes()
@@ -228,8 +228,8 @@ def test_a_run_that_was_broken_off_goes_on_bit_by_bit(tmp_path, recipe):
 @pytest.mark.parametrize("recipe", LESS)
 def test_a_run_goes_on_at_another_size(tmp_path, recipe, world):
     make = rank_tasks.samples
-    together(2, broken_off, make, tmp_path / "run", recipe)
-    answers = together(world, taken_up, make, tmp_path / "run") if world > 1 else [taken_up(0, make, tmp_path / "run")]
+    run_ranks(2, broken_off, make, tmp_path / "run", recipe)
+    answers = run_ranks(world, taken_up, make, tmp_path / "run") if world > 1 else [taken_up(0, make, tmp_path / "run")]
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert answers[0]["steps"] == 46 and answers[0]["metric"] > 0.8
 
@@ -238,13 +238,13 @@ def test_a_run_goes_on_at_another_size(tmp_path, recipe, world):
 def test_what_one_process_began_goes_on_at_two(tmp_path, recipe):
     with pytest.raises(Failure):
         broken_off(0, rank_tasks.samples, tmp_path / "run", recipe)
-    answers = together(2, taken_up, rank_tasks.samples, tmp_path / "run")
+    answers = run_ranks(2, taken_up, rank_tasks.samples, tmp_path / "run")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
 
 
 @pytest.mark.parametrize("recipe", APART)
 def test_a_checkpoint_holds_the_mean_and_everybodys_own(tmp_path, recipe):
-    together(2, broken_off, rank_tasks.samples, tmp_path / "run", recipe)
+    run_ranks(2, broken_off, rank_tasks.samples, tmp_path / "run", recipe)
     state = loaded(max((tmp_path / "run/checkpoints").iterdir()))
     (name,) = state["rank_state"][0]
     ones, others = (own[name]["model"] for own in state["rank_state"])
@@ -290,15 +290,15 @@ def test_gradients_are_shortened_by_each_rank_where_nobody_averages_them(tmp_pat
 @pytest.mark.parametrize("recipe", ["powersgd:rank=1,saves=1", "local_sgd:period=3,start=100"])
 def test_a_weight_that_nobody_used_is_left_alone(tmp_path, recipe):
     """And one that some rank used is not: its gradient is the mean."""
-    train(with_a_spare(), device="cpu", out=tmp_path / "alone")
-    out = trained(tmp_path, 2, recipe, with_a_spare)
+    train(rank_tasks.with_a_spare(), device="cpu", out=tmp_path / "alone")
+    out = trained(tmp_path, 2, recipe, rank_tasks.with_a_spare)
     spare = "spare.weight"
     assert torch.equal(load_file(out / "model.safetensors")[spare], load_file(tmp_path / "alone/model.safetensors")[spare])
 
 
 def test_an_overflow_is_not_remembered():
     """float16 skips a step whose gradients are not finite; the rest that later steps add must not be."""
-    assert together(2, rests_after_an_overflow) == [True, True]
+    assert run_ranks(2, rests_after_an_overflow) == [True, True]
 
 
 @pytest.mark.parametrize(("recipe", "says"), [
@@ -314,13 +314,13 @@ def test_an_overflow_is_not_remembered():
     ("compressed_gradients:format=int8", "format must be"),
 ])  # fmt: skip
 def test_what_cannot_be_is_told(recipe, says):
-    told = together(3, training, rank_tasks.samples(), recipe)
+    told = run_ranks(3, training, rank_tasks.samples(), recipe)
     assert all(isinstance(answer, Refusal) and says in str(answer) for answer in told), told
 
 
 @pytest.mark.parametrize("recipe", ["local_sgd:start=46", "powersgd:rank=1,saves=1,start=46"])
 def test_what_begins_after_the_end_is_told(recipe):
-    told = together(2, training, rank_tasks.samples(), recipe)
+    told = run_ranks(2, training, rank_tasks.samples(), recipe)
     assert all(("it begins after 46 steps, and the run has 46" in str(answer["idle"])) for answer in told), told
 
 
@@ -334,7 +334,7 @@ def test_that_what_is_read_in_order_is_compared_in_every_step_is_told(make, reci
             training(rank, make(), recipe)
         return sum("before every step" in str(each.message) for each in caught)
 
-    assert together(2, notices) == [told, 0]
+    assert run_ranks(2, notices) == [told, 0]
 
 
 class WithCounts(nn.Module):
@@ -356,11 +356,11 @@ def copied(rank: int) -> dict:
 
 def test_tensors_of_any_type_are_made_alike():
     right = {"short": [[5.0] * 3] * 2, "one": 0.0, "coarse": [0.5] * 3}
-    assert together(2, copied) == [right, right]
+    assert run_ranks(2, copied) == [right, right]
 
 
 def test_sparse_gradients_are_refused():
-    told = together(2, training, sparse(), "powersgd")
+    told = run_ranks(2, training, rank_tasks.sparse(), "powersgd")
     assert all(isinstance(answer, Refusal) and "those of 0 are sparse" in str(answer) for answer in told), told
 
 
@@ -370,26 +370,6 @@ def plain():
 
 def with_norm():
     return rank_tasks.task(model=lambda: rank_tasks.network(norm=True))
-
-
-def with_a_spare():
-    """Weight decay would shrink a weight that has a gradient of zeros."""
-
-    class Spare(nn.Sequential):
-        def __init__(self):
-            super().__init__(*rank_tasks.network())
-            self.spare = nn.Linear(8, 8, dtype=torch.float64)
-
-        def forward(self, inputs):
-            for part in list(self)[:-1]:
-                inputs = part(inputs)
-            return inputs
-
-    return rank_tasks.task(model=Spare, optimizer=lambda model: torch.optim.AdamW(model.parameters(), weight_decay=0.1))
-
-
-def sparse():
-    return rank_tasks.task(model=lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)))
 
 
 def rests_after_an_overflow(rank: int) -> bool:
@@ -413,7 +393,7 @@ def test_the_mean_of_states_that_are_not_built_alike_is_that_of_what_they_have_i
             found = mean_of({"state": state if rank else {5: {"momentum": torch.ones(2)}} | state}, SimpleNamespace(ranks=ranks))
             return map_tensors(torch.Tensor.tolist, found["state"])
 
-    first, second = together(2, mean)
+    first, second = run_ranks(2, mean)
     assert all(each[0]["momentum"] == [0.5, 0.5] and each[0]["step"] == 3 for each in (first, second))
     assert first[5]["momentum"] == [1.0, 1.0] and first[1]["momentum"] == [7.0]
 
@@ -453,7 +433,7 @@ def longest_message(rank: int, recipe: str, out) -> int:
 
 @pytest.mark.parametrize("recipe", [*APART, "zero:stage=1"])
 def test_what_nobody_trains_stays_as_it_is_and_does_not_travel(tmp_path, recipe):
-    answers = together(3, longest_message, recipe, tmp_path / "run")
+    answers = run_ranks(3, longest_message, recipe, tmp_path / "run")
     assert max(answers) < 1000, answers
     there, before = load_file(tmp_path / "run/model.safetensors"), build(beside()).run.unwrapped_model.state_dict()
     assert all(torch.equal(there[name], before[name]) for name in ("large", "mask"))
@@ -476,4 +456,4 @@ def test_the_mean_of_the_least_number_is_itself():
             return [tensor.tolist() for tensor in tensors]
 
     right = [[torch.finfo(kind).min, 1.0] for kind in (torch.float32, torch.float16)]
-    assert together(2, means) == [right, right]
+    assert run_ranks(2, means) == [right, right]

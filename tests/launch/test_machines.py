@@ -1,35 +1,16 @@
 """Several machines for real: two network namespaces, torchrun's agent on each, and a cable between them."""
 
 import json
-import shutil
-from pathlib import Path
 
 import pytest
-import rank_tasks
-from machines import begun_on, missing, two_machines
-from test_ddp import CLOSE, farthest
 
 from hasten.engine.train import train
+from helpers import rank_tasks
+from helpers.assertions import CLOSE, farthest
+from helpers.netns_cluster import missing, on_both, two_machines
 
 WHY_NOT = missing()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
-
-
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    shutil.copy(Path(__file__).with_name("rank_tasks.py"), tmp_path)
-    return tmp_path
-
-
-def on_both(folder, *words: str) -> list[tuple[int, str, str]]:
-    """(exit code, answer, what was said) of the command on each machine."""
-    jobs = [begun_on(machine, *words, cwd=folder) for machine in (0, 1)]
-    try:
-        said = [job.communicate(timeout=150) for job in jobs]
-    finally:
-        for job in jobs:
-            job.kill()
-    return [(job.returncode, *texts) for job, texts in zip(jobs, said, strict=True)]
 
 
 def test_two_machines_train_what_one_process_trains(folder):
@@ -51,6 +32,7 @@ def test_what_fails_on_one_machine_ends_both(folder):
     assert sum("another rank has ended" in text for text in said) == 1, said
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_the_speed_of_the_cable_is_found(folder):
     """200 megabits a second are 25 MB/s: in an all-reduce of two ranks each sends as much as its own bytes."""

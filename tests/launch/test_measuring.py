@@ -5,8 +5,6 @@ import time
 from pathlib import Path
 
 import pytest
-import rank_methods
-import rank_tasks
 
 import hasten
 from hasten import Failure, Recipe, Refusal
@@ -25,17 +23,17 @@ from hasten.tuning.result import Found, _why_alone
 from hasten.tuning.search import Ladder, candidate, systems
 from hasten.tuning.study import Budget, Study
 from hasten.tuning.tune import _one_process
+from helpers import HELPERS, rank_methods, rank_tasks
 
-HERE = Path(__file__).parent
-TASK = f"{HERE / 'rank_tasks.py'}:samples"
+TASK = f"{HELPERS / 'rank_tasks.py'}:samples"
 
 
 def method(name: str) -> str:
-    return f"{HERE / 'rank_methods.py'}:{name}"
+    return f"{HELPERS / 'rank_methods.py'}:{name}"
 
 
 def study_of(folder: Path, name: str = "samples", **more) -> Study:
-    ref = TaskRef.of(f"{HERE / 'rank_tasks.py'}:{name}")
+    ref = TaskRef.of(f"{HELPERS / 'rank_tasks.py'}:{name}")
     return Study(ref, "cpu", Ledger(folder, {}), Budget(600.0), silent, processes=2, patience=4.0, **more)
 
 
@@ -91,7 +89,7 @@ def test_more_processes_than_cores_is_noticed(monkeypatch):
 
 
 def test_the_command_line_says_how_many(capfd, monkeypatch):
-    monkeypatch.chdir(HERE)
+    monkeypatch.chdir(HELPERS)
     code = main(
         [
             "compare",
@@ -214,13 +212,14 @@ def confirmed(speedup: Ratio) -> Confirmed:
     return Confirmed(Recipe.read("ddp:static_graph=true"), gate, speedup)
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_a_search_for_a_job_finds_a_recipe_that_trains_one(tmp_path, monkeypatch, capfd):
     paced = study.Study.pace
     monkeypatch.setattr(study.Study, "pace", lambda *recipes, **given: paced(*recipes, **(given | {"seconds": 2.0})))
     monkeypatch.setattr(tune, "FEWEST_PATIENCE", 10.0)
     monkeypatch.setattr(tune, "PATIENT_PART", 0.01)
-    monkeypatch.chdir(HERE)
+    monkeypatch.chdir(HELPERS)
     offered = [word for name in ("Hanging", "LighterSleep") for word in ("--with", f"./rank_methods.py:{name}")]
     words = f"tune rank_tasks.py:sluggish --processes 2 --budget 600s --margin 0.05 --consider ddp --out {tmp_path}/out --json"
     assert main([*words.split(), *offered]) == 0

@@ -1,19 +1,13 @@
 """One copy of the model over several ranks: the same training, whatever is cut and wherever."""
 
-import warnings
-from contextlib import suppress
 from itertools import islice
 
-import drawing_tasks
 import pytest
-import rank_tasks
 import torch
-from ranks import together, training
-from test_ddp import CLOSE, broken_off, farthest, losses, taken_up, training_of
 from torch import nn
 
 from hasten.contract.chain import chain_of
-from hasten.contract.errors import Failure, Progress, Refusal
+from hasten.contract.errors import Refusal
 from hasten.contract.recipe import Recipe
 from hasten.contract.sharded import own_part
 from hasten.engine.checkpoint import draw_alike
@@ -22,6 +16,9 @@ from hasten.engine.plan import build
 from hasten.engine.ranks import joined
 from hasten.engine.train import train
 from hasten.testing import tasks
+from helpers import drawing_tasks, rank_tasks
+from helpers.assertions import CLOSE, farthest, losses
+from helpers.ranks import broken_off, broken_off_early, run_ranks, taken_up, told_while_building, training_of
 
 BOTH = "tensor_parallel:degree=2 + pipeline:degree=2"
 BY_WORLD = [("tensor_parallel", 2), pytest.param("tensor_parallel", 4, marks=pytest.mark.slow), pytest.param("tensor_parallel:degree=2", 4, marks=pytest.mark.slow), ("pipeline", 2), ("pipeline", 4),
@@ -36,7 +33,7 @@ STRATEGIES = ["tensor_parallel", "pipeline"]
 def test_a_strategy_trains_what_one_process_trains(tmp_path, strategy, world):
     make = rank_tasks.tower
     alone = train(make(), device="cpu", out=tmp_path / "alone")
-    answers = together(world, training_of, make, strategy, tmp_path / "shared")
+    answers = run_ranks(world, training_of, make, strategy, tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
     assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=CLOSE)
@@ -48,7 +45,7 @@ def test_a_strategy_trains_what_one_process_trains(tmp_path, strategy, world):
                                                  (f"{BOTH},microbatches=5", 8)])  # fmt: skip
 def test_batches_that_nothing_divides(tmp_path, strategy, world):
     train(rank_tasks.uneven_tower(), device="cpu", out=tmp_path / "alone")
-    answers = together(world, training_of, rank_tasks.uneven_tower, strategy, tmp_path / "shared")
+    answers = run_ranks(world, training_of, rank_tasks.uneven_tower, strategy, tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
     assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=CLOSE)
@@ -57,7 +54,7 @@ def test_batches_that_nothing_divides(tmp_path, strategy, world):
 @pytest.mark.parametrize("strategy", ["tensor_parallel", "pipeline:schedule=gpipe,microbatches=1"])
 def test_batch_normalisation_sees_the_whole_batch_where_it_is_not_cut(tmp_path, strategy):
     train(rank_tasks.norming(), device="cpu", out=tmp_path / "alone")
-    answers = together(2, training_of, rank_tasks.norming, strategy, tmp_path / "shared")
+    answers = run_ranks(2, training_of, rank_tasks.norming, strategy, tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
@@ -79,7 +76,7 @@ def test_batch_normalisation_sees_no_rows_that_fill_a_piece_up(tmp_path, strateg
         return rank_tasks.task(rank_tasks.Rows(rows), model=lambda: kind(*rank_tasks.norming().model()), epochs=1)
 
     train(make(InPieces), device="cpu", out=tmp_path / "alone")
-    answers = together(2, training_of, make, strategy, tmp_path / "shared")
+    answers = run_ranks(2, training_of, make, strategy, tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
@@ -89,7 +86,7 @@ def test_batch_normalisation_sees_no_rows_that_fill_a_piece_up(tmp_path, strateg
 ])  # fmt: skip
 def test_stages_may_end_in_a_view_or_in_a_cut_layer(tmp_path, make, strategy, world):
     train(make(), device="cpu", out=tmp_path / "alone")
-    answers = together(world, training_of, make, f"{strategy}schedule=zero_bubble", tmp_path / "shared")
+    answers = run_ranks(world, training_of, make, f"{strategy}schedule=zero_bubble", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
@@ -98,9 +95,9 @@ def test_stages_may_end_in_a_view_or_in_a_cut_layer(tmp_path, make, strategy, wo
                                                  pytest.param(f"{BOTH},cuts=2-3", 4, marks=pytest.mark.slow)])  # fmt: skip
 def test_a_run_that_was_broken_off_goes_on_bit_by_bit(tmp_path, strategy, world):
     make = rank_tasks.dropping_tower
-    together(world, training_of, make, strategy, tmp_path / "whole")
-    together(world, broken_off_early, make, tmp_path / "broken", strategy)
-    answers = together(world, taken_up, make, tmp_path / "broken", strategy)
+    run_ranks(world, training_of, make, strategy, tmp_path / "whole")
+    run_ranks(world, broken_off_early, make, tmp_path / "broken", strategy)
+    answers = run_ranks(world, taken_up, make, tmp_path / "broken", strategy)
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert farthest(tmp_path / "broken", tmp_path / "whole") == 0
 
@@ -112,7 +109,7 @@ def test_a_run_that_was_broken_off_goes_on_bit_by_bit(tmp_path, strategy, world)
 def test_methods_go_with_a_strategy(tmp_path, strategy, method):
     make = rank_tasks.tower
     train(make(), method, device="cpu", out=tmp_path / "alone")
-    answers = together(2, training_of, make, f"{strategy} + {method}", tmp_path / "shared")
+    answers = run_ranks(2, training_of, make, f"{strategy} + {method}", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
@@ -125,9 +122,9 @@ def test_methods_go_with_a_strategy(tmp_path, strategy, method):
 def test_another_strategy_goes_on_at_another_size(tmp_path, first, then, world):
     make = rank_tasks.longer_tower
     train(make(), device="cpu", out=tmp_path / "alone")
-    broken = together(2, broken_off, make, tmp_path / "shared", first)
+    broken = run_ranks(2, broken_off, make, tmp_path / "shared", first)
     assert all(isinstance(answer, Exception) for answer in broken), broken
-    answers = together(world, taken_up, make, tmp_path / "shared", then)
+    answers = run_ranks(world, taken_up, make, tmp_path / "shared", then)
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
@@ -135,7 +132,7 @@ def test_another_strategy_goes_on_at_another_size(tmp_path, first, then, world):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_process_goes_on_with_what_a_strategy_began(tmp_path, strategy):
     train(rank_tasks.longer_tower(), device="cpu", out=tmp_path / "alone")
-    together(2, broken_off, rank_tasks.longer_tower, tmp_path / "shared", strategy)
+    run_ranks(2, broken_off, rank_tasks.longer_tower, tmp_path / "shared", strategy)
     told = taken_up(0, rank_tasks.longer_tower, tmp_path / "shared", "baseline")
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
     assert told["chosen"] == {} and not Recipe.load(tmp_path / "shared" / "recipe.toml"), "the cuts are not those of this run any more"
@@ -148,8 +145,8 @@ def test_one_process_goes_on_with_what_a_strategy_began(tmp_path, strategy):
 def test_stages_of_cut_layers_are_another_strategy_as_well(tmp_path, first, at, then, world):
     make = rank_tasks.longer_tower
     train(make(), device="cpu", out=tmp_path / "alone")
-    together(at, broken_off, make, tmp_path / "shared", first)
-    answers = together(world, taken_up, make, tmp_path / "shared", then) if world > 1 else [taken_up(0, make, tmp_path / "shared", then)]
+    run_ranks(at, broken_off, make, tmp_path / "shared", first)
+    answers = run_ranks(world, taken_up, make, tmp_path / "shared", then) if world > 1 else [taken_up(0, make, tmp_path / "shared", then)]
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
@@ -161,7 +158,7 @@ def test_the_norm_is_that_of_all_copies_and_stages(tmp_path, strategy, world):
     """Of the mean gradient, in which a weight that several ranks have counts once."""
     clipping = "gradient_clipping:max_norm=0.1"
     train(rank_tasks.tower(), clipping, device="cpu", out=tmp_path / "alone")
-    answers = together(world, training_of, rank_tasks.tower, f"{strategy} + {clipping}", tmp_path / "shared")
+    answers = run_ranks(world, training_of, rank_tasks.tower, f"{strategy} + {clipping}", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
@@ -169,7 +166,7 @@ def test_the_norm_is_that_of_all_copies_and_stages(tmp_path, strategy, world):
 @pytest.mark.slow
 def test_dropout_between_cut_layers_is_that_of_one_process(tmp_path):
     train(rank_tasks.dropping_tower(), device="cpu", out=tmp_path / "alone")
-    together(2, training_of, rank_tasks.dropping_tower, "tensor_parallel", tmp_path / "shared")
+    run_ranks(2, training_of, rank_tasks.dropping_tower, "tensor_parallel", tmp_path / "shared")
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
 
@@ -191,23 +188,23 @@ def test_dropout_between_cut_layers_is_that_of_one_process(tmp_path):
     ("pipeline + zero", 2, rank_tasks.tower, "zero and pipeline both replace shard; choose one of them"),
 ])  # fmt: skip
 def test_what_cannot_be_cut_is_told(strategy, world, make, says):
-    told = together(world, training_of, make, strategy, None)
+    told = run_ranks(world, training_of, make, strategy, None)
     assert all(isinstance(answer, Refusal) and says in str(answer) for answer in told), told
 
 
 @pytest.mark.parametrize("method", ["bfloat16", "ema", "float16", "compile"])
 def test_methods_that_need_the_whole_are_refused(method):
-    told = together(2, training_of, rank_tasks.tower, f"pipeline + {method}", None)
+    told = run_ranks(2, training_of, rank_tasks.tower, f"pipeline + {method}", None)
     assert all(isinstance(answer, Refusal) and "which pipeline invalidates" in str(answer) for answer in told), told
 
 
 def test_a_rank_of_a_pipeline_has_the_weights_of_its_stage_alone():
-    one, other = together(2, weights_held)
+    one, other = run_ranks(2, weights_held)
     assert one | other == {name for name, _ in rank_tasks.Tower().named_parameters()} and not one & other
 
 
 def test_a_rank_has_its_share_of_the_cut_layers_of_its_stage():
-    sizes = together(4, sizes_held, BOTH)
+    sizes = run_ranks(4, sizes_held, BOTH)
     whole = {name: weight.numel() for name, weight in rank_tasks.Tower().named_parameters()}
     for one, other in (sizes[:2], sizes[2:]):
         assert one == other
@@ -217,34 +214,25 @@ def test_a_rank_has_its_share_of_the_cut_layers_of_its_stage():
 
 def test_nothing_is_handed_on_that_no_rank_has_for_itself():
     """Between the queries and the last layer of an attention each rank has some heads of a tensor that is shared out."""
-    cut, _ = together(2, members_of_cut_layers, rank_tasks.bare_attention)
+    cut, _ = run_ranks(2, members_of_cut_layers, rank_tasks.bare_attention)
     assert [member[-1] for member in cut] == ["first", "mean", "last"]
 
 
 def test_blocks_that_fail_the_proof_are_left_whole():
     """Queries, keys and values in one layer cannot be cut by columns: its halves are no heads. The other layers can."""
-    told, _ = together(2, told_while_building, "tensor_parallel", tasks.transformer)
+    told, _ = run_ranks(2, told_while_building, "tensor_parallel", tasks.transformer)
     kept, dropped = (f"tensor_parallel: {how}blocks.0." for how in ("", "left whole: "))
     assert f"{kept}mix.0 by columns, blocks.0.mix.2 by rows" in told
     assert any(line.startswith(f"{dropped}queries_keys_values by columns") for line in told), told
 
 
 def test_the_plan_is_told():
-    first, second = together(2, told_while_building, "tensor_parallel")
+    first, second = run_ranks(2, told_while_building, "tensor_parallel")
     assert first[0] == "tensor_parallel: layers.0.query, layers.0.value, layers.0.key by columns, layers.0.mix by rows"
     assert first[1] == "tensor_parallel: layers.0.gate, layers.0.up by columns, layers.0.down by rows"
     assert first[-1].endswith("% of the weights are cut") and len(first) == 7 and not second
-    first, second = together(2, told_while_building, "pipeline")
+    first, second = run_ranks(2, told_while_building, "pipeline")
     assert first[0].startswith("pipeline: stage 1 of 2 is ") and len(first) == 2 and not second
-
-
-def broken_off_early(rank: int, make, out, recipe) -> None:
-    def break_off(records):
-        if any(record["step"] >= 12 for record in records):
-            raise Failure("broken off")
-
-    with suppress(Failure):
-        training(rank, make(), recipe, out=out, checkpoint_seconds=0, observers=[break_off])
 
 
 def weights_held(rank: int) -> set[str]:
@@ -266,17 +254,10 @@ def members_of_cut_layers(rank: int, make) -> list[list[str]]:
         return [[node.name for node in member] for member in members]
 
 
-def told_while_building(rank: int, strategy: str, make=rank_tasks.tower, settings: dict | None = None) -> list[str]:
-    with joined("cpu") as ranks, warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        build(make(), [make_method(strategy, settings or {})], ranks=ranks)
-    return [str(each.message) for each in told if isinstance(each.message, Progress)]
-
-
 def test_ranks_of_one_copy_draw_alike_after_one_process_has_begun(tmp_path):
     train(rank_tasks.dropping_tower(), device="cpu", out=tmp_path / "alone")
     broken_off_early(0, rank_tasks.dropping_tower, tmp_path / "shared", "baseline")
-    answers = together(2, taken_up, rank_tasks.dropping_tower, tmp_path / "shared", "tensor_parallel")
+    answers = run_ranks(2, taken_up, rank_tasks.dropping_tower, tmp_path / "shared", "tensor_parallel")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
@@ -286,7 +267,7 @@ def test_ranks_of_one_copy_draw_alike_after_one_process_has_begun(tmp_path):
     pytest.param(drawing_tasks.with_a_sampler, "pipeline:degree=2", 4, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_stages_of_one_copy_read_the_same_whatever_they_draw(make, strategy, world):
-    seen = together(world, read_while_training, make, strategy)
+    seen = run_ranks(world, read_while_training, make, strategy)
     assert all(one == other for one, other in zip(seen[::2], seen[1::2], strict=True)), seen
     assert len({tuple(each) for each in seen}) == world // 2 and len(set(seen[0])) == len(seen[0])
 
@@ -294,9 +275,9 @@ def test_stages_of_one_copy_read_the_same_whatever_they_draw(make, strategy, wor
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [drawing_tasks.in_a_loader, drawing_tasks.with_a_sampler])
 def test_stages_go_on_with_what_they_drew(tmp_path, make):
-    together(2, training_of, make, "pipeline:cuts=1-1", tmp_path / "whole")
-    together(2, broken_off, make, tmp_path / "broken", "pipeline:cuts=1-1")
-    answers = together(2, taken_up, make, tmp_path / "broken", "pipeline:cuts=1-1")
+    run_ranks(2, training_of, make, "pipeline:cuts=1-1", tmp_path / "whole")
+    run_ranks(2, broken_off, make, tmp_path / "broken", "pipeline:cuts=1-1")
+    answers = run_ranks(2, taken_up, make, tmp_path / "broken", "pipeline:cuts=1-1")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "broken", tmp_path / "whole") == 0
 
@@ -305,7 +286,7 @@ def test_stages_go_on_with_what_they_drew(tmp_path, make):
 @pytest.mark.parametrize("make", [rank_tasks.loader, rank_tasks.own_sampler])
 def test_stages_read_a_loader_in_the_order_of_one_process(tmp_path, make):
     train(make(), device="cpu", out=tmp_path / "alone")
-    together(2, training_of, make, "pipeline", tmp_path / "shared")
+    run_ranks(2, training_of, make, "pipeline", tmp_path / "shared")
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
 
@@ -324,7 +305,7 @@ def read_while_training(rank: int, make, recipe: str) -> list[float]:
 def test_stages_keep_what_no_stage_uses_and_what_an_optimizer_makes_at_once(tmp_path, then):
     make = rank_tasks.tower_with_a_mask
     train(make(), device="cpu", out=tmp_path / "alone")
-    together(2, broken_off_early, make, tmp_path / "shared", "pipeline")
-    answers = together(2, taken_up, make, tmp_path / "shared", then)
+    run_ranks(2, broken_off_early, make, tmp_path / "shared", "pipeline")
+    answers = run_ranks(2, taken_up, make, tmp_path / "shared", then)
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE

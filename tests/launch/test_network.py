@@ -1,14 +1,14 @@
 """``hasten network``: every collective is measured, and the two numbers that are told describe them."""
 
 import pytest
-from ranks import together
 
 from hasten.contract.errors import Refusal
 from hasten.launch.network import COLLECTIVES, fitted, network
+from helpers.ranks import run_ranks
 
 
 def test_all_collectives_are_measured():
-    first, second = together(2, lambda rank: network("cpu", sizes=(1000, 1_000_000)))
+    first, second = run_ranks(2, lambda rank: network("cpu", sizes=(1000, 1_000_000)))
     sizes = [[found["sizes"] for found in each["collectives"].values()] for each in (first, second)]
     assert sizes[0] == sizes[1], "all ranks tell the times of the slowest"
     assert first["processes"] == 2 and first["nodes"] == 1 and first["backend"] == "gloo"

@@ -7,20 +7,16 @@ import threading
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-import rank_tasks
 import torch
-from ranks import together, training
-from test_ddp import CLOSE, broken_off, farthest, taken_up, training_of
-from test_less_talk import sparse, with_a_spare
 
 from hasten.contract.errors import Aftermath, Failure, Refusal
 from hasten.engine.train import train
 from hasten.methods.parameter_server import Server
-
-HERE = Path(__file__).parent
+from helpers import HELPERS, rank_tasks
+from helpers.assertions import CLOSE, farthest
+from helpers.ranks import broken_off, run_ranks, taken_up, training, training_of
 
 
 def server_of(size: int, world: int, staleness: int, rate: float = 1.0, momentum: float = 0.0) -> Server:
@@ -113,10 +109,10 @@ def test_an_update_that_raises_is_told_to_all(groups, trouble):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("make", [rank_tasks.samples, rank_tasks.rates_by_name_and_schedule, rank_tasks.stream, with_a_spare])
+@pytest.mark.parametrize("make", [rank_tasks.samples, rank_tasks.rates_by_name_and_schedule, rank_tasks.stream, rank_tasks.with_a_spare])
 def test_without_staleness_it_trains_what_one_process_trains(tmp_path, make, world):
     train(make(), device="cpu", out=tmp_path / "alone")
-    answers = together(world, training_of, make, "parameter_server:staleness=0", tmp_path / "shared")
+    answers = run_ranks(world, training_of, make, "parameter_server:staleness=0", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
@@ -135,14 +131,14 @@ class Remembering(torch.nn.Module):
 
 def test_a_model_may_keep_what_it_has_computed(tmp_path):
     train(rank_tasks.task(model=Remembering), device="cpu", out=tmp_path / "alone")
-    answers = together(2, training_of, lambda: rank_tasks.task(model=Remembering), "parameter_server:staleness=0", tmp_path / "shared")
+    answers = run_ranks(2, training_of, lambda: rank_tasks.task(model=Remembering), "parameter_server:staleness=0", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
 
 def test_the_optimizer_is_that_which_other_methods_made(tmp_path):
     train(rank_tasks.samples(), device="cpu", out=tmp_path / "alone")
-    answers = together(2, training_of, rank_tasks.samples, "parameter_server:staleness=0 + fused_optimizer", tmp_path / "shared")
+    answers = run_ranks(2, training_of, rank_tasks.samples, "parameter_server:staleness=0 + fused_optimizer", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
@@ -150,9 +146,9 @@ def test_the_optimizer_is_that_which_other_methods_made(tmp_path):
 @pytest.mark.parametrize("world", [2, 4])
 def test_with_staleness_it_trains_too(tmp_path, world):
     """One rank is late in every step; all leave the same run, without a thread of theirs."""
-    recipe = f"parameter_server:staleness=3 + {HERE / 'rank_methods.py'}:Dozing"
+    recipe = f"parameter_server:staleness=3 + {HELPERS / 'rank_methods.py'}:Dozing"
     train(rank_tasks.samples(), device="cpu", out=tmp_path / "alone")
-    answers = together(world, threads_after, rank_tasks.samples, recipe, tmp_path / "shared")
+    answers = run_ranks(world, threads_after, rank_tasks.samples, recipe, tmp_path / "shared")
     assert all(threads == ["MainThread"] for _, threads in answers), answers
     assert {(answer["steps"], answer["metric"]) for answer, _ in answers} == {(46, answers[0][0]["metric"])}
     assert answers[0][0]["metric"] > 0.8
@@ -161,9 +157,9 @@ def test_with_staleness_it_trains_too(tmp_path, world):
 
 def test_the_server_updates_as_methods_want_it(tmp_path):
     """With the optimizer that one of them makes in place of the task's, whatever it keeps to itself."""
-    recipe = f"{HERE / 'rank_methods.py'}:Descending"
+    recipe = f"{HELPERS / 'rank_methods.py'}:Descending"
     train(rank_tasks.rates_by_name_and_schedule(), recipe, device="cpu", out=tmp_path / "alone")
-    answers = together(
+    answers = run_ranks(
         2, training_of, rank_tasks.rates_by_name_and_schedule, f"parameter_server:staleness=0 + {recipe}", tmp_path / "shared"
     )
     assert [type(answer) for answer in answers] == [dict] * 2, answers
@@ -173,13 +169,14 @@ def test_the_server_updates_as_methods_want_it(tmp_path):
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_run_goes_on_with_what_the_server_had(tmp_path, world):
     make, recipe = rank_tasks.rates_by_name_and_schedule, "parameter_server:staleness=2"
-    broken = together(2, broken_off, make, tmp_path / "run", recipe)
+    broken = run_ranks(2, broken_off, make, tmp_path / "run", recipe)
     assert all(isinstance(answer, Failure) for answer in broken), broken
-    answers = together(world, taken_up, make, tmp_path / "run") if world > 1 else [taken_up(0, make, tmp_path / "run")]
+    answers = run_ranks(world, taken_up, make, tmp_path / "run") if world > 1 else [taken_up(0, make, tmp_path / "run")]
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert answers[0]["steps"] == 46 and answers[0]["metric"] > 0.8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "method", "staleness"),
     [
@@ -190,8 +187,8 @@ def test_a_run_goes_on_with_what_the_server_had(tmp_path, world):
 )
 def test_a_rank_that_raises_ends_the_job(tmp_path, rank, method, staleness):
     """As a user starts it; nobody waits for an answer that will not come."""
-    recipe = f"--with parameter_server:staleness={staleness} --with {HERE / 'rank_methods.py'}:{method}"
-    words = f"train {HERE / 'rank_tasks.py'}:samples --processes 3 {recipe}"
+    recipe = f"--with parameter_server:staleness={staleness} --with {HELPERS / 'rank_methods.py'}:{method}"
+    words = f"train {HELPERS / 'rank_tasks.py'}:samples --processes 3 {recipe}"
     done = subprocess.run([sys.executable, "-m", "hasten", *words.split()], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and f"rank {rank}: " in done.stderr and "planted" in done.stderr, done.stderr
 
@@ -204,12 +201,12 @@ def test_a_rank_that_raises_ends_the_job(tmp_path, rank, method, staleness):
     ("parameter_server:staleness=-1", "staleness must be at least 0"),
 ])  # fmt: skip
 def test_what_cannot_be_is_told(recipe, says):
-    told = together(2, training, rank_tasks.samples(), recipe)
+    told = run_ranks(2, training, rank_tasks.samples(), recipe)
     assert all(isinstance(answer, Refusal) and says in str(answer) for answer in told), told
 
 
 def test_sparse_gradients_are_refused():
-    told = together(2, training, sparse(), "parameter_server")
+    told = run_ranks(2, training, rank_tasks.sparse(), "parameter_server")
     assert all(isinstance(answer, Refusal) and "those of 0 are sparse" in str(answer) for answer in told), told
 
 

@@ -1,46 +1,38 @@
-"""Ranks that are there and say nothing: they are found when patience is over, named and ended, and the job goes on without waiting for them."""
+"""ProcessGroupInfo that are there and say nothing: they are found when patience is over, named and ended, and the job goes on without waiting for them."""
 
 import os
-import shutil
 import signal
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
-import rank_tasks
 import torch.distributed as dist
-from chaos import children, environment
-from forked import wait_until_it_trains
-from ranks import together
 from safetensors.torch import load_file
-from test_processes import HERE, Job, jobs_left, words
 from torch.distributed.device_mesh import init_device_mesh
 
 from hasten.cli.main import main
 from hasten.contract.errors import Silence
 from hasten.engine.ranks import joined
 from hasten.engine.train import train
+from helpers import rank_tasks
+from helpers.process import Job, children, environment, jobs_left, train_command, wait_until_it_trains
+from helpers.ranks import run_ranks
 
 PATIENCE = 5.0
-
-
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    shutil.copy(HERE / "rank_tasks.py", tmp_path)
-    return tmp_path
 
 
 def stopped(folder: Path, rank: int, *more: str) -> tuple[subprocess.Popen, str, float]:
     """A job at its end of which a rank was stopped while it trained; what it said, and after how many seconds."""
     options = ("--out", "run", "--patience", f"{PATIENCE:g}s", "--checkpoint-every", "0.1s", *more)
-    job = subprocess.Popen(words("slow", *options), cwd=folder, stderr=subprocess.PIPE, text=True)
+    job = subprocess.Popen(train_command("slow", *options), cwd=folder, stderr=subprocess.PIPE, text=True)
     wait_until_it_trains(Job(job), folder / "run")
     os.kill(next(pid for pid in children(job.pid) if environment(pid).get("RANK") == str(rank)), signal.SIGSTOP)
     began = time.monotonic()
     return job, job.communicate(timeout=120)[1], time.monotonic() - began
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_rank_that_stands_still_is_named_and_not_the_one_that_waited(folder, rank):
     job, told, seconds = stopped(folder, rank, "--restarts", "0")
@@ -68,7 +60,7 @@ def test_groups_that_torch_makes_are_as_patient():
             time.sleep(5.0)
         return time.monotonic() - began
 
-    waited, slept = together(2, waits)
+    waited, slept = run_ranks(2, waits)
     assert isinstance(waited, Silence) and str(waited) == "another rank has said nothing for 2 s" and slept > 4.0
 
 

@@ -6,10 +6,6 @@ import sys
 import warnings
 
 import pytest
-import rank_tasks
-from ranks import free_port, together
-from test_ddp import CLOSE, farthest, losses, taken_up, training_of
-from test_model_parallel import broken_off_early
 from torch import nn
 
 from hasten.contract.errors import Progress, Refusal
@@ -17,6 +13,9 @@ from hasten.engine.find import make_method
 from hasten.engine.plan import build
 from hasten.engine.ranks import joined
 from hasten.engine.train import train
+from helpers import rank_tasks
+from helpers.assertions import CLOSE, farthest, losses
+from helpers.ranks import broken_off_early, free_port, run_ranks, taken_up, training_of
 
 MEGABYTE = 2**20
 
@@ -43,7 +42,7 @@ SLOWER = [
 ])  # fmt: skip
 def test_it_trains_what_one_process_trains(tmp_path, strategy, world):
     train(initialised_tower(), device="cpu", out=tmp_path / "alone")
-    answers = together(world, training_of, initialised_tower, strategy, tmp_path / "shared")
+    answers = run_ranks(world, training_of, initialised_tower, strategy, tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
     assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=CLOSE)
@@ -53,8 +52,8 @@ def test_it_trains_what_one_process_trains(tmp_path, strategy, world):
 def test_a_run_goes_on_from_what_no_process_had_whole(tmp_path, then):
     make = rank_tasks.tower_with_a_mask
     train(make(), device="cpu", out=tmp_path / "alone")
-    together(2, broken_off_early, make, tmp_path / "shared", "pipeline:place=memory")
-    answers = together(2, taken_up, make, tmp_path / "shared", then)
+    run_ranks(2, broken_off_early, make, tmp_path / "shared", "pipeline:place=memory")
+    answers = run_ranks(2, taken_up, make, tmp_path / "shared", then)
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
@@ -63,13 +62,13 @@ def test_a_run_goes_on_from_what_no_process_had_whole(tmp_path, then):
 def test_methods_change_a_model_that_is_nowhere(tmp_path):
     recipe = "activation_checkpointing + gradient_clipping:max_norm=0.1"
     train(rank_tasks.tower(), recipe, device="cpu", out=tmp_path / "alone")
-    answers = together(2, training_of, rank_tasks.tower, f"pipeline:place=memory + {recipe}", tmp_path / "shared")
+    answers = run_ranks(2, training_of, rank_tasks.tower, f"pipeline:place=memory + {recipe}", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
 
 def test_the_bytes_of_each_stage_are_told():
-    told, others = together(2, told_while_building)
+    told, others = run_ranks(2, told_while_building)
     assert len(told) == 2 and not others
     assert all(
         "% of the weights, " in line and " MB with gradients, an optimizer as Adam and the pieces under way" in line for line in told
@@ -101,7 +100,7 @@ def looking_tower():
     ("zero:stage=1,place=memory", rank_tasks.tower, "zero:place=memory is for stages 2 and 3"),
 ])  # fmt: skip
 def test_what_cannot_be_placed_is_told(strategy, make, says):
-    told = together(2, training_of, make, strategy, None)
+    told = run_ranks(2, training_of, make, strategy, None)
     assert all(isinstance(answer, Refusal) and says in str(answer) for answer in told), told
 
 

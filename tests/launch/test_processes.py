@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -10,9 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-import rank_tasks
-from chaos import children, environment
-from forked import wait_until_it_trains
 
 from hasten.cli.main import main
 from hasten.contract.errors import Refusal
@@ -21,36 +17,12 @@ from hasten.engine.find import make_methods
 from hasten.engine.sources import refuse_processes
 from hasten.engine.tasks import TaskRef
 from hasten.launch.processes import refuse_in_time
-
-HERE = Path(__file__).parent
-
-
-def words(task: str, *more: str) -> list[str]:
-    return [sys.executable, "-m", "hasten", "train", f"rank_tasks.py:{task}", "--processes", "2", *more]
+from helpers import HELPERS, rank_tasks
+from helpers.process import Job, children, environment, jobs_left, train_command, wait_until_it_trains
 
 
 def ran(folder: Path, task: str, *more: str) -> subprocess.CompletedProcess:
-    return subprocess.run(words(task, *more), cwd=folder, capture_output=True, text=True, timeout=120)
-
-
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    shutil.copy(HERE / "rank_tasks.py", tmp_path)
-    return tmp_path
-
-
-def jobs_left() -> list[str]:
-    """Command lines of ranks that are still there."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            line = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            about = (process / "environ").read_bytes()
-        except OSError:
-            continue
-        if b"HASTEN_PARENT=" in about and "rank_tasks" in line:
-            found.append(line)
-    return found
+    return subprocess.run(train_command(task, *more), cwd=folder, capture_output=True, text=True, timeout=120)
 
 
 def test_a_job_answers_once(folder):
@@ -114,13 +86,13 @@ def test_more_processes_than_cores_are_held_against_the_batch_before_any_is_star
 
     monkeypatch.setattr("hasten.launch.processes.start", started)
     monkeypatch.setattr("hasten.launch.processes.usable_cores", lambda: 1)
-    task = str(HERE / "waiting_tasks.py:few")
+    task = str(HELPERS / "waiting_tasks.py:few")
     assert main([{"N": "2", "TASK": task}.get(word, word) for word in words.split()]) == 2
     assert capfd.readouterr().err == "hasten: 2 processes cannot share a batch of 1 samples; take fewer, or larger batches\n"
 
 
 def test_a_copy_of_the_model_among_all_processes_needs_one_sample_only():
-    task = TaskRef.of(str(HERE / "waiting_tasks.py:few")).load()
+    task = TaskRef.of(str(HELPERS / "waiting_tasks.py:few")).load()
     refuse_processes(task, 2, make_methods(Recipe.read("tensor_parallel")))
     with pytest.raises(Refusal, match="2 processes cannot share a batch of 1 samples"):
         refuse_processes(task, 2, make_methods(Recipe.read("ddp")))
@@ -162,18 +134,20 @@ def test_the_rank_that_raises_is_told_and_all_are_gone_at_once(folder):
     assert time.monotonic() - began < 60 and not jobs_left()
 
 
+@pytest.mark.slow
 def test_a_wrong_request_is_refused_by_the_job(folder):
     done = ran(folder, "samples", "--with", "batch_sise")
     assert done.returncode == 2 and done.stderr.startswith("hasten: no method is called 'batch_sise' (did you mean batch_size"), done.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_without_the_data_is_named(folder):
     done = ran(folder, "no_data_on_the_second")
     assert done.returncode in (1, 2) and "data/train.npy" in done.stderr and "rank 1" in done.stderr, done.stderr
 
 
 def test_a_rank_that_is_killed_is_named_where_no_restart_is_left(folder):
-    job = subprocess.Popen(words("slow", "--out", "run", "--restarts", "0"), cwd=folder, stderr=subprocess.PIPE, text=True)
+    job = subprocess.Popen(train_command("slow", "--out", "run", "--restarts", "0"), cwd=folder, stderr=subprocess.PIPE, text=True)
     wait_until_it_trains(Job(job), folder / "run")
     victim = next(pid for pid in children(job.pid) if environment(pid).get("RANK") == "1")
     os.kill(victim, signal.SIGKILL)
@@ -183,18 +157,12 @@ def test_a_rank_that_is_killed_is_named_where_no_restart_is_left(folder):
     assert time.monotonic() - killed < 20 and not jobs_left()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_job_that_is_asked_to_stop_saves_first(folder, how):
-    job = subprocess.Popen(words("slow", "--out", "run"), cwd=folder, stderr=subprocess.PIPE, text=True)
+    job = subprocess.Popen(train_command("slow", "--out", "run"), cwd=folder, stderr=subprocess.PIPE, text=True)
     wait_until_it_trains(Job(job), folder / "run")
     job.send_signal(how)
     told = job.communicate(timeout=60)[1]
     assert job.returncode == 1 and "go on with" in told, told
     assert list((folder / "run/checkpoints").glob("step-*.pt")) and not jobs_left()
-
-
-class Job:
-    """As what a test has forked."""
-
-    def __init__(self, process: subprocess.Popen):
-        self.is_alive = lambda: process.poll() is None

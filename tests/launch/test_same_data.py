@@ -5,16 +5,15 @@ from functools import partial
 
 import numpy
 import pytest
-import rank_tasks
 import torch
-from ranks import together, training
-from test_ddp import training_as_rank
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, default_collate
 
 from hasten.contract.errors import Failure, Refusal
 from hasten.contract.tracing import traced
 from hasten.data import arrays
+from helpers import rank_tasks
+from helpers.ranks import run_ranks, training, training_as_rank
 
 
 class Made(IterableDataset):
@@ -41,7 +40,7 @@ def texts(number: int):
 
 @pytest.mark.parametrize("make", [ids, numbers])
 def test_a_stream_that_divides_itself_is_found_by_its_ids_or_targets(make):
-    told = together(2, training_as_rank, lambda rank: rank_tasks.task(Made(make, first=rank, step=2)))
+    told = run_ranks(2, training_as_rank, lambda rank: rank_tasks.task(Made(make, first=rank, step=2)))
     assert all(isinstance(answer, Failure) and str(answer).startswith("the ranks read other data as batch 1") for answer in told), told
 
 
@@ -52,7 +51,7 @@ def test_a_sampler_that_shares_data_out_is_refused(field):
         loader = DataLoader(rows, batch_size=rank_tasks.BATCH, sampler=DistributedSampler(rows, num_replicas=2, rank=rank))
         return rank_tasks.task(**{"data": loader} if field == "train_data" else {field: loader})
 
-    told = together(2, training_as_rank, task)
+    told = run_ranks(2, training_as_rank, task)
     assert all(isinstance(answer, Refusal) and f"DistributedSampler of Task({field}=)" in str(answer) for answer in told), told
 
 
@@ -74,7 +73,7 @@ def test_ranks_of_one_copy_that_are_given_other_samples_are_found(strategy):
         rows = DrawingForItself()
         return rank_tasks.tower(DataLoader(rows, batch_size=rank_tasks.BATCH, sampler=RandomSampler(rows)))
 
-    told = together(2, lambda rank: training(rank, task(rank), strategy))
+    told = run_ranks(2, lambda rank: training(rank, task(rank), strategy))
     assert all(isinstance(answer, Failure) and "rank 1 was given other samples than rank 0" in str(answer) for answer in told), told
 
 
@@ -108,7 +107,7 @@ def loader(collate) -> DataLoader:
 
 @pytest.mark.parametrize("data", [lambda: Made(texts), *(partial(loader, each) for each in (ragged, named, single_numbers, worded))])
 def test_a_batch_that_holds_more_than_tensors_cannot_be_cut(data):
-    told = together(2, training, rank_tasks.task(data()))
+    told = run_ranks(2, training, rank_tasks.task(data()))
     assert all(isinstance(answer, Failure) and "not made of tensors with one number of samples" in str(answer) for answer in told), told
 
 
@@ -129,14 +128,14 @@ def with_scales(batch: list) -> dict:
 
 
 def test_what_belongs_to_a_batch_may_be_as_long_as_the_last_one():
-    told = together(2, training, rank_tasks.task(loader(with_scales), validation_data=loader(with_scales), model=Scaling))
+    told = run_ranks(2, training, rank_tasks.task(loader(with_scales), validation_data=loader(with_scales), model=Scaling))
     assert [answer["steps"] for answer in told] == [46, 46], told
 
 
 def test_a_pipeline_that_leaves_bad_rows_out_is_for_one_process():
     rows = rank_tasks.Rows()
     data = arrays(rows.inputs.numpy(), rows.labels.numpy()).skip_bad(3)
-    told = together(2, training, rank_tasks.task(data))
+    told = run_ranks(2, training, rank_tasks.task(data))
     assert all(isinstance(answer, Refusal) and str(answer).startswith("skip_bad is for one process") for answer in told), told
 
 

@@ -1,16 +1,15 @@
 """The branches of a model on several ranks: the same training as on one, wherever each of them is computed."""
 
 import pytest
-import rank_tasks
-from ranks import together
-from test_ddp import CLOSE, broken_off, farthest, losses, taken_up, training_of
-from test_model_parallel import broken_off_early, told_while_building
 
 from hasten.contract.errors import Refusal
 from hasten.engine.find import make_method
 from hasten.engine.plan import build
 from hasten.engine.ranks import joined
 from hasten.engine.train import train
+from helpers import rank_tasks
+from helpers.assertions import CLOSE, farthest, losses
+from helpers.ranks import broken_off, broken_off_early, run_ranks, taken_up, told_while_building, training_of
 
 QUICK = [
     ("inception", "branch_parallel", 4),
@@ -26,7 +25,7 @@ ALIKE = [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)
 def test_branches_train_what_one_process_trains(tmp_path, name, strategy, world):
     make = getattr(rank_tasks, name)
     alone = train(make(), device="cpu", out=tmp_path / "alone")
-    answers = together(world, training_of, make, strategy, tmp_path / "shared")
+    answers = run_ranks(world, training_of, make, strategy, tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
     assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=CLOSE)
@@ -35,9 +34,9 @@ def test_branches_train_what_one_process_trains(tmp_path, name, strategy, world)
 
 def test_branches_that_were_broken_off_go_on_bit_by_bit(tmp_path):
     make, strategy = rank_tasks.inception, "branch_parallel:places=0-1-0-1-1-0-1-0-0-1"
-    together(2, training_of, make, strategy, tmp_path / "whole")
-    together(2, broken_off_early, make, tmp_path / "broken", strategy)
-    answers = together(2, taken_up, make, tmp_path / "broken", strategy)
+    run_ranks(2, training_of, make, strategy, tmp_path / "whole")
+    run_ranks(2, broken_off_early, make, tmp_path / "broken", strategy)
+    answers = run_ranks(2, taken_up, make, tmp_path / "broken", strategy)
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "broken", tmp_path / "whole") == 0
 
@@ -51,9 +50,9 @@ def test_branches_that_were_broken_off_go_on_bit_by_bit(tmp_path):
 def test_another_strategy_goes_on_with_branches(tmp_path, first, then, world):
     make = rank_tasks.towers if "pipeline" not in first else rank_tasks.trunk_of_branches
     train(make(), device="cpu", out=tmp_path / "alone")
-    broken = together(2, broken_off, make, tmp_path / "shared", first)
+    broken = run_ranks(2, broken_off, make, tmp_path / "shared", first)
     assert all(isinstance(answer, Exception) for answer in broken), broken
-    answers = together(world, taken_up, make, tmp_path / "shared", then)
+    answers = run_ranks(world, taken_up, make, tmp_path / "shared", then)
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
@@ -66,7 +65,7 @@ def test_another_strategy_goes_on_with_branches(tmp_path, first, then, world):
 def test_methods_go_with_branches(tmp_path, method, world):
     make = rank_tasks.towers
     train(make(), method, device="cpu", out=tmp_path / "alone")
-    answers = together(world, training_of, make, f"branch_parallel:degree=2 + {method}", tmp_path / "shared")
+    answers = run_ranks(world, training_of, make, f"branch_parallel:degree=2 + {method}", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
@@ -74,13 +73,13 @@ def test_methods_go_with_branches(tmp_path, method, world):
 def test_what_is_computed_again_in_the_backward_pass_is_left_whole(tmp_path):
     """The two like blocks are, and the one between them is not."""
     train(rank_tasks.inception(), device="cpu", out=tmp_path / "alone")
-    answers = together(2, training_of, rank_tasks.inception, "branch_parallel:places=0-1 + activation_checkpointing", tmp_path / "shared")
+    answers = run_ranks(2, training_of, rank_tasks.inception, "branch_parallel:places=0-1 + activation_checkpointing", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
 
 def test_branches_that_a_model_computes_again_itself_are_refused():
-    told = together(2, training_of, rank_tasks.computing_again, "branch_parallel", None)
+    told = run_ranks(2, training_of, rank_tasks.computing_again, "branch_parallel", None)
     assert all(isinstance(answer, Refusal) and "cannot compute branches again in the backward pass" in str(answer) for answer in told), told
 
 
@@ -95,18 +94,18 @@ def test_branches_that_a_model_computes_again_itself_are_refused():
     ("branch_parallel:places=0-1-2", 2, rank_tasks.ensemble, "from 0 to 1"),
 ])  # fmt: skip
 def test_what_has_no_branches_is_told(strategy, world, make, says):
-    told = together(world, training_of, make, strategy, None)
+    told = run_ranks(world, training_of, make, strategy, None)
     assert all(isinstance(answer, Refusal) and says in str(answer) for answer in told), told
 
 
 def test_a_rank_has_the_weights_of_its_branches_and_of_what_all_compute():
-    one, other = together(2, weights_held)
+    one, other = run_ranks(2, weights_held)
     assert one | other == {name for name, _ in rank_tasks.Towers().named_parameters()}
     assert one & other == {"head.weight", "head.bias"} and "left.0.weight" in one and "right.0.weight" in other
 
 
 def test_branches_are_told():
-    first, second = together(2, told_while_building, "branch_parallel", rank_tasks.towers, {"places": "0-1"})
+    first, second = run_ranks(2, told_while_building, "branch_parallel", rank_tasks.towers, {"places": "0-1"})
     assert first == [
         "branch_parallel: left.0 to left.5 on process 0, right.0 to right.8 on process 1; they meet in mul_2",
         "branch_parallel: 94% of the weights are shared out",

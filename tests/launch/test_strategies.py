@@ -4,15 +4,15 @@ import os
 from functools import partial
 
 import pytest
-import rank_tasks
 import torch
-from ranks import together, training
-from test_ddp import CLOSE, broken_off, farthest, losses, taken_up, training_of
 
 from hasten.contract.errors import Failure, Notice, Refusal
 from hasten.contract.sharded import PIECE
 from hasten.engine.checkpoint import loaded
 from hasten.engine.train import train
+from helpers import rank_tasks
+from helpers.assertions import CLOSE, farthest, losses
+from helpers.ranks import broken_off, run_ranks, taken_up, training, training_of
 
 STRATEGIES = ["ddp", "zero:stage=1", "zero:stage=2", "zero:stage=3"]
 
@@ -23,7 +23,7 @@ STRATEGIES = ["ddp", "zero:stage=1", "zero:stage=2", "zero:stage=3"]
 def test_a_strategy_trains_what_one_process_trains(tmp_path, name, strategy, world):
     make = getattr(rank_tasks, name)
     alone = train(make(), device="cpu", out=tmp_path / "alone")
-    answers = together(world, training_of, make, strategy, tmp_path / "shared")
+    answers = run_ranks(world, training_of, make, strategy, tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
     assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=CLOSE)
@@ -37,9 +37,9 @@ def test_a_strategy_trains_what_one_process_trains(tmp_path, name, strategy, wor
 def test_another_strategy_goes_on_at_another_size(tmp_path, first, then, world):
     make = rank_tasks.blocks
     train(make(), device="cpu", out=tmp_path / "alone")
-    broken = together(2, broken_off, make, tmp_path / "shared", first)
+    broken = run_ranks(2, broken_off, make, tmp_path / "shared", first)
     assert all(isinstance(answer, Exception) for answer in broken), broken
-    answers = together(world, taken_up, make, tmp_path / "shared", then)
+    answers = run_ranks(world, taken_up, make, tmp_path / "shared", then)
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
@@ -47,7 +47,7 @@ def test_another_strategy_goes_on_at_another_size(tmp_path, first, then, world):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_process_goes_on_with_what_a_strategy_began(tmp_path, strategy):
     train(rank_tasks.blocks(), device="cpu", out=tmp_path / "alone")
-    together(2, broken_off, rank_tasks.blocks, tmp_path / "shared", strategy)
+    run_ranks(2, broken_off, rank_tasks.blocks, tmp_path / "shared", strategy)
     taken_up(0, rank_tasks.blocks, tmp_path / "shared", "baseline")
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
@@ -59,7 +59,7 @@ def test_one_process_goes_on_with_what_a_strategy_began(tmp_path, strategy):
 def test_methods_go_with_a_strategy(tmp_path, strategy, method):
     make = rank_tasks.blocks
     train(make(), method, device="cpu", out=tmp_path / "alone")
-    answers = together(2, training_of, make, f"{strategy} + {method}", tmp_path / "shared")
+    answers = run_ranks(2, training_of, make, f"{strategy} + {method}", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
@@ -67,15 +67,15 @@ def test_methods_go_with_a_strategy(tmp_path, strategy, method):
 def test_a_weight_without_dimension(tmp_path):
     """Stage 1 takes it; torch's fully_shard does not, which is told with what to do."""
     train(rank_tasks.scalar(), device="cpu", out=tmp_path / "alone")
-    together(2, training_of, rank_tasks.scalar, "zero:stage=1", tmp_path / "shared")
+    run_ranks(2, training_of, rank_tasks.scalar, "zero:stage=1", tmp_path / "shared")
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
-    told = together(2, training_of, rank_tasks.scalar, "zero:stage=3", tmp_path / "refused")
+    told = run_ranks(2, training_of, rank_tasks.scalar, "zero:stage=3", tmp_path / "refused")
     assert all(isinstance(answer, Refusal) and "the weight scale has no dimension" in str(answer) for answer in told), told
 
 
 def test_ranks_write_what_they_have(tmp_path):
     """Each its parts of the weights, and of what the optimizer knows of them; a part that is missing is no checkpoint."""
-    together(2, broken_off, rank_tasks.blocks, tmp_path / "shared", "zero:stage=3")
+    run_ranks(2, broken_off, rank_tasks.blocks, tmp_path / "shared", "zero:stage=3")
     second, first = (loaded(path) for path in sorted((tmp_path / "shared/checkpoints").glob("step-*9*.pt")))
     assert first["model"]["1.0.weight"]["shape"] == second["model"]["1.0.weight"]["shape"] == [801, 9]
     assert [len(state["model"]["1.0.weight"][PIECE]) for state in (first, second)] == [401, 400]
@@ -89,7 +89,7 @@ def test_ranks_write_what_they_have(tmp_path):
 @pytest.mark.slow
 def test_one_rank_writes_the_whole_where_the_others_do_not_see_its_folder(tmp_path):
     """As on machines without a common disk."""
-    answers = together(2, saved_in_a_folder_of_its_own, tmp_path)
+    answers = run_ranks(2, saved_in_a_folder_of_its_own, tmp_path)
     assert all(isinstance(answer, Failure) for answer in answers), answers
     names = sorted(path.name for path in (tmp_path / "rank-0/checkpoints").iterdir())
     assert names == ["step-0000000028.pt", "step-0000000029.pt"]
@@ -107,14 +107,14 @@ def test_ranks_with_fewer_samples_cut_them_into_as_many_pieces(tmp_path):
     """Sharded gradients travel after every piece."""
     make, pieces = rank_tasks.uneven_batches, "gradient_accumulation:pieces=3"
     train(make(), pieces, device="cpu", out=tmp_path / "alone")
-    answers = together(2, training_of, make, f"zero:stage=2 + {pieces}", tmp_path / "shared")
+    answers = run_ranks(2, training_of, make, f"zero:stage=2 + {pieces}", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
 
 def test_parts_of_different_saves_are_not_put_together(tmp_path):
     """As of a job that had more ranks, and saved at the same step."""
-    together(2, broken_off, rank_tasks.blocks, tmp_path / "shared", "zero:stage=3")
+    run_ranks(2, broken_off, rank_tasks.blocks, tmp_path / "shared", "zero:stage=3")
     part = tmp_path / "shared/checkpoints/step-0000000029-of-rank-1.pt"
     torch.save(loaded(part) | {"save": "another"}, part)
     with pytest.warns(Notice, match=r"step-0000000029.pt is passed over: ValueError: its parts are of different saves"):
@@ -124,7 +124,7 @@ def test_parts_of_different_saves_are_not_put_together(tmp_path):
 @pytest.mark.parametrize(("stage", "name"), [pytest.param(1, "Adafactor", marks=pytest.mark.slow), (2, "Rprop")])
 def test_an_optimizer_that_takes_no_parts_of_weights_is_refused_before_it_trains(stage, name):
     task = rank_tasks.task(optimizer=lambda model: getattr(torch.optim, name)(model.parameters()))
-    told = together(2, training, task, f"zero:stage={stage}")
+    told = run_ranks(2, training, task, f"zero:stage={stage}")
     line = f"zero gives the optimizer parts of weights, and {name} cannot update them; take Adam, "
     assert all(isinstance(answer, Refusal) and str(answer).startswith(line) for answer in told), told
 
@@ -145,7 +145,7 @@ class Forked(torch.nn.Module):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_ranks_that_go_through_different_layers_do_not_mix_them(stage):
     task = rank_tasks.task(model=lambda: Forked().double())
-    told = together(2, training, task, f"zero:stage={stage}")
+    told = run_ranks(2, training, task, f"zero:stage={stage}")
     assert all(isinstance(answer, Failure) and "through different layers" in str(answer) for answer in told), told
 
 
@@ -166,7 +166,7 @@ def weights_after(rank: int) -> list[float]:
 
 def test_weights_that_only_some_ranks_use_are_gathered_by_all():
     """In the only step, after which DistributedDataParallel, which would tell, looks at nothing any more."""
-    told = together(2, weights_after)
+    told = run_ranks(2, weights_after)
     assert told[0] == told[1], told
 
 
@@ -182,8 +182,8 @@ def adding_up(shape: tuple = (1,)) -> rank_tasks.Task:
 ])  # fmt: skip
 def test_an_optimizer_that_makes_its_state_at_once_is_shared_out_and_goes_on(tmp_path, stage, make):
     train(make(), device="cpu", out=tmp_path / "alone")
-    broken = together(2, broken_off, make, tmp_path / "shared", f"zero:stage={stage}")
+    broken = run_ranks(2, broken_off, make, tmp_path / "shared", f"zero:stage={stage}")
     assert [str(answer) for answer in broken] == ["broken off"] * 2, broken
-    answers = together(2, taken_up, make, tmp_path / "shared", f"zero:stage={stage}")
+    answers = run_ranks(2, taken_up, make, tmp_path / "shared", f"zero:stage={stage}")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE

@@ -40,6 +40,7 @@ def sleepy(pause: float = 0.002) -> Task:
     )
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_a_thing_with_itself_is_not_called_different():
     told = hasten.compare(sleepy(), budget=6)
@@ -48,6 +49,7 @@ def test_a_thing_with_itself_is_not_called_different():
     assert told["ratio"]["high"] > 0.98
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_a_planted_speed_up_is_found_with_its_size():
     """The cache takes the wait away; what is left is measured on a task that never waits."""

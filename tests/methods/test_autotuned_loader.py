@@ -7,11 +7,9 @@ import time
 import warnings
 from pathlib import Path
 
-import loader_tasks
 import psutil
 import pytest
 import torch
-from forked import ended, forked, wait_until_it_trains
 
 import hasten
 from hasten import Recipe, Refusal
@@ -22,6 +20,8 @@ from hasten.contract.errors import Notice
 from hasten.engine import pauses
 from hasten.engine.find import make_methods
 from hasten.engine.plan import build
+from helpers import loader_tasks
+from helpers.process import ended, forked, wait_until_it_trains
 
 TUNED = "autotuned_loader:cores=2"
 PATIENCE = 60.0  # seconds, on a busy machine; most of it is never used

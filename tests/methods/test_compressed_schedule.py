@@ -84,6 +84,7 @@ def test_a_schedule_made_for_the_long_run_is_squeezed(perceptron, schedule, peak
     assert short == pytest.approx([peak * rate for rate in long[::2]], abs=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # nothing is trained here
 def test_a_squeezed_schedule_goes_on_from_a_checkpoint(perceptron):
     def program():
         def optimizer(model):

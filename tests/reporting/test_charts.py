@@ -3,10 +3,10 @@
 import xml.etree.ElementTree as ET
 
 import pytest
-import sample_results as samples
 
 from hasten.reporting import charts, figures
 from hasten.reporting.result_schema import validate
+from helpers import sample_results as samples
 
 WIDTHS = (charts.WIDE, charts.NARROW)
 METRIC = {"name": "accuracy", "higher_is_better": True, "unit": ""}

@@ -3,10 +3,10 @@
 from itertools import pairwise
 
 import pytest
-import sample_results as samples
 
 from hasten.reporting import figures
 from hasten.reporting.result_schema import validate
+from helpers import sample_results as samples
 
 
 def points(*metrics):

@@ -9,11 +9,11 @@ import re
 import xml.etree.ElementTree as ET
 
 import pytest
-import sample_results as samples
 
 from hasten.contract.errors import Refusal
 from hasten.contract.recipe import Recipe
 from hasten.reporting.report import report
+from helpers import sample_results as samples
 
 EVERY = {name: getattr(samples, name) for name in ("faster", "leave_it", "compared", "diagnosed", "trained")}
 HOSTILE = "<script>alert('1')</script>\"&]]>{{ 7*7 }}\x1b[31m\u202e\ud800"

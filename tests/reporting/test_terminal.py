@@ -5,10 +5,10 @@
 import io
 
 import pytest
-import sample_results as samples
 from rich.console import Console
 
 from hasten.reporting import terminal
+from helpers import sample_results as samples
 
 ANSWERS = {
     "faster": (terminal.tune_answer, samples.faster),

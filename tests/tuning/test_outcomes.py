@@ -1,9 +1,9 @@
 """What is held against what: runs of the same seeds, by seconds and by samples, and what becomes of each. Outcomes are planted."""
 
 import pytest
-from planted_study import MARGIN, METRIC, SAMPLES, TARGET, TRIAL, Planted, baseline_of, outcome
 
 from hasten.tuning.search import Baseline, Outcome
+from helpers.planted_study import MARGIN, METRIC, SAMPLES, TARGET, TRIAL, Planted, baseline_of, outcome
 
 
 def test_only_seeds_that_both_were_run_on_are_compared():

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from planted_study import CLIPPING, MARGIN, SAMPLES, THREADS, TRIAL, Planted, clipping, searched_systems, searched_training, threads
 
 from hasten.contract.recipe import Recipe
 from hasten.tuning.search import SYSTEMS_LOSSES, TRAINING_LOSSES, Ladder, systems
 from hasten.tuning.study import Budget, OutOfBudget
 from hasten.tuning.tune import BASELINE_SEEDS
+from helpers.planted_study import CLIPPING, MARGIN, SAMPLES, THREADS, TRIAL, Planted, clipping, searched_systems, searched_training, threads
 
 # ── systems ──────────────────────────────────────────────────────────────────────────────────────
 

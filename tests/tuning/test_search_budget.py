@@ -3,7 +3,6 @@
 import time
 
 import pytest
-from planted_study import CLIPPING, TARGET, THREADS, TRIAL, Planted, baseline_of, clipping, threads
 
 from hasten.contract.recipe import Recipe
 from hasten.contract.watch import silent
@@ -17,6 +16,7 @@ from hasten.tuning.search import Ladder
 from hasten.tuning.shares import leave_one_out
 from hasten.tuning.study import Budget, OutOfBudget, Study
 from hasten.tuning.tune import RESERVED_RUNS, _competent, _confirm, _examine, _search
+from helpers.planted_study import CLIPPING, TARGET, THREADS, TRIAL, Planted, baseline_of, clipping, threads
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,12 @@ import json
 import time
 
 import pytest
-from forked import forked
 
 import hasten
 from hasten import Failure, Refusal
 from hasten.contract.errors import Notice
 from hasten.tuning import study, tune
+from helpers.process import forked
 
 TASK = """
 import torch
@@ -72,6 +72,7 @@ def short(monkeypatch):
     monkeypatch.setattr(study, "ANATOMY_SECONDS", 0.5)
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_a_gain_is_found_and_proven(task, tmp_path):
     told = hasten.tune(task, budget=90, consider=["batched_fetch", "gradient_clipping"], out=tmp_path / "out")
@@ -120,6 +121,7 @@ def test_a_killed_search_goes_on_and_loses_no_finished_trial(task, tmp_path, sho
     assert trials.read_text().splitlines()[: len(kept) - 1] == kept[:-1]
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_the_budget_is_kept_within_one_trial(task, tmp_path):
     told = hasten.tune(task, budget=20, out=tmp_path / "out")

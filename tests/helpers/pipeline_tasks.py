@@ -3,10 +3,10 @@
 import time
 
 import torch
-from pipelines import scaled, shifted
 
 from hasten import Task
 from hasten.data import arrays
+from helpers.pipelines import scaled, shifted
 
 ROWS = 96
 NUMBERS = torch.linspace(-1, 1, ROWS * 6).view(ROWS, 6)

@@ -1,6 +1,6 @@
 """Kills ranks and machines at random while a run goes on, and counts: what was killed, how often it went on, and which samples the weights saw.
 
-``python tests/launch/chaos.py --kills 30`` on one machine, with ``--machines`` on two (network namespaces; root and iproute2). The run has to end by
+``make chaos``, or ``PYTHONPATH=tests python -m helpers.chaos --kills 30`` on one machine, with ``--machines`` on two (network namespaces; root and iproute2). The run has to end by
 itself with the weights and the log of one that nobody disturbed, bit for bit; each sample counts once a pass, for the weights count them.
 """
 
@@ -22,10 +22,9 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
-
-from machines import begun_on, lose, missing, processes_on, two_machines  # noqa: E402
+from helpers import HELPERS
+from helpers.netns_cluster import begun_on, lose, missing, processes_on, two_machines
+from helpers.process import children, environment
 
 PASSES = 10  # of counting
 MOST = 600.0  # seconds without a step: it hangs
@@ -53,7 +52,7 @@ def chaos(folder: Path, kills: int, task: str, machines: bool, dice: random.Rand
     Raises:
         AssertionError: it does not end by itself and well.
     """
-    shutil.copy(HERE / "rank_tasks.py", folder)
+    shutil.copy(HELPERS / "rank_tasks.py", folder)
     told, began = Told(), time.monotonic()
     begin = _on_machine if machines else _on_this_machine
     with two_machines() if machines else nullcontext():
@@ -107,19 +106,6 @@ def ranks_of(job: subprocess.Popen, machine: int | None) -> list[int]:
     """The processes of the ranks, whatever they are about."""
     there = processes_on(machine) if machine is not None else children(job.pid)
     return [pid for pid in there if "RANK" in environment(pid)]
-
-
-def children(pid: int) -> list[int]:
-    with suppress(OSError):
-        return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
-    return []
-
-
-def environment(pid: int) -> dict[str, str]:
-    with suppress(OSError):
-        pairs = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-        return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-    return {}
 
 
 def _wait_for_a_step(out: Path, jobs: list[subprocess.Popen]) -> None:

@@ -1,10 +1,10 @@
 """Tasks whose samples and whose labels are drawn together, while a layer of the first stage draws as well."""
 
 import torch
-from rank_tasks import BATCH, SAMPLES, Rows, network, task
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from hasten import Task
+from helpers.rank_tasks import BATCH, SAMPLES, Rows, network, task
 
 
 class Drawn(Rows):

@@ -1,7 +1,8 @@
 """What is kept, what lies in the folder of a cache, and how much is read for it, for the tests of caches."""
 
 import torch
-from pipelines import ROWS
+
+from helpers.pipelines import ROWS
 
 KINDS = ["memory", "disk"]
 NUMBERS = torch.arange(ROWS * 3, dtype=torch.float32).view(ROWS, 3)

@@ -4,10 +4,10 @@ import os
 import time
 
 import torch
-from rank_tasks import BATCH, Rows, Stream, task
 from torch import nn
 
 from hasten import Task
+from helpers.rank_tasks import BATCH, Rows, Stream, task
 
 LATE = 0.02  # seconds a step
 

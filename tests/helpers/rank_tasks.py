@@ -593,3 +593,23 @@ class ComputingAgain(nn.Module):
 
 def computing_again() -> Task:
     return task(model=ComputingAgain)
+
+
+def with_a_spare():
+    """Weight decay would shrink a weight that has a gradient of zeros."""
+
+    class Spare(nn.Sequential):
+        def __init__(self):
+            super().__init__(*network())
+            self.spare = nn.Linear(8, 8, dtype=torch.float64)
+
+        def forward(self, inputs):
+            for part in list(self)[:-1]:
+                inputs = part(inputs)
+            return inputs
+
+    return task(model=Spare, optimizer=lambda model: torch.optim.AdamW(model.parameters(), weight_decay=0.1))
+
+
+def sparse():
+    return task(model=lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)))

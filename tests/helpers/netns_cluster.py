@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager, suppress
+from functools import cache
 
 NAMES = tuple(f"hasten-{os.getpid()}-{letter}" for letter in "ab")  # others may be testing, too
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-ENDS = ("hasten-a0", "hasten-b0")  # of the cable
+ENDS = tuple(f"ha{os.getpid()}{letter}" for letter in "ab")  # of the cable
 
 
+@cache
 def missing() -> str | None:
     """Why there can be no such machines here."""
     if not shutil.which("ip"):
@@ -73,3 +75,14 @@ def mend_the_cable() -> None:
 
 def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def on_both(folder, *words: str) -> list[tuple[int, str, str]]:
+    """(exit code, answer, what was said) of the command on each machine."""
+    jobs = [begun_on(machine, *words, cwd=folder) for machine in (0, 1)]
+    try:
+        said = [job.communicate(timeout=150) for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+    return [(job.returncode, *texts) for job, texts in zip(jobs, said, strict=True)]

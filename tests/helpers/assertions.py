@@ -1,6 +1,11 @@
-"""Whether batches are the same bits in the same nesting, for the tests of this folder."""
+"""What tests compare: batches bit by bit, the weights and the losses of runs."""
+
+import json
 
 import torch
+from safetensors.torch import load_file
+
+CLOSE = 1e-9  # relative, in float64
 
 
 def same(one, other):
@@ -20,3 +25,14 @@ def same(one, other):
 def _bytes(tensor):
     """So that -0 is not 0, and NaN is itself."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def farthest(a, b) -> float:
+    """The greatest difference of two runs' weights, against the greatest weight."""
+    a, b = (load_file(out / "model.safetensors") for out in (a, b))
+    assert a.keys() == b.keys()
+    return max(((a[name] - b[name]).abs().max() / b[name].abs().max()).item() for name in a)
+
+
+def losses(out) -> list[float]:
+    return [record["loss"] for line in (out / "log.jsonl").read_text().splitlines() if "loss" in (record := json.loads(line))]

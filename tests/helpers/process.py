@@ -8,8 +8,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from io import StringIO
+from pathlib import Path
 
 from hasten.cli.main import main
 
@@ -81,3 +82,41 @@ def wait_until_it_trains(process, out) -> None:
     while process.is_alive() and (not times.exists() or times.stat().st_size == before):
         assert time.monotonic() < until, "it does not begin to train"
         time.sleep(0.001)
+
+
+def train_command(task: str, *more: str) -> list[str]:
+    return [sys.executable, "-m", "hasten", "train", f"rank_tasks.py:{task}", "--processes", "2", *more]
+
+
+def jobs_left() -> list[str]:
+    """Command lines of ranks that this test has started and that still run."""
+    found, ours = [], f"PYTEST_CURRENT_TEST={os.environ['PYTEST_CURRENT_TEST'].split(' (')[0]}".encode()  # inherited by what a test starts
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            about = (process / "environ").read_bytes()
+        except OSError:
+            continue
+        if b"HASTEN_JOB=" in about and ours in about and "rank_tasks" in line:
+            found.append(line)
+    return found
+
+
+class Job:
+    """As what a test has forked."""
+
+    def __init__(self, process: subprocess.Popen):
+        self.is_alive = lambda: process.poll() is None
+
+
+def children(pid: int) -> list[int]:
+    with suppress(OSError):
+        return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    return []
+
+
+def environment(pid: int) -> dict[str, str]:
+    with suppress(OSError):
+        pairs = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+        return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+    return {}

@@ -1,0 +1,208 @@
+"""ProcessGroupInfo for tests: a pool of processes, forked once from this one and reused, that run functions as the ranks of a job.
+
+The processes stay; each call makes and destroys its own process group through ``hasten``, as a job under torchrun does. That takes 0.03 s,
+and is how the end of one rank reaches the others, which many tests are about.
+"""
+
+import atexit
+import ctypes
+import gc
+import os
+import signal
+import socket
+import sys
+import traceback
+import warnings
+from contextlib import suppress
+from multiprocessing.connection import wait
+
+import cloudpickle
+import torch
+import torch._dynamo  # imported before the pool is forked, as those below, so that no rank takes seconds for it
+import torch.distributed as dist
+import torch.distributed.fsdp
+import torch.distributed.optim
+import torch.distributed.pipelining
+import torch.distributed.tensor.experimental
+import torch.distributed.tensor.parallel
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from hasten.contract.errors import Failure, Progress
+from hasten.engine.find import make_method
+from hasten.engine.plan import build
+from hasten.engine.ranks import joined
+from hasten.engine.train import train
+from hasten.measure.process_state import restored
+from helpers import rank_tasks
+from helpers.process import FORK, PATIENCE
+
+PR_SET_PDEATHSIG = 1
+
+
+def run_ranks(world: int, function, *arguments) -> list:
+    """Calls ``function(rank, *arguments)`` on each rank of a job of ``world`` processes.
+
+    Args:
+        world: number of ranks, 1 or more.
+        function: any function; functions of a test module are sent by name, lambdas and local functions by value (cloudpickle).
+        arguments: sent with it; each rank has a copy.
+
+    Returns:
+        What each rank returned, by rank; the exception instead, where it raised one of hasten's, and for any other exception a RuntimeError
+        that holds its traceback.
+
+    Raises:
+        AssertionError: a rank has not answered after ``PATIENCE`` seconds, or has died.
+    """
+    return _pool(world).run(function, arguments)
+
+
+class RankPool:
+    """Processes that wait for functions. They import what this process had imported when the first call forked them."""
+
+    def __init__(self, world: int):
+        self.ours, theirs = zip(*(FORK.Pipe() for _ in range(world)), strict=True)
+        self.processes = [FORK.Process(target=_serve, args=(connection,)) for connection in theirs]
+        for process, connection in zip(self.processes, theirs, strict=True):
+            process.start()
+            connection.close()
+        self.owner, self.usable = os.getpid(), True
+
+    def run(self, function, arguments) -> list:
+        world, self.usable = len(self.ours), False  # until all have answered well
+        job = {
+            "WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": world,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": free_port(),
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        for rank, connection in enumerate(self.ours):
+            environment = dict(os.environ) | {name: str(value) for name, value in (job | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+            connection.send_bytes(cloudpickle.dumps((os.getcwd(), environment, sys.path, function, (rank, *arguments))))
+        answers = {}
+        while len(answers) < world:
+            ready = wait([connection for rank, connection in enumerate(self.ours) if rank not in answers], PATIENCE)
+            assert ready, f"only ranks {sorted(answers)} of {world} have answered after {PATIENCE:.0f} s"
+            for connection in ready:
+                rank = self.ours.index(connection)
+                try:
+                    answers[rank] = cloudpickle.loads(connection.recv_bytes())
+                except EOFError:
+                    raise AssertionError(f"rank {rank} of {world} has died; only ranks {sorted(answers)} have answered") from None
+        self.usable = all(reusable for _, reusable in answers.values())
+        return [answers[rank][0] for rank in range(world)]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        for connection in self.ours:
+            connection.close()
+
+
+_pools: dict[int, RankPool] = {}
+
+
+def _pool(world: int) -> RankPool:
+    """The pool of so many ranks; a new one where the last was left in an unknown state, or belongs to the process that forked this one."""
+    pool = _pools.get(world)
+    if pool and pool.owner == os.getpid() and not pool.usable:
+        pool.close()
+    if not pool or pool.owner != os.getpid() or not pool.usable:
+        _pools[world] = pool = RankPool(world)
+    return pool
+
+
+@atexit.register
+def close_pools() -> None:
+    for pool in _pools.values():
+        if pool.owner == os.getpid():
+            pool.close()
+    _pools.clear()
+
+
+def _serve(connection) -> None:
+    """Runs what comes until the parent is gone."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _pools.clear()
+    while True:
+        try:
+            content = connection.recv_bytes()
+        except EOFError:
+            return
+        connection.send_bytes(cloudpickle.dumps(_run(content)))
+
+
+def _run(content: bytes) -> tuple[object, bool]:
+    """(what the function returned or raised, whether this process can run another one)."""
+    reusable = True
+    with restored(), warnings.catch_warnings():
+        folder, environment, sys.path[:], function, arguments = cloudpickle.loads(content)
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        torch.manual_seed(0)
+        try:
+            answer = function(*arguments)
+            cloudpickle.dumps(answer)
+        except Exception as error:
+            ours = type(error).__module__.startswith("hasten")
+            answer, reusable = (error.with_traceback(None), True) if ours else (RuntimeError(traceback.format_exc()), False)
+        del function, arguments
+    if dist.is_initialized():
+        with suppress(RuntimeError, ValueError):  # of a group whose other ranks are gone
+            dist.destroy_process_group()
+    torch._dynamo.reset()
+    _clear_sharding_prop_cache()  # its entries name groups that are gone
+    gc.collect()  # of what a failed run leaves: modules in cycles, which hold their communication
+    return answer, reusable and not dist.is_initialized()
+
+
+def training(rank: int, task, recipe=None, **options) -> dict:
+    return train(task, recipe, device="cpu", **options)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def training_as_rank(rank: int, make) -> dict:
+    return training(rank, lambda: make(rank))  # made when the ranks have met, as a task is
+
+
+def training_of(rank: int, make, recipe, out) -> dict:
+    return training(rank, make(), recipe, out=out)
+
+
+def broken_off(rank: int, make, out, recipe=None) -> dict:
+    """A run that ends at its 30th step, with a checkpoint after every step before."""
+
+    def break_off(records):
+        if any(record["step"] >= 30 for record in records):
+            raise Failure("broken off")
+
+    return training(rank, make(), recipe, out=out, checkpoint_seconds=0, observers=[break_off])
+
+
+def taken_up(rank: int, make, out, recipe=None) -> dict:
+    return training(rank, make(), recipe, out=out, resume=True)
+
+
+def broken_off_early(rank: int, make, out, recipe) -> None:
+    def break_off(records):
+        if any(record["step"] >= 12 for record in records):
+            raise Failure("broken off")
+
+    with suppress(Failure):
+        training(rank, make(), recipe, out=out, checkpoint_seconds=0, observers=[break_off])
+
+
+def told_while_building(rank: int, strategy: str, make=rank_tasks.tower, settings: dict | None = None) -> list[str]:
+    with joined("cpu") as ranks, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        build(make(), [make_method(strategy, settings or {})], ranks=ranks)
+    return [str(each.message) for each in told if isinstance(each.message, Progress)]

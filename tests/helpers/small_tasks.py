@@ -1,0 +1,65 @@
+"""On which small tasks a method has an effect, so that tests of all methods generate no case that could only be skipped."""
+
+import warnings
+from functools import cache
+
+import torch
+from torch import nn
+
+from hasten.contract.recipe import Recipe
+from hasten.contract.task import Task
+from hasten.engine.find import make_methods, method_class, method_names
+from hasten.engine.plan import build
+from hasten.measure.process_state import restored
+from hasten.testing import tasks
+
+SETTINGS = {
+    "compile": {"backend": "eager"},  # the tracing without half a minute of C++; the real backend has a slow test of its own
+    "gradient_clipping": {"max_norm": 0.25},
+    "threads": {"count": 2},  # the tests run with one
+}
+ELSEWHERE = {"distributed"} | ({"cuda"} if not torch.cuda.is_available() else set())  # facts that hold of no run in this process
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, channels: int):
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.norm(self.convolution(x))).relu()
+
+
+def residual(**changes) -> Task:
+    """The convolutional task with a residual net."""
+
+    def model() -> nn.Module:
+        blocks = (ResidualBlock(8), ResidualBlock(8))
+        return nn.Sequential(nn.Conv2d(1, 8, 1), *blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, tasks.CLASSES))
+
+    return tasks.convolutional(model=model, **changes)
+
+
+def without_batch_norm(**changes) -> Task:
+    return tasks.convolutional(batch_norm=False, **changes)
+
+
+TASKS = (tasks.perceptron, tasks.convolutional, tasks.transformer, without_batch_norm, residual)
+
+
+@cache
+def tasks_with_effect(name: str) -> tuple:
+    """Those of ``TASKS`` on which the method has an effect in one process on this machine."""
+    if method_class(name).card.applies_to & ELSEWHERE:
+        return ()
+    return tuple(task for task in TASKS if not _idle(name, task()))
+
+
+def names_with_effect() -> list[str]:
+    return [name for name in method_names() if tasks_with_effect(name)]
+
+
+def _idle(name: str, task: Task) -> list:
+    with restored(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return build(task, make_methods(Recipe({name: SETTINGS.get(name, {})}))).run.no_effect

@@ -1,0 +1,15 @@
+"""Fixtures of the tests that start ranks by a launcher."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from helpers import HELPERS
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A folder that holds ``rank_tasks.py``, for commands that run there."""
+    shutil.copy(HELPERS / "rank_tasks.py", tmp_path)
+    return tmp_path
