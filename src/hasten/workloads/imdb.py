@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import Dataset
 
 from hasten import Refusal, Task
-from hasten_workloads._data import File, fetched, found, made_once, members, pack
+from hasten.workloads._data import File, fetched, found, made_once, members, pack
 
 OFFICIAL = File(
     "imdb-official/aclImdb_v1.tar.gz",

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from hasten import Task
-from hasten_workloads._data import File, fetched
+from hasten.workloads._data import File, fetched
 
 ADDRESS = "https://archive.ics.uci.edu/ml/machine-learning-databases/adult/"
 FILES = {

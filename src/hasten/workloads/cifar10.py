@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from hasten import Refusal, Task
-from hasten_workloads._data import File, fetched, found, made_once, members, pack
+from hasten.workloads._data import File, fetched, found, made_once, members, pack
 
 OFFICIAL = File(
     "cifar10-official/cifar-10-binary.tar.gz",
@@ -31,6 +31,7 @@ SPREAD = torch.tensor([0.2470, 0.2435, 0.2616]).view(3, 1, 1)
 
 def cifar10() -> Task:
     """A residual network of two blocks, 16 to 64 wide, on CIFAR-10."""
+    _pillow()
     return Task(
         model=SmallResNet,
         train_data=Photographs("train"),
@@ -55,9 +56,7 @@ class Photographs(Dataset):
         return len(self.labels)
 
     def __getitem__(self, index):
-        from PIL import Image
-
-        pixels = numpy.array(Image.open(io.BytesIO(self.files[index])))
+        pixels = numpy.array(_pillow().open(io.BytesIO(self.files[index])))
         picture = torch.from_numpy(pixels).permute(2, 0, 1) / 255
         return (picture - MEAN) / SPREAD, self.labels[index]
 
@@ -111,12 +110,20 @@ def _jpeg_files(split: str) -> tuple[list[bytes], list[int]]:
 
 def _as_jpeg(split: str) -> Iterator[tuple[str, bytes]]:
     """(name, JPEG file) of the official pictures of a split."""
-    from PIL import Image
-
+    image = _pillow()
     wanted = {f"cifar-10-batches-bin/{part}" for part in OFFICIAL_PARTS[split]}
     parts = [content for name, content in members(fetched(OFFICIAL)) if name in wanted]
     rows = numpy.frombuffer(b"".join(parts), numpy.uint8).reshape(-1, 1 + 3 * 32 * 32)
     for number, row in enumerate(rows):
         jpeg = io.BytesIO()
-        Image.fromarray(row[1:].reshape(3, 32, 32).transpose(1, 2, 0)).save(jpeg, "JPEG", quality=75)
+        image.fromarray(row[1:].reshape(3, 32, 32).transpose(1, 2, 0)).save(jpeg, "JPEG", quality=75)
         yield f"{split}/{CLASSES[row[0]]}/{number:05}.jpg", jpeg.getvalue()
+
+
+def _pillow():
+    """The module ``PIL.Image``."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise Refusal("the workload cifar10 needs the package pillow; pip install 'hasten[images]'") from None
+    return Image

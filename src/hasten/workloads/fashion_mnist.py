@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from hasten import Task
-from hasten_workloads._data import File, fetched
+from hasten.workloads._data import File, fetched
 
 ADDRESS = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 FILES = {

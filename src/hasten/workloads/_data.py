@@ -1,11 +1,12 @@
-"""Finds the data of the workloads, or fetches them once, checked.
+"""Finds the data of the workloads, or downloads them once and checks their SHA-256.
 
-Looked for in the folder ``$HASTEN_DATA`` and then in ``~/.cache/hasten``, which is also where a download goes.
+The search order is ``$HASTEN_DATA``, ``~/.cache/hasten`` (where downloads go) and the ``data`` folder of the installed package.
 """
 
 import gzip
 import hashlib
 import http.client
+import importlib.util
 import io
 import os
 import tarfile
@@ -109,7 +110,9 @@ def _folders() -> list[Path]:
     own = os.environ.get("HASTEN_DATA")
     if own and not Path(own).expanduser().is_dir():
         raise Refusal(f"HASTEN_DATA={own} is not a folder")
-    return [Path(own).expanduser(), _downloads()] if own else [_downloads()]
+    folders = [Path(own).expanduser(), _downloads()] if own else [_downloads()]
+    package = importlib.util.find_spec("hasten")  # None for an exported script on a machine without hasten
+    return [*folders, *(Path(path) / "workloads" / "data" for path in (package.submodule_search_locations if package else []))]
 
 
 def _downloads() -> Path:
