@@ -11,6 +11,7 @@ FLOORS = {
     "engine": 1,
     "methods": 2,
     "data": 2,
+    "export": 2,
     "launch": 2,
     "measure": 3,
     "diagnosis": 4,

@@ -22,7 +22,7 @@ _WHERE = {
     "diagnose": "hasten.diagnosis.diagnose",
     "tune": "hasten.tuning.tune",
     "report": "hasten.reporting.report",
-    "eject": "hasten.engine.eject",
+    "eject": "hasten.export.eject",
 }
 
 __all__ = [*_WHERE, "__version__"]

@@ -1,4 +1,4 @@
-"""One module's text, seen as what it defines, what it imports and what each statement uses."""
+"""The source of one module: which names it defines and imports, and which names each statement uses."""
 
 from __future__ import annotations
 
@@ -17,16 +17,22 @@ DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 IMPORTS = (ast.Import, ast.ImportFrom)
 
 
+def is_library(module: str) -> bool:
+    """Whether a module belongs to hasten itself; a workload is a task, as a user's file is."""
+    return f"{module}.".startswith("hasten.") and not f"{module}.".startswith("hasten.workloads.")
+
+
 @dataclass(frozen=True)
 class Use:
-    """A place where a statement names something of its module.
+    """One use of a module-level name in a statement.
 
     Attributes:
-        name: as it is spelt there.
-        attribute: what follows behind a dot, if anything does.
-        whole: the place of the name.
-        with_attribute: the place of the name and the attribute.
-        bound: local names around it.
+        name: the name as written.
+        attribute: the attribute after the dot, or None.
+        whole: the node of the name.
+        with_attribute: the node of the name and the attribute.
+        bound: local names in scope.
+        in_annotation: whether it is part of a type annotation.
     """
 
     name: str
@@ -34,11 +40,12 @@ class Use:
     whole: ast.AST
     with_attribute: ast.AST
     bound: frozenset[str]
+    in_annotation: bool = False
 
 
 @dataclass
-class Source:
-    """A module's text. ``wanted`` are the top-level statements to be written, ``places`` what they name where."""
+class ModuleSource:
+    """A module. ``wanted``: indices of the top-level statements to write. ``places``: (node, symbol) of each name they use."""
 
     name: str
     text: str
@@ -52,12 +59,12 @@ class Source:
 
     @cached_property
     def definitions(self) -> dict[str, int]:
-        """Each top-level name with the statement that makes it, by its index."""
+        """Each top-level name with the index of the statement that defines it."""
         return {name: index for index, statement in enumerate(self.tree.body) for name in _made_by(statement)}
 
     @cached_property
     def imports(self) -> dict[str, Symbol]:
-        """What each imported name stands for; imports of modules that are copied in count wherever they stand."""
+        """The symbol of each imported name; an import of a module that is copied in counts at any depth."""
         found = {}
         for node in ast.walk(self.tree):
             if isinstance(node, IMPORTS) and (node in self._top or self._copied_in(node)):
@@ -75,9 +82,9 @@ class Source:
                     found[alias.name.partition(".")[0]].add(alias.name)
         return found
 
-    def doing_something(self) -> list[int]:
-        """Statements that are kept whether or not anything names them: in main all, in a user's file what is no definition."""
-        if self.name.partition(".")[0] == "hasten":
+    def side_effect_statements(self) -> list[int]:
+        """Statements that are kept although no name refers to them: all of main; in a user's file those that define nothing."""
+        if is_library(self.name):
             return []
         kept = enumerate(self.tree.body)
         return [
@@ -87,7 +94,7 @@ class Source:
         ]
 
     def needed_to_load(self) -> list[str]:
-        """Modules copied in that this one imports at its top level."""
+        """The modules to copy in that this one imports at its top level."""
         named = [self._stands_for(node, alias) for node in self.tree.body if isinstance(node, IMPORTS) for alias in node.names]
         modules = [
             f"{module}.{name}" if name and importlib.util.find_spec(f"{module}.{name}") else module
@@ -98,21 +105,21 @@ class Source:
         return [module for module in modules if not _is_package(module)]
 
     def defined(self) -> list[str]:
-        """The names that the wanted statements make."""
+        """The names that the wanted statements define."""
         return [name for name, index in self.definitions.items() if index in self.wanted]
 
     def uses(self, index: int) -> Iterator[Use]:
         return self._uses(self.tree.body[index], frozenset())
 
     def replaced(self, other: dict[str, str]) -> str:
-        """The text with other source for some definitions."""
+        """Returns the text with the source of some definitions replaced."""
         edits = []
         for name, text in other.items():
             edits.append((*self._lines(self.tree.body[self.definitions[name]]), text.strip("\n").encode() + b"\n"))
         return _edited(self.text.encode(), 0, edits).decode()
 
-    def written(self, names: dict[Symbol, str]) -> str:
-        """The wanted statements, with everything called by its new name."""
+    def render(self, names: dict[Symbol, str]) -> str:
+        """Returns the wanted statements with every name replaced by its name in the script."""
         edits = [(*self._span(node), names[symbol].encode()) for node, symbol in self.places]
         for name in self.defined():
             if names[self.name, name] != name:
@@ -133,13 +140,17 @@ class Source:
 
     @cached_property
     def _top(self) -> list[ast.AST]:
-        """Top-level imports, those under ``if TYPE_CHECKING`` among them."""
-        inner = [node for each in self.tree.body for node in (each.body if _is_type_checking(each) else [each])]
+        """Top-level imports, with those under ``if TYPE_CHECKING`` and, in hasten's own modules, under ``try``."""
+
+        def has_imports(statement: ast.stmt) -> bool:
+            return _is_type_checking(statement) or (isinstance(statement, ast.Try) and is_library(self.name))
+
+        inner = [node for statement in self.tree.body for node in (statement.body if has_imports(statement) else [statement])]
         return [node for node in inner if isinstance(node, IMPORTS)]
 
     @cached_property
     def _starts(self) -> list[int]:
-        """The byte at which each line starts."""
+        """The byte offset of each line."""
         starts = [0]
         for line in self.text.encode().splitlines(keepends=True):
             starts.append(starts[-1] + len(line))
@@ -160,7 +171,7 @@ class Source:
         return self._starts[node.lineno - 1] + node.col_offset, self._starts[node.end_lineno - 1] + node.end_col_offset
 
     def _lines(self, node) -> tuple[int, int]:
-        """The whole lines of a statement, with its decorators and the comment right above it."""
+        """The byte range of a statement's lines, with its decorators and the comment directly above it."""
         first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
         lines = self.text.splitlines()
         while first > 1 and lines[first - 2].lstrip().startswith("#") and node in self.tree.body:
@@ -175,16 +186,17 @@ class Source:
             return low, low + len(name.encode())
         return next(self._span(each) for each in ast.walk(node) if isinstance(each, ast.Name) and each.id == name)
 
-    def _uses(self, node: ast.AST, bound: frozenset[str]) -> Iterator[Use]:
-        """Every name under ``node`` that is none of the local ones."""
+    def _uses(self, node: ast.AST, bound: frozenset[str], in_annotation: bool = False) -> Iterator[Use]:
+        """Yields every use of a non-local name under ``node``."""
         if _is_card(node) or isinstance(node, IMPORTS):
             return
+        annotation = getattr(node, "returns", None) or getattr(node, "annotation", None)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             if node.value.id not in bound:
-                yield Use(node.value.id, node.attr, node.value, node, bound)
+                yield Use(node.value.id, node.attr, node.value, node, bound, in_annotation)
         elif isinstance(node, ast.Name):
             if node.id not in bound and not isinstance(node.ctx, ast.Store):
-                yield Use(node.id, None, node, node, bound)
+                yield Use(node.id, None, node, node, bound, in_annotation)
         elif isinstance(node, FUNCTIONS):
             body = node.body if isinstance(node.body, list) else [node.body]
             inside = bound | self._locals(node.args, *body)
@@ -192,7 +204,7 @@ class Source:
                 yield from (
                     self._annotations_and_defaults(part, bound)
                     if part is node.args
-                    else self._uses(part, inside if part in body else bound)
+                    else self._uses(part, inside if part in body else bound, in_annotation or part is annotation)
                 )
         elif isinstance(node, COMPREHENSIONS):
             inside = bound | {each.id for part in node.generators for each in ast.walk(part.target) if isinstance(each, ast.Name)}
@@ -200,18 +212,18 @@ class Source:
                 yield from self._uses(part, inside)
         else:
             for part in ast.iter_child_nodes(node):
-                yield from self._uses(part, bound)
+                yield from self._uses(part, bound, in_annotation or part is annotation)
 
     def _annotations_and_defaults(self, arguments: ast.arguments, bound) -> Iterator[Use]:
         for part in ast.walk(arguments):
             for inner in [getattr(part, "annotation", None)] if isinstance(part, ast.arg) else []:
                 if inner is not None:
-                    yield from self._uses(inner, bound)
+                    yield from self._uses(inner, bound, in_annotation=True)
         for default in [*arguments.defaults, *(each for each in arguments.kw_defaults if each)]:
             yield from self._uses(default, bound)
 
     def _locals(self, *parts: ast.AST) -> frozenset[str]:
-        """The names that a function makes for itself."""
+        """The local names of a function."""
         found, of_module, waiting = set(), set(), list(parts)
         while waiting:
             node = waiting.pop()
@@ -240,7 +252,7 @@ def _made_by(statement: ast.AST) -> list[str]:
 
 
 def _is_idle(statement: ast.AST) -> bool:
-    """A docstring, ``__all__`` or ``if __name__ == "__main__"``: nothing of it belongs into another file."""
+    """Whether a statement is a docstring, ``__all__`` or ``if __name__ == "__main__"``, which do not belong in the script."""
     text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
     return (
         text
@@ -255,7 +267,7 @@ def _is_type_checking(statement: ast.AST) -> bool:
 
 
 def _is_card(node: ast.AST) -> bool:
-    """``card = Card(...)``: facts for choosing a method, of no use once it is chosen."""
+    """Whether a statement is ``card = Card(...)``: the script has no use for the card of a method."""
     if isinstance(node, ast.AnnAssign):
         return isinstance(node.target, ast.Name) and node.target.id == "card"
     called = isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func).split(".")[-1] == "Card"

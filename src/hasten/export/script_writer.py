@@ -1,6 +1,7 @@
-"""Writes a run as straight lines: what ``plan.build`` and the loop would do for one recipe, and nothing that it does not use.
+"""Writes a run as straight lines: what ``plan.build`` does for one recipe, and nothing that the recipe does not use.
 
-The lines still import hasten; ``flatten`` copies in what they name. Tests hold them and the engine together, to the bit.
+The lines import hasten; ``inline_imports`` copies in the source of what they import. The training loop and the evaluation are
+copied from ``engine/loop.py``, so only the calls are written here. Tests compare the weights of script and engine bit for bit.
 """
 
 from __future__ import annotations
@@ -20,10 +21,15 @@ from hasten.engine import metrics, sources
 from hasten.engine.plan import Program
 
 
-def straight_lines(function, task: Task, program: Program, methods: list[Method], device: str | None) -> str:
-    """The text of a program that trains ``task``, which ``function`` returns, with ``methods`` in their order.
+def generate_script(function, task: Task, program: Program, methods: list[Method], device: str | None) -> str:
+    """Returns the text of a program that trains a task.
 
-    ``program``: the same, as the engine builds it; tells which parts of a step and of the loop are in use.
+    Args:
+        function: returns the task; the program imports and calls it.
+        task: the task itself.
+        program: the run as the engine builds it; states which parts of a step and of the loop are in use.
+        methods: the methods of the recipe, sorted by wrap order.
+        device: the default of ``--device``; None selects a GPU where there is one.
     """
     taken = {*dir(builtins), *keyword.kwlist, *_MAIN_NAMES}
     names = {id(method): _variable(method, taken) for method in methods}
@@ -33,8 +39,8 @@ def straight_lines(function, task: Task, program: Program, methods: list[Method]
         users = [method for method in sorted(methods, key=lambda m: hook not in m.card.replaces) if hook in hooks_of(method)]
         return [f"{hook} = {names[id(method)]}.{hook}({thing if thing and not i else hook}, run)" for i, method in enumerate(users)]
 
-    there, loop, own, looks = program.task, program.loop, task.loss is None, task.validation_data is not None
-    cut, stops, every = loop.microbatches > 1, loop.stop is not None, loop.evaluate_every is not None
+    there, own, cut = program.task, task.loss is None, program.loop.microbatches > 1
+    exported = "exported()" if wrapped("export") else "model"
     made = there.train_data is not task.train_data or there.validation_data is not task.validation_data
     process, gradients = wrapped("process", "nullcontext"), wrapped("gradients", "lambda: None")
     body = [
@@ -83,7 +89,7 @@ def straight_lines(function, task: Task, program: Program, methods: list[Method]
         "def micro(batch):",
         "    loss = forward(batch)",
         "    backward(loss)",
-        "    return loss.detach()",
+        "    return loss",
         "",
         *wrapped("micro"),
         "micro = _accumulated(micro, loop.microbatches, run.clock)" if cut else "",
@@ -94,36 +100,11 @@ def straight_lines(function, task: Task, program: Program, methods: list[Method]
         "",
         *(["def exported():", "    export = model", *[f"    {line}" for line in wrapped("export")], "    return export", ""] if wrapped("export") else []),
         "# the training",
-        "clock, evaluations, began = run.clock, [], perf_counter()",
-        *(_LOOK if looks else []),
-        "done = False" if stops and looks else "",
-        f"while clock.epoch < loop.epochs and (loop.steps is None or clock.step < loop.steps){' and not done' if stops and looks else ''}:",
-        "    for each in train.epoch(clock.epoch, 0):",
-        f"        each = {'batch' if wrapped('batch') else 'batch_to_device'}(each)",
-        "        step_loss = micro(each)",
-        *(["        gradients()"] if gradients else []),
-        "        update()",
-        "        clear()",
-        "        if schedule is not None:",
-        "            schedule.step()",
-        "        clock.step, clock.batch, clock.samples = clock.step + 1, clock.batch + 1, clock.samples + size(each)",
-        *(["        if clock.samples // loop.evaluate_every > (clock.samples - size(each)) // loop.evaluate_every:", "            look()"] if looks and every else []),
-        *(["            if loop.stop(evaluations):", "                done = True", "                break"] if looks and every and stops else []),
-        "        if clock.step == loop.steps:",
-        "            break",
-        "    else:",
-        "        clock.epoch, clock.batch = clock.epoch + 1, 0",
-        '    print(f"{perf_counter() - began:.1f} s, step {clock.step}: loss {step_loss:.4g}")',
-        "    look()" if looks and not every else "",
-        "    done = loop.stop(evaluations)" if looks and stops and not every else "",
-        *(["if evaluations[-1:] == [] or evaluations[-1].step != clock.step:", "    look()"] if looks and every else []),
+        *_program_lines(program, "batch" if wrapped("batch") else "batch_to_device", "gradients" if gradients else "lambda: None"),
+        *_training_lines(program, exported, metrics.name_of(task)),
         *(["for method, why in run.idle:", '    print(f"{method} had nothing to do: {why}")'] if methods else []),
-        "torch.save(model.state_dict(), options.out)",
+        f"torch.save({exported}.state_dict(), options.out)",
     ]  # fmt: skip
-    exported = "exported()" if wrapped("export") else "model"
-    metric = metrics.name_of(task)
-    body = [line.replace("EXPORTED", exported).replace("METRIC", metric) for line in body]
-    body[-1] = f"torch.save({exported}.state_dict(), options.out)"
     opening = [
         "options = read_options()",
         "set_seeds(0)  # whatever the task's function draws is the same for every seed",
@@ -137,15 +118,54 @@ def straight_lines(function, task: Task, program: Program, methods: list[Method]
     inside = ["with process():", *[f"    {line}" if line else "" for line in body]] if process else body
     classes = [f"from {type(method).__module__} import {type(method).__name__} as METHOD_{i}" for i, method in enumerate(methods)]
     main = ["def main():", *[f"    {line}" if line else "" for line in [*opening, *inside]]]
-    evaluation = _EVALUATE.replace("LOSS", "own_loss" if own else "task.loss").replace("OWN", str(own)) if looks else ""
-    text = "\n".join(
-        [_IMPORTS, f"from {function.__module__} import {function.__name__} as THE_TASK", *classes, "", *main, evaluation, _options(device)]
-    )
+    task_import = f"from {function.__module__} import {function.__name__} as THE_TASK"
+    text = "\n".join([_IMPORTS, task_import, *classes, "", *main, _options(device)])
     return re.sub(r"\n{3,}", "\n\n", text)
 
 
+def _program_lines(program: Program, move: str, gradients: str) -> list[str]:
+    """The lines that collect what the copied training loop calls."""
+    validation = "" if program.task.validation_data is None else "task=task, validation=validation, "
+    return [
+        f"program = SimpleNamespace(run=run, loop=loop, train=train, {validation}schedule=schedule)",
+        f"program.move, program.micro, program.gradients = {move}, micro, {gradients}",
+        "program.update, program.clear = update, clear",
+        "clock, began = run.clock, perf_counter()",
+    ]
+
+
+def _training_lines(program: Program, exported: str, metric: str) -> list[str]:
+    """The lines that drive the copied training loop: each epoch, with evaluations and stopping where the run has them."""
+    evaluates = program.task.validation_data is not None
+    by_samples = evaluates and program.loop.evaluate_every is not None
+    stops = evaluates and program.loop.stop is not None
+    look = [
+        "def look():",
+        f"    evaluations.append(Evaluation(clock.step, clock.samples, _measured(program, {exported}).metric))",
+        f'    print(f"{{perf_counter() - began:.1f}} s, step {{clock.step}}: {metric} {{evaluations[-1].metric:.4g}}")',
+    ]
+    within_epoch = [
+        "        if clock.samples // loop.evaluate_every > looks:",
+        "            looks = clock.samples // loop.evaluate_every",
+        "            look()",
+        *(["            if loop.stop(evaluations):", "                done = True", "                break"] if stops else []),
+    ]
+    return [
+        *(["evaluations = []", "", *look, ""] if evaluates else []),
+        "looks = 0" if by_samples else "",
+        "done = False" if stops else "",
+        f"while not finished(program){' and not done' if stops else ''}:",
+        "    for step_loss in rest_of_pass(program):",
+        *(within_epoch if by_samples else ["        pass"]),
+        '    print(f"{perf_counter() - began:.1f} s, step {clock.step}: loss {step_loss:.4g}")',
+        "    look()" if evaluates and not by_samples else "",
+        "    done = loop.stop(evaluations)" if stops and not by_samples else "",
+        *(["if evaluations[-1:] == [] or evaluations[-1].step != clock.step:", "    look()"] if by_samples else []),
+    ]
+
+
 def _data_lines(task: Task, users: list[tuple[str, Method]]) -> list[str]:
-    """The lines that make ``train`` and ``validation``, for the kind of data that the task has."""
+    """Returns the lines that define ``train`` and ``validation`` for the kind of data that the task has."""
     lines = _batches("train", task.train_data, task)
     lines += _batches("validation", task.validation_data, task) if task.validation_data is not None else []
     if users:
@@ -159,14 +179,14 @@ def _data_lines(task: Task, users: list[tuple[str, Method]]) -> list[str]:
 
 
 def _plan(task: Task) -> str:
-    """The plan of steps before any method has touched it."""
+    """Returns the training plan of the task, before any method changes it."""
     plan, data = sources.plan_of(task), "task.train_data.dataset" if sources.makes_batches(task.train_data) else "task.train_data"
     known = f", samples=len({data})" if plan.samples is not None else ""
     return f"Loop(batch_size={plan.batch_size}, epochs={plan.epochs!r}, evaluate_every={plan.evaluate_every!r}{known})"
 
 
 def _batches(which: str, data, task: Task) -> list[str]:
-    """Samples by index, the usual case, are written out; a pipeline makes its own; what else a task may bring is left to ``sources``."""
+    """Returns the lines that define one batch source. Map-style data are written out; other kinds call ``engine/sources.py``."""
     size = "loop.batch_size" if which == "train" else sources.plan_of(task).batch_size  # judged in the task's own batches
     if sources.makes_batches(data) and not isinstance(data, DataLoader):
         training = f"training={which == 'train'}"
@@ -187,7 +207,7 @@ def _batches(which: str, data, task: Task) -> list[str]:
 
 
 def _variable(method: Method, taken: set[str]) -> str:
-    """What the script calls a method: its name, or for one from outside its class in small letters."""
+    """Returns the variable of a method: its name, or for a method from a file its class name in snake case."""
     name = method.name if method.name.isidentifier() else re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(method).__name__).lower()
     while name in taken:
         name += "_"
@@ -201,55 +221,34 @@ def _made(method: Method, cls: str) -> str:
 
 
 def literal(value) -> str:
-    """A setting as it is written in Python, texts in double quotes."""
+    """Returns the Python literal of an option's value, strings in double quotes."""
     return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
 _MAIN_NAMES = {
     *HOOKS, "options", "task", "device", "run", "train", "validation", "schedule", "batch_to_device", "exported", "clock",
-    "evaluations", "began", "look", "done", "data", "samples", "each", "step_loss", "size", "main", "evaluate", "method", "why",
+    "evaluations", "began", "look", "looks", "done", "data", "samples", "step_loss", "main", "method", "why", "program",
 }  # fmt: skip
 
 _IMPORTS = """\
 import argparse
 from contextlib import nullcontext
 from time import perf_counter
+from types import SimpleNamespace
 
 import torch
 
-from hasten.contract.batch import map_tensors, size, split
+from hasten.contract.batch import map_tensors, split
 from hasten.contract.data import Batches, Samples
 from hasten.contract.method import Evaluation, Loop, Run
 from hasten.contract.task import optimizer_and_schedule
 from hasten.engine.forward import call_model, own_loss
-from hasten.engine.metrics import metric_of
+from hasten.engine.loop import _measured, finished, rest_of_pass
 from hasten.engine.plan import _accumulated
 from hasten.engine.seeds import derived, set_seeds, undisturbed
 from hasten.engine import sources
 from hasten.engine.sources import from_samples, in_sequence, opened, rewrapped, shuffled, training
 """
-
-_LOOK = """
-def look():
-    evaluations.append(Evaluation(clock.step, clock.samples, evaluate(task, EXPORTED, validation, device)))
-    print(f"{perf_counter() - began:.1f} s, step {clock.step}: METRIC {evaluations[-1].metric:.4g}")
-""".splitlines()
-
-_EVALUATE = '''
-
-def evaluate(task, model, batches, device):
-    """The metric over the validation data; the training does not notice."""
-    metric, modes = metric_of(task), [(module, module.training) for module in model.modules()]
-    model.eval()
-    with undisturbed(), torch.inference_mode():
-        for batch in batches.epoch(0, 0):
-            batch = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
-            output, target = call_model(model, batch, own=OWN)
-            metric.update(output, target, LOSS(output, target), size(batch))
-    for module, training in modes:
-        module.training = training
-    return metric.result().metric
-'''
 
 
 def _options(device: str | None) -> str:

@@ -1,11 +1,12 @@
-"""Turns a program that imports modules into one file that does not: every name it uses is copied in as source.
+"""Turns a program that imports modules into one file: the source of every name it uses is copied in.
 
-Only what is reachable is copied, comments and all. Two things of one name that meet in the one file are told
-apart by the name of the module they came from. Modules for which ``inline`` says no stay imports.
+Only reachable definitions are copied, with their comments. Where two definitions have the same name, one gets the name of its
+module as a prefix. Modules for which ``inline`` returns False stay imports.
 """
 
 from __future__ import annotations
 
+import ast
 import builtins
 import importlib
 import inspect
@@ -15,17 +16,19 @@ from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 
 from hasten.contract.errors import Refusal
-from hasten.engine.syntax import MAIN, Source, Symbol
+from hasten.export.module_source import MAIN, ModuleSource, Symbol, is_library
+
+ANY = "typing", "Any"
 
 
 @dataclass(frozen=True)
-class Flat:
-    """A program without the modules it was written with.
+class InlinedScript:
+    """A program with its modules copied in.
 
     Attributes:
-        imports: the import lines that are left.
-        modules: (module, source) of all that was copied in; what is needed while loading comes first.
-        main: the program itself.
+        imports: the remaining import lines.
+        modules: (module, source) of each module that was copied in, in an order in which they can be executed.
+        main: the source of the program itself.
     """
 
     imports: list[str]
@@ -33,46 +36,48 @@ class Flat:
     main: str
 
 
-def flatten(main: str, inline: Callable[[str], bool], instead: dict[Symbol, str]) -> Flat:
-    """The flat form of the module text ``main``.
+def inline_imports(main: str, inline: Callable[[str], bool], instead: dict[Symbol, str]) -> InlinedScript:
+    """Copies the source of everything that the module text ``main`` names into one file.
 
     Args:
         inline: ``(module name) -> bool``, whether a module is copied in.
-        instead: other source for some top-level definitions.
+        instead: replacement source for some top-level definitions.
 
     Raises:
-        Refusal: something whose source cannot be found.
+        Refusal: the source of a definition cannot be found.
     """
     gathered = _Gathered(inline, instead)
     gathered.read(MAIN, main)
+    gathered.finish_annotations()
     names = _names(gathered)
-    texts = [(name, source.written(names)) for name, source in gathered.sources.items()]
+    texts = [(name, source.render(names)) for name, source in gathered.sources.items()]
     modules = [(name, text) for name, text in texts if text and name != MAIN]
-    return Flat(_import_lines(gathered, names), modules, dict(texts)[MAIN])
+    return InlinedScript(_import_lines(gathered, names), modules, dict(texts)[MAIN])
 
 
 @dataclass
 class _Gathered:
-    """Follows names from module to module until nothing new is needed."""
+    """Follows names from module to module until no new definition is needed."""
 
     inline: Callable[[str], bool]
     instead: dict[Symbol, str]
-    sources: dict[str, Source] = field(default_factory=dict)
-    outside: dict[Symbol, str] = field(default_factory=dict)  # what stays an import, and what it is called
+    sources: dict[str, ModuleSource] = field(default_factory=dict)
+    outside: dict[Symbol, str] = field(default_factory=dict)  # names that stay imports, and their local name
     dotted: set[str] = field(default_factory=set)  # `import a.b` beside a use of `a`
+    annotations: list[tuple[ModuleSource, ast.AST, Symbol]] = field(default_factory=list)  # in hasten's own modules
     hidden: dict[Symbol, set[str]] = field(default_factory=lambda: defaultdict(set))  # local names where the symbol is used
 
-    def read(self, name: str, text: str) -> Source:
-        """Takes in a module: all of main and whatever does something in a user's file; of ours only what is asked for."""
-        source = Source(name, text, self.inline)
+    def read(self, name: str, text: str) -> ModuleSource:
+        """Adds a module: all of main, the statements with side effects of a user's file, nothing yet of hasten's own modules."""
+        source = ModuleSource(name, text, self.inline)
         for other in source.needed_to_load():
             self.source(other)
-        self.sources[name] = source  # behind what it needs, so that a class stands before what derives from it
-        for index in source.doing_something():
+        self.sources[name] = source  # after the modules it imports, so that a base class precedes its subclasses
+        for index in source.side_effect_statements():
             self.want(source, index)
         return source
 
-    def source(self, name: str) -> Source:
+    def source(self, name: str) -> ModuleSource:
         if name in self.sources:
             return self.sources[name]
         try:
@@ -80,10 +85,10 @@ class _Gathered:
         except (OSError, TypeError):
             raise Refusal(f"the source of {name} cannot be found, so it cannot be written out") from None
         replacements = {symbol[1]: other for symbol, other in self.instead.items() if symbol[0] == name}
-        return self.read(name, Source(name, text, self.inline).replaced(replacements) if replacements else text)
+        return self.read(name, ModuleSource(name, text, self.inline).replaced(replacements) if replacements else text)
 
-    def want(self, source: Source, index: int) -> None:
-        """Takes in one top-level statement and everything that it names."""
+    def want(self, source: ModuleSource, index: int) -> None:
+        """Adds one top-level statement and everything that it names."""
         if index in source.wanted:
             return
         source.wanted.add(index)
@@ -98,6 +103,9 @@ class _Gathered:
                     symbol, node, called = self.resolved((symbol[0], use.attribute)), use.with_attribute, use.attribute
             else:
                 continue  # a builtin
+            if use.in_annotation and symbol[1] and self.inline(symbol[0]) and is_library(source.name):
+                self.annotations.append((source, node, symbol))
+                continue
             self.hidden[symbol] |= use.bound
             source.places.append((node, symbol))
             if symbol[1] and (symbol[0] == MAIN or self.inline(symbol[0])):
@@ -107,8 +115,17 @@ class _Gathered:
                 self.outside.setdefault(symbol, called)
                 self.dotted |= source.dotted.get(called, set())
 
+    def finish_annotations(self) -> None:
+        """Keeps the annotations that name something in the script; the others become ``Any``."""
+        for source, node, (module, name) in self.annotations:
+            target = self.sources.get(module)
+            known = target is not None and target.definitions.get(name) in target.wanted
+            source.places.append((node, (module, name) if known else ANY))
+            if not known:
+                self.outside[ANY] = "Any"
+
     def resolved(self, symbol: Symbol) -> Symbol:
-        """Where a name is really defined: ``from hasten import Task`` means the class in hasten.contract.task."""
+        """Returns where a name is defined: ``from hasten import Task`` refers to hasten.contract.task."""
         module, name = symbol
         if not name or not self.inline(module):
             return symbol
@@ -127,10 +144,10 @@ class _Gathered:
 
 
 def _names(gathered: _Gathered) -> dict[Symbol, str]:
-    """A name of its own for everything in the file: the one it has wherever that is free."""
+    """Assigns each definition in the file a unique name: its own wherever that is free."""
     taken, names = set(dir(builtins)), {}
     defined = [(source.name, name) for source in gathered.sources.values() for name in source.defined()]
-    for symbol in [*gathered.outside, *sorted(defined, key=lambda symbol: symbol[0].partition(".")[0] == "hasten")]:
+    for symbol in [*gathered.outside, *sorted(defined, key=lambda symbol: is_library(symbol[0]))]:
         module, name = symbol
         wish = gathered.outside.get(symbol, name)
         wishes = [wish, f"{module.rpartition('.')[2]}_{wish.lstrip('_')}", *(f"{wish}_{number}" for number in range(2, 99))]

@@ -1,8 +1,8 @@
-"""``eject``: the composed run as one flat PyTorch script that a person can read, run and own, without hasten.
+"""``eject``: writes the composed run as one PyTorch script that a person can read, run and own, without hasten.
 
-The script is written in two moves. ``straight_lines`` writes what ``plan.build`` and the loop would do for this very
-recipe as straight lines: hooks that nobody overrides are not there, settings are literals. ``flatten`` then
-copies in the source of whatever those lines name: the task, the methods, the few parts of the engine.
+``generate_script`` writes what ``plan.build`` does for this recipe as straight lines: hooks that no method overrides are left
+out, options are literals. ``inline_imports`` then copies in the source of everything that those lines name: the task, the
+methods and the parts of the engine that the run uses, the training loop among them.
 """
 
 from __future__ import annotations
@@ -25,26 +25,29 @@ from hasten.engine import metrics, sources, tasks
 from hasten.engine.devices import pick_device
 from hasten.engine.failures import explained
 from hasten.engine.find import make_methods
-from hasten.engine.flatten import Flat, flatten
 from hasten.engine.plan import build, in_order
-from hasten.engine.straight import literal, straight_lines
+from hasten.export.inline_imports import InlinedScript, inline_imports
+from hasten.export.module_source import is_library
+from hasten.export.script_writer import generate_script, literal
 
 DATA = "hasten.data"  # stays an import: it reads the data, for the run as for the script
 IMPORTS_DATA = re.compile(r"^\s*(from|import) hasten\.data\b", re.MULTILINE)
 
 
 def eject(task, recipe=None, *, device: str | None = None) -> str:
-    """The source of a script that trains ``task`` under ``recipe`` just as ``train`` does, to the bit.
+    """Returns the source of a script that trains ``task`` under ``recipe`` to the same bits as ``train``.
 
-    Of hasten nothing is left in it; but data that are a pipeline of hasten.data it reads with hasten.data, and says so in its first lines.
+    The script does not import hasten, with one exception: a task whose data are a hasten.data pipeline keeps ``import hasten.data``,
+    and the docstring of the script says so.
 
     Args:
         task: a workload's name, ``file.py:function``, or a function at the top level of a file.
         recipe: anything that ``Recipe.read`` takes.
-        device: what the script uses unless it is told otherwise; None: a GPU where there is one.
+        device: the default of the script's ``--device``; None selects a GPU where there is one.
 
     Raises:
-        Refusal: a task without source, one that ``train`` would refuse, or workers for a pipeline of hasten.data. Failure: the run cannot be built.
+        Refusal: the task has no source, ``train`` would refuse it, or the recipe sets workers for a hasten.data pipeline.
+        Failure: the run cannot be built.
     """
     ref = tasks.TaskRef.of(task)
     function = _function_behind(ref)
@@ -61,12 +64,12 @@ def eject(task, recipe=None, *, device: str | None = None) -> str:
     except Exception as error:
         raise explained(error, "building the run", loaded.batch_size or 0) from error
     _refuse_others_workers(program.task, methods)
-    flat = flatten(straight_lines(function, loaded, program, methods, device), inline, _smaller_parts(loaded, methods))
-    return _script(flat, f"{ref} under {recipe}", function)
+    script = inline_imports(generate_script(function, loaded, program, methods, device), inline, _smaller_parts(loaded, methods))
+    return _script(script, f"{ref} under {recipe}", function)
 
 
 def _refuse_others_workers(task: Task, methods: list[Method]) -> None:
-    """A pipeline of hasten.data says itself who computes it; the script would say so for a method, and nobody would listen."""
+    """A hasten.data pipeline states its own workers, and a script cannot change them: refuses methods that would."""
     pipeline = not isinstance(task.train_data, DataLoader) and sources.makes_batches(task.train_data)
     if pipeline and (names := [method.name for method in methods if "workers" in method.card.applies_to]):
         instead = 'end the pipeline with .prefetch(processes=2) or .prefetch("auto") and leave the method out'
@@ -74,7 +77,7 @@ def _refuse_others_workers(task: Task, methods: list[Method]) -> None:
 
 
 def _function_behind(ref: tasks.TaskRef):
-    """The function that returns the task, which has to stand at the top level of a file."""
+    """The function that returns the task; it must be defined at the top level of a file."""
     if isinstance(ref.given, Task):
         raise Refusal(f"the Task {ref.name} is an object without source; eject a workload's name or path/to/file.py:function")
     function = ref.function()
@@ -85,7 +88,7 @@ def _function_behind(ref: tasks.TaskRef):
 
 
 def _smaller_parts(task: Task, methods: list[Method]) -> dict:
-    """Other source for what the script needs only a little of."""
+    """Shorter source for definitions of which the script needs only a part."""
     fields = [
         f"    {f.name}: Any{'' if f.default is dataclasses.MISSING else f' = {literal(f.default)}'}" for f in dataclasses.fields(Task)
     ]
@@ -114,8 +117,8 @@ def _known_metric(metric) -> str:
     )
 
 
-def _script(flat: Flat, what: str, function) -> str:
-    """Puts the pieces into one file: the training first, then what it is made of."""
+def _script(flat: InlinedScript, what: str, function) -> str:
+    """Puts the parts into one file: the training first, then the source that it uses."""
     beside = Path(sys.modules[function.__module__].__file__).parent
     roots = sorted({line.split()[1].partition(".")[0] for line in flat.imports})
     own = [f"{root}.py" for root in roots if function.__module__.startswith(tasks.OWN_FILES) and (beside / f"{root}.py").exists()]
@@ -131,8 +134,8 @@ def _script(flat: Flat, what: str, function) -> str:
     return script
 
 
-def _needed(flat: Flat) -> str:
-    """What has to be installed, in words."""
+def _needed(flat: InlinedScript) -> str:
+    """States which packages the script needs."""
     if any(IMPORTS_DATA.search(text) for text in ("\n".join(flat.imports), flat.main, *(text for _, text in flat.modules))):
         return f"besides PyTorch it needs {DATA}, which reads its data, and nothing else of hasten"
     return "PyTorch is needed, hasten is not"
@@ -140,7 +143,7 @@ def _needed(flat: Flat) -> str:
 
 def _title(module: str) -> str:
     room, _, name = module.removeprefix("hasten.").partition(".")
-    return f"method: {name}" if room == "methods" else f"from the {room}: {name}" if module.startswith("hasten.") else "the task"
+    return f"method: {name}" if room == "methods" else f"from hasten.{room}: {name}" if is_library(module) else "the task"
 
 
 _METHOD = '''
