@@ -5,7 +5,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hasten import Task
-from hasten_workloads.fashion_mnist import MEAN, SPREAD, Clothes
+from hasten.workloads.fashion_mnist import MEAN, SPREAD, Clothes
 
 HIDDEN, SAMPLES, TESTS = 512, 40_000, 10_000
 

@@ -25,7 +25,7 @@ CLAIM = "time-to-target"
 FIGURES = {"digits": 3.0, "fashion_mnist": 5.0, "tiny_shakespeare": 1.5, "adult": 5.0, "cifar10": 4.0}
 OVER_COMPETENT, ON = 1.3, 3
 HEADINGS = ("workload", "textbook, s", "tuned, s", "speed-up", "over competent", "quality, before / after", "margin", "search, s", "recipe")
-KEPT = ("result.json", "recipe.toml", "trials.jsonl", "report.html")
+KEPT = ("result.json", "recipe.toml", "trials.jsonl")
 
 README = """# Time to target: {task}
 
@@ -40,26 +40,7 @@ Made on {date} by `{command}` with {versions}.
 `result.json` is what the search told, `trials.jsonl` every trial with its raw times, `recipe.toml` the recipe.
 {lines}"""
 
-LINES = """The speed-up is computed by these lines, run in this folder:
-
-```python
-import json
-from pathlib import Path
-from hasten.tuning.confirm import time_to_target
-
-told = json.loads(Path("result.json").read_text())
-trials = [json.loads(line) for line in Path("trials.jsonl").read_text().splitlines()]
-pace = next(
-    trial["outcome"]
-    for trial in trials
-    if trial["kind"] == "pace"
-    and trial["what"]["salt"] == "confirmation"
-    and trial["what"]["a"] == {}
-    and trial["what"]["b"] == told["recipe"]
-)
-# samples of (baseline, tuned), a seed each; then since the look before, where they train differently
-print(time_to_target(pace, told["samples_compared"]))
-```
+LINES = """The speed-up is computed from the raw numbers, with NumPy alone, by `python records/time_to_target.py records/{folder}`.
 
 Where the paired runs themselves took clearly less of a gain (`stopwatch`), that is what is reported instead.
 """
@@ -75,12 +56,6 @@ def record(workload: str, result: dict, folder: Path) -> Path:
     """Writes the record of one search."""
     place = new_record(RECORDS, f"{CLAIM}_{slug(workload)}")
     place.mkdir(parents=True)
-    try:
-        page = hasten.report(folder)
-        if page.name != "report.html":
-            shutil.copy(page, folder / "report.html")
-    except (ImportError, Failure, Refusal) as error:
-        tell(f"  no report: {error}")
     for name in KEPT:
         if (folder / name).exists():
             shutil.copy(folder / name, place / name)
@@ -93,7 +68,7 @@ def record(workload: str, result: dict, folder: Path) -> Path:
         command=f"python benchmarks/time_to_target.py {workload} --budget {result['budget_seconds']:.0f}",  # what it had, by whomever
         versions=", ".join(f"{name} {value}" for name, value in result["versions"].items())
         + f" on {result['machine']['cpu']}, {result['machine']['cores']} cores",
-        lines=LINES if result["speedup"] else "",
+        lines=LINES.format(folder=place.name) if result["speedup"] else "",
     )
     (place / "README.md").write_text(text, encoding="utf-8")
     return place

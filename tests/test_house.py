@@ -41,7 +41,7 @@ def test_one_method_a_file(path):
 def test_importing_hasten_touches_neither_torch_nor_a_device():
     loaded = "import sys, hasten; dir(hasten); print(*sorted({name.partition('.')[0] for name in sys.modules}))"
     modules = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True).stdout.split()
-    assert not {"torch", "numpy", "rich", "sklearn"} & set(modules)
+    assert not {"torch", "numpy", "rich", "PIL"} & set(modules)
 
 
 def seconds_of(*words: str) -> tuple[float, str]:
@@ -65,4 +65,4 @@ def test_help_is_there_at_once():
 
 
 def test_the_package_says_that_it_is_typed():
-    assert (HASTEN / "py.typed").exists() and (HASTEN.parent / "hasten_workloads" / "py.typed").exists()
+    assert (HASTEN / "py.typed").exists()

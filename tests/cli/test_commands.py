@@ -141,24 +141,33 @@ def test_the_catalogue(here, monkeypatch, capfd):
     assert set(method_names()) <= set(capfd.readouterr().out.split())
 
 
+def publish(trials: list[dict], folder, monkeypatch):
+    """Replaces the published records by one of a search on digits."""
+    (folder / "records.jsonl").write_text(json.dumps({"workload": "digits", "trials": trials}) + "\n")
+    monkeypatch.setattr(methods, "RECORDS", folder / "records.jsonl")
+
+
 def test_a_method_page_shows_its_records(here, monkeypatch, capfd):
-    (folder := here / "records" / "2026-01-01_time-to-target_digits_laptop").mkdir(parents=True)
     trial = {"what": "ema:decay=0.9", "verdict": "no gain", "ratio": {"median": 0.973, "low": 0.9, "high": 1.1}, "why": "slower"}
-    (folder / "result.json").write_text(json.dumps({"task": "digits", "trials": [trial, trial | {"what": "emanation"}]}))
-    monkeypatch.chdir(here)
+    publish([trial, trial | {"what": "emanation"}], here, monkeypatch)
     assert main(["methods", "ema"]) == 0
     page = capfd.readouterr().out
     assert "above 0 and below 1" in page and "digits: ema:decay=0.9 no gain, 0.97x" in page and "emanation" not in page
 
 
 def test_a_record_of_several_methods_is_shown_with_each(here, monkeypatch):
-    (folder := here / "records" / "2026-01-01_time-to-target_digits_laptop").mkdir(parents=True)
     trial = {"what": "batch_size:factor=4,rule=sqrt + ema:decay=0.9 + znorm", "verdict": "faster", "ratio": None, "why": ""}
-    (folder / "result.json").write_text(json.dumps({"task": "digits", "trials": [trial]}))
-    monkeypatch.chdir(here)
+    publish([trial], here, monkeypatch)
     for name, times in (("batch_size", 1), ("ema", 1), ("znorm", 1), ("float16", 0)):
         records = methods.run(Namespace(name=name, device="cpu"), silent).result["records"]
         assert [record["what"] for record in records] == [trial["what"]] * times
+
+
+def test_the_published_records_are_shown_wherever_hasten_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    records = methods.run(Namespace(name="channels_last", device="cpu"), silent).result["records"]
+    assert {"cifar10", "fashion_mnist"} <= {record["task"] for record in records}
+    assert any(record["ratio"] and record["ratio"]["median"] > 1.1 for record in records)
 
 
 def test_a_reader_that_has_seen_enough_is_no_mistake(here):

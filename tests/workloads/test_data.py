@@ -12,8 +12,8 @@ import numpy
 import pytest
 
 from hasten import Failure, Refusal
-from hasten_workloads import cifar10, imdb
-from hasten_workloads._data import File, fetched, found, members
+from hasten.workloads import cifar10, imdb
+from hasten.workloads._data import File, fetched, found, members
 
 CONTENT = b"forty-two\n" * 5000
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-import hasten_workloads
+import hasten.workloads
 from hasten.engine.tasks import workload_names
 
-README = Path(hasten_workloads.__file__).parent / "README.md"
+README = Path(hasten.workloads.__file__).parent / "README.md"
 
 
 @pytest.mark.parametrize("name", workload_names())

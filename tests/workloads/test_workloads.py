@@ -13,7 +13,7 @@ from hasten.contract.batch import tensors
 from hasten.engine.loop import evaluate, steps
 from hasten.engine.plan import build
 from hasten.engine.tasks import load_task
-from hasten_workloads import _data
+from hasten.workloads import _data
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ def arguments(parser) -> None:
 
 
 def run(options, watch) -> Answer:
-    from hasten.engine.eject import eject
+    from hasten.export.eject import eject
 
     if options.out and os.path.exists(options.out):
         raise Refusal(f"{options.out} exists already; choose another --out")

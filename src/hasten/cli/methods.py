@@ -9,9 +9,11 @@ import typing
 from pathlib import Path
 from types import UnionType
 
+import hasten
 from hasten.cli.answer import Answer
 from hasten.contract.errors import Refusal
 
+RECORDS = Path(hasten.__file__).with_name("records.jsonl")  # written by benchmarks/make_index.py
 HELP = "the catalogue of methods, or one method's card, settings and records"
 
 
@@ -122,16 +124,9 @@ def _conflicts(cls) -> list[dict]:
 
 
 def _records(name: str) -> list[dict]:
-    """What searches say about a method: every trial that it was part of in the records here, winners and losers."""
-    found = []
-    for path in sorted(Path("records").glob("*/result.json")):
-        try:
-            told = json.loads(path.read_text(encoding="utf-8"))
-            trials = [trial for trial in told.get("trials", ()) if name in _members(trial["what"])]
-        except (OSError, ValueError, AttributeError, KeyError):
-            continue  # the record of another claim
-        found += [{"task": told.get("task"), **{key: trial.get(key) for key in ("what", "verdict", "ratio", "why")}} for trial in trials]
-    return found
+    """Every trial of the published searches that the method was part of, winners and losers."""
+    entries = map(json.loads, RECORDS.read_text(encoding="utf-8").splitlines())
+    return [{"task": entry["workload"], **trial} for entry in entries for trial in entry["trials"] if name in _members(trial["what"])]
 
 
 def _members(recipe: str) -> list[str]:

@@ -118,7 +118,7 @@ class Batches:
     seekable: bool = True
     generators: tuple = ()
     crew: Crew = Crew()
-    by: Callable[[Any], Batches] | None = None  # not by its name: an ejected script would have to bring a climber along
+    by: Callable[[Any], Batches] | None = None  # takes a Crew, or an autotuner of loaders, which this module does not know
     position: tuple[int, int] = field(default=(0, 0), compare=False)
 
     def __iter__(self) -> Iterator:

@@ -22,7 +22,7 @@ SHAREABLE = "Adam, AdamW, SGD, RMSprop or Adagrad"  # optimizers that are known 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has of a tensor: all of one that is not shared out."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # by its face: scripts that are written out name no DTensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def refuse_unshareable(optimizer, who: str) -> None:

@@ -37,7 +37,7 @@ def load_task(what) -> Task:
 
 def workload_names() -> list[str]:
     """Every installed workload: ours, then those that other packages bring."""
-    package = importlib.import_module("hasten_workloads")
+    package = importlib.import_module("hasten.workloads")
     ours = [module.name for module in pkgutil.iter_modules(package.__path__) if not module.name.startswith("_")]
     return sorted(ours) + sorted(point.name for point in entry_points(group=ENTRY_POINTS))
 
@@ -172,7 +172,7 @@ def _workload(name: str) -> Callable:
             return point.load()
         except Exception as error:
             raise Refusal(f"the workload {name} cannot be imported: {one_line(error)}") from None
-    return getattr(importlib.import_module(f"hasten_workloads.{name}"), name)
+    return getattr(importlib.import_module(f"hasten.workloads.{name}"), name)
 
 
 def _imported_from(folder: Path) -> list[Path]:

@@ -110,7 +110,10 @@ def _by_simplejpeg(content: bytes, pixels: int, size: tuple[int, int] | None) ->
 
 
 def _by_pillow(content: bytes, pixels: int, size: tuple[int, int] | None) -> numpy.ndarray:
-    from PIL import JpegImagePlugin, PngImagePlugin
+    try:
+        from PIL import JpegImagePlugin, PngImagePlugin
+    except ImportError:
+        raise Refusal("decoding this image needs the package pillow; pip install 'hasten[images]'") from None
 
     # not Image.open, whose own limit would speak first, and not say how big the picture is
     readers = {b"\xff\xd8\xff": JpegImagePlugin.JpegImageFile, b"\x89PN": PngImagePlugin.PngImageFile}

@@ -20,8 +20,10 @@ def jpeg(picture: torch.Tensor) -> bytes:
 
         return encode_jpeg(colours, quality=QUALITY, colorspace="RGB", colorsubsampling="420")
     except ImportError:
-        from PIL import Image
-
+        try:
+            from PIL import Image
+        except ImportError:
+            raise Refusal("writing JPEG files needs the package pillow; pip install 'hasten[images]'") from None
         file = io.BytesIO()
         Image.fromarray(colours).save(file, "JPEG", quality=QUALITY)
         return file.getvalue()

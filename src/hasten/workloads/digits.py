@@ -1,0 +1,58 @@
+"""1,797 handwritten digits, 8x8 grayscale. They are part of the package (47 kB), so this workload needs no download.
+
+The images are the test set of "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak 1998, UCI, CC BY 4.0), as in
+scikit-learn's ``load_digits``. The split is that of ``train_test_split(test_size=0.5, stratify=labels, random_state=0)``.
+"""
+
+import numpy
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from hasten import Refusal, Task
+from hasten.workloads._data import found
+
+
+def digits() -> Task:
+    """A perceptron with one hidden layer: 898 digits for training, 899 for validation."""
+    arrays = _arrays()
+    return Task(
+        model=Perceptron,
+        train_data=Digits(arrays["train_images"], arrays["train_labels"]),
+        validation_data=Digits(arrays["test_images"], arrays["test_labels"]),
+        loss=nn.functional.cross_entropy,
+        optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=1e-3),
+        metric="accuracy",
+        target=0.96,
+        batch_size=32,
+        epochs=80,
+    )
+
+
+class Digits(Dataset):
+    """Sample: (float32 image of shape (64,), from 0 to 1; digit)."""
+
+    def __init__(self, images, labels):
+        self.images, self.labels = images, labels
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return torch.tensor(self.images[index], dtype=torch.float32) / 16, int(self.labels[index])
+
+
+class Perceptron(nn.Sequential):
+    """64 pixels, one hidden layer of 64, 10 digits."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def _arrays() -> dict[str, numpy.ndarray]:
+    """Images, uint8 (n, 64) from 0 to 16, and labels, uint8 (n,) from 0 to 9, of both splits."""
+    path = found("digits.npz")
+    if path is None:
+        raise Refusal("digits.npz is missing; install hasten, or copy its workloads/data/digits.npz to ~/.cache/hasten/digits.npz")
+    with numpy.load(path) as arrays:
+        return dict(arrays)

@@ -1,0 +1,76 @@
+"""Fashion-MNIST (Xiao et al. 2017): 70,000 articles of clothing, 28x28 grey, ten kinds.
+
+The four official files: 60,000 images to learn from, 10,000 to be judged by.
+"""
+
+import gzip
+
+import numpy
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from hasten import Task
+from hasten.workloads._data import File, fetched
+
+ADDRESS = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
+FILES = {
+    "train-images-idx3-ubyte.gz": "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+    "train-labels-idx1-ubyte.gz": "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+    "t10k-images-idx3-ubyte.gz": "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+    "t10k-labels-idx1-ubyte.gz": "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
+}
+MEAN, SPREAD = 0.2860, 0.3530  # of the training pixels, from 0 to 1
+
+
+def fashion_mnist() -> Task:
+    """A network of two convolutions on Fashion-MNIST."""
+    return Task(
+        model=TwoConvolutions,
+        train_data=Clothes("train"),
+        validation_data=Clothes("t10k"),
+        loss=nn.functional.cross_entropy,
+        optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=1e-3),
+        metric="accuracy",
+        target=0.88,
+        batch_size=64,
+        epochs=8,
+        evaluate_every=20_000,
+    )
+
+
+class Clothes(Dataset):
+    """Sample: (normalised float32 image of shape (1, 28, 28); kind of clothing, 0 to 9). ``split``: "train" or "t10k"."""
+
+    def __init__(self, split: str):
+        self.images = _numbers(f"{split}-images-idx3-ubyte.gz", header=16).reshape(-1, 28, 28)
+        self.labels = _numbers(f"{split}-labels-idx1-ubyte.gz", header=8)
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        image = torch.tensor(self.images[index], dtype=torch.float32).unsqueeze(0) / 255
+        return (image - MEAN) / SPREAD, int(self.labels[index])
+
+
+class TwoConvolutions(nn.Sequential):
+    def __init__(self):
+        super().__init__(
+            nn.Conv2d(1, 8, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(8, 16, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(16 * 7 * 7, 64),
+            nn.ReLU(),
+            nn.Linear(64, 10),
+        )
+
+
+def _numbers(name: str, header: int) -> numpy.ndarray:
+    """The bytes of an IDX file behind its header."""
+    path = fetched(File(f"fashion-mnist/{name}", ADDRESS + name, FILES[name]))
+    return numpy.frombuffer(gzip.decompress(path.read_bytes()), numpy.uint8, offset=header)

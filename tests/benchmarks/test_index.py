@@ -1,0 +1,66 @@
+"""The index of the records agrees with the record folders, and the stated speed-ups follow from the raw numbers."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = sorted(path.parent for path in ROOT.glob("records/*/result.json"))
+WINNERS = [folder for folder in FOLDERS if json.loads((folder / "result.json").read_text()).get("speedup")]
+
+
+def imported(path: Path):
+    spec = importlib.util.spec_from_file_location(f"_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def make_index():
+    return imported(ROOT / "benchmarks" / "make_index.py")
+
+
+def test_index_is_what_the_folders_say(make_index):
+    assert make_index.read() == make_index.entries(), "run benchmarks/make_index.py"
+
+
+def test_index_has_one_line_per_folder_and_its_fields(make_index):
+    entries = make_index.read()
+    assert [ROOT / entry["path"] for entry in entries] == FOLDERS
+    for entry in entries:
+        assert entry["status"] in ("current", "superseded", "missed") and entry["commit"] and entry["machine"]
+        assert set(entry["methods"]) <= make_index.METHOD_FILES
+
+
+def test_index_keeps_one_valid_record_per_subject(make_index):
+    valid = [(e["claim"], e["workload"], e["machine"]) for e in make_index.read() if e["status"] != "superseded"]
+    assert len(valid) == len(set(valid)) and len(valid) < len(FOLDERS)
+
+
+def test_index_names_methods_as_they_are_called_today(make_index, monkeypatch):
+    monkeypatch.setattr(make_index, "METHOD_FILES", {"in_memory_batches"})
+    assert make_index._renamed("batched_fetch + ema:decay=0.9") == "in_memory_batches + ema:decay=0.9"
+
+
+@pytest.mark.parametrize("folder", WINNERS, ids=lambda folder: folder.name)
+def test_speedup_follows_from_the_raw_numbers(folder):
+    stated = json.loads((folder / "result.json").read_text())["speedup"]
+    assert imported(ROOT / "records" / "time_to_target.py").speedup(folder) == pytest.approx(stated, rel=1e-6)
+
+
+def test_calculation_imports_numpy_only():
+    blocked = "import sys; sys.modules.update(dict.fromkeys(['torch', 'scipy', 'hasten']))"
+    run = (
+        f"{blocked}; import runpy; sys.argv = ['x', {str(WINNERS[0])!r}]; runpy.run_path('records/time_to_target.py', run_name='__main__')"
+    )
+    said = subprocess.run([sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert said == "10.21x (6.05 to 17.24)\n"
+
+
+def test_no_generated_page_is_kept():
+    assert not list(ROOT.glob("records/**/*.html"))

@@ -1,0 +1,47 @@
+"""The public names of hasten: what type checkers see is what is imported at run time."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hasten
+
+INIT = Path(hasten.__file__)
+TREE = ast.parse(INIT.read_text(encoding="utf-8"))
+
+
+def typed_imports() -> dict[str, str]:
+    """Name and module of each import under ``if TYPE_CHECKING``."""
+    block = next(node for node in TREE.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    return {alias.asname or alias.name: node.module for node in block.body for alias in node.names}
+
+
+def test_type_checkers_see_the_modules_that_are_imported_at_run_time():
+    assert typed_imports() == hasten._MODULES
+
+
+def test_all_is_a_literal_list_of_the_public_names():
+    value = next(node.value for node in TREE.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__")
+    assert ast.literal_eval(value) == sorted(value.value for value in value.elts) == sorted([*hasten._MODULES, "__version__"])
+    assert dir(hasten) == hasten.__all__
+
+
+@pytest.mark.parametrize("name", hasten._MODULES)
+def test_public_name_is_defined_in_its_module_and_documented(name):
+    value = getattr(hasten, name)
+    assert value.__module__ == hasten._MODULES[name], "name the module that defines it, so that editors jump there"
+    assert value.__doc__
+
+
+def test_unknown_name_raises_attribute_error():
+    with pytest.raises(AttributeError, match="module 'hasten' has no attribute 'trian'"):
+        hasten.trian  # noqa: B018
+
+
+def test_star_import_gives_every_public_name():
+    code = "from hasten import *; print(Task.__name__, tune.__name__, Run.__name__, __version__)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said == f"Task tune Run {hasten.__version__}\n"
