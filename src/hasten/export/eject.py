@@ -28,7 +28,6 @@ from hasten.engine.composition import applicable_methods
 from hasten.engine.devices import pick_device
 from hasten.engine.failures import explained
 from hasten.engine.find import make_methods
-from hasten.engine.composition import sort_methods
 from hasten.engine.plan import build
 from hasten.export.inline_imports import InlinedScript, inline_imports
 from hasten.export.module_source import is_library
