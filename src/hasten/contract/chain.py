@@ -42,7 +42,7 @@ def chain_of(model: nn.Module, stages: int, sample: Callable | None = None) -> t
                 return graph, members
     told = f"a chain of {len(found)} that have weights" if found else "no such chain"
     raise Refusal(
-        f"pipeline has {stages} stages to fill and found {told} in this model; it looked for {LOOKED_FOR}; zero:stage=3 shares out any model"
+        f"pipeline has {stages} stages to fill and found {told} in this model; it looked for {LOOKED_FOR}; other strategies shard any model"
     )
 
 

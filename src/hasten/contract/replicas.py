@@ -24,9 +24,7 @@ from hasten.contract.sharded import own_part
 BUCKET = 2_000_000  # numbers that travel together
 
 
-def notice_batch_norm(
-    model: torch.nn.Module, remedy: str = "; sync_batch_norm gives that", part: str = "each process's part of a batch"
-) -> None:
+def notice_batch_norm(model: torch.nn.Module, remedy: str = "", part: str = "each process's part of a batch") -> None:
     """Says so where batch normalisation would see less than in one process."""
     if normalises_alone(model):
         warnings.warn(f"batch normalisation sees {part} alone: not the same formula as in one{remedy}", Notice, stacklevel=3)
@@ -46,7 +44,7 @@ def degree_of(method: Method, world: int) -> int:
     """
     degree = method.degree or world
     if degree == 1:
-        raise Refusal(f"{method.name}:degree=1 leaves every process a whole copy: take ddp, or a degree of 2 or more")
+        raise Refusal(f"{method.name}:degree=1 leaves every process a whole copy: take a degree of 2 or more, or leave {method.name} out")
     if world % degree:
         divisors = [str(number) for number in range(2, world + 1) if world % number == 0]
         raise Refusal(f"{method.name}:degree={degree} does not divide {world} processes; take {' or '.join(divisors)}")
@@ -120,7 +118,7 @@ def refuse_sparse(model: torch.nn.Module, who: str) -> None:
     """Refuses a model with gradients that name the rows they are of."""
     tables = [name for name, part in model.named_modules() if getattr(part, "sparse", False) is True]
     if tables:
-        raise Refusal(f"{who} averages whole gradients, and those of {tables[0]} are sparse; make it with sparse=False, or take ddp")
+        raise Refusal(f"{who} averages whole gradients, and those of {tables[0]} are sparse; make it with sparse=False, or leave {who} out")
 
 
 def buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

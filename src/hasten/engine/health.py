@@ -11,9 +11,12 @@ from hasten.contract.batch import tensors
 from hasten.contract.data import Batches
 from hasten.contract.errors import Failure
 from hasten.contract.sharded import own_part
+from hasten.engine.find import remedies
 from hasten.engine.seeds import undisturbed
 
-CALMER = "a lower learning rate or gradient_clipping may help"
+
+def _calmer() -> str:
+    return f"a lower learning rate or {remedies('divergence')} may help"
 
 
 def weights_are_finite(model: torch.nn.Module) -> bool:
@@ -24,7 +27,7 @@ def weights_are_finite(model: torch.nn.Module) -> bool:
 
 def refuse_bad_weights(model: torch.nn.Module, step: int) -> None:
     if not weights_are_finite(model):
-        raise Failure(f"the weights are not finite after step {step}: the training diverged; {CALMER}")
+        raise Failure(f"the weights are not finite after step {step}: the training diverged; {_calmer()}")
 
 
 def refuse_bad_metric(metric: float, step: int, validation: Batches) -> None:
@@ -35,7 +38,7 @@ def refuse_bad_metric(metric: float, step: int, validation: Batches) -> None:
     if bad:
         raise Failure(f"{told}: batch {bad} of the validation data holds NaN or infinity; clean the data")
     if math.isnan(metric):
-        raise Failure(f"{told}: the validation data are finite; {CALMER}")
+        raise Failure(f"{told}: the validation data are finite; {_calmer()}")
 
 
 def bad_loss(loss: float, where: str, read_again: Callable[[], Iterator]) -> Failure:
@@ -50,7 +53,7 @@ def _why_not_finite(read_again: Callable[[], Iterator]) -> str:
     except Exception:
         return "this batch could not be read again to look for the cause in it"
     if _finite(found):
-        return f"the batch itself is finite, the training diverged; {CALMER}"
+        return f"the batch itself is finite, the training diverged; {_calmer()}"
     return "the batch itself holds NaN or infinity; clean the data"
 
 

@@ -68,7 +68,7 @@ class BranchParallel(Method):
 
     def parallelize(self, model: nn.Module, run: RunContext) -> nn.Module:
         if run.parallel.model_parallel_size < run.ranks.world_size:
-            notice_batch_norm(model, remedy="")
+            notice_batch_norm(model)
         make_alike(model)
         graphs = dict(graphs_of(model))
         seconds, drawing = _watched(model, graphs, run)

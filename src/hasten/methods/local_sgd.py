@@ -46,6 +46,7 @@ class LocalSGD(Method):
         order=WrapOrder.FIRST,
         replaces={"parallelize"},
         presets=({"period": 4}, {"period": 16}),
+        trial_priority=5,
     )
     period: int = option(8, at_least=1)  # steps
     start: int = option(0, at_least=0)  # steps
@@ -56,7 +57,7 @@ class LocalSGD(Method):
         self._refuse_what_never_acts(run)
         if self.start:
             refuse_sparse(model, self.name)
-        notice_batch_norm(model, remedy="")
+        notice_batch_norm(model)
         make_alike(model)
         let_copies_differ(run, self.name)
         run.parallel.sync_period, run.parallel.warmup_steps = math.lcm(self.period, self.inner_period if self.inner else 1), self.start

@@ -93,7 +93,7 @@ class Pipeline(Method):
             remedy = f"; a batch passes in the greatest number of pieces up to {pieces} that divides it"
             notice_batch_norm(model, remedy, "each piece of a batch")
         elif run.parallel.model_parallel_size < run.ranks.world_size:
-            notice_batch_norm(model, remedy="")
+            notice_batch_norm(model)
         if self.place == "time" and run.parallel.tp_size == 1:  # else it was made alike before its layers were cut
             make_alike(model, run.device)
         count = run.parallel.pp_size * SCHEDULES[self.schedule][1]

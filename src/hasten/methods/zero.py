@@ -65,7 +65,7 @@ class Zero(Method):
 
     def parallelize(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         self._refuse_what_cannot_be(run)
-        notice_batch_norm(model)
+        notice_batch_norm(model, remedy="; sync_batch_norm gives that")
         if self.stage == 1:
             return DistributedDataParallel(model, gradient_as_bucket_view=True)
         if scalar := next((name for name, weight in model.named_parameters() if not weight.ndim), None):
