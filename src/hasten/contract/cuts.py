@@ -20,8 +20,8 @@ MEASUREMENTS = 3
 TRAINED = 4  # times its own bytes that a weight takes: itself, its gradient, and two numbers of an optimizer such as Adam
 
 
-def ends_of(asked: str, stages: int, members: int) -> list[int]:
-    """Where the stages end that somebody asked for by their lengths.
+def ends_of(asked: str, stages: int, members: int, option: str) -> list[int]:
+    """Where the stages end whose lengths ``option`` of a method gives.
 
     Raises:
         Refusal: they are not so many, or do not make up the chain.
@@ -29,7 +29,7 @@ def ends_of(asked: str, stages: int, members: int) -> list[int]:
     lengths = [int(word) if word.isdecimal() else 0 for word in asked.split("-")]
     if len(lengths) != stages or not all(lengths) or sum(lengths) != members:
         raise Refusal(
-            f"pipeline:cuts={asked} must be {stages} lengths that make up the chain of {members}, such as {'-'.join(['1'] * (stages - 1) + [str(members - stages + 1)])}"
+            f"{option}={asked} must be {stages} lengths that make up the chain of {members}, such as {'-'.join(['1'] * (stages - 1) + [str(members - stages + 1)])}"
         )
     return list(accumulate(lengths))
 

@@ -134,7 +134,7 @@ def _weights(program: Program) -> dict[str, torch.Tensor]:
 
 
 def _copied(held: dict[str, torch.Tensor | None], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """On the CPU, what there is of it: ddp writes the next gradients where the last ones are."""
+    """On the CPU, what there is of it: DistributedDataParallel writes the next gradients where the last ones are."""
     there = {name: value.detach() for name, value in held.items() if value is not None and not value.is_meta}
     return {name: value.to("cpu", dtype or value.dtype, copy=True) for name, value in there.items()}
 

@@ -116,7 +116,7 @@ class Pipeline(Method):
     def _ends(self, model, graph, members: list, count: int, pieces: int, run) -> tuple[list[int], list[int]]:
         """Where the stages end, and the bytes that each holds where these were counted."""
         if self.cuts:
-            return ends_of(self.cuts, count, len(members)), []
+            return ends_of(self.cuts, count, len(members), f"{self.name}:cuts"), []
         if self.place == "time":
             return agreed_cuts(lambda: [seconds(model, graph, members, run.services.peek_batch(), run.device)] * count, run)[0], []
         under_way = [pieces if self.schedule == "gpipe" else min(pieces, count - stage) for stage in range(count)]
