@@ -13,6 +13,7 @@ from torch import nn
 from hasten.contract import batch as batches
 from hasten.contract.chain import only_input, part_of
 from hasten.contract.errors import Refusal
+from hasten.contract.run_context import RunContext
 from hasten.contract.tracing import evaluating
 from hasten.contract.unmade import exchange, storage_of
 
@@ -34,7 +35,7 @@ def ends_of(asked: str, stages: int, members: int, option: str) -> list[int]:
     return list(accumulate(lengths))
 
 
-def agreed_cuts(measured: Callable[[], list[list[float]]], run) -> tuple[list[int], list[float]]:
+def agreed_cuts(measured: Callable[[], list[list[float]]], run: RunContext) -> tuple[list[int], list[float]]:
     """Where the stages end, and what each costs, as the first rank measured it, and those that compute every layer with it."""
     told = b""
     if run.ranks.rank < run.parallel.tp_size:

@@ -67,7 +67,7 @@ class CudaGraph(Method):
         return zeroed
 
 
-def _recorded(micro, batch, run):
+def _recorded(micro, batch, run: RunContext):
     """``micro`` for batches shaped like this one, as a replay.
 
     Gradients are there before the capture, so the recorded backward pass adds to them: pieces of a step sum up,

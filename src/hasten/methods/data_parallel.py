@@ -50,7 +50,7 @@ class DataParallel(Method):
         return model if _nothing(run) else model.module
 
 
-def _nothing(run) -> str | None:
+def _nothing(run: RunContext) -> str | None:
     """Why there is nothing to share a batch out among, if so."""
     if run.device.type != "cuda":
         return f"it is for GPUs; this run is on {run.device}"

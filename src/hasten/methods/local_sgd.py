@@ -63,7 +63,7 @@ class LocalSGD(Method):
         run.parallel.sync_period, run.parallel.warmup_steps = math.lcm(self.period, self.inner_period if self.inner else 1), self.start
         return model
 
-    def _refuse_what_never_acts(self, run) -> None:
+    def _refuse_what_never_acts(self, run: RunContext) -> None:
         if self.inner and run.ranks.world_size % self.inner:
             raise Refusal(f"local_sgd:inner={self.inner} has to divide the {run.ranks.world_size} processes")
         if self.inner_period > 1 and not self.inner:
