@@ -160,7 +160,7 @@ class RankProbe(Arm):
         self.plain, self.waited, self.waits = recipe, 0.0, []
         self.steps = (nothing for nothing in ())
         methods = {**recipe.methods, outside_name(Timeline): {}}
-        super().__init__(task, methods, device, seed, dataclasses.replace(ranks, most=self._timed(ranks.all_reduce_max)))
+        super().__init__(task, methods, device, seed, dataclasses.replace(ranks, all_reduce_max=self._timed(ranks.all_reduce_max)))
 
     def program_of(self, task: Task) -> Program:
         """All batches and words of the other ranks are taken away with the input, so that is switched outermost."""

@@ -46,7 +46,7 @@ class CudaGraph(Method):
         graphs = {}
 
         def replayed(batch):
-            share = run.progress.share
+            share = run.progress.microbatch_fraction
             if share not in graphs:
                 if round(size(batch) / share) < run.plan.batch_size:  # a resumed run may begin with the short batch
                     return forward_backward(batch).detach()  # a graph that is alive would be in the way of the recording
