@@ -21,7 +21,7 @@ FLOORS = {
     "testing": 6,
 }
 LOOKS_UP_BY_NAME = {("engine/find.py", "hasten.methods")}  # the folder that is searched for methods; no method is named
-PUBLIC = {"Task", "Method", "Card", "Exactness", "WrapOrder", "Recipe", "Refusal", "Failure"}
+PUBLIC = {"Task", "Method", "Card", "Exactness", "WrapOrder", "option", "RunContext", "TrainPlan", "Recipe", "Refusal", "Failure"}
 
 FILES = sorted(SOURCE.rglob("*.py"))
 WORKLOADS = [path for path in FILES if path.is_relative_to(SOURCE / "hasten" / "workloads")]

@@ -43,7 +43,7 @@ class ByHand:
         """Before every step, its number, counted from 1; each copy has the gradients of its part, which counts by its samples."""
         for number, (inputs, labels) in enumerate(self.batches, 1):
             for rank, model in enumerate(self.models):
-                first, end = ProcessGroupInfo(rank, self.world).part(len(labels))
+                first, end = ProcessGroupInfo(rank, self.world).shard_bounds(len(labels))
                 weight = self.world * (end - first) / len(labels)
                 model.zero_grad()
                 (nn.functional.cross_entropy(model(inputs[first:end]), labels[first:end]) * weight).backward()

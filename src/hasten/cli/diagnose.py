@@ -16,7 +16,11 @@ def arguments(parser) -> None:
     parser.add_argument("task", metavar="TASK")
     values.add_recipe(parser)
     parser.add_argument(
-        "--processes", type=values.processes, default=1, metavar="N", help="share every batch out among N processes on this machine (ddp)"
+        "--processes",
+        type=values.processes,
+        default=1,
+        metavar="N",
+        help="share every batch out among N processes on this machine (data parallel)",
     )
     values.add_patience(parser)
     parser.add_argument(

@@ -19,7 +19,7 @@ HELP = "train a task, with a recipe if one is given"
 def arguments(parser) -> None:
     parser.add_argument("task", metavar="TASK")
     values.add_recipe(parser)
-    values.add_processes(parser, "share every batch out among N processes on this machine (ddp)")
+    values.add_processes(parser, "share every batch out among N processes on this machine (data parallel)")
     values.add_restarts(parser)
     values.add_patience(parser)
     parser.add_argument("--out", type=values.folder, metavar="DIR", help="the run's folder; a new one, runs/train-TASK, unless said")

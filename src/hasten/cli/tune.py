@@ -9,7 +9,7 @@ HELP = "find a faster recipe of equal quality, with evidence"
 
 def arguments(parser) -> None:
     parser.add_argument("task", metavar="TASK")
-    values.add_processes(parser, "find a recipe for N processes on this machine; strategies such as ddp are tried with other settings")
+    values.add_processes(parser, "find a recipe for N processes on this machine; distributed strategies are tried, too")
     values.add_patience_of_measuring(parser, "an eighth of the budget, or two runs of the task,")
     parser.add_argument(
         "--budget", type=values.seconds, metavar="TIME", help="time for the search, such as 10m; a few runs of the task unless said"

@@ -75,6 +75,11 @@ REMEDIES = {
     "unused_parameters": "some parameters have no gradient in a step, and the ranks wait for all of them",
 }
 
+CEILINGS = {
+    "system_time": "the operating system takes none of the processors' time",
+    "larger_batch": "what a step costs whatever its size is paid less often",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
@@ -99,6 +104,10 @@ class Card:
         default_for: facts under which the engine adds it to a recipe that replaces none of the same hooks.
         remedy_for: problem (key of REMEDIES) -> options with which it may help; error messages suggest them.
         strong_baseline: part of the strong baseline that the tuner measures beside the task as it is.
+        trial_priority: the tuner tries methods with a high number first, such as those that shorten all later trials.
+        not_searched: why the tuner never tries it by itself; empty: it may.
+        gradient_bytes_saved: share of the bytes of float32 gradients that it does not send to other ranks, by rounding them.
+        ceiling: the ceiling (key of CEILINGS) that bounds what it can give, where a phase of the step does not.
     """
 
     summary: str
@@ -118,6 +127,10 @@ class Card:
     default_for: frozenset[str] = frozenset()
     remedy_for: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     strong_baseline: bool = False
+    trial_priority: int = 0
+    not_searched: str = ""
+    gradient_bytes_saved: float = 0.0
+    ceiling: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.exactness, Exactness):
@@ -130,4 +143,6 @@ class Card:
         for name, known in vocabularies.items():  # the engine and the tuner compute with these
             if unknown := set(getattr(self, name)) - known.keys():
                 raise Refusal(f"the card says {name}={sorted(unknown)}, but the known words are {', '.join(known)}")
+        if self.ceiling and self.ceiling not in CEILINGS:
+            raise Refusal(f"the card says ceiling={self.ceiling!r}, but the known words are {', '.join(CEILINGS)}")
         object.__setattr__(self, "after", tuple(self.after))

@@ -15,6 +15,7 @@ from torch import nn
 from hasten._torch_compat import is_view
 from hasten.contract import batch as batches
 from hasten.contract.errors import Failure, Refusal
+from hasten.contract.run_context import RunContext
 from hasten.contract.sharded import own_part
 from hasten.contract.tracing import draws, evaluating, is_number, traced
 from hasten.contract.unmade import exchange, tensors_of
@@ -43,7 +44,7 @@ def chain_of(model: nn.Module, stages: int, sample: Callable | None = None) -> t
                 return graph, members
     told = f"a chain of {len(found)} that have weights" if found else "no such chain"
     raise Refusal(
-        f"pipeline has {stages} stages to fill and found {told} in this model; it looked for {LOOKED_FOR}; zero:stage=3 shares out any model"
+        f"pipeline has {stages} stages to fill and found {told} in this model; it looked for {LOOKED_FOR}; other strategies shard any model"
     )
 
 
@@ -122,7 +123,7 @@ def refuse_shared_weights(model: nn.Module, parts: list) -> None:
                 raise Refusal(f"pipeline cannot cut this model: stages {other + 1} and {number + 1} both use {names[id(weight)]}; untie it")
 
 
-def keep(model: nn.Module, own: list, parts: list, keeps_unused: bool, run) -> list[torch.Tensor]:
+def keep(model: nn.Module, own: list, parts: list, keeps_unused: bool, run: RunContext) -> list[torch.Tensor]:
     """Leaves in a model the weights and buffers of our own parts, on our device, and what no part uses where ``keeps_unused``; returns them.
 
     The others are on the meta device, which holds nothing. Tensors that are neither weights nor buffers stay with all.

@@ -13,6 +13,7 @@ from torch import nn
 from hasten.contract import batch as batches
 from hasten.contract.chain import only_input, part_of
 from hasten.contract.errors import Refusal
+from hasten.contract.run_context import RunContext
 from hasten.contract.tracing import evaluating
 from hasten.contract.unmade import exchange, storage_of
 
@@ -20,8 +21,8 @@ MEASUREMENTS = 3
 TRAINED = 4  # times its own bytes that a weight takes: itself, its gradient, and two numbers of an optimizer such as Adam
 
 
-def ends_of(asked: str, stages: int, members: int) -> list[int]:
-    """Where the stages end that somebody asked for by their lengths.
+def ends_of(asked: str, stages: int, members: int, option: str) -> list[int]:
+    """Where the stages end whose lengths ``option`` of a method gives.
 
     Raises:
         Refusal: they are not so many, or do not make up the chain.
@@ -29,12 +30,12 @@ def ends_of(asked: str, stages: int, members: int) -> list[int]:
     lengths = [int(word) if word.isdecimal() else 0 for word in asked.split("-")]
     if len(lengths) != stages or not all(lengths) or sum(lengths) != members:
         raise Refusal(
-            f"pipeline:cuts={asked} must be {stages} lengths that make up the chain of {members}, such as {'-'.join(['1'] * (stages - 1) + [str(members - stages + 1)])}"
+            f"{option}={asked} must be {stages} lengths that make up the chain of {members}, such as {'-'.join(['1'] * (stages - 1) + [str(members - stages + 1)])}"
         )
     return list(accumulate(lengths))
 
 
-def agreed_cuts(measured: Callable[[], list[list[float]]], run) -> tuple[list[int], list[float]]:
+def agreed_cuts(measured: Callable[[], list[list[float]]], run: RunContext) -> tuple[list[int], list[float]]:
     """Where the stages end, and what each costs, as the first rank measured it, and those that compute every layer with it."""
     told = b""
     if run.ranks.rank < run.parallel.tp_size:

@@ -10,6 +10,7 @@ import torch
 
 from hasten.contract import batch as batches
 from hasten.contract.errors import Refusal, one_line
+from hasten.contract.run_context import RunContext
 from hasten.contract.sharded import whole
 
 SAMPLES = 8  # that are enough
@@ -23,7 +24,7 @@ class Way(NamedTuple):
     everywhere: bool = True  # each process gets the gradients of all weights
 
 
-def proven(model: torch.nn.Module, found: list, ways: Sequence[Way], name: str, run) -> tuple[list, list[str]]:
+def proven(model: torch.nn.Module, found: list, ways: Sequence[Way], name: str, run: RunContext) -> tuple[list, list[str]]:
     """The blocks that compute what the model computes, in each of the ways; of those that do not, why. All together first, else each by itself.
 
     Args:

@@ -7,7 +7,6 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from zlib import crc32
 
 import torch
@@ -21,13 +20,12 @@ from hasten.contract.errors import Notice, Refusal
 from hasten.contract.method import Method
 from hasten.contract.run_context import RunContext, TrainProgress
 from hasten.contract.sharded import own_part
+from hasten.contract.types import Batch, ContextFactory, ForwardFn, StepFn
 
 BUCKET = 2_000_000  # numbers that travel together
 
 
-def notice_batch_norm(
-    model: torch.nn.Module, remedy: str = "; sync_batch_norm gives that", part: str = "each process's part of a batch"
-) -> None:
+def notice_batch_norm(model: torch.nn.Module, remedy: str = "", part: str = "each process's part of a batch") -> None:
     """Says so where batch normalisation would see less than in one process."""
     if normalises_alone(model):
         warnings.warn(f"batch normalisation sees {part} alone: not the same formula as in one{remedy}", Notice, stacklevel=3)
@@ -47,7 +45,7 @@ def degree_of(method: Method, world: int) -> int:
     """
     degree = method.degree or world
     if degree == 1:
-        raise Refusal(f"{method.name}:degree=1 leaves every process a whole copy: take ddp, or a degree of 2 or more")
+        raise Refusal(f"{method.name}:degree=1 leaves every process a whole copy: take a degree of 2 or more, or leave {method.name} out")
     if world % degree:
         divisors = [str(number) for number in range(2, world + 1) if world % number == 0]
         raise Refusal(f"{method.name}:degree={degree} does not divide {world} processes; take {' or '.join(divisors)}")
@@ -60,8 +58,9 @@ def hold_between(method: Method, run: RunContext, dimension: str) -> None:
     Raises:
         Refusal: the degrees do not fit the ranks, or each would take all that the other leaves.
     """
-    run.parallel.mesh_dim_owner[dimension] = method
-    world, methods = run.ranks.world_size, run.parallel.mesh_dim_owner.values()
+    parallel = run.parallel
+    parallel.mesh_dim_owner[dimension] = method
+    world, methods = parallel.ranks.world_size, parallel.mesh_dim_owner.values()
     if len(methods) == 1:
         degrees = [degree_of(method, world)]
     else:
@@ -72,30 +71,29 @@ def hold_between(method: Method, run: RunContext, dimension: str) -> None:
             raise Refusal(f"{named} would each take all {world} processes; give one of them a degree, such as {method.name}:degree=2")
         if min(degrees) < 2 or world % math.prod(degrees):
             raise Refusal(f"{named} do not fit {world} processes: each takes 2 or more, and their product has to divide the processes")
-    run.parallel.model_parallel_size, run.parallel.pp_size = (
-        math.prod(degrees),
-        dict(zip(run.parallel.mesh_dim_owner, degrees, strict=True)).get("stages", 1),
-    )
+    parallel.model_parallel_size = math.prod(degrees)
+    parallel.pp_size = dict(zip(parallel.mesh_dim_owner, degrees, strict=True)).get("stages", 1)
 
 
 def mesh_of(run: RunContext) -> DeviceMesh:
     """The ranks of the run: copies of the model, the stages of a copy, and the shards of a stage, which follow each other."""
-    if run.parallel.device_mesh is None:
-        shape = (run.ranks.world_size // run.parallel.model_parallel_size, run.parallel.pp_size, run.parallel.tp_size)
-        run.parallel.device_mesh = init_device_mesh(run.device.type, shape, mesh_dim_names=("copies", "stages", "shards"))
-    return run.parallel.device_mesh
+    parallel = run.parallel
+    if parallel.device_mesh is None:
+        shape = (parallel.ranks.world_size // parallel.model_parallel_size, parallel.pp_size, parallel.tp_size)
+        parallel.device_mesh = init_device_mesh(run.device.type, shape, mesh_dim_names=("copies", "stages", "shards"))
+    return parallel.device_mesh
 
 
-def averaged_over_copies(gradients: Callable, run: RunContext) -> Callable:
-    """``gradients``, and then the mean over the copies of the model, where there are several."""
+def averaged_over_copies(grad_transform: StepFn, run: RunContext) -> StepFn:
+    """``grad_transform``, and then the mean of the gradients over the replicas of the model, where there are several."""
     if run.parallel.model_parallel_size == run.ranks.world_size:
-        return gradients
+        return grad_transform
     weights = [weight for weight in run.unwrapped_model.parameters() if weight.requires_grad and not weight.is_meta]
     common, own = ([weight for weight in weights if (weight in run.parallel.replicated_params) is shared] for shared in (True, False))
     copies = mesh_of(run)["copies"].get_group()
 
     def averaged():
-        gradients()
+        grad_transform()
         average_gradients(common, copies)  # by themselves: where they lie in a message decides in which order it is added up
         average_gradients(own, copies)
 
@@ -121,7 +119,7 @@ def refuse_sparse(model: torch.nn.Module, who: str) -> None:
     """Refuses a model with gradients that name the rows they are of."""
     tables = [name for name, part in model.named_modules() if getattr(part, "sparse", False) is True]
     if tables:
-        raise Refusal(f"{who} averages whole gradients, and those of {tables[0]} are sparse; make it with sparse=False, or take ddp")
+        raise Refusal(f"{who} averages whole gradients, and those of {tables[0]} are sparse; make it with sparse=False, or leave {who} out")
 
 
 def buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -273,13 +271,13 @@ def is_real_or_complex(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def talking_last(micro: Callable, progress: TrainProgress, silence: Callable[[], AbstractContextManager]) -> Callable:
-    """``micro``, whose gradients are exchanged after the last piece of a batch only."""
+def talking_last(forward_backward: ForwardFn, progress: TrainProgress, no_sync: ContextFactory) -> ForwardFn:
+    """``forward_backward``, which exchanges gradients after the last microbatch of a batch only."""
 
-    def quiet_but_for_the_last(piece):
+    def synced_on_last_microbatch(piece: Batch) -> torch.Tensor:
         if progress.is_last_microbatch:
-            return micro(piece)
-        with silence():
-            return micro(piece)
+            return forward_backward(piece)
+        with no_sync():
+            return forward_backward(piece)
 
-    return quiet_but_for_the_last
+    return synced_on_last_microbatch

@@ -33,7 +33,7 @@ def refuse_unshareable(optimizer, who: str) -> None:
         part = DTensor.from_local(own, weight.device_mesh, weight.placements, run_check=False)
         if not _can_step(optimizer, part) and _can_step(optimizer, own):
             raise Refusal(
-                f"{who} gives the optimizer parts of weights, and {type(optimizer).__name__} cannot update them; take {SHAREABLE}, or ddp"
+                f"{who} gives the optimizer parts of weights, and {type(optimizer).__name__} cannot update them; take {SHAREABLE}, or leave {who} out"
             )
 
 

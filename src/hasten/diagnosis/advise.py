@@ -51,8 +51,8 @@ def bound_of(name: str, card: Card, phases: Mapping[str, float], headroom: Mappi
     A ceiling that was measured for the method itself is taken as it is. Else Amdahl: 1 / (1 - share of its
     phases), where the share of a phase whose ceiling was measured comes from that measurement.
     """
-    if name in headroom:
-        return headroom[name], f"what it works on, taken away as a whole, gives {headroom[name]:.2f}x"
+    if (ceiling := card.ceiling or name) in headroom:
+        return headroom[ceiling], f"what it works on, taken away as a whole, gives {headroom[ceiling]:.2f}x"
     if "steps" in card.accelerates:
         return None, "it saves whole steps; how many, only training can tell"
     shares = {phase: _share(phase, phases, headroom) for phase in PHASES if phase in card.accelerates}

@@ -10,7 +10,7 @@ from hasten.contract.errors import Failure, Refusal
 from hasten.contract.recipe import Recipe
 from hasten.contract.watch import Watch, silent
 from hasten.diagnosis.headroom import Headroom, take_away
-from hasten.diagnosis.replacements import BATCH_SIZE, NoUpdate, ReplayedBatch, outside_name
+from hasten.diagnosis.replacements import LARGER_BATCH, NoUpdate, ReplayedBatch, outside_name
 from hasten.diagnosis.timeline import Timeline
 from hasten.engine.tasks import TaskRef
 from hasten.measure.compare import RHYTHM_BUDGETS, block_steps, evaluation_seconds_per_sample, refuse_unfair_blocks
@@ -108,7 +108,7 @@ def examine(
         extra = evaluation_seconds_per_sample(plan, evaluation)
         phases, headroom = _shares(timed, extra), Headroom()
         if ceilings:
-            shares = {"input": phases["input"], BATCH_SIZE: 1.0 - phases["evaluation"]} | {
+            shares = {"input": phases["input"], LARGER_BATCH: 1.0 - phases["evaluation"]} | {
                 name: phases[name] for name in ("logging", "optimizer_step")
             }
             left = budget * (1 - TIMELINE_SHARE)

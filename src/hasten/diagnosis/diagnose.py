@@ -67,7 +67,7 @@ def diagnose(
     ratios = anatomy.headroom.ceilings | outside.ceilings
     headroom = _headroom(anatomy, ratios)
     possible = gains(anatomy, headroom)
-    advice, against = advise(anatomy.phases, {"allocator": possible["allocator"]} | headroom, anatomy.facts, cards)
+    advice, against = advise(anatomy.phases, {"system_time": possible["system_time"]} | headroom, anatomy.facts, cards)
     return {
         "kind": "diagnose",
         "task": str(task),

@@ -14,14 +14,15 @@ from dataclasses import dataclass, field
 from hasten.contract.errors import Failure, Refusal
 from hasten.contract.recipe import Recipe
 from hasten.contract.watch import Watch, silent
-from hasten.diagnosis.replacements import BATCH_FACTOR, BATCH_SIZE
-from hasten.engine.find import method_names
+from hasten.diagnosis.replacements import BATCH_FACTOR, LARGER_BATCH
+from hasten.engine.find import cards_that_state
 from hasten.engine.tasks import TaskRef
 from hasten.measure.arm import WARM_UP_STEPS
 from hasten.measure.compare import BLOCK_SECONDS, BLOCK_STEPS, run_interleaved
 from hasten.measure.ratio import UNSURE, Ratio, ratio_of, verdict_of
 from hasten.measure.workers import Worker
 
+SYSTEM_TIME = "system_time"  # the ceiling (of the cards) that the processors' time in the operating system gives
 LEAST_SHARE = 0.02  # a phase below it can never pay, so its ceiling is not measured
 LOOKS = (6, 9, 14)  # pairs of blocks: a ceiling need not be known as well as a verdict
 LEAST_PAIRS = 3
@@ -48,7 +49,7 @@ def take_away(
     """The ceilings of what can be taken away while the run goes on.
 
     Args:
-        shares: of the time that each takes, by the timeline: "input", "batch_size", "logging" and, last because it may break the run, "optimizer_step".
+        shares: of the time that each takes, by the timeline: "input", "larger_batch", "logging" and, last because it may break the run, "optimizer_step".
         count: steps of a block.
         step: seconds that one takes.
         extra: seconds of evaluation for a sample, which stay.
@@ -58,7 +59,7 @@ def take_away(
     for number, name in enumerate(worth):
         left = began + budget - time.monotonic()
         watch(f"what {name} could give", number / len(worth), left)
-        if name == BATCH_SIZE and max(left, CHEAP) < (least := STEPS_OF_A_LARGER_BATCH * BATCH_FACTOR * step):
+        if name == LARGER_BATCH and max(left, CHEAP) < (least := STEPS_OF_A_LARGER_BATCH * BATCH_FACTOR * step):
             found.not_measured[name] = f"{BATCH_FACTOR} times the batch would take {least:.0f} s to try"
             continue
         try:
@@ -80,33 +81,34 @@ def exchange_allocator(
     processes: int = 1,
     watch: Watch = silent,
 ) -> Headroom:
-    """What the method ``allocator`` gives, as far as ``budget`` seconds allow.
+    """What the method that saves system time gives, as far as ``budget`` seconds allow.
 
     Args:
         share: of the processors' time that the operating system takes.
         plan: of the plain run, with ``build_seconds``.
     """
     found = Headroom()
-    if "allocator" not in method_names() or "allocator" in recipe.methods or not found.worth({"allocator": share}):
+    name = next((name for name, card in cards_that_state("ceiling").items() if card.ceiling == SYSTEM_TIME), None)
+    if name is None or name in recipe.methods or not found.worth({SYSTEM_TIME: share}):
         return found
     building = 2 * plan["build_seconds"]
     least = building + LEAST_PAIRS * 2 * max(BLOCK_SECONDS, BLOCK_STEPS * plan["step"])
     if budget < least:
-        found.not_measured["allocator"] = f"the budget is spent; it would have taken {least:.0f} s"
+        found.not_measured[SYSTEM_TIME] = f"the budget is spent; it would have taken {least:.0f} s"
         return found
     watch("what another allocator could give", 0.0, budget)
     try:
-        arms, among = (recipe, recipe.with_method("allocator")), (processes, processes)
+        arms, among = (recipe, recipe.with_method(name)), (processes, processes)
         done = run_interleaved(task, *arms, budget=budget - building, device=device, processes=among, seed=seed, looks=LOOKS)
-        found.ceilings["allocator"] = done.ratio
+        found.ceilings[SYSTEM_TIME] = done.ratio
     except (Failure, Refusal) as error:  # it found nothing to act on
-        found.not_measured["allocator"] = str(error)
+        found.not_measured[SYSTEM_TIME] = str(error)
     return found
 
 
 def _switched(probe: Worker, name: str, count: int, extra: float, budget: float) -> Ratio:
     """Blocks with and without a phase, in turn, until the ratio is known or the budget is spent."""
-    steps = max(1, count // BATCH_FACTOR) if name == BATCH_SIZE else count
+    steps = max(1, count // BATCH_FACTOR) if name == LARGER_BATCH else count
     probe.call("block", count=1, away=name)
     began, with_it, without = time.monotonic(), [], []
     while True:

@@ -10,7 +10,7 @@ from time import perf_counter
 
 import torch
 
-ROUNDING, SAVED_BY_ROUNDING = "compressed_gradients", 0.5  # the method, and the share of float32's bytes that 16 bits save
+SAVED_BY_ROUNDING = 0.5  # the share of float32's bytes that 16 bits save
 READINGS = 3
 
 

@@ -17,7 +17,7 @@ from hasten.contract.errors import Failure
 from hasten.diagnosis.facts import facts_of
 from hasten.diagnosis.flops import flops_a_sample, peak_flops
 from hasten.diagnosis.input_benchmark import measure_input
-from hasten.diagnosis.replacements import BATCH_SIZE, LargerBatch, outside_name, taken_away
+from hasten.diagnosis.replacements import LARGER_BATCH, LargerBatch, outside_name, taken_away
 from hasten.engine.folder import lines_of
 from hasten.engine.plan import build
 from hasten.engine.tasks import TaskRef
@@ -31,8 +31,8 @@ class Probe(Arm):
     """
 
     def block(self, count: int, away: str | None = None) -> dict:
-        """A block of steps as ``train`` gives it; ``away``: without that phase, or (batch_size) of the run with larger batches."""
-        if away == BATCH_SIZE:
+        """A block of steps as ``train`` gives it; ``away``: without that phase, or (larger_batch) of the run with larger batches."""
+        if away == LARGER_BATCH:
             return self.larger.train(count)
         switched_off = taken_away(self.program.run)
         switched_off.update({away} if away else ())

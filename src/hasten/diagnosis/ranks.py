@@ -30,7 +30,7 @@ from hasten.contract.task import Task
 from hasten.contract.watch import Watch, silent
 from hasten.diagnosis.advise import advise
 from hasten.diagnosis.facts import facts_of
-from hasten.diagnosis.less_talk import ROUNDING, of_rounding, rounding_seconds
+from hasten.diagnosis.less_talk import SAVED_BY_ROUNDING, of_rounding, rounding_seconds
 from hasten.diagnosis.replacements import ReplayedBatch, outside_name, taken_away
 from hasten.diagnosis.skew import phases_of_the_slowest, ranks_of, skew_of, straggler_of
 from hasten.diagnosis.talk import communication_of, verdict_of
@@ -43,7 +43,7 @@ from hasten.engine.find import TOGETHER, alone, make_methods, method_class, meth
 from hasten.engine.plan import Program
 from hasten.engine.ranks import joined, refuse_strangers
 from hasten.engine.tasks import TaskRef
-from hasten.engine.train import USUAL_STRATEGY, device_of, identity_of
+from hasten.engine.train import device_of, identity_of
 from hasten.launch.network import seconds_of, to_the_next, wire
 from hasten.measure.arm import Arm
 from hasten.measure.compare import RHYTHM_BUDGETS, block_steps, refuse_unfair_blocks
@@ -57,7 +57,7 @@ LEAST_ROUNDS, MOST_ROUNDS = 4, 14
 LINK_BYTES = 1_000_000
 EXCHANGES = 3  # in a row, by themselves
 NOBODY_ELSE = "one process has no other to wait for; say --processes 2, or more, or leave launch out"
-NOT_SHARED_SO = "the ranks do not train by ddp, and cannot train without talking"
+NOT_SHARED_SO = "cannot measure the communication ceiling: gradient exchange can be disabled only under DistributedDataParallel"
 
 
 def diagnose_ranks(
@@ -161,7 +161,7 @@ class RankProbe(Arm):
         self.plain, self.waited, self.waits = recipe, 0.0, []
         self.steps = (nothing for nothing in ())
         methods = {**recipe.methods, outside_name(Timeline): {}}
-        super().__init__(task, methods, device, seed, dataclasses.replace(ranks, most=self._timed(ranks.all_reduce_max)))
+        super().__init__(task, methods, device, seed, dataclasses.replace(ranks, all_reduce_max=self._timed(ranks.all_reduce_max)))
 
     def program_of(self, task: Task) -> Program:
         """All batches and words of the other ranks are taken away with the input, so that is switched outermost."""
@@ -345,12 +345,14 @@ def _advice(
     talking = {name for name, card in cards.items() if _talks_less(card)} if EXCHANGE in ceilings else ()
     measured = {name: max(1.0, ratio.median) for name, ratio in ceilings.items()}
     headroom, told = {INPUT: measured[INPUT]} | dict.fromkeys(talking, measured.get(EXCHANGE)), {}
-    if ROUNDING in talking and talk["seconds"] and talk["exposed"] is not None:
+    rounding = [name for name in talking if cards[name].gradient_bytes_saved == SAVED_BY_ROUNDING]
+    if rounding and talk["seconds"] and talk["exposed"] is not None:
         codec = rounding_seconds(talk["bytes"], probe.program.run.device)
-        headroom[ROUNDING], told[ROUNDING] = of_rounding(talk, codec, step)
+        for name in rounding:
+            headroom[name], told[name] = of_rounding(talk, codec, step)
     advice, against = advise(phases, headroom, facts_of(probe.program), cards)
     for row in (*advice, *against):
         row["why"] = told.get(row["method"], row["why"])
-        if row["method"] == USUAL_STRATEGY and talking:
+        if cards[row["method"]].default_for and talking:
             row["why"] += "; it is in use, so that is for its settings"
     return advice, against

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hasten.diagnosis.advise import amdahl
 from hasten.diagnosis.anatomy import Anatomy
-from hasten.diagnosis.replacements import BATCH_FACTOR, BATCH_SIZE
+from hasten.diagnosis.replacements import BATCH_FACTOR, LARGER_BATCH
 
 LEAST_GAIN = 1.1  # below it a cause is not worth naming first
 MOST_OF_THE_TIME = 2.0  # the gain from which on a phase is the cause, even if a larger batch would hide it and give more
@@ -16,9 +16,9 @@ CAUSES = {
     "optimizer_step": "the optimizer's update takes {optimizer_step:.0%} of the time; if it were free, training would be {gain:.2f}x as fast",
     "evaluation": "measuring the metric takes {evaluation:.0%} of the time; without it, training would be {gain:.2f}x as fast",
     "logging": "the loop and its log take {logging:.0%} of the time; without the log, training would be {gain:.2f}x as fast",
-    "allocator": "the operating system takes {system:.0%} of the processors' time, with {faults:.0f} page faults a step: "
+    "system_time": "the operating system takes {system:.0%} of the processors' time, with {faults:.0f} page faults a step: "
     "memory is returned and fetched again; keeping it would make training {gain:.2f}x as fast",
-    "batch_size": "the batch of {batch} is small: much of what a step costs does not depend on its size; with {factor} times the batch "
+    "larger_batch": "the batch of {batch} is small: much of what a step costs does not depend on its size; with {factor} times the batch "
     "the samples would pass {gain:.2f}x as fast (whether they teach as much, only training can tell)",
 }
 ARITHMETIC = "the model's own arithmetic, forward and backward, takes {compute:.0%} of the time{rate}; only faster arithmetic or fewer steps can help"
@@ -32,7 +32,7 @@ COST_OF_READING = {
 def gains(anatomy: Anatomy, headroom: Mapping[str, float]) -> dict[str, float]:
     """What every possible cause could give: as measured, or else as the timeline and the system time bound it."""
     bounds = {phase: amdahl(anatomy.phases[phase]) for phase in ("input", "optimizer_step", "evaluation")}
-    return bounds | {"allocator": amdahl(anatomy.system_share) if anatomy.faults_show else 1.0} | dict(headroom)
+    return bounds | {"system_time": amdahl(anatomy.system_share) if anatomy.faults_show else 1.0} | dict(headroom)
 
 
 def verdict_of(anatomy: Anatomy, possible: Mapping[str, float]) -> str:
@@ -57,6 +57,6 @@ def verdict_of(anatomy: Anatomy, possible: Mapping[str, float]) -> str:
 
 
 def _largest(possible: Mapping[str, float]) -> str:
-    phases = {name: gain for name, gain in possible.items() if name != BATCH_SIZE}
+    phases = {name: gain for name, gain in possible.items() if name != LARGER_BATCH}
     first = max(phases, key=phases.get)
     return first if phases[first] >= MOST_OF_THE_TIME else max(possible, key=possible.get)

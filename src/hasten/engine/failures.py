@@ -10,10 +10,10 @@ from pathlib import Path
 
 from hasten._torch_compat import autograd_error_kind, is_out_of_memory
 from hasten.contract.errors import Failure, Refusal, one_line
+from hasten.engine.find import remedies
 
 NOT_THE_USERS = ("/torch/", "/hasten/engine/", "/hasten/methods/", "/hasten/contract/", "/hasten/data/")
 FULL = (errno.ENOSPC, errno.EDQUOT)
-LIGHTER = ("activation_checkpointing", "gradient_accumulation", "bfloat16")  # methods that save memory
 
 
 def explained(error: Exception, where: str, batch_size: int) -> Failure | Refusal:
@@ -22,9 +22,7 @@ def explained(error: Exception, where: str, batch_size: int) -> Failure | Refusa
         return error
     text = str(error)
     if is_out_of_memory(error):
-        return Failure(
-            f"out of memory at {where} with batches of {batch_size}; take smaller batches, or add {', '.join(LIGHTER[:-1])} or {LIGHTER[-1]}"
-        )
+        return Failure(f"out of memory at {where} with batches of {batch_size}; take smaller batches, or add {remedies('out_of_memory')}")
     hint = ""
     mistake = autograd_error_kind(error)
     if mistake == "index_out_of_bounds":
@@ -33,7 +31,7 @@ def explained(error: Exception, where: str, batch_size: int) -> Failure | Refusa
         hint = "; Task(loss=) must return a tensor that remembers how it was computed: no detach(), .item() or torch.tensor() on the way"
     if mistake == "unused_parameters":
         error = RuntimeError("in this step some parameters had no gradient, and the ranks wait for all of them")
-        hint = "; say --with ddp:find_unused=true"
+        hint = f"; pass --with {remedies('unused_parameters')}"
     if mistake == "not_scalar":
         hint = "; Task(loss=) must return one number, such as the mean over the batch"
     if isinstance(error, TypeError) and "takes" in text and "positional argument" in text and ".forward()" in text:

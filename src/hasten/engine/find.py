@@ -53,6 +53,25 @@ def method_class(name: str) -> type[Method]:
     return _only_method_in(module)
 
 
+def cards_that_state(field: str) -> dict[str, Card]:
+    """The cards of our methods that set a field, by name. Imports only the modules whose source names the field."""
+    paths = {path.stem: path for folder in hasten.methods.__path__ for path in sorted(Path(folder).glob("*.py"))}
+    names = [name for name, path in paths.items() if not name.startswith("_") and f"{field}=" in path.read_text(encoding="utf-8")]
+    return {name: method_class(name).card for name in names}
+
+
+def default_methods(fact: str) -> list[str]:
+    """The methods that a run gets by itself under a fact (key of FACTS)."""
+    return [name for name, card in cards_that_state("default_for").items() if fact in card.default_for]
+
+
+def remedies(problem: str) -> str:
+    """The methods that may help against a problem (key of REMEDIES), as they are typed: "a, b or c"."""
+    cards = cards_that_state("remedy_for")
+    *others, last = (str(Recipe({name: card.remedy_for[problem]})) for name, card in cards.items() if problem in card.remedy_for)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 @cache
 def _installed() -> dict:
     """The methods that other packages bring; asked once, since reading every package's metadata takes 40 ms."""

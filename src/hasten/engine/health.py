@@ -1,4 +1,4 @@
-"""Whether a run's numbers are still numbers, and what is to blame where they are not: the data, or the training."""
+"""Checks that losses, weights and metrics are finite, and finds the cause where they are not: the data, or the training."""
 
 from __future__ import annotations
 
@@ -11,46 +11,49 @@ from hasten.contract.batch import tensors
 from hasten.contract.data import Batches
 from hasten.contract.errors import Failure
 from hasten.contract.sharded import own_part
+from hasten.engine.find import remedies
 from hasten.engine.seeds import undisturbed
 
-CALMER = "a lower learning rate or gradient_clipping may help"
+
+def _calmer() -> str:
+    return f"a lower learning rate or {remedies('divergence')} may help"
 
 
 def weights_are_finite(model: torch.nn.Module) -> bool:
-    """Whether every trained weight that this rank has is a finite number; frozen ones may be masks."""
+    """Whether all trained parameters of this rank are finite; frozen ones may be masks."""
     trained = [own_part(parameter) for parameter in model.parameters() if parameter.requires_grad and not parameter.is_meta]
     return not trained or bool(torch.stack([parameter.isfinite().all() for parameter in trained]).all())
 
 
 def refuse_bad_weights(model: torch.nn.Module, step: int) -> None:
     if not weights_are_finite(model):
-        raise Failure(f"the weights are not finite after step {step}: the training diverged; {CALMER}")
+        raise Failure(f"the weights are not finite after step {step}: the training diverged; {_calmer()}")
 
 
 def refuse_bad_metric(metric: float, step: int, validation: Batches) -> None:
-    """A metric that is not a number ends the run; an infinite one may pass by, unless the data are to blame."""
+    """Raises a Failure for a NaN metric; an infinite metric is allowed unless the validation data are not finite."""
     told = f"the metric is {metric} after step {step}"
     with undisturbed():
         bad = next((i for i, batch in enumerate(validation.epoch(0, 0), 1) if not _finite(batch)), None)
     if bad:
         raise Failure(f"{told}: batch {bad} of the validation data holds NaN or infinity; clean the data")
     if math.isnan(metric):
-        raise Failure(f"{told}: the validation data are finite; {CALMER}")
+        raise Failure(f"{told}: the validation data are finite; {_calmer()}")
 
 
 def bad_loss(loss: float, where: str, read_again: Callable[[], Iterator]) -> Failure:
-    """What there is to say about a loss that is no finite number; ``read_again`` gives its batch first."""
+    """The error for a loss that is not finite. ``read_again()`` yields its batch first."""
     return Failure(f"the loss is {loss} at {where}: {_why_not_finite(read_again)}")
 
 
 def _why_not_finite(read_again: Callable[[], Iterator]) -> str:
-    """Whether the batch is to blame, or the training."""
+    """The cause in words: the batch holds NaN or infinity, or the training diverged."""
     try:
         found = next(iter(read_again()))
     except Exception:
         return "this batch could not be read again to look for the cause in it"
     if _finite(found):
-        return f"the batch itself is finite, the training diverged; {CALMER}"
+        return f"the batch itself is finite, the training diverged; {_calmer()}"
     return "the batch itself holds NaN or infinity; clean the data"
 
 

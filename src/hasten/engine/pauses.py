@@ -1,7 +1,7 @@
 """When a run pauses between two steps, and for what: progress, the log, a checkpoint, the end.
 
-A run alone looks at the progress after every step. The ranks of a job cannot, since all of them have to pause at the same step: there the first
-one's progress says at each pause which step the next one is at; the slower their network, the later.
+A single process compares the time after every step. Several ranks must all pause at the same step: at each pause rank 0 decides, from its
+time, at which step the next pause is; the higher the latency of the network, the later.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHARE_FOR_CHECKPOINTS = SHARE_FOR_WORDS = 0.01  # of the run's time
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a pause is for."""
+    """What the run does in a pause."""
 
     stop: bool
     log: bool
@@ -30,12 +30,12 @@ class Wishes:
 
 
 class Pauses:
-    """The pauses of one run.
+    """When one run pauses.
 
     Args:
-        asked: grows when somebody asks this process to stop.
+        asked: grows when this process is asked to stop.
         every: seconds between two checkpoints, at least; 0: at every step.
-        keeps: somebody keeps checkpoints.
+        keeps: whether rank 0 writes checkpoints.
     """
 
     def __init__(self, run: RunContext, asked: list, every: float, keeps: bool):
@@ -44,16 +44,16 @@ class Pauses:
         self.logged = self.saved = self.latest = self.next = perf_counter()
         self.latest_step = self.next_step = run.progress.step
         self.saving = 0.0  # seconds that the latest checkpoint took
-        self.word = 0.0  # seconds that ranks take at least to tell each other
+        self.word = 0.0  # seconds of the fastest exchange between the ranks
 
     def is_time(self, unread: int) -> bool:
-        """Whether to pause now, with so many losses not fetched yet."""
+        """Whether to pause now, while ``unread`` losses are still on the device."""
         if self.together:
             return self.progress.step >= self.next_step
         return bool(self.asked) or unread >= STEPS_BETWEEN_LOGS or perf_counter() >= self.next
 
     def wishes(self, unread: int) -> Wishes:
-        """What to do in this pause; anybody's wish to stop is everybody's."""
+        """What to do in this pause; all ranks stop where one is asked to."""
         now, asked = perf_counter(), self.is_asked()
         log = unread >= STEPS_BETWEEN_LOGS or now >= self.logged + SECONDS_BETWEEN_LOGS
         save = self.keeps and (asked or now >= self._next_save())
@@ -68,11 +68,11 @@ class Pauses:
         return Wishes(stop > 0, log > 0, self.keeps and (stop > 0 or save > 0))
 
     def is_asked(self) -> bool:
-        """Whether this process itself is to stop."""
-        return bool(self.asked) or (self.together and os.getppid() != self.parent)  # nobody is left to tell
+        """Whether this process is asked to stop, or its launcher is gone."""
+        return bool(self.asked) or (self.together and os.getppid() != self.parent)
 
     def over(self) -> None:
-        """The pause is over."""
+        """Ends the pause and sets the time of the next one."""
         later = perf_counter() + PROGRESS_EVERY
         self.next = min(later, self._next_save()) if self.keeps else later
 

@@ -1,8 +1,8 @@
-"""Checkpoints written while the training goes on.
+"""Checkpoints written in a thread while the training continues.
 
-A thread copies the state aside and writes the copy. Weights and the optimizer's state change in the update only, so on a CPU the training computes
-the next gradients meanwhile, and before that update waits for the copy, never for the disk. A GPU's are copied before it goes on: a captured graph
-updates where nobody sees it.
+The thread copies the state to staging buffers and writes them. Weights and optimizer state change in the optimizer step only. On a CPU the
+training therefore computes the next gradients meanwhile and waits for the copy before that step, never for the disk. The state on a GPU is
+copied before the training continues, since a captured CUDA graph may update it unnoticed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from hasten._torch_compat import in_place_version
 from hasten.contract.batch import map_tensors
 from hasten.contract.errors import Notice, one_line
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)  # others may have their numbers elsewhere
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # other classes may store their values elsewhere
 
 
 class Saving:
-    """One checkpoint after the other; of two that overlap, the later waits.
+    """Writes checkpoints one after the other; of two that overlap, the later waits.
 
     Attributes:
-        seconds: of a processor's time that the latest took.
+        seconds: CPU seconds of the thread for the latest checkpoint.
     """
 
     def __init__(self):
@@ -34,18 +34,20 @@ class Saving:
         self.running: Future | None = None
         self.copied = Event()
         self.copied.set()
-        self.aside: dict[tuple, torch.Tensor] = {}  # the latest copy, whose memory the next one uses again
-        self.restless = False  # weights were seen to change elsewhere than in the update
+        self.aside: dict[tuple, torch.Tensor] = {}  # staging buffers; the next checkpoint reuses them
+        self.restless = False  # weights were seen to change outside the optimizer step
         self.seconds = 0.0
 
     def begin(self, state: dict, resting: Iterable[torch.Tensor], write: Callable[[dict], None]) -> None:
-        """Copies a state and writes the copy.
+        """Begins to copy and write a state.
 
         Args:
-            resting: tensors of the state that do not change before ``before_update`` is called.
+            state: nested dicts and lists of tensors and plain data.
+            resting: tensors of the state that change only after a call of ``before_update``.
+            write: writes the copied state; called in the thread.
 
         Raises:
-            Failure: the save before this one could not be written.
+            Failure: the checkpoint before this one could not be written.
         """
         self.finish()
         found: dict[tuple, torch.Tensor] = {}
@@ -61,12 +63,12 @@ class Saving:
         self.running = self.thread.submit(self._save, later, versions, copy, write)
 
     def before_update(self) -> None:
-        """The training is about to change its weights."""
+        """Waits for the copy; called before every optimizer step."""
         if not self.copied.is_set():
             self.copied.wait()
 
     def finish(self) -> None:
-        """Waits until what was begun is on the disk.
+        """Waits until the checkpoint that was begun is on the disk.
 
         Raises:
             Failure: it could not be written.
@@ -76,7 +78,7 @@ class Saving:
             running.result()
 
     def close(self) -> None:
-        """Waits, too; of a run that failed, what could not be written is worth a notice only."""
+        """Ends the thread; a checkpoint that could not be written is only a notice, since the run may have failed already."""
         self.thread.shutdown()
         if self.running is not None and (error := self.running.exception()):
             warnings.warn(f"the newest checkpoint is missing: {one_line(error)}", Notice, stacklevel=2)
@@ -90,13 +92,13 @@ class Saving:
             self.restless = self.restless or torn
         finally:
             self.copied.set()
-        if not torn:  # else the next ones are copied at once, and this one is of no single moment
+        if not torn:  # else the copy mixes two steps: it is dropped, and later ones are copied at once
             write(copy)
         self.seconds = thread_time() - began
 
 
 def _address(tensor: torch.Tensor) -> tuple:
-    """The same for tensors that are one in memory."""
+    """A key that is equal for tensors that share memory and layout."""
     if type(tensor) not in PLAIN or tensor.layout != torch.strided or not tensor.numel():
         return (id(tensor),)
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device

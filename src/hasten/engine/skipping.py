@@ -1,6 +1,6 @@
-"""Rows that cannot be read and are left out: allowed for a run, remembered by it, listed in its folder.
+"""Rows that cannot be read and are skipped: up to a limit for each run, stored in its checkpoints, listed in its directory.
 
-A pipeline of hasten.data is known here by two names alone: ``skip_bad(at_most)``, and ``faults``, which lists what was left out.
+Of a pipeline of hasten.data only two names are used here: ``skip_bad(at_most)`` and ``faults``, which lists the skipped rows.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ FILE = "skipped.jsonl"
 
 
 def tolerant(task: Task, at_most: int) -> Task:
-    """The task, whose training data leave out up to so many rows that cannot be read; so do its validation data, if they are a pipeline.
+    """The task with data that skip up to ``at_most`` rows that cannot be read. Validation data that are no pipeline stay as they are.
 
     Raises:
-        Refusal: no such number, or training data that are no pipeline; of data that a function makes, when it is called.
+        Refusal: an invalid number, or training data that are no pipeline; for data that a function makes, when it is called.
     """
     validation = _tolerant(task.validation_data, at_most, must=False)
     return replace(task, train_data=_tolerant(task.train_data, at_most, must=True), validation_data=validation)
 
 
 def left_out(task: Task) -> list[dict]:
-    """The rows that were left out so far: [{"data": "train" or "validation", "row", "where", "why"}], in their order."""
+    """The rows skipped so far: [{"data": "train" or "validation", "row", "where", "why"}], in order."""
     return [{"data": name, **row} for name, faults in _faults(task).items() for row in faults.listed()]
 
 
 def remember(task: Task, rows: list[dict]) -> None:
-    """These rows, as ``left_out`` told them, are known to be bad."""
+    """Restores the rows that ``left_out`` returned in an earlier process of the run."""
     for name, faults in _faults(task).items():
         faults.recall({key: value for key, value in row.items() if key != "data"} for row in rows if row["data"] == name)
 
@@ -48,7 +48,7 @@ def _tolerant(data: Any, at_most: int, must: bool) -> Any:
 
 
 def _faults(task: Task) -> dict[str, Any]:
-    """What counts the bad rows of each pipeline that may leave some out; of two that count together, once."""
+    """The counter of each pipeline that may skip rows; a counter that two pipelines share only once."""
     pipelines = {"train": task.train_data, "validation": task.validation_data}
     found = {name: data.faults for name, data in pipelines.items() if hasattr(data, "skip_bad") and data.faults.at_most}
     if len(found) == 2 and found["train"] is found["validation"]:

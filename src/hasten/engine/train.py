@@ -25,7 +25,7 @@ from hasten.engine.composition import check_conflicts, sort_methods
 from hasten.engine.devices import pick_device
 from hasten.engine.environment import environment, own_code
 from hasten.engine.failures import explained
-from hasten.engine.find import make_method, make_methods, method_class
+from hasten.engine.find import default_methods, make_method, make_methods, method_class
 from hasten.engine.folder import RunFolder
 from hasten.engine.metrics import higher_is_better
 from hasten.engine.observers import Observer
@@ -36,7 +36,6 @@ from hasten.engine.skipping import tolerant
 from hasten.engine.stopping import stop_requests
 from hasten.engine.tasks import TaskRef
 
-USUAL_STRATEGY = "ddp"
 NO_LENGTH = (
     "the training data tell no length: nobody knows how much is left, and a pass ends only where they end; "
     "give the dataset a __len__, and an end if it has none (itertools.islice)"
@@ -183,7 +182,7 @@ def with_strategy(methods: list[Method], ranks: ProcessGroupInfo) -> list[Method
     """The methods, and the usual way to train with several processes where none of them is one."""
     if ranks.is_single_process or any("parallelize" in method.card.replaces for method in methods):
         return methods
-    return [*methods, make_method(USUAL_STRATEGY)]
+    return [*methods, *map(make_method, default_methods("distributed"))]
 
 
 def without_strategy(recipe: Recipe) -> Recipe:

@@ -35,7 +35,7 @@ def generate_script(function, task: Task, program: Program, methods: list[Method
     names = {id(method): _variable(method, taken) for method in methods}
 
     def wrapped(hook: str, thing: str = "") -> list[str]:
-        """``optimizer_step = ema.optimizer_step(optimizer_step, run)`` for every method with that hook; the first wraps ``thing``."""
+        """``optimizer_step = method.optimizer_step(optimizer_step, run)`` for every method with that hook; the first wraps ``thing``."""
         users = [method for method in sorted(methods, key=lambda m: hook not in m.card.replaces) if hook in hooks_of(method)]
         return [f"{hook} = {names[id(method)]}.{hook}({thing if thing and not i else hook}, run)" for i, method in enumerate(users)]
 

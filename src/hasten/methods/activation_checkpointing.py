@@ -28,6 +28,7 @@ class ActivationCheckpointing(Method):
         applies_to={"repeated_blocks"},
         requires={"python_between_kernels"},  # it keeps and restores the random state of every block
         order=WrapOrder.EARLY,
+        remedy_for={"out_of_memory": {}},
     )
 
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:

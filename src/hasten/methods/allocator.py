@@ -32,6 +32,7 @@ class Allocator(Method):
         gain_when="convolutions on the CPU with large activations; small models gain nothing",
         accelerates={"forward", "backward"},
         applies_to={"cpu"},
+        ceiling="system_time",
     )
 
     def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:

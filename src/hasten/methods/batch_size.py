@@ -33,6 +33,8 @@ class BatchSize(Method):
         gain_when="a step's fixed costs weigh more than its arithmetic; linear for SGD, sqrt for Adam",
         accelerates={"steps", "forward", "backward", "optimizer_step", "input"},
         presets=tuple({"factor": factor, "rule": rule} for factor in (2, 4, 8) for rule in ("sqrt", "linear")),
+        trial_priority=1,
+        ceiling="larger_batch",
     )
 
     @property

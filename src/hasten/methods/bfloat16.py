@@ -32,6 +32,7 @@ class BFloat16(Method):
         requires={"uniform_precision", "monolithic_forward"},
         invalidates={"uniform_precision"},
         order=WrapOrder.EARLY,
+        remedy_for={"out_of_memory": {}},
     )
 
     def forward(self, forward: ForwardFn, run: RunContext) -> ForwardFn:

@@ -69,7 +69,7 @@ class BranchParallel(Method):
 
     def parallelize(self, model: nn.Module, run: RunContext) -> nn.Module:
         if run.parallel.model_parallel_size < run.ranks.world_size:
-            notice_batch_norm(model, remedy="")
+            notice_batch_norm(model)
         make_alike(model)
         graphs = dict(graphs_of(model))
         seconds, drawing = _watched(model, graphs, run)
@@ -112,7 +112,7 @@ class BranchParallel(Method):
             )
         return places
 
-    def _keep_own(self, model, blocks: list[Block], places: list[list[int]], run) -> None:
+    def _keep_own(self, model, blocks: list[Block], places: list[list[int]], run: RunContext) -> None:
         """Forgets the branches of other processes. What all have the first one counts."""
         held = {place: [] for place in range(run.parallel.model_parallel_size)}
         for block, of_block in zip(blocks, places, strict=True):
@@ -129,7 +129,7 @@ class BranchParallel(Method):
         return averaged_over_copies(grad_transform, run)
 
 
-def _watched(model: nn.Module, graphs: dict, run) -> tuple[dict[str, float], set[str]]:
+def _watched(model: nn.Module, graphs: dict, run: RunContext) -> tuple[dict[str, float], set[str]]:
     """The seconds that each node of the graphs takes on a batch, the shortest of several tries, and which draw random numbers, as the first rank saw it.
 
     Nodes that were not computed, since nobody calls their part or their graph is not what it does, are not there.
@@ -240,13 +240,13 @@ def _refuse_again() -> None:
         raise Failure("branch_parallel cannot compute branches again in the backward pass; leave out activation checkpointing")
 
 
-def _by_turns(blocks: list[Block], run) -> Callable:
+def _by_turns(blocks: list[Block], run: RunContext) -> Callable:
     """Exchanged, with as many branches here as there."""
     places = shared_out([[1.0] * len(block.branches) for block in blocks], run.parallel.model_parallel_size)
     return partial(_exchanged, places=dict(zip(blocks, places, strict=True)), run=run)
 
 
-def _exchanged(block: Block, branches: list[torch.fx.GraphModule], places: dict[Block, list[int]], run) -> Callable:
+def _exchanged(block: Block, branches: list[torch.fx.GraphModule], places: dict[Block, list[int]], run: RunContext) -> Callable:
     """The branches that are this process's own, and the outputs of the others from where they are computed.
 
     A process knows how large those will be: they were told when it was given the like for the first time.

@@ -30,6 +30,7 @@ class CompressedGradients(Method):
         applies_to={"distributed"},
         after=("ddp", "zero"),
         presets=({"format": "bf16"}, {"format": "fp16"}),
+        gradient_bytes_saved=0.5,
     )
     format: str = option("bf16", one_of=tuple(FORMATS))
 

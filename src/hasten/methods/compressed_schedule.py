@@ -44,6 +44,7 @@ class CompressedSchedule(Method):
             {"factor": 0.15, "peak": 10.0},
             {"factor": 0.1, "peak": 20.0},
         ),
+        trial_priority=2,
     )
 
     def plan(self, plan: TrainPlan, run: RunContext) -> TrainPlan:

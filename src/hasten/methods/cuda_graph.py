@@ -47,7 +47,7 @@ class CudaGraph(Method):
         graphs = {}
 
         def replayed(batch):
-            share = run.progress.share
+            share = run.progress.microbatch_fraction
             if share not in graphs:
                 if round(size(batch) / share) < run.plan.batch_size:  # a resumed run may begin with the short batch
                     return forward_backward(batch).detach()  # a graph that is alive would be in the way of the recording
@@ -68,7 +68,7 @@ class CudaGraph(Method):
         return zeroed
 
 
-def _recorded(micro, batch, run):
+def _recorded(micro, batch, run: RunContext):
     """``micro`` for batches shaped like this one, as a replay.
 
     Gradients are there before the capture, so the recorded backward pass adds to them: pieces of a step sum up,

@@ -43,14 +43,14 @@ class DataParallel(Method):
         if run.task.loss is None:
             raise Refusal("data_parallel gathers outputs, not the losses that models return themselves; give Task(loss=), or take ddp")
         warnings.warn(WARNING, Notice, stacklevel=2)
-        notice_batch_norm(model, remedy="", part="each GPU's part of a batch")
+        notice_batch_norm(model, part="each GPU's part of a batch")
         return torch.nn.DataParallel(model, device_ids=[run.device, *_others(run.device)])
 
     def export(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         return model if _nothing(run) else model.module
 
 
-def _nothing(run) -> str | None:
+def _nothing(run: RunContext) -> str | None:
     """Why there is nothing to share a batch out among, if so."""
     if run.device.type != "cuda":
         return f"it is for GPUs; this run is on {run.device}"

@@ -28,7 +28,9 @@ class DDP(Method):
         applies_to={"distributed"},
         order=WrapOrder.FIRST,
         replaces={"parallelize"},
-        presets=({}, {"bucket_megabytes": 1.0}, {"static_graph": True}),
+        presets=({"bucket_megabytes": 1.0}, {"static_graph": True}),  # as it is, it is what distributed runs do anyway
+        default_for={"distributed"},
+        remedy_for={"unused_parameters": {"find_unused": True}},
     )
     bucket_megabytes: float = option(25.0, above=0)  # gradients that travel together
     static_graph: bool = False  # the same parameters are used in every step, which spares a search
@@ -37,7 +39,7 @@ class DDP(Method):
     def parallelize(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         if self.static_graph and run.plan.microbatches > 1:
             raise Refusal("ddp:static_graph=true wants every backward pass alike; of a batch in several pieces only the last one talks")
-        notice_batch_norm(model)
+        notice_batch_norm(model, remedy="; sync_batch_norm gives that")
         return DistributedDataParallel(
             model,
             bucket_cap_mb=self.bucket_megabytes,

@@ -33,6 +33,7 @@ class DiLoCo(Method):
         order=WrapOrder.FIRST,
         replaces={"parallelize"},
         presets=({"period": 50}, {"period": 500}),
+        trial_priority=4,
     )
     period: int = option(100, at_least=1)  # steps
     rate: float = option(0.7, above=0)
@@ -40,7 +41,7 @@ class DiLoCo(Method):
 
     def parallelize(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         refuse_never_to_meet(run, self.name, self.period)
-        notice_batch_norm(model, remedy="")
+        notice_batch_norm(model)
         make_alike(model)
         let_copies_differ(run, self.name)
         run.parallel.sync_period = self.period

@@ -26,6 +26,7 @@ class EarlyStopping(Method):
         accelerates={"steps"},
         applies_to={"evaluations"},
         presets=({"hold": 3}, {"hold": 2}),
+        not_searched="it ends a run at its target and does not reach it sooner; add it to the recipe to save the rest of the run",
     )
 
     def plan(self, plan: TrainPlan, run: RunContext) -> TrainPlan:

@@ -26,6 +26,7 @@ class FusedOptimizer(Method):
         gain=(1.0, 1.3),
         gain_when="steps of a few milliseconds with many weight tensors (1.25 to 1.3 for a small language model on a CPU)",
         accelerates={"optimizer_step"},
+        strong_baseline=True,
     )
 
     def optimizer(self, make: OptimizerFactory, run: RunContext) -> OptimizerFactory:

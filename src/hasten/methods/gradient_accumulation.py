@@ -23,6 +23,7 @@ class GradientAccumulation(Method):
         source="https://docs.pytorch.org/docs/stable/notes/amp_examples.html, gradient accumulation",
         gain_when="the batch does not fit into memory, or its activations not into the cache; otherwise it costs time",
         presets=({}, {"pieces": 4}),
+        remedy_for={"out_of_memory": {}},
     )
     pieces: int = option(2, at_least=1)
 

@@ -24,6 +24,7 @@ class GradientClipping(Method):
         order=WrapOrder.LATE,
         after=("float16",),
         presets=({}, {"max_norm": 0.25}),
+        remedy_for={"divergence": {}},
     )
     max_norm: float = option(1.0, above=0)
 

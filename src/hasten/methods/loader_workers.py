@@ -33,6 +33,7 @@ class LoaderWorkers(Method):
         order=WrapOrder.EARLY,
         after=("batched_fetch", "cache_dataset"),  # what is in memory already needs no workers
         presets=({"workers": 1}, {"workers": 2}, {"workers": 4}, {"workers": 8}),
+        strong_baseline=True,
     )
 
     def data(self, batches: Batches, run: RunContext) -> Batches:

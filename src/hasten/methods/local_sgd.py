@@ -46,6 +46,7 @@ class LocalSGD(Method):
         order=WrapOrder.FIRST,
         replaces={"parallelize"},
         presets=({"period": 4}, {"period": 16}),
+        trial_priority=5,
     )
     period: int = option(8, at_least=1)  # steps
     start: int = option(0, at_least=0)  # steps
@@ -56,13 +57,13 @@ class LocalSGD(Method):
         self._refuse_what_never_acts(run)
         if self.start:
             refuse_sparse(model, self.name)
-        notice_batch_norm(model, remedy="")
+        notice_batch_norm(model)
         make_alike(model)
         let_copies_differ(run, self.name)
         run.parallel.sync_period, run.parallel.warmup_steps = math.lcm(self.period, self.inner_period if self.inner else 1), self.start
         return model
 
-    def _refuse_what_never_acts(self, run) -> None:
+    def _refuse_what_never_acts(self, run: RunContext) -> None:
         if self.inner and run.ranks.world_size % self.inner:
             raise Refusal(f"local_sgd:inner={self.inner} has to divide the {run.ranks.world_size} processes")
         if self.inner_period > 1 and not self.inner:

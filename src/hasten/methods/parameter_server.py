@@ -67,7 +67,7 @@ class ParameterServer(Method):
 
     def parallelize(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         refuse_sparse(model, self.name)
-        notice_batch_norm(model, remedy="")
+        notice_batch_norm(model)
         make_alike(model)
         run.parallel.merge_rank_states = run.checkpoint_state[self.name].settled
         return model

@@ -93,7 +93,7 @@ class Pipeline(Method):
             remedy = f"; a batch passes in the greatest number of pieces up to {pieces} that divides it"
             notice_batch_norm(model, remedy, "each piece of a batch")
         elif run.parallel.model_parallel_size < run.ranks.world_size:
-            notice_batch_norm(model, remedy="")
+            notice_batch_norm(model)
         if self.place == "time" and run.parallel.tp_size == 1:  # else it was made alike before its layers were cut
             make_alike(model, run.device)
         count = run.parallel.pp_size * SCHEDULES[self.schedule][1]
@@ -113,16 +113,16 @@ class Pipeline(Method):
         run.parallel.eval_needs_all_ranks, run.parallel.num_parameter_owners = True, run.parallel.pp_size
         return Piped(model, stages, count, ring, SCHEDULES[self.schedule][0], pieces, full, run)
 
-    def _ends(self, model, graph, members: list, count: int, pieces: int, run) -> tuple[list[int], list[int]]:
+    def _ends(self, model, graph, members: list, count: int, pieces: int, run: RunContext) -> tuple[list[int], list[int]]:
         """Where the stages end, and the bytes that each holds where these were counted."""
         if self.cuts:
-            return ends_of(self.cuts, count, len(members)), []
+            return ends_of(self.cuts, count, len(members), f"{self.name}:cuts"), []
         if self.place == "time":
             return agreed_cuts(lambda: [seconds(model, graph, members, run.services.peek_batch(), run.device)] * count, run)[0], []
         under_way = [pieces if self.schedule == "gpipe" else min(pieces, count - stage) for stage in range(count)]
         return agreed_cuts(lambda: bytes_held(model, graph, members, run.services.peek_batch(), pieces, under_way), run)
 
-    def _refuse_what_cannot_be(self, pieces: int, run):
+    def _refuse_what_cannot_be(self, pieces: int, run: RunContext):
         if run.task.loss is None:
             raise Refusal("pipeline needs the loss apart from the model, on the last process; give Task(loss=)")
         if self.schedule != "gpipe" and pieces < run.parallel.pp_size:
@@ -151,7 +151,7 @@ class Pipeline(Method):
 class Piped(nn.Module):
     """A model of which this process has some stages."""
 
-    def __init__(self, module: nn.Module, stages: dict, count: int, ring, schedule: str, pieces: int, full: bool, run):
+    def __init__(self, module: nn.Module, stages: dict, count: int, ring, schedule: str, pieces: int, full: bool, run: RunContext):
         super().__init__()
         self.module, self.progress, self.device = module, run.progress, run.device
         self.stages = stages.items()  # not registered: they are made of the module's parts

@@ -47,6 +47,7 @@ class PowerSGD(Method):
         after=("float16",),  # which changes the scale of the gradients that are remembered
         replaces={"parallelize"},
         presets=({"rank": 4}, {"rank": 2}, {"rank": 1}),
+        trial_priority=3,
     )
     rank: int = option(2, at_least=1)
     start: int = option(0, at_least=0)  # so many steps at first send whole gradients
@@ -58,7 +59,7 @@ class PowerSGD(Method):
         if run.plan.steps is not None and self.start >= run.plan.steps:
             run.report_no_effect(self, f"it begins after {self.start} steps, and the run has {run.plan.steps}")
         refuse_sparse(model, self.name)
-        notice_batch_norm(model)
+        notice_batch_norm(model, remedy="; sync_batch_norm gives that")
         make_alike(model)
         run.parallel.warmup_steps = self.start
         return model

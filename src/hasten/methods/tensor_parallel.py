@@ -84,7 +84,7 @@ class TensorParallel(Method):
 
     def parallelize(self, model: nn.Module, run: RunContext) -> nn.Module:
         if run.parallel.model_parallel_size < run.ranks.world_size and run.parallel.pp_size == 1:  # else the stages tell
-            notice_batch_norm(model, remedy="")
+            notice_batch_norm(model)
         make_alike(model)
         mesh = mesh_of(run)["shards"]
         found, doubts = blocks_of(model, run.parallel.tp_size)

@@ -24,6 +24,7 @@ class TF32(Method):
         gain_when="NVIDIA GPUs from Ampere on, for what is still computed in float32",
         accelerates={"forward", "backward"},
         applies_to={"cuda", "tf32_hardware", "matrix_weights"},
+        strong_baseline=True,
     )
 
     def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:

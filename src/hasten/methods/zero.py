@@ -65,7 +65,7 @@ class Zero(Method):
 
     def parallelize(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         self._refuse_what_cannot_be(run)
-        notice_batch_norm(model)
+        notice_batch_norm(model, remedy="; sync_batch_norm gives that")
         if self.stage == 1:
             return DistributedDataParallel(model, gradient_as_bucket_view=True)
         if scalar := next((name for name, weight in model.named_parameters() if not weight.ndim), None):
@@ -81,7 +81,7 @@ class Zero(Method):
         make_alike(model)
         return share_out(model)
 
-    def _refuse_what_cannot_be(self, run):
+    def _refuse_what_cannot_be(self, run: RunContext):
         world = run.ranks.world_size
         if self.shards and (self.stage == 1 or world % self.shards):
             raise Refusal(f"zero:shards={self.shards} is for stages 2 and 3, and has to divide the {world} processes")
@@ -154,7 +154,7 @@ class Zero(Method):
         return model.module if self.stage == 1 else model
 
 
-def _mesh(run, shards: int = 0):
+def _mesh(run: RunContext, shards: int = 0):
     """All ranks in a row, or in rows of as many as share one copy."""
     world, kind = run.ranks.world_size, run.device.type
     if shards in (0, world):
@@ -171,7 +171,7 @@ def _sharded(model, mesh, keep_whole, offload):
 
 
 @torch.no_grad()
-def _shared_out_unmade(model, share_out, device, run):
+def _shared_out_unmade(model, share_out, device, run: RunContext):
     """Shares out a model without numbers, and makes its tensors, the largest of which is all that is ever whole."""
     held = list(tensors_of(model))
     wanted = list({id(tensor): tensor for *_, tensor in held}.values())

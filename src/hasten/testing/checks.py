@@ -21,7 +21,7 @@ from hasten.contract.errors import Refusal, one_line
 from hasten.contract.method import Method, hooks_of
 from hasten.contract.recipe import Recipe
 from hasten.contract.task import Task
-from hasten.engine.find import make_method, make_methods, method_class, settings_of
+from hasten.engine.find import cards_that_state, make_method, make_methods, method_class, settings_of
 from hasten.engine.loop import evaluate, steps
 from hasten.engine.plan import Program, build
 from hasten.engine.seeds import random_state
@@ -31,7 +31,6 @@ from hasten.measure.process_state import differences, process_state, restored
 from hasten.testing import tasks
 
 SMALL_TASKS = (tasks.perceptron, tasks.convolutional, tasks.transformer)
-COMPANIONS = {"gradient_clipping": {"max_norm": 0.25}, "fused_optimizer": {}}  # to be typed before or after the subject
 
 
 def check_method(what: str | type[Method], task: Task | None = None, **settings) -> dict[str, str]:
@@ -157,9 +156,16 @@ def leaves_no_trace(subject: Subject) -> None:
             assert torch.equal(random_state()["torch"], after["torch"]), "it draws random numbers of its own"
 
 
+def _companions() -> dict[str, dict]:
+    """Methods that act in every run, with options: named before and after the subject, they must give the same."""
+    steadying = {name: card for name, card in cards_that_state("remedy_for").items() if "divergence" in card.remedy_for}
+    everyday = {name: card for name, card in cards_that_state("strong_baseline").items() if not card.applies_to}
+    return {name: card.presets[-1] for name, card in (steadying | everyday).items()}
+
+
 def is_the_same_in_any_order(subject: Subject) -> None:
     with restored():
-        for companion, settings in COMPANIONS.items():
+        for companion, settings in _companions().items():
             if companion == subject.name:
                 continue
             pair = [(subject.name, subject.settings), (companion, settings)]

@@ -11,22 +11,11 @@ from pathlib import Path
 from hasten.contract.card import Exactness
 from hasten.contract.errors import Refusal
 from hasten.contract.recipe import Recipe
-from hasten.engine.find import TOGETHER, make_methods, method_class
+from hasten.engine.find import TOGETHER, cards_that_state, make_methods, method_class
 from hasten.tuning.search import EXACT, Candidate, candidate
 
-NEVER_SOONER = {
-    "early_stopping": "it ends a run at its target and does not reach it sooner; add it to the recipe to save the rest of the run",
-}
 MUCH_TALK = 1.5  # times as fast without: then talking less is tried first
 MOST_WORKERS = 16  # that somebody would set by hand, however many cores there are
-BY_HAND = ("fused_optimizer", "tf32")
-SHORTEST_RUNS_FIRST = (
-    "local_sgd",
-    "diloco",
-    "powersgd",
-    "compressed_schedule",
-    "batch_size",
-)  # what shortens all trials after it comes first
 
 
 @dataclass
@@ -87,7 +76,7 @@ def candidates_for(story: dict, wanted: Wanted) -> Candidates:
         name = advice["method"]
         if wanted.only is not None and name not in wanted.only.methods:
             continue
-        if why := NEVER_SOONER.get(name):
+        if why := method_class(name).card.not_searched:
             found.not_tried.append((name, why))
         else:
             chosen.append(candidate(name, advice["bound"], wanted.only.methods[name] if wanted.only is not None else None))
@@ -113,19 +102,22 @@ def _list_for(each: Candidate, found: Candidates) -> list[Candidate]:
 
 def competent_recipes(device: str, cores: int) -> list[Recipe]:
     """What a competent user sets by hand, in its usual forms: a fused optimizer and TF32, with loader workers or without."""
-    by_hand = Recipe().with_method("fused_optimizer")
-    if device != "cpu":
-        by_hand = by_hand.with_method("tf32")
-    return [by_hand, by_hand.with_method("loader_workers", workers=min(cores, MOST_WORKERS), persistent=True)]
+    cards = cards_that_state("strong_baseline")
+    by_hand, workers = Recipe(), Recipe()
+    for name, card in cards.items():
+        if "workers" in card.applies_to:
+            workers = workers.with_method(name, workers=min(cores, MOST_WORKERS), persistent=True)
+        elif device != "cpu" or "cuda" not in card.applies_to:
+            by_hand = by_hand.with_method(name)
+    return [by_hand, Recipe(by_hand.methods | workers.methods)]
 
 
 def _rank(each: Candidate) -> tuple:
     """Offered ones first; then exact before inexact, strategies, what everybody sets by hand, high bounds, quick starts, and shorter runs."""
     classes = (*EXACT, Exactness.REDUCED_PRECISION, Exactness.CHANGES_TRAINING)
     kind = 0 if each.card.exactness in EXACT else classes.index(each.card.exactness)
-    first = SHORTEST_RUNS_FIRST.index(each.name) if each.name in SHORTEST_RUNS_FIRST else len(SHORTEST_RUNS_FIRST)
     claimed = each.card.gain[1] if each.card.gain else 1.0
-    by_hand = each.name not in BY_HAND  # measured already, for the competent baseline
+    by_hand = not each.card.strong_baseline  # measured already, for the competent baseline
     strategy = "parallelize" in each.card.replaces  # all others are measured with it
     for_memory = "full_weights" in each.card.invalidates  # it talks more than the original, and pays where that does not fit
     return (
@@ -135,7 +127,7 @@ def _rank(each: Candidate) -> tuple:
         not strategy,
         each.card.high_setup_cost,
         by_hand,
-        first,
+        -each.card.trial_priority,
         -(each.bound or 1.0),
         -claimed,
         each.name,

@@ -17,7 +17,6 @@ from hasten.contract.errors import Refusal
 from hasten.contract.recipe import Recipe
 from hasten.engine.composition import check_conflicts, sort_methods
 from hasten.engine.find import make_methods, method_class
-from hasten.engine.train import USUAL_STRATEGY
 from hasten.measure.ratio import FASTER, SAME, UNSURE
 from hasten.tuning.study import Study
 
@@ -302,5 +301,4 @@ def _by_pace(study: Study, best: Recipe, recipe: Recipe, outcome: Outcome) -> Ou
 def candidate(name: str, bound: float | None = None, settings: dict | None = None, offered: bool = False) -> Candidate:
     """A candidate from its card; settings that the user gave are the only ones tried."""
     card = method_class(name).card
-    presets = tuple(each for each in card.presets if each or name != USUAL_STRATEGY)  # which as it is, is what several processes do anyway
-    return Candidate(name, card, (settings,) if settings else presets, bound, offered)
+    return Candidate(name, card, (settings,) if settings else card.presets, bound, offered)

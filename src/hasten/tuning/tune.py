@@ -78,7 +78,7 @@ def tune(
         extra: methods to try besides the installed ones, as ``./file.py:Class[:key=value]``.
         out: the folder of the search; a search that was stopped there goes on. ``runs/tune-TASK`` by default.
         runs: trainings that the user expects to do with the result; tells whether the search pays.
-        processes: that train together. What has to be beaten is then the task's own training by so many (ddp); whether one process alone
+        processes: that train together. What has to be beaten is then the task's own training by so many (data parallel); whether one process alone
             would be faster is measured, too.
         patience: seconds of silence after which a job of several processes counts as hanging; a part of the budget unless said.
 

@@ -1,0 +1,68 @@
+"""Conventions of the code base that no linter knows."""
+
+import ast
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from hasten.contract.run_context import ParallelContext, RunContext
+from hasten.engine.find import cards_that_state, default_methods, method_class, method_names, remedies
+
+PACKAGE = Path(__file__).resolve().parents[1] / "src" / "hasten"
+OUTSIDE_METHODS = sorted(path for path in PACKAGE.rglob("*.py") if not path.is_relative_to(PACKAGE / "methods"))
+ORDINARY_WORDS = {"allocator", "batch_size", "bfloat16", "compile", "float16", "pipeline", "threads", "zero"}  # of torch, or of English
+METHODS = sorted(path.stem for path in (PACKAGE / "methods").glob("*.py") if not path.stem.startswith("_"))
+
+
+def literals(tree: ast.AST) -> list[str]:
+    """The string constants of a module, without its docstrings."""
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(node) is not None
+    }
+    constants = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return [node.value for node in constants if id(node) not in docstrings]
+
+
+def method_names_in(source: str) -> list[str]:
+    """The methods that a module's string constants name: ``ddp``, and of ordinary words such as ``zero`` those with an option."""
+    distinctive = "|".join(set(METHODS) - ORDINARY_WORDS)
+    pattern = re.compile(rf"\b({distinctive})\b|\b({'|'.join(ORDINARY_WORDS)}):\w+=")
+    return [match.group(0) for text in literals(ast.parse(source)) for match in pattern.finditer(text)]
+
+
+@pytest.mark.parametrize("path", OUTSIDE_METHODS, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_file_outside_methods_names_a_method(path):
+    named = method_names_in(path.read_text(encoding="utf-8"))
+    assert not named, f"{path.name} names {named}; what other packages must know of a method is a field of its card"
+
+
+def test_a_named_method_is_noticed():
+    assert method_names_in('HINT = "add gradient_clipping"\nother = f"--with zero:stage={3}"') == ["gradient_clipping", "zero:stage="]
+    assert method_names_in('"""Like ddp."""\nfloat16 = "threads"') == []
+
+
+@pytest.mark.parametrize("context", [RunContext, ParallelContext])
+def test_a_context_has_at_most_14_fields(context):
+    assert len(dataclasses.fields(context)) <= 14
+
+
+@pytest.mark.parametrize("field", ["default_for", "remedy_for", "strong_baseline", "trial_priority", "ceiling", "not_searched"])
+def test_cards_that_state_a_field_are_found_without_importing_all_methods(field):
+    found = cards_that_state(field)
+    states = {name for name in method_names() if ":" not in name and getattr(method_class(name).card, field)}
+    assert states and states <= found.keys()
+
+
+def test_there_is_one_default_strategy_and_a_remedy_for_each_problem():
+    assert len(default_methods("distributed")) == 1 and default_methods("cuda") == []
+    assert " or " in remedies("out_of_memory") and remedies("divergence") and ":" in remedies("unused_parameters")
+
+
+def test_no_method_asks_whether_it_is_alone():
+    """The engine removes methods for several processes from a single one; only methods for one process may ask."""
+    asking = [path.name for path in (PACKAGE / "methods").glob("*.py") if "is_single_process" in path.read_text(encoding="utf-8")]
+    assert asking == []
