@@ -33,8 +33,9 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch):
 
 def tensors(batch) -> list[torch.Tensor]:
     """Returns every tensor in the batch, in order."""
-    if type(batch) in (tuple, list) and all(type(item) is torch.Tensor for item in batch):  # the usual batch, fast
-        return list(batch)
+    items = batch.values() if type(batch) is dict else batch
+    if type(batch) in (tuple, list, dict) and all(type(item) is torch.Tensor for item in items):  # fast
+        return list(items)
     return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
 
 
