@@ -82,8 +82,18 @@ def _out_of_memory(error: Exception) -> bool:
 
 
 def _in_users_code(error: Exception) -> str:
-    """`` (model.py line 12)``: the innermost line that is neither torch's nor ours."""
+    line = line_in_users_code(error)
+    return f" ({Path(line[0]).name} line {line[1]})" if line else ""
+
+
+def line_in_users_code(error: Exception) -> tuple[str, int] | None:
+    """Returns (file, line) of the innermost frame that is neither in torch nor in hasten.
+
+    An exception from a loader's worker process has lost its traceback; it carries the line in ``raised_at``.
+    """
+    if (line := getattr(error, "raised_at", None)) is not None:
+        return line
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not any(part in frame.filename for part in NOT_THE_USERS) and Path(frame.filename).is_file():
-            return f" ({Path(frame.filename).name} line {frame.lineno})"
-    return ""
+            return frame.filename, frame.lineno
+    return None
