@@ -178,6 +178,8 @@ def _as_list(name: str, value) -> tuple[str, list]:
     numbers = numpy.asarray(value)
     if numbers.dtype.kind not in "fiub":
         raise Refusal(f"feature {name!r} is a {type(value).__name__}; an Example holds byte strings, floats and whole numbers")
+    if numbers.dtype.kind == "b":
+        numbers = numbers.astype(numpy.int64)  # protobuf refuses booleans
     return "float" if numbers.dtype.kind == "f" else "int64", numbers.ravel().tolist()
 
 
