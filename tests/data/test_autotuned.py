@@ -262,7 +262,7 @@ def left_as_they_are(told):
 
 
 def test_samples_that_are_too_many_for_the_disk_are_not_kept(caches, monkeypatch):
-    monkeypatch.setattr(autotuned, "SHARE_OF_DISK", 128 / free_disk(caches))
+    monkeypatch.setattr(autotuned, "MAX_DISK_FRACTION", 128 / free_disk(caches))
     left_as_they_are("needs 2.56e-07 GB, and 1.* were allowed")
     assert not [*caches.iterdir()]
 

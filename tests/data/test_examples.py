@@ -42,6 +42,10 @@ def test_a_message_written_by_hand():
     assert read([BY_HAND])["a"].tolist() == [[1, 300]]
 
 
+def test_booleans_are_numbers():
+    assert encode_example({"a": [True, False]}) == encode_example({"a": torch.tensor([True, False])}) == encode_example({"a": [1, 0]})
+
+
 def test_a_number_beyond_int64_is_refused():
     with pytest.raises(Refusal, match="feature 'a' does not fit into the int64"):
         encode_example({"a": numpy.array([1 << 63], numpy.uint64)})

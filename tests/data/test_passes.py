@@ -290,6 +290,6 @@ def test_a_download_tells_how_much_is_here(web):
 @pytest.mark.parametrize("options", [[], ["--quiet"]])
 def test_who_asks_for_quiet_hears_nothing_of_how_far_it_is(options, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(filling, "perf_counter", count(0.0, 100.0).__next__)  # a long time passes
-    monkeypatch.setattr(records, "TOLD", 1)
+    monkeypatch.setattr(records, "RECORDS_PER_REPORT", 1)
     assert main(["data", "inspect", str(written(tmp_path / "a.tfrecord")), "--budget", "0.5", *options]) == 0
     assert ("finding the records of" in capfd.readouterr().err) is (not options)

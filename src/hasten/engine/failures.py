@@ -75,21 +75,19 @@ def writable(path: Path) -> Iterator[None]:
             raise
 
 
-def users_line(error: BaseException) -> tuple[str, int] | None:
-    """(file, line) of the innermost frame that is neither torch's nor hasten's.
+def _in_users_code(error: Exception) -> str:
+    line = line_in_users_code(error)
+    return f" ({Path(line[0]).name} line {line[1]})" if line else ""
 
-    Tracebacks do not travel between processes. An error that was raised in a worker process of ``hasten.data`` has
-    the file and line in its attribute ``raised_at``, which is pickled with it.
+
+def line_in_users_code(error: BaseException) -> tuple[str, int] | None:
+    """Returns (file, line) of the innermost frame that is neither in torch nor in hasten.
+
+    An exception from a loader's worker process has lost its traceback; it carries the line in ``raised_at``.
     """
-    if (raised_at := getattr(error, "raised_at", None)) is not None:
-        return raised_at
+    if (line := getattr(error, "raised_at", None)) is not None:
+        return line
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not any(part in frame.filename for part in NOT_THE_USERS) and Path(frame.filename).is_file():
             return frame.filename, frame.lineno or 0
     return None
-
-
-def _in_users_code(error: Exception) -> str:
-    """`` (model.py line 12)``; empty where no frame is the user's."""
-    found = users_line(error)
-    return f" ({Path(found[0]).name} line {found[1]})" if found else ""

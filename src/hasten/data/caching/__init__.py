@@ -1,1 +1,1 @@
-"""Samples that are read and decoded once, in memory or on disk, and how one knows that they are still the same."""
+"""Caches of decoded samples in memory or on disk, and the fingerprints that decide whether they are still valid."""

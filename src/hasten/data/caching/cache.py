@@ -1,8 +1,9 @@
-"""Caches: samples that are read and decoded once, in memory or on disk.
+"""Caches: samples are read and decoded once, in memory or on disk.
 
-A cache changes when a batch comes, never what is in it: it stands where its source stood, row for row, with the same runs for a
-windowed shuffle. Before every pass it asks the source what it is made of; a changed file is a reason to fill it anew. Rows of a
-list, such as pictures that were not resized, are kept where all have one shape, and given as a list again.
+A cache changes how fast a batch is ready, never its content. It has the rows of its source in the same order, with the
+same chunks for a windowed shuffle. Before every epoch it compares the source's identity, and fills itself again if a
+file or function has changed. Columns that the source gives as lists, such as images that were not resized, can be
+cached if all rows have one shape, and are returned as lists.
 """
 
 from __future__ import annotations
@@ -31,17 +32,21 @@ from hasten.data.making import Map, Unlike, handed_on, is_ours, lists_of, stacke
 from hasten.data.source import BadRow, Source, leaves_of, mapped, refuse_bad, rows_of
 from hasten.engine.budget import free_memory
 
-SHARE_OF_FREE = 0.5  # that a cache may take where nobody says
-CHUNK = 16_000_000  # bytes that are read at a time while filling
+MAX_FREE_FRACTION = 0.5  # of the free memory or disk space, the default limit of a cache
+CHUNK = 16_000_000  # bytes read at a time while filling
 
 
 def cached(source: Source, maps: tuple[Map, ...], where: str, gigabytes: float | None, folder, watch: Watch | None) -> Source:
-    """The source, with its sample maps, behind a cache. The arguments are those of ``Pipeline.cache``."""
+    """Returns a cache of the source after its sample maps. The arguments are those of ``Pipeline.cache``.
+
+    Raises:
+        Refusal: An argument has a wrong value.
+    """
     if where not in ("memory", "disk"):
         raise Refusal(f"cache(where=) is 'memory' or 'disk', not {where!r}")
     above_0("cache(gigabytes=)", gigabytes)
     if folder is not None and where == "memory":
-        raise Refusal("cache(folder=) is for a cache on disk; say .cache('disk', folder=...)")
+        raise Refusal("cache(folder=) is for a cache on disk; use .cache('disk', folder=...)")
     if folder is not None and not (isinstance(folder, (str, Path)) and str(folder)):
         raise Refusal(f"cache(folder=) is the path of a folder, not {folder!r:.80}")
     if watch is not None and not callable(watch):
@@ -53,13 +58,13 @@ def cached(source: Source, maps: tuple[Map, ...], where: str, gigabytes: float |
 
 
 class Mapped(Source):
-    """A source after its sample maps, stacked into columns again."""
+    """A source whose samples pass through maps and are stacked into columns again."""
 
     def __init__(self, source: Source, maps: tuple[Map, ...]):
-        if any(each.stage is not None for each in maps):
+        if any(stage.stage is not None for stage in maps):
             raise Refusal("a map that wants random numbers comes before cache(), which would freeze them; put it after the cache")
-        self.source, self.functions = source, [each.function for each in maps]
-        self.marks = [fingerprint(function) for function in self.functions]
+        self.source, self.functions = source, [stage.function for stage in maps]
+        self.fingerprints = [fingerprint(function) for function in self.functions]
 
     def __len__(self) -> int:
         return len(self.source)
@@ -73,7 +78,7 @@ class Mapped(Source):
             raise Refusal(f"{error}; {ALIKE}") from None
 
     def identity(self) -> dict:
-        return {"of": made_of(self.source), "maps": self.marks}
+        return {"of": made_of(self.source), "maps": self.fingerprints}
 
     def edges(self) -> numpy.ndarray:
         return self.source.edges()
@@ -96,16 +101,25 @@ class Mapped(Source):
 
 
 class Cache(Source):
-    """What both caches have in common: rows by index from ``kept``, or through to the source as long as it is not filled."""
+    """Base class of the caches: reads rows from ``kept`` once it is filled, from the source before.
+
+    Attributes:
+        gigabytes: Most that the cache may take; None means half of what is free.
+        watch: Progress callback while the cache is filled.
+        made_of: Identity of the source that ``kept`` was filled from.
+        kept: The columns of all rows; None until the cache is filled.
+        lists: Numbers of the columns that are returned as lists of rows.
+        bad: {row: (location, reason)}.
+    """
 
     def __init__(self, source: Source, gigabytes: float | None, watch: Watch | None):
         self.source, self.gigabytes, self.watch = source, gigabytes, watch
         self.made_of = self.kept = None
-        self.lists: list[int] = []  # the columns, counted through, that are given as lists of rows
-        self.bad: dict[int, tuple[str, str]] = {}  # row -> (where, why)
+        self.lists: list[int] = []
+        self.bad: dict[int, tuple[str, str]] = {}
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | {"made_of": None, "kept": None}  # another process fills its own
+        return self.__dict__ | {"made_of": None, "kept": None}  # a spawned process fills its own cache
 
     def __len__(self) -> int:
         return len(self.source)
@@ -114,13 +128,13 @@ class Cache(Source):
         if self.kept is None:
             return self.source.read(rows)
         refuse_bad(rows, self.bad)
-        index, number = torch.from_numpy(rows), count()
+        index, numbers = torch.from_numpy(rows), count()
 
-        def given(column):
-            some = gathered(column, index)
-            return list(some) if next(number) in self.lists else some
+        def select(column):
+            selected = gathered(column, index)
+            return list(selected) if next(numbers) in self.lists else selected
 
-        return mapped(given, self.kept)
+        return mapped(select, self.kept)
 
     def identity(self) -> dict:
         return made_of(self.source)
@@ -135,8 +149,8 @@ class Cache(Source):
         self.source.prepare(runner, faults)
         now = made_of(self.source)
         if _differ(now, self.made_of):
-            self.made_of, self.kept, self.bad = None, None, {}  # given back before others are made
-            faults.found.clear()  # rows of other data, perhaps mended since
+            self.made_of, self.kept, self.bad = None, None, {}  # frees the memory before more is allocated
+            faults.found.clear()  # rows of the old data
             self.kept, self.lists, self.bad = self.filled(now, runner, faults)
             self.made_of = now
         for row, why in self.bad.items():
@@ -144,14 +158,14 @@ class Cache(Source):
 
     @abstractmethod
     def filled(self, now: dict, runner: Callable, faults: Faults) -> tuple[Any, list[int], dict]:
-        """All rows as tensors, the columns that are lists of them, and the bad rows; ``now`` is what they are made of."""
+        """Returns (columns of all rows as tensors, ``lists``, ``bad``); ``now`` is the identity of the source."""
 
     def chunks(self, like, now: dict, runner: Callable, faults: Faults, bad: dict, what: str) -> Iterator[tuple[int, Any]]:
-        """All rows in order, as (first row, columns); bad ones are zeros, and noted in ``bad``.
+        """Yields all rows in order as (first row, columns). Bad rows are zeros and are recorded in ``bad``.
 
         Raises:
-            Failure: more rows are bad than may be, or the data are no longer what they were made of.
-            Refusal: rows whose shape or type is not that of the first ones.
+            Failure: More rows are bad than allowed, or the data changed meanwhile.
+            Refusal: The shape or dtype of a row differs from the first rows.
         """
         size = max(1, CHUNK // max(1, bytes_of(like, 1)))
         watch, began, rows = self.watch or noticing(), perf_counter(), len(self)
@@ -169,39 +183,39 @@ class Cache(Source):
             watch(paced(what, done * rows, spent), done, spent * (1 - done) / done)
         self.source.prepare(runner, faults)
         if _differ(made_of(self.source), now):
-            raise Failure("the data changed while the cache was being filled; start again when nobody writes to them")
+            raise Failure("the data changed while the cache was being filled; start again when no process writes to them")
 
     def within(self, free: float, what: str, faults: Faults) -> tuple[Any, list[int]]:
-        """The first rows, as tensors, if all rows like them may be kept; and which columns are lists of them.
+        """Reads the first rows as tensors, and ``lists``, if all rows like them fit into ``free`` bytes and the limit.
 
         Raises:
-            Refusal: they need more than is allowed, or have no common shape.
-            Failure: more rows are bad than may be.
+            Refusal: They need more than is allowed, or have no common shape.
+            Failure: More rows are bad than allowed.
         """
         first, lists = read_first(self.source, faults)
-        needed, allowed = bytes_of(first, len(self)), self.gigabytes * 1e9 if self.gigabytes else free * SHARE_OF_FREE
+        needed, allowed = bytes_of(first, len(self)), self.gigabytes * 1e9 if self.gigabytes else free * MAX_FREE_FRACTION
         if needed > allowed:
-            whose = "were allowed" if self.gigabytes else f"are half of what is free {what}"
-            told = f"a cache of {len(self)} rows needs {needed / 1e9:.3g} GB, and {allowed / 1e9:.3g} GB {whose}"
-            raise Refusal(f"{told}; allow more with gigabytes=, or keep less of every sample")
+            limit = "were allowed" if self.gigabytes else f"are half of what is free {what}"
+            message = f"a cache of {len(self)} rows needs {needed / 1e9:.3g} GB, and {allowed / 1e9:.3g} GB {limit}"
+            raise Refusal(f"{message}; allow more with gigabytes=, or keep less of every sample")
         return first, lists
 
 
 class MemoryCache(Cache):
-    """Stacked tensors."""
+    """Keeps one tensor per column in memory."""
 
     def filled(self, now: dict, runner: Callable, faults: Faults):
         first, lists = self.within(free_memory(), "in memory", faults)
         kept = mapped(lambda column: torch.zeros((len(self), *column.shape[1:]), dtype=column.dtype), first)
         bad = {}
         for begin, columns in self.chunks(first, now, runner, faults, bad, "filling the cache in memory"):
-            for whole, part in zip(leaves_of(kept), leaves_of(columns), strict=True):
-                whole[begin : begin + len(part)] = part
+            for column, chunk in zip(leaves_of(kept), leaves_of(columns), strict=True):
+                column[begin : begin + len(chunk)] = chunk
         return kept, lists, bad
 
 
 class DiskCache(Cache):
-    """A row-major matrix a column, memory-mapped: its pages are shared by all processes that read it."""
+    """Keeps one memory-mapped row-major file per column; all processes that read it share its pages."""
 
     def __init__(self, source: Source, gigabytes: float | None, watch: Watch | None, folder: Path):
         super().__init__(source, gigabytes, watch)
@@ -211,7 +225,7 @@ class DiskCache(Cache):
         return Folder(self.folder, now).opened(lambda write: self._written(write, now, runner, faults))
 
     def _written(self, write: Callable, now: dict, runner: Callable, faults: Faults) -> tuple[list[int], dict]:
-        """Hands every chunk of rows to ``write``; the columns that are lists, and the bad rows."""
+        """Passes every chunk of rows to ``write`` and returns ``lists`` and ``bad``."""
         bad = {}
         first, lists = self.within(psutil.disk_usage(str(self.folder)).free, f"in {self.folder}", faults)
         for _, columns in self.chunks(first, now, runner, faults, bad, f"filling the cache in {self.folder}"):
@@ -220,18 +234,18 @@ class DiskCache(Cache):
 
 
 def made_of(source: Source) -> dict:
-    """What tells a source's rows from all others, as plain JSON: whose they are, how many, and what it says of them itself."""
+    """Returns what distinguishes the rows of a source from all others: class, code, length and identity, as JSON."""
     kind = type(source)
     named, code = f"{kind.__module__}.{kind.__qualname__}", None if is_ours(kind) else fingerprint(kind)
     return _plain({"source": named, "code": code, "rows": len(source), "of": source.identity()})
 
 
 def _differ(one: dict, other: dict | None) -> bool:
-    return repr(one) != repr(other)  # as text, in which a missing number equals itself
+    return repr(one) != repr(other)  # as text, so that NaN equals NaN
 
 
 def _plain(value):
-    """The same as JSON has it: numbers of NumPy and torch as Python's, and what it does not know as it prints itself."""
+    """Converts to JSON values: arrays and tensors become numbers or lists, unknown types their ``repr``."""
     if isinstance(value, Mapping):
         return {name if isinstance(name, str) else repr(name): _plain(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):

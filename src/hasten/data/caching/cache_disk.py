@@ -1,14 +1,14 @@
-"""The folder of a disk cache, and how it comes to be whole or not at all.
+"""The directory of a disk cache, which is either complete or absent.
 
 ::
 
-    KEY/cache.json     format, rows, nesting, types and shapes of the columns, which of them are lists, bad rows, what it was made of
-    KEY/0.rows, ...    one file a column: its rows one after the other, nothing else
-    KEY.making/        the same, while it is being written: renamed when it is whole
-    KEY.lock           held by whoever writes; the system lets go of it when that process ends, however it ends
+    KEY/cache.json     format; nesting, dtypes and shapes of the columns; which are lists; bad rows; source identity
+    KEY/0.rows, ...    one file per column: its rows one after the other, nothing else
+    KEY.making/        the same while it is written; renamed when it is complete
+    KEY.lock           locked by the process that writes; the system releases the lock when that process ends
 
-KEY is a hash of what the rows are made of (the kind of source, files with sizes and times, fingerprints of maps), of the format, and of
-the version of this package, whose reading may be another.
+KEY is a hash of the identity of the source (its class, files with sizes and times, fingerprints of maps), of the
+format, and of the version of this package, because another version may read files differently.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from hasten.data.formats.in_memory import from_numpy_array
 from hasten.data.source import leaves_of, length_of, mapped
 from hasten.engine.failures import disk_trouble
 
-FORMAT = 3  # a change of what is written, or of how our sources read, is a change of this number
-NOT_WHOLE = (OSError, ValueError, LookupError, TypeError, AttributeError)  # what reading a damaged description, or none, may raise
-SECONDS_BETWEEN_LOOKS = 0.1  # for the lock that another process holds
+FORMAT = 3  # to be increased with every change of what is written or of how sources read
+NOT_WHOLE = (OSError, ValueError, LookupError, TypeError, AttributeError)  # raised while a damaged or missing cache is read
+LOCK_POLL_INTERVAL_S = 0.1
 
 
 def default_folder() -> Path:
@@ -55,32 +55,35 @@ def default_folder() -> Path:
 
 
 def free_disk(folder: Path) -> int:
-    """Bytes that may still be written to a folder, which need not be there yet.
+    """Returns the free bytes on the disk of a folder, which need not exist yet.
 
     Raises:
-        Failure: the file system does not tell.
+        Failure: The file system does not report it.
     """
     with _trouble(folder):
         return shutil.disk_usage(next(filter(os.path.exists, (folder, *folder.parents)), "/")).free
 
 
 class Folder:
-    """The cache of rows that are made of ``made_of``, inside ``folder``."""
+    """The cache in ``folder`` of the source with the identity ``made_of``."""
 
     def __init__(self, folder: Path, made_of: dict):
-        told = json.dumps([made_of, FORMAT, __version__, sys.byteorder], sort_keys=True)
-        key = hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
-        self.folder, self.made_of = folder, json.loads(told)[0]
+        identity = json.dumps([made_of, FORMAT, __version__, sys.byteorder], sort_keys=True)
+        key = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
+        self.folder, self.made_of = folder, json.loads(identity)[0]
         self.whole, self.making, self.lock = folder / key, folder / f"{key}.making", folder / f"{key}.lock"
 
     def opened(self, fill: Callable[[Callable], tuple[list[int], dict]]) -> tuple[Any, list[int], dict]:
-        """(columns, which of them are lists of rows, bad rows), memory-mapped; made first where it is not there.
+        """Opens the cache, and writes it first if it does not exist.
 
         Args:
-            fill: ``(write) -> (lists, bad rows)``: calls ``write(columns)`` for all rows, in order.
+            fill: ``(write) -> (lists, bad rows)``; calls ``write(columns)`` for all rows in order.
+
+        Returns:
+            (memory-mapped columns, numbers of the columns that are lists of rows, bad rows).
 
         Raises:
-            Failure: the disk is full, or may not be written to.
+            Failure: The disk is full or not writable.
         """
         with suppress(*NOT_WHOLE):
             return self._mapped()
@@ -88,21 +91,21 @@ class Folder:
             self.folder.mkdir(parents=True, exist_ok=True)
         with held(self.lock, f"another process makes the cache in {self.folder}; waiting for it"):
             with suppress(*NOT_WHOLE):
-                return self._mapped()  # made by whoever held the lock before
+                return self._mapped()  # written by the process that held the lock before
             self._make(fill)
             return self._mapped()
 
     def _make(self, fill: Callable) -> None:
         swept(self.folder)
-        for left in (self.making, self.whole):  # of a process that was killed, or damaged since
+        for left in (self.making, self.whole):  # left by a killed process, or damaged
             shutil.rmtree(left, ignore_errors=True)
         with _trouble(self.folder):
             self.making.mkdir()
         written = _Written(self.making)
         try:
             lists, bad = fill(written.write)
-            told = {"format": FORMAT, "made of": self.made_of, "lists": lists, "bad": [[row, *why] for row, why in bad.items()]}
-            written.finish(told)
+            about = {"format": FORMAT, "made of": self.made_of, "lists": lists, "bad": [[row, *why] for row, why in bad.items()]}
+            written.finish(about)
             with _trouble(self.folder):
                 self.making.rename(self.whole)
                 _synced(self.folder)
@@ -118,13 +121,13 @@ class Folder:
             file, dtype = self.whole / f"{number}.rows", getattr(torch, kind)
             if file.stat().st_size != dtype.itemsize * numpy.prod(shape, dtype=int):
                 raise OSError(errno.EIO, "damaged", str(file))
-            mapped = numpy.memmap(file, numpy.uint8, mode="r") if file.stat().st_size else numpy.empty(0, numpy.uint8)
-            columns.append(from_numpy_array(mapped).view(dtype).view(shape))
+            content = numpy.memmap(file, numpy.uint8, mode="r") if file.stat().st_size else numpy.empty(0, numpy.uint8)
+            columns.append(from_numpy_array(content).view(dtype).view(shape))
         return _nested(about["nesting"], columns), about["lists"], {row: (where, why) for row, where, why in about["bad"]}
 
 
 class _Written:
-    """The files of a cache that is being written."""
+    """Writes the files of a cache."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -143,7 +146,7 @@ class _Written:
     def finish(self, about: dict) -> None:
         kinds = [[str(column.dtype).removeprefix("torch."), [self.rows, *column.shape[1:]]] for column in leaves_of(self.like)]
         numbers = count()
-        about = {**about, "columns": kinds, "nesting": mapped(lambda _: next(numbers), self.like)}
+        about = {**about, "columns": kinds, "nesting": mapped(lambda column: next(numbers), self.like)}  # tuples become JSON arrays
         with _trouble(self.folder.parent):
             description = self._new("cache.json")
             description.write(json.dumps(about).encode())
@@ -153,7 +156,7 @@ class _Written:
             self.open.close()
 
     def abandon(self) -> None:
-        with suppress(OSError):  # a full disk says it once more; it has been told
+        with suppress(OSError):  # a full disk raises again; it has been reported
             self.open.close()
 
     def _new(self, name: str) -> BinaryIO:
@@ -166,17 +169,17 @@ def _trouble(folder: Path):
 
 @contextmanager
 def held(lock: Path, waiting: str) -> Iterator[None]:
-    """Holds a lock that only one process can hold, and removes it; says so if it has to wait for it.
+    """Holds an exclusive lock file and removes it afterwards; gives the Notice ``waiting`` if another process holds it.
 
     Raises:
-        Failure: the file system does not let it.
+        Failure: The file system does not support locks, or the file cannot be written.
     """
-    told = False
+    warned = False
     while (file := _locked(lock)) is None:
-        if not told:
+        if not warned:
             warnings.warn(waiting, Notice, stacklevel=3)
-            told = True
-        time.sleep(SECONDS_BETWEEN_LOOKS)
+            warned = True
+        time.sleep(LOCK_POLL_INTERVAL_S)
     with file:
         try:
             yield
@@ -185,10 +188,10 @@ def held(lock: Path, waiting: str) -> Iterator[None]:
 
 
 def swept(folder: Path) -> None:
-    """Removes what killed processes left: what is half written, and locks."""
+    """Removes what killed processes left: partial caches and lock files."""
     for left in {path.with_suffix("") for ending in ("making", "lock") for path in folder.glob(f"*.{ending}")}:
         lock = left.with_suffix(".lock")
-        with suppress(Failure):  # another user's, perhaps
+        with suppress(Failure):  # the file may belong to another user
             if file := _locked(lock):
                 with file:
                     shutil.rmtree(left.with_suffix(".making"), ignore_errors=True)
@@ -196,26 +199,26 @@ def swept(folder: Path) -> None:
 
 
 def _locked(lock: Path) -> BinaryIO | None:
-    """The lock, locked; None while another process holds it."""
+    """Returns the locked file, or None while another process holds it."""
     with disk_trouble(lock, "files there must be lockable; choose another folder: .cache('disk', folder=...), or HASTEN_CACHE"):
-        file = open(lock, "ab")  # noqa: SIM115 (whoever gets it closes it)
+        file = open(lock, "ab")  # noqa: SIM115 (the caller closes it)
         with suppress(BlockingIOError, FileNotFoundError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(lock)):  # else whoever held it has removed it meanwhile
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(lock)):  # otherwise its last holder has removed it
                 return file
         file.close()
         return None
 
 
 def _synced(folder: Path) -> None:
-    """What was renamed in the folder outlives a power cut."""
+    """Makes a rename in the folder survive a power failure."""
     handle = os.open(folder, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)
 
 
 def _nested(nesting, columns: list):
-    """Nests columns as they were when their numbers were written as JSON, in which tuples are arrays."""
+    """Arranges the columns as described: a number stands for a column, an object for a dict, an array for a tuple."""
     if isinstance(nesting, dict):
         return {name: _nested(part, columns) for name, part in nesting.items()}
     if isinstance(nesting, list):

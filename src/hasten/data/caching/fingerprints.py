@@ -1,14 +1,15 @@
 """Fingerprints of functions: a hash of everything that the result of a function depends on.
 
-Hashed are the bytecode and constants, the defaults, the values of the closure, the globals that the code names and the modules that
-it imports; the user's own functions and classes are followed to the end. An installed package and Python itself count by name and
-version. What a function reads at run time (a file, the clock, a network) is not seen.
+Hashed are the bytecode and constants, the defaults, the values of the closure, the globals that the code names and the
+modules that it imports; the user's own functions and classes are followed to the end. An installed package and Python
+itself count by name and version. What a function reads at run time (a file, the clock, a network) is not seen.
 
-``pickle`` takes values apart; this file says what stands for functions, classes, modules, tensors and sets. Libraries do not keep the
-promise that a changed function never gets a stale cache (tried on the tests of this file, 2026-11-23): ``cloudpickle`` 3.1 and
-``joblib.hash`` 1.6 store functions of importable modules by name only, so an edit goes unnoticed, as does an edit of the functions
-that they call (17 and 23 of 33 tests fail). ``cloudpickle`` also gives another hash in every process for classes in ``__main__``, sets
-and torch modules, and one that changes when a line is inserted above the function.
+``pickle`` takes values apart; this file says what stands for functions, classes, modules, tensors and sets. Libraries
+do not keep the promise that a changed function never gets a stale cache (tried on the tests of this file, 2026-11-23):
+``cloudpickle`` 3.1 and ``joblib.hash`` 1.6 store functions of importable modules by name only, so an edit goes
+unnoticed, as does an edit of the functions that they call (17 and 23 of 33 tests fail). ``cloudpickle`` also gives
+another hash in every process for classes in ``__main__``, sets and torch modules, and one that changes when a line is
+inserted above the function.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ NOT_BEHAVIOR = {"__dict__", "__weakref__", "__module__", "__doc__", "__annotatio
 
 
 def fingerprint(function: Callable) -> str:
-    """Returns a hash that changes when the function does: 32 hexadecimal digits, equal in every process with the same Python.
+    """Returns a hash that changes when the function does, equal in every process with the same Python.
+
+    Returns:
+        32 hexadecimal digits.
 
     Raises:
         Refusal: The function depends on something that cannot be hashed (an open file, a lock, a generator).
@@ -54,8 +58,8 @@ def _digest(value, name: str) -> bytes:
 class _Pickler(pickle.Pickler):
     """Pickles what a function depends on, the same way in every process.
 
-    ``persistent_id`` returns bytes that stand for a value. ``reducer_override`` returns the parts of a value as state, which
-    ``pickle`` saves after it has remembered the value, so that circular references end.
+    ``persistent_id`` returns bytes that stand for a value. ``reducer_override`` returns the parts of a value as state,
+    which ``pickle`` saves after it has remembered the value, so that circular references end.
     """
 
     def __init__(self, stream: io.BytesIO, name: str):
@@ -124,7 +128,7 @@ def _code_parts(code: types.CodeType) -> list:
 
 
 def _with_attributes(value, names: list[str], around: tuple = ()) -> list:
-    """A value; for a module of the user's also its attributes that the code names, and the modules among them likewise."""
+    """A value; for a module of the user's also its attributes that the code names, recursively."""
     if not isinstance(value, types.ModuleType) or _is_installed(value.__name__) or value in around:
         return [value]
     attributes = [(name, getattr(value, name)) for name in names if hasattr(value, name)]
@@ -132,7 +136,7 @@ def _with_attributes(value, names: list[str], around: tuple = ()) -> list:
 
 
 def _imported(code: types.CodeType, namespace: dict) -> Iterator[types.ModuleType | str]:
-    """What code and the functions inside it import: modules of the user's; names of installed modules and of those that are missing."""
+    """Yields what code and its inner functions import: modules of the user's, names of installed and missing ones."""
     steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
     for level, parts, step in zip(steps, steps[1:], steps[2:], strict=False):
         if step.opname == "IMPORT_NAME" and not level.argval and _is_installed(step.argval):

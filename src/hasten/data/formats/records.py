@@ -4,8 +4,8 @@ A record is framed as (https://www.tensorflow.org/tutorials/load_data/tfrecord)
 
     uint64 length    uint32 masked CRC-32C of the length    bytes data[length]    uint32 masked CRC-32C of the data
 
-so the positions of the records are known only after one walk through the file. After that any record is read directly. The walk
-reads twelve bytes per record, and skips over records of equal length many at a time.
+so the positions of the records are known only after one walk through the file. After that any record is read directly.
+The walk reads twelve bytes per record, and skips over records of equal length many at a time.
 """
 
 from __future__ import annotations
@@ -49,15 +49,16 @@ def tfrecord(
     A batch is a dict of columns. Floats are float32, integers int64, of shape (rows, *shape); byte strings are a list.
 
     Args:
-        paths: Files, folders or patterns, local or remote. A remote file is read once to find its records; the index is kept.
-        features: The names to read, or a dict from name to the shape of a sample: ``()`` for one number, ``(28, 28)``, None for
-            lists of unequal length (a list of tensors), or ``(torch.uint8, (28, 28))`` for a byte string that holds little-endian
-            numbers. Default: all features, in the shapes found in a sample of the records.
+        paths: Files, folders or patterns, local or remote. A remote file is read once to find its records; the index is
+            kept.
+        features: The names to read, or a dict from name to the shape of a sample: ``()`` for one number, ``(28, 28)``,
+            None for lists of unequal length (a list of tensors), or ``(torch.uint8, (28, 28))`` for a byte string that
+            holds little-endian numbers. Default: all features, in the shapes found in a sample of the records.
         target: The feature to predict; a batch is then the tuple (other features in their order, target).
         verify: Compares every record with its checksum when it is first read.
 
-    A file that is damaged, truncated or unreadable counts as one bad row after the records before the damage. Without ``verify``
-    the records before the damage cannot be trusted either, and the file is a single bad row.
+    A file that is damaged, truncated or unreadable counts as one bad row after the records before the damage. Without
+    ``verify`` the records before the damage cannot be trusted either, and the file is a single bad row.
 
     Raises:
         Refusal: No file holds a complete record, or a feature does not exist.
@@ -118,7 +119,7 @@ class Examples(Source):
         return [BadRow(row, *bad) for row, bad in self.records.bad.items()]
 
     def _summarize_sample(self) -> Found:
-        """Summarizes some messages from all over the files. Bad ones are skipped here and reported when they are read."""
+        """Summarizes messages from all over the files. Bad ones are skipped and reported when they are read."""
         rows = numpy.unique(numpy.linspace(0, len(self) - 1, min(SAMPLED, len(self))).astype(numpy.int64))
         summaries, faults = [], []
         for row in rows.tolist():
@@ -164,8 +165,8 @@ class Records:
     def data_of(self, rows: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
         """Reads the data of some records.
 
-        Rows of one local file are served from its memory map: reading small records one by one takes twice as long. A process that
-        truncates the file right after the check that it is unchanged kills this one with SIGBUS.
+        Rows of one local file are served from its memory map: reading small records one by one takes twice as long. A
+        process that truncates the file right after the check that it is unchanged kills this one with SIGBUS.
 
         Returns:
             (uint8 array, start of each record in it, end of each): what was read, or the whole local file.
@@ -213,7 +214,7 @@ def frame_records(records: Iterable[bytes]) -> bytes:
 
 
 def _contiguous_runs(files: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Returns the first and the last index of each run of records that follow each other in a file, to be read by one request.
+    """Returns the first and last index of each run of adjacent records in a file, to be read by one request.
 
     A run does not cross a multiple of ``LONGEST`` bytes, the most that one connection should read.
     """
@@ -226,7 +227,7 @@ def _contiguous_runs(files: numpy.ndarray, starts: numpy.ndarray, ends: numpy.nd
 
 
 def _walked(stamp: list, tell: Tell, verify: bool) -> tuple[Found, str | None]:
-    """Finds the start and the end of the data of each record, and the reason why there are no more if the file is damaged."""
+    """Finds (starts, ends) of the data of each record, and the reason why a damaged file has no more."""
     starts = ends = numpy.empty(0, numpy.int64)
     try:
         starts, ends, reason = _undamaged(whole(stamp, tell), stamp[0], verify, tell)
@@ -251,8 +252,8 @@ def _undamaged(content: memoryview, path: str, verify: bool, tell: Tell) -> tupl
         return starts[:wrong], ends[:wrong], f"{path} {_describe_damage(content, wrong, starts[wrong] - HEAD)}"
     if len(ends) and ends[-1] + TAIL != len(content):
         intact = len(starts) - 1 if verify else 0
-        reason = f"is cut off: record {len(starts) - 1}, at byte {starts[-1] - HEAD}, goes on after the end of the file; write the file again"
-        return starts[:intact], ends[:intact], f"{path} {reason}"
+        reason = f"is cut off: record {len(starts) - 1}, at byte {starts[-1] - HEAD}, goes on after the end of the file"
+        return starts[:intact], ends[:intact], f"{path} {reason}; write the file again"
     return starts, ends, None
 
 
@@ -262,7 +263,8 @@ def _describe_damage(content: memoryview, record: int, position: int) -> str:
         return f"is compressed with {kind}, so that no record can be found by number; unpack it first"
     if record == 0:
         return "is no TFRecord file, or its first bytes are damaged: the first length does not fit its checksum"
-    return f"is damaged: the length of record {record}, at byte {position}, does not fit its checksum; write the file again"
+    where = f"the length of record {record}, at byte {position}"
+    return f"is damaged: {where}, does not fit its checksum; write the file again"
 
 
 def _find_records(content: memoryview, tell: Tell) -> tuple[numpy.ndarray, numpy.ndarray]:

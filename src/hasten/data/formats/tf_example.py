@@ -42,7 +42,9 @@ message_type {
     field { name: "value" number: 2 type: TYPE_MESSAGE type_name: ".tensorflow.Feature" }
   }
 }
-message_type { name: "Example" field { name: "features" number: 1 type: TYPE_MESSAGE type_name: ".tensorflow.Features" } }
+message_type {
+  name: "Example" field { name: "features" number: 1 type: TYPE_MESSAGE type_name: ".tensorflow.Features" }
+}
 """
 
 
@@ -63,7 +65,10 @@ class Feature:
 
 
 def encode_example(features: Mapping) -> bytes:
-    """Encodes one message from byte strings, texts, numbers, lists of them, arrays or tensors. Equal features give equal bytes.
+    """Encodes one message; equal features give equal bytes.
+
+    Args:
+        features: Name -> byte string, text or number, list of them, array or tensor.
 
     Raises:
         Refusal: A value has another type, or does not fit into an int64.
@@ -134,7 +139,8 @@ def infer_features(samples: list[Summary], wanted: Sequence[str] | Mapping | Non
 def example_class() -> type:
     """Returns the ``protobuf`` class of Example.
 
-    The types live in a descriptor pool of their own: TensorFlow may register its types of the same names in the default pool.
+    The types live in a descriptor pool of their own: TensorFlow may register its types of the same names in the default
+    pool.
 
     Raises:
         Refusal: ``protobuf`` is not installed.
@@ -172,6 +178,8 @@ def _as_list(name: str, value) -> tuple[str, list]:
     numbers = numpy.asarray(value)
     if numbers.dtype.kind not in "fiub":
         raise Refusal(f"feature {name!r} is a {type(value).__name__}; an Example holds byte strings, floats and whole numbers")
+    if numbers.dtype.kind == "b":
+        numbers = numbers.astype(numpy.int64)  # protobuf refuses booleans
     return "float" if numbers.dtype.kind == "f" else "int64", numbers.ravel().tolist()
 
 
@@ -179,7 +187,8 @@ def _parse_form(name: str, kind: str, form) -> tuple[tuple[int, ...] | None, tor
     """Returns the shape of a sample and the type of the numbers in its byte string from a value of ``features=``.
 
     Raises:
-        Refusal: The form is neither a shape nor (type, shape), or it gives a type for a feature that holds no byte strings.
+        Refusal: The form is neither a shape nor (type, shape), or it gives a type for a feature that holds no byte
+            strings.
     """
     raw = None
     if isinstance(form, tuple) and len(form) == 2 and isinstance(form[0], torch.dtype):

@@ -3,14 +3,15 @@
     Example { Features features = 1 }    Features { map<string, Feature> feature = 1 }
     Feature { oneof { BytesList = 1, FloatList = 2, Int64List = 3 } }    each list: repeated value = 1, numbers packed
 
-Why not ``protobuf`` alone: it parses one message at a time and hands every number to Python. Processor time per record in
-batches of 512 (median of 15 interleaved rounds, 2026-11-23, protobuf 7.36 with upb, records of ``benchmarks/data_tfrecord.py``):
-images 5.5 us with ``protobuf``, 2.0 us here; click log 9.3 us and 2.2 us. The fastest tf.data takes about 2 us.
+Why not ``protobuf`` alone: it parses one message at a time and hands every number to Python. Processor time per record
+in batches of 512 (median of 15 interleaved rounds, 2026-11-23, protobuf 7.36 with upb, records of
+``benchmarks/data_tfrecord.py``): images 5.5 us with ``protobuf``, 2.0 us here; click log 9.3 us and 2.2 us. The fastest
+tf.data takes about 2 us.
 
-All messages of a batch are walked in step: one NumPy operation reads the same part of every message, each at its own position,
-so lengths and the order of the features may differ between messages. A message in an unusual encoding (unknown fields, numbers
-that are not packed) is first encoded again in the usual way by ``protobuf``.
-Wire format: https://protobuf.dev/programming-guides/encoding
+All messages of a batch are walked in step: one NumPy operation reads the same part of every message, each at its own
+position, so lengths and the order of the features may differ between messages. A message in an unusual encoding
+(unknown fields, numbers that are not packed) is first encoded again in the usual way by ``protobuf``. Wire format:
+https://protobuf.dev/programming-guides/encoding
 """
 
 from __future__ import annotations
@@ -55,11 +56,12 @@ def parse_examples(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarr
         features: The columns to return, in this order.
 
     Returns:
-        Dict from feature name to a tensor of shape (messages, *feature.shape); a list of tensors for ``shape=None``; lists of bytes
-        for byte strings.
+        Dict from feature name to a tensor of shape (messages, *feature.shape); a list of tensors for ``shape=None``;
+        lists of bytes for byte strings.
 
     Raises:
-        MalformedExample: A message is damaged, lacks a feature, or holds another number of values than the feature's shape.
+        MalformedExample: A message is damaged, lacks a feature, or holds another number of values than the feature's
+            shape.
     """
     first, last, readable = _locate_values(data, starts, ends, features)
     if not readable.all():
@@ -103,8 +105,8 @@ def _locate_values(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarr
     """Finds the packed numbers, or the byte strings with their tags, of each feature of each message.
 
     Returns:
-        (first byte, end, whether the feature is in the usual encoding), each of shape (features, messages). Both bounds are 0 where a
-        message lacks the feature.
+        (first byte, end, whether the feature is in the usual encoding), each of shape (features, messages). Both bounds
+        are 0 where a message lacks the feature.
     """
     at, stop, usual = _locate_features(data, starts, ends, [feature.name.encode() for feature in features])
     present = stop > at
@@ -119,7 +121,11 @@ def _locate_values(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarr
 
 
 def _locate_features(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray, names: list[bytes]):
-    """Finds the Feature messages: (first byte, end), each of shape (names, messages), and which messages have the usual encoding."""
+    """Finds the Feature messages.
+
+    Returns:
+        (first byte and end, each of shape (names, messages); whether each message has the usual encoding).
+    """
     found = numpy.zeros((2, len(names), len(starts)), numpy.int64)
     number = {name: position for position, name in enumerate(names)}
     at, stop, usual = _read_field(data, starts, FIELD_1)
@@ -149,10 +155,10 @@ def _locate_features(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.nda
 
 
 def _read_equal_keys(data: numpy.ndarray, at: numpy.ndarray, stop: numpy.ndarray) -> tuple[bytes, numpy.ndarray, numpy.ndarray] | None:
-    """Reads (key, start of the values, end of the values) if the next entries of all messages have one key and less than 128 bytes.
+    """Reads (key, value starts, value ends) if the next entries of all messages have one key and less than 128 bytes.
 
-    This is the common case. The first bytes of such entries differ in two lengths only, so one comparison reads them, which saves
-    14 % of the time of a batch of click-log records.
+    This is the common case. The first bytes of such entries differ in two lengths only, so one comparison reads them,
+    which saves 14 % of the time of a batch of click-log records.
     """
     head = data[at[0] : at[0] + 4]
     length = 6 + int(head[-1])  # tag, length, tag, length, key, tag, length
@@ -189,7 +195,7 @@ def _read_field(data: numpy.ndarray, at: numpy.ndarray, tag: int | numpy.ndarray
 
 
 def _read_varints(data: numpy.ndarray, at: numpy.ndarray, max_bytes: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Reads the varint at each position: (values, int64; position after each). Bytes after ``max_bytes`` are not read."""
+    """Reads up to ``max_bytes`` of the varint at each position: (values, int64; position after each)."""
     byte = data.take(at, mode="clip")
     value, at, more = (byte & 0x7F).astype(numpy.int64), at + 1, byte > 0x7F
     for shift in range(7, 7 * max_bytes, 7):

@@ -1,1 +1,1 @@
-"""Who computes the batches, and how they travel: the caller, threads, processes; the copy to a device."""
+"""Where batches are computed (the caller, threads, worker processes), their transport, and the copy to a device."""

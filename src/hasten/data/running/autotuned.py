@@ -1,4 +1,4 @@
-"""Whoever a climber finds: the runner of ``prefetch("auto")``, which also tries what it gives to keep the samples."""
+"""The runner of ``prefetch("auto")``: the autotuner chooses threads or processes, and whether to cache samples."""
 
 from __future__ import annotations
 
@@ -25,25 +25,27 @@ from hasten.data.making import Map
 from hasten.data.running.runners import Runner, runner_of
 from hasten.data.source import BadRow, Source, rows_of
 
-PROBED = 32  # rows that are read to know whether samples are the same every time
-PASSES_TO_COME = 5  # of a loop that tells nobody how many it will make
-SHARE_OF_DISK = 0.25  # of what is free where caches lie, for samples that nobody said should be kept there
+PROBED_ROWS = 32  # read twice to find whether samples are deterministic
+ASSUMED_EPOCHS = 5  # that remain, if the training loop does not give a number
+MAX_DISK_FRACTION = 0.25  # of the free space in the cache folder, for a cache that the user did not request
 
 
 @dataclass(frozen=True, eq=False)
 class Autotuned:
-    """A climber's crews, one after the other; and its cache.
+    """Runs batches with the worker configurations that the autotuner tries, and caches the samples if that pays.
 
     Attributes:
-        in_threads: whether it began in threads, so that nobody is surprised by them.
-        kinds: what the crews may be of.
+        timeout: Seconds that one batch may take; None waits forever.
+        in_threads: Whether the first configuration computes in threads.
+        kinds: Worker kinds that may be tried: "threads", "processes".
+        kept: {"source": the cached source}, empty without a cache.
     """
 
     climber: Climber
     timeout: float | None = None
     in_threads: bool = False
     kinds: tuple[str, ...] = ()
-    kept: dict[str, Source] = field(default_factory=dict)  # the source behind its cache, under "source"
+    kept: dict[str, Source] = field(default_factory=dict)
 
     def __call__(self, make: Callable[[int], Any], numbers: range) -> Iterator:
         def enter(crew: Crew, done: int) -> Iterator:
@@ -53,7 +55,7 @@ class Autotuned:
 
     @property
     def chosen(self) -> dict:
-        """What was found so far: threads or processes, ahead, cache."""
+        """The settings found so far: threads or processes, ahead, cache."""
         return self.climber.chosen
 
     @property
@@ -65,30 +67,31 @@ class Autotuned:
         return self.crew.processes
 
     def among(self, kinds: tuple[str, ...]) -> Autotuned:
-        """The same, whose crews may be of these kinds, as far as the system has them."""
+        """Returns a copy that tries these kinds only; processes only if the system can fork."""
         forks = "fork" in multiprocessing.get_all_start_methods()
         return replace(self, kinds=tuple(kind for kind in kinds if kind == "threads" or forks))
 
     def anew(self) -> Autotuned:
-        """For other batches: what was learnt of these is a hint at most."""
-        now = self.climber
-        return replace(self, climber=Climber(now.crew, cores=now.cores, room=now.room, passes=now.passes, told=now.told), kept={})
+        """Returns a copy for other batches, which starts the search from the current settings."""
+        old = self.climber
+        return replace(self, climber=Climber(old.crew, cores=old.cores, room=old.room, passes=old.passes, told=old.told), kept={})
 
     def everybody(self) -> Runner:
-        """The runner for work that no step waits for, such as filling a cache."""
+        """Returns a runner that uses all cores, for work outside the training steps such as filling a cache."""
         return runner_of(Crew(**dict.fromkeys(self.kinds[:1], self.climber.cores), ahead=2), self.timeout)
 
     def kept_from(self, source: Source, maps: tuple[Map, ...], faults: Faults, epoch: int, start: int) -> Source | None:
-        """The source after its maps, kept, for the pass that begins; None where nothing is to be kept.
+        """Returns the cached source after its maps for the epoch that begins, or None without a cache.
 
-        It is tried once, at the start of a pass, if the steps of a settled crew wait so long that to read everything once would pay.
+        A cache is tried once, at the start of an epoch, if the search has converged and steps still wait so long for
+        data that reading everything once would pay.
         """
         climber, where = self.climber, self.climber.cache
         if where is None and start == 0 and self._would_pay(epoch) and worth_keeping(source, maps, faults) and repeatable(source, maps):
             where = self._where_they_fit(source, maps, faults)
             if self._filled(source, maps, where, faults):
                 climber.try_cache(where)
-                _tell_where(self.kept["source"])
+                _warn_about_disk(self.kept["source"])
             else:
                 climber.cache = "no"
         elif where in ("memory", "disk") and not self._filled(source, maps, where, faults):
@@ -98,20 +101,20 @@ class Autotuned:
         return self.kept.get("source")
 
     def _would_pay(self, epoch: int) -> bool:
-        """Whether what is waited for in the passes to come is more than one pass, about what filling takes."""
-        to_come = PASSES_TO_COME if self.climber.passes is None else self.climber.passes - epoch
-        return self.climber.settled and self.climber.waits > NO_WAIT and self.climber.waits * to_come > 1
+        """Whether the time that steps wait in the remaining epochs exceeds one epoch, about what filling takes."""
+        remaining = ASSUMED_EPOCHS if self.climber.passes is None else self.climber.passes - epoch
+        return self.climber.settled and self.climber.waits > NO_WAIT and self.climber.waits * remaining > 1
 
     def _where_they_fit(self, source: Source, maps: tuple[Map, ...], faults: Faults) -> str:
-        """In memory, or on the disk where they are too many for that."""
+        """Returns "memory", or "disk" if the samples do not fit into the memory budget."""
         try:
             first, _ = read_first(cached(source, maps, "memory", None, None, None), faults)
         except (Refusal, Failure):
-            return "memory"  # nowhere: why is told when it is filled
+            return "memory"  # neither works: filling the cache reports the reason
         return "memory" if bytes_of(first, len(source)) <= self.climber.room() else "disk"
 
     def _filled(self, source: Source, maps: tuple[Map, ...], where: str, faults: Faults) -> bool:
-        """Whether all samples are kept now, as the data are now; a Notice says why they are not."""
+        """Fills or updates the cache. Returns False, with a Notice that gives the reason, if that fails."""
         try:
             kept = self.kept.get("source")
             if kept is None:
@@ -126,48 +129,48 @@ class Autotuned:
         return True
 
     def _gigabytes(self, where: str) -> float | None:
-        """That the samples may take there; None: as in any cache, where somebody said so or a run before found it."""
+        """Returns the limit for the cache; None is the usual one, for a place that the user or an earlier run chose."""
         if where == "memory":
             return self.climber.room() / 1e9
-        return max(1, SHARE_OF_DISK * free_disk(default_folder())) / 1e9 if self.climber.cache is None else None
+        return max(1, MAX_DISK_FRACTION * free_disk(default_folder())) / 1e9 if self.climber.cache is None else None
 
 
 def worth_keeping(source: Source, maps: tuple[Map, ...], faults: Faults) -> bool:
-    """Whether samples could gain by being kept: they are not in memory as they are used; and all of them have to be good."""
+    """Whether a cache could help: samples are not in memory in final form, no map is random, no bad row is allowed."""
     in_memory = not maps and isinstance(source, (Arrays, Cache))
-    return not (in_memory or faults.at_most or any(each.stage is not None for each in maps))
+    return not (in_memory or faults.at_most or any(stage.stage is not None for stage in maps))
 
 
 def repeatable(source: Source, maps: tuple[Map, ...]) -> bool:
-    """Whether some samples come out the same twice, and draw nothing.
+    """Whether some samples are equal when they are read twice, without using the global random generators.
 
-    A map that draws from the generators of the process is found by what it leaves of them, even if it seldom changes a sample.
+    The states of the generators reveal a random map even if it seldom changes a sample.
     """
-    rows = numpy.unique(numpy.linspace(0, len(source) - 1, min(PROBED, len(source))).astype(numpy.int64))
-    looks = []
+    rows = numpy.unique(numpy.linspace(0, len(source) - 1, min(PROBED_ROWS, len(source))).astype(numpy.int64))
+    results = []
     for seed in (0, 1):
         with drawing_apart(seed):
-            before = _generators()
+            before = _generator_states()
             try:
                 samples = rows_of(source.read(rows))
-                for each in maps:
-                    samples = [each.function(sample) for sample in samples]
+                for stage in maps:
+                    samples = [stage.function(sample) for sample in samples]
             except BadRow:
                 return False
-            if not same(_generators(), before):
+            if not same(_generator_states(), before):
                 return False
-            looks.append(samples)
-    return same(*looks)
+            results.append(samples)
+    return same(*results)
 
 
-def _tell_where(kept: Cache) -> None:
-    """Of samples that are tried from the disk, where nobody said that they should lie."""
+def _warn_about_disk(kept: Cache) -> None:
+    """Gives a Notice about a cache on disk that the user did not request."""
     if isinstance(kept, DiskCache):
-        size, there = bytes_of(kept.kept, len(kept)) / 1e9, Folder(kept.folder, kept.made_of).whole
-        told = f"the samples are too many for the memory that may be taken, so they are tried from the disk: {size:.3g} GB in {there}"
-        warnings.warn(f"{told}, which stay there until somebody deletes them", Notice, stacklevel=2)
+        size, folder = bytes_of(kept.kept, len(kept)) / 1e9, Folder(kept.folder, kept.made_of).whole
+        message = f"the samples do not fit into the memory budget, so they are tried from the disk: {size:.3g} GB in {folder}"
+        warnings.warn(f"{message}, which stay there until somebody deletes them", Notice, stacklevel=2)
 
 
-def _generators() -> list:
-    """The states of the generators of torch, NumPy and Python."""
+def _generator_states() -> list:
+    """Returns the states of the global random generators of torch, NumPy and Python."""
     return [torch.get_rng_state(), numpy.random.get_state(), random.getstate()]

@@ -1,4 +1,4 @@
-"""Batches on their way to a device."""
+"""Copies batches to a device."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from hasten.contract.errors import Refusal
 
 
 def moved(batches: Iterator, device: torch.device) -> Iterator:
-    """The same batches on ``device``; a GPU's are copied one ahead."""
+    """Yields the batches on ``device``; for CUDA the next batch is copied while the current one is used.
+
+    Raises:
+        Refusal: The device is a GPU that this machine does not have.
+    """
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise Refusal(f"there is no device {device} on this machine; say .to('cpu')")
+        raise Refusal(f"there is no device {device} on this machine; use .to('cpu')")
     if device.type == "cuda":
         return one_ahead(batches, device)
     return (map_tensors(lambda tensor: tensor.to(device), batch) for batch in batches)

@@ -1,7 +1,7 @@
-"""Batches as they travel between our own processes: pickled, but for their tensors, which are left in shared memory.
+"""Transport of batches between processes: everything is pickled except tensors, which are passed in shared memory.
 
-The memory is made before the worker is forked, used again for batch after batch, and has no name: the system takes it back
-however the processes end, and no limit of ``/dev/shm`` is in its way.
+The memory is allocated before the worker is forked, reused for every batch, and anonymous: the operating system frees
+it however the processes end, and the size limit of ``/dev/shm`` does not apply.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ import torch
 
 from hasten.data.memory import taken
 
-LINE = 64  # bytes; where tensors begin
+ALIGNMENT = 64  # bytes
 
 
 def packed(made, slot: Slot) -> bytes:
-    """``made`` as a message; its tensors are in the slot."""
+    """Serializes ``made``; its tensors are copied into the slot."""
     return _Packer().message(made, slot)
 
 
 def unpacked(message: bytes, slot: Slot):
-    """What our own worker has packed. Its tensors are copied out of the slot, which is then free."""
+    """Deserializes a message of ``packed``. Its tensors are copied out of the slot, which can then be reused."""
     return _Unpacker(message, slot).load()
 
 
 class Slot:
-    """Shared memory without a name, that grows."""
+    """Anonymous shared memory that grows on demand."""
 
     def __init__(self):
-        self.file = _nameless_file()
+        self.file = _anonymous_file()
         self.mapped = numpy.empty(0, numpy.uint8)
 
     def memory(self, size: int) -> numpy.ndarray:
-        """At least ``size`` bytes of it; called by the writer first."""
+        """Returns the mapped memory, at least ``size`` bytes, uint8. The writer calls it before the reader."""
         if len(self.mapped) < size:
             if os.fstat(self.file).st_size < size:
                 os.ftruncate(self.file, size)
@@ -50,7 +50,7 @@ class Slot:
         self.mapped = None
 
 
-def _nameless_file() -> int:
+def _anonymous_file() -> int:
     if hasattr(os, "memfd_create"):
         return os.memfd_create("hasten-data")
     with tempfile.TemporaryFile() as file:
@@ -58,7 +58,7 @@ def _nameless_file() -> int:
 
 
 class _Packer(pickle.Pickler):
-    """Pickles anything; of a tensor only where in the slot it is."""
+    """Pickles a strided tensor as its offset in the slot, its shape and its dtype, and everything else as usual."""
 
     def __init__(self):
         self.buffer, self.tensors, self.size = io.BytesIO(), [], 0
@@ -67,15 +67,15 @@ class _Packer(pickle.Pickler):
     def persistent_id(self, thing):
         if type(thing) is not torch.Tensor or thing.layout is not torch.strided:
             return None
-        begin, self.size = self.size, self.size + -(-thing.nbytes // LINE) * LINE
-        self.tensors.append((begin, thing.detach()))
-        return begin, tuple(thing.shape), thing.dtype
+        offset, self.size = self.size, self.size + -(-thing.nbytes // ALIGNMENT) * ALIGNMENT
+        self.tensors.append((offset, thing.detach()))
+        return offset, tuple(thing.shape), thing.dtype
 
     def message(self, made, slot: Slot) -> bytes:
         self.dump(made)
         memory = slot.memory(self.size)
-        for begin, tensor in self.tensors:
-            _view(memory, begin, tensor.shape, tensor.dtype).copy_(tensor)
+        for offset, tensor in self.tensors:
+            _view(memory, offset, tensor.shape, tensor.dtype).copy_(tensor)
         return self.buffer.getvalue()
 
 
@@ -84,12 +84,12 @@ class _Unpacker(pickle.Unpickler):
         super().__init__(io.BytesIO(message))
         self.slot = slot
 
-    def persistent_load(self, place):
-        begin, shape, dtype = place
+    def persistent_load(self, location):
+        offset, shape, dtype = location
         tensor = taken(shape, dtype)
-        memory = self.slot.memory(begin + tensor.nbytes)
-        return tensor.copy_(_view(memory, begin, shape, dtype))
+        memory = self.slot.memory(offset + tensor.nbytes)
+        return tensor.copy_(_view(memory, offset, shape, dtype))
 
 
-def _view(memory: numpy.ndarray, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.from_numpy(memory[begin : begin + dtype.itemsize * numpy.prod(shape, dtype=int)]).view(dtype).view(shape)
+def _view(memory: numpy.ndarray, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(memory[offset : offset + dtype.itemsize * numpy.prod(shape, dtype=int)]).view(dtype).view(shape)

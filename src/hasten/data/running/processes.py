@@ -1,9 +1,11 @@
-"""Worker processes that compute batches: for functions that hold Python's lock.
+"""Worker processes that compute batches, for functions that hold the GIL.
 
-Why not the worker processes of torch's DataLoader: when one of them is killed, torch raises from a signal handler, at whatever
-line the training stands, so nobody can go on; and every batch travels in fresh shared memory, page fault by page fault.
+Why not the workers of torch's DataLoader: when one of them is killed, torch raises from a signal handler at an
+arbitrary line of the training, which therefore cannot continue; and it allocates new shared memory for every batch,
+which costs a page fault per page.
 
-A batch is a function of its number, so the number is all that is sent to a worker, and all that a worker that died leaves behind.
+A batch is a function of its index. The index is all that is sent to a worker, and all that is needed to replace a dead
+worker.
 """
 
 from __future__ import annotations
@@ -27,17 +29,23 @@ from hasten.contract.errors import Failure, Notice, Refusal, one_line
 from hasten.data.running.parcels import Slot, packed, unpacked
 from hasten.data.running.runners import stuck
 from hasten.data.source import BadRow
-from hasten.engine.failures import users_line
+from hasten.engine.failures import line_in_users_code
 
-SECONDS_BETWEEN_LOOKS = 2.0  # of a worker without work, whether its parent still lives
-CAUSES = {signal.SIGKILL: ", as the system does when memory runs out", signal.SIGSEGV: ", a fault in some compiled code"}
+PARENT_CHECK_INTERVAL_S = 2.0  # of an idle worker
+CAUSES = {signal.SIGKILL: ", as the system does when memory runs out", signal.SIGSEGV: ", a fault in compiled code"}
 
 
 @dataclass(frozen=True)
 class Processes:
-    """Some processes compute batches of which ``ahead`` may wait; a batch that takes longer than ``timeout`` seconds ends it.
+    """Computes batches in forked worker processes.
 
-    A process that dies is started once more at the batch that it left; if that one gets no further, it is the end.
+    A worker that dies is replaced once, at the batch that it was computing. If its replacement dies there too, a
+    Failure is raised.
+
+    Attributes:
+        processes: Number of workers.
+        ahead: Finished batches that may wait for the caller.
+        timeout: Seconds that one batch may take before a Failure; None waits forever.
     """
 
     processes: int
@@ -45,33 +53,33 @@ class Processes:
     timeout: float | None = None
 
     def __call__(self, make: Callable[[int], Any], numbers: range) -> Iterator:
-        slots, crew = 1 + -(-self.ahead // self.processes), []
+        slots, workers = 1 + -(-self.ahead // self.processes), []
         try:
             for _ in range(min(self.processes, len(numbers))):
-                crew.append(_Worker(make, slots))  # one by one: if the system gives no more of them, those that are there end
-            early = slots * len(crew)  # batches that are asked for before the first one is given
-            for place, number in enumerate(numbers[:early]):
-                crew[place % len(crew)].ask(number)
-            for place in range(len(numbers)):
-                worker = crew[place % len(crew)]
+                workers.append(_Worker(make, slots))  # one by one, so that those already started end if a fork fails
+            requested = slots * len(workers)  # batches in flight
+            for position, number in enumerate(numbers[:requested]):
+                workers[position % len(workers)].ask(number)
+            for position in range(len(numbers)):
+                worker = workers[position % len(workers)]
                 batch = worker.answer(self.timeout)
-                if place + early < len(numbers):
-                    worker.ask(numbers[place + early])
+                if position + requested < len(numbers):
+                    worker.ask(numbers[position + requested])
                 yield batch
-                del batch  # or its memory could not be used again for the next one
+                del batch  # otherwise its memory cannot be reused for the next one
         finally:
-            for worker in crew:
+            for worker in workers:
                 worker.end()
 
 
 class _Worker:
-    """One process, from this side: asked for batches by number, it answers in the order of asking."""
+    """The parent's handle of one worker process, which answers requests for batches in their order."""
 
     def __init__(self, make: Callable[[int], Any], slots: int):
         self.make = make
         self.slots = [Slot() for _ in range(slots)]
         self.free = deque(range(slots))
-        self.asked: deque[tuple[int, int]] = deque()  # (number, slot) of the answers to come
+        self.asked: deque[tuple[int, int]] = deque()  # (index of the batch, slot) of each open request
         self.second_try = False
         self._start()
 
@@ -80,20 +88,20 @@ class _Worker:
         self._send(self.asked[-1])
 
     def answer(self, timeout: float | None):
-        """The next batch.
+        """Returns the next batch.
 
         Raises:
-            Failure: it does not come, or the process died twice in a row.
+            Failure: It exceeds the timeout, or the process died twice in a row.
         """
         while (message := self._received(timeout)) is None:
             self._revive()
         self.second_try = False
         _, slot = self.asked.popleft()
-        fine, made = unpacked(message, self.slots[slot])
+        succeeded, result = unpacked(message, self.slots[slot])
         self.free.append(slot)
-        if not fine:
-            raise made
-        return made
+        if not succeeded:
+            raise result
+        return result
 
     def end(self) -> None:
         self.pipe.close()
@@ -107,20 +115,21 @@ class _Worker:
 
     def _start(self) -> None:
         try:
-            system = multiprocessing.get_context("fork")
+            context = multiprocessing.get_context("fork")
         except ValueError:
             raise Refusal("processes need fork, which this system has not; use threads: .prefetch(threads=2)") from None
-        self.pipe, theirs = system.Pipe()
-        self.process = system.Process(target=_work, args=(self.make, theirs, self.slots, os.getpid()), name="hasten-data", daemon=True)
+        self.pipe, child_pipe = context.Pipe()
+        args = self.make, child_pipe, self.slots, os.getpid()
+        self.process = context.Process(target=_work, args=args, name="hasten-data", daemon=True)
         self.process.start()
-        theirs.close()
+        child_pipe.close()
 
     def _send(self, job: tuple[int, int]) -> None:
-        with suppress(OSError):  # it died; whoever waits for its answer will notice
+        with suppress(OSError):  # the process died; ``answer`` detects it
             self.pipe.send(job)
 
     def _received(self, timeout: float | None) -> bytes | None:
-        """The next message, or None when the process is dead."""
+        """Returns the next message, or None if the process is dead."""
         ready = wait([self.pipe, self.process.sentinel], timeout)
         if not ready:
             raise Failure(stuck(self.asked[0][0], timeout, f"worker process {self.process.pid}"))
@@ -131,10 +140,11 @@ class _Worker:
 
     def _revive(self) -> None:
         self.process.join()
-        died = f"worker process {self.process.pid} {_cause(self.process.exitcode)} while it made batch {self.asked[0][0]} of the pass"
+        process, batch = f"worker process {self.process.pid}", f"batch {self.asked[0][0]} of the pass"
+        message = f"{process} {_cause(self.process.exitcode)} while it made {batch}"
         if self.second_try:
-            raise Failure(f"{died}, and so did the one before it; look at the data of this batch and at the memory in use")
-        warnings.warn(f"{died}; another one goes on there", Notice, stacklevel=2)
+            raise Failure(f"{message}, and so did the one before it; look at the data of this batch and at the memory in use")
+        warnings.warn(f"{message}; another one continues there", Notice, stacklevel=2)
         self.second_try = True
         self.pipe.close()
         self._start()
@@ -143,13 +153,13 @@ class _Worker:
 
 
 def _work(make: Callable[[int], Any], pipe: Connection, slots: list[Slot], parent: int) -> None:
-    """What a worker does until nobody wants anything of it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
+    """Main function of a worker: computes requested batches until the parent closes the pipe or dies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
     try:
         while True:
-            while not pipe.poll(SECONDS_BETWEEN_LOOKS):
+            while not pipe.poll(PARENT_CHECK_INTERVAL_S):
                 if os.getppid() != parent:
                     return
             number, slot = pipe.recv()
@@ -159,21 +169,22 @@ def _work(make: Callable[[int], Any], pipe: Connection, slots: list[Slot], paren
 
 
 def _packed(make: Callable[[int], Any], number: int, slot: Slot) -> bytes:
-    """The batch, or what was raised instead, as a message; its tensors are in the slot."""
+    """Serializes (True, batch) or (False, exception); tensors are in the slot."""
     try:
-        made = True, make(number)
-        return packed(made, slot)
+        return packed((True, make(number)), slot)
     except Exception as error:
-        return packed((False, _sendable(error)), slot)
+        return packed((False, _picklable(error)), slot)
 
 
-def _sendable(error: Exception) -> Exception:
-    """The error as it can travel: its user's line and, unless one line says it all, the worker's traceback go with it."""
-    with suppress(AttributeError):  # an exception may allow no more attributes
-        error.raised_at = users_line(error)
-    if not isinstance(error, (Failure, Refusal, BadRow)):
-        error.add_note(f"in worker process {os.getpid()}:\n{''.join(traceback.format_exception(error))}")
+def _picklable(error: Exception) -> Exception:
+    """The exception with its line in the user's code and, as a note, its traceback, which pickle would lose.
+
+    An exception that cannot be pickled becomes a Failure with its message.
+    """
     try:
+        error.raised_at = line_in_users_code(error)
+        if not isinstance(error, (Failure, Refusal, BadRow)):
+            error.add_note(f"in worker process {os.getpid()}:\n{''.join(traceback.format_exception(error))}")
         return pickle.loads(pickle.dumps(error))
     except Exception:
         return Failure(one_line(error))

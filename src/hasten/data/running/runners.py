@@ -1,7 +1,7 @@
-"""Who computes the batches: the caller itself, threads, or processes. The batches are the same.
+"""Runners: compute batches in the caller, in threads or in worker processes. All give the same batches.
 
-A runner gets a function from a number to a batch, and the numbers; it gives the batches in their order, and never
-computes further ahead than it was told. Why there are no plain worker processes of torch's DataLoader: see ``processes.py``.
+A runner takes a function from the index of a batch to the batch, and the indices. It yields the batches in order and
+computes at most ``ahead`` of them in advance. ``processes.py`` explains why torch's DataLoader workers are not used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class Here:
-    """Each batch is computed when it is asked for."""
+    """Computes each batch in the caller when it is requested."""
 
     def __call__(self, make: Callable[[int], Any], numbers: range) -> Iterator:
         for number in numbers:
@@ -33,7 +33,13 @@ class Here:
 
 @dataclass(frozen=True)
 class Threads:
-    """Some threads compute batches of which ``ahead`` may wait; a batch that takes longer than ``timeout`` seconds ends it."""
+    """Computes batches in threads.
+
+    Attributes:
+        threads: Number of threads.
+        ahead: Finished batches that may wait for the caller.
+        timeout: Seconds that one batch may take before a Failure; None waits forever.
+    """
 
     threads: int = 1
     ahead: int = 2
@@ -42,8 +48,8 @@ class Threads:
     def __call__(self, make: Callable[[int], Any], numbers: range) -> Iterator:
         jobs: SimpleQueue = SimpleQueue()
         waiting: deque[tuple[int, Future]] = deque()
-        crew = [Thread(target=_work, args=(make, jobs), name=f"hasten-data-{i}", daemon=True) for i in range(self.threads)]
-        for thread in crew:
+        threads = [Thread(target=_work, args=(make, jobs), name=f"hasten-data-{i}", daemon=True) for i in range(self.threads)]
+        for thread in threads:
             thread.start()
         stuck = False
         try:
@@ -55,14 +61,14 @@ class Threads:
             while waiting:
                 yield self._result(*waiting.popleft())
         except _Stuck:
-            stuck = True  # nobody can end a thread: it is left behind
+            stuck = True  # a thread cannot be ended from outside: it is left behind
             raise
         finally:
             for _, future in waiting:
                 future.cancel()
-            for _ in crew:
+            for _ in threads:
                 jobs.put(None)
-            for thread in crew:
+            for thread in threads:
                 thread.join(0 if stuck else self.timeout)
 
     def _result(self, number: int, future: Future):
@@ -70,12 +76,12 @@ class Threads:
             return future.result(self.timeout)
         except TimeoutError:
             if future.done():
-                raise  # the function's own
+                raise  # raised by the function itself
             raise _Stuck(stuck(number, self.timeout, "a thread")) from None
 
 
 def runner_of(crew: Crew, timeout: float | None) -> Runner:
-    """The runner with which a crew computes."""
+    """Returns the runner for a worker configuration."""
     if crew.processes:
         from hasten.data.running.processes import Processes
 
@@ -84,30 +90,31 @@ def runner_of(crew: Crew, timeout: float | None) -> Runner:
 
 
 def crew_of(runner: Runner) -> Crew:
-    """The crew of a runner; nobody's, where it tells none."""
+    """Returns the worker configuration of a runner; one without workers for a runner that has none."""
     if isinstance(crew := getattr(runner, "crew", None), Crew):
         return crew
     return Crew(*(getattr(runner, name, 0) for name in ("threads", "processes", "ahead")))
 
 
 def in_threads(runner: Runner) -> bool:
-    """Whether batches are, or may come to be, computed in threads of the training's process."""
+    """Whether batches are computed, or may later be computed, in threads of the training process."""
     return bool(crew_of(runner).threads) or "threads" in getattr(runner, "kinds", ())
 
 
 def stuck(number: int, seconds: float, who: str) -> str:
-    """What is said about a batch that does not come."""
-    return f"batch {number} of the pass did not come within {seconds:g} s: {who} hangs in it; see what it waits for, or .prefetch(timeout=)"
+    """Returns the error message for a batch that exceeds the timeout."""
+    hint = "see what it waits for, or .prefetch(timeout=)"
+    return f"batch {number} of the pass did not come within {seconds:g} s: {who} hangs in it; {hint}"
 
 
 class _Stuck(Failure):
-    """A thread that does not come back."""
+    """A thread did not finish its batch within the timeout."""
 
 
 def _work(make: Callable[[int], Any], jobs: SimpleQueue) -> None:
     while (job := jobs.get()) is not None:
         _finish(make, *job)
-        del job  # or this thread would hold the batch, and its memory, until the next one
+        del job  # otherwise this thread keeps the batch in memory until the next one
 
 
 def _finish(make: Callable[[int], Any], number: int, future: Future) -> None:
