@@ -1,4 +1,4 @@
-"""Finds where the time of a step goes, how much each part could give at most, and how fast each stage of the input pipeline is.
+"""Measures where the time of a step goes, and how fast each stage of the input pipeline is.
 
 With several processes also what they lose to each other.
 """

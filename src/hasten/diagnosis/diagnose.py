@@ -58,11 +58,24 @@ def diagnose(
     began = time.monotonic()
     where = {"device": device, "seed": seed, "processes": processes}
     anatomy = examine(
-        task, recipe, **where, budget=budget * INSIDE, input_budget=budget * INPUT, ceilings=processes == 1, patience=patience, watch=_part(watch, 0.0, INSIDE + INPUT)
+        task,
+        recipe,
+        **where,
+        budget=budget * INSIDE,
+        input_budget=budget * INPUT,
+        ceilings=processes == 1,
+        patience=patience,
+        watch=_part(watch, 0.0, INSIDE + INPUT),
     )
     left = budget - (time.monotonic() - began)
     outside = exchange_allocator(
-        task, recipe, anatomy.system_share, **where, budget=left, plan=anatomy.plan, watch=_part(watch, INSIDE + INPUT, 1.0)
+        task,
+        recipe,
+        anatomy.system_share,
+        **where,
+        budget=left,
+        plan=anatomy.plan,
+        watch=_part(watch, INSIDE + INPUT, 1.0),
     )
     ratios = anatomy.headroom.ceilings | outside.ceilings
     headroom = _headroom(anatomy, ratios)

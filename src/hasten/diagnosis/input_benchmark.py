@@ -264,7 +264,7 @@ class Stopwatch:
 
 
 class TimedSource(Source):
-    """A source whose reading is timed. If it fetches bytes by a method ``raw``, that is timed too: the rest is decoding."""
+    """A source whose reading is timed. A method ``raw``, which fetches the bytes, is timed too: the rest is decoding."""
 
     def __init__(self, source: Source):
         self.source, self._total, self._fetch = source, Stopwatch(), Stopwatch()

@@ -101,7 +101,7 @@ class Probe(Arm):
         return {"flops_a_sample": flops_a_sample(plain), "peak_flops": peak_flops(self.device, getattr(torch, dtype))}
 
     def input(self, budget: float) -> dict:
-        """Throughput of the input pipeline's stages and of the training step, as ``measure_input`` gives it. Ends the run."""
+        """Throughput of the input pipeline and of the training step, as of ``measure_input``. Ends the run."""
         self.steps.close()  # ends the worker processes of the epoch in progress
         return measure_input(dataclasses.replace(self.program, train=self.source), budget)
 
