@@ -111,6 +111,7 @@ def assert_interval(ratio: dict) -> None:
 def test_diagnose(here, capfd):
     code, told = asked_quietly(capfd, "diagnose", "blobs.py:task", "--budget", "1s")
     assert code == 0
+    assert told.keys() <= SCHEMAS["diagnose"].__annotations__.keys(), "what is written can be read"
     assert isinstance(told["verdict"], str) and told["verdict"]
     assert told["phases"].keys() <= PHASES.keys() and sum(told["phases"].values()) == pytest.approx(1.0)
     assert all(0 <= share <= 1 for share in told["phases"].values())

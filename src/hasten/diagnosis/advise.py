@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hasten.contract.card import FACTS, PHASES, Card
+from hasten.reporting.result_schema import Advice, NotAdvised
 
 LEAST_BOUND = 1.02  # below it a method is not worth a trial
 LEAST_REST = 1e-3  # share of the time that is never taken away: keeps every bound a number
@@ -15,7 +16,7 @@ LEAST_REST = 1e-3  # share of the time that is never taken away: keeps every bou
 
 def advise(
     phases: Mapping[str, float], headroom: Mapping[str, float], facts: frozenset[str], cards: Mapping[str, Card]
-) -> tuple[list[dict], list[dict]]:
+) -> tuple[list[Advice], list[NotAdvised]]:
     """(advice, not advised), each a list of plain dicts.
 
     Args:

@@ -18,6 +18,7 @@ from hasten.measure.job import WorkerGroup, start_workers
 from hasten.measure.noise import Noise
 from hasten.measure.ratio import spread
 from hasten.measure.workers import Worker
+from hasten.reporting.result_schema import Flops
 
 TIMELINE_SHARE = 0.4  # of the budget; the rest is for taking phases away
 LEAST_PAIRS, MOST_PAIRS = 3, 8  # of blocks with and without the phases being timed
@@ -52,7 +53,7 @@ class Anatomy:
     system_share: float
     host_reads_per_step: float | None
     input: dict | None
-    flops: dict | None
+    flops: Flops | None
     facts: frozenset[str]
     noise: dict
 
@@ -157,7 +158,7 @@ def _shares(blocks: list[dict], evaluation: float) -> dict[str, float]:
     return {phase: share / math.fsum(shares.values()) for phase, share in shares.items()}
 
 
-def _rates(arithmetic: dict, samples_a_second: float) -> dict:
+def _rates(arithmetic: dict, samples_a_second: float) -> Flops:
     achieved, peak = arithmetic["flops_a_sample"] * samples_a_second, arithmetic["peak_flops"]
     return {"achieved_gflops": achieved / 1e9, "peak_gflops": peak / 1e9, "share": achieved / peak}
 

@@ -126,10 +126,6 @@ class WorkerGroup:
         for rank in self.ranks:
             rank.suspend()
 
-    def resume(self) -> None:
-        for rank in self.ranks:
-            rank.resume()
-
     def kill(self) -> None:
         for rank in self.ranks:
             rank.kill()
@@ -137,7 +133,8 @@ class WorkerGroup:
     def __enter__(self) -> WorkerGroup:
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
+        self.kill()  # all at once, before the stack waits for one after the other
         self.stack.close()
 
 

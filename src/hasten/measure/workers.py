@@ -56,6 +56,7 @@ RANK_VARIABLES = (
     "LOCAL_WORLD_SIZE",
 )  # the parent's rank is no rank of what is measured
 PR_SET_PDEATHSIG = 1  # prctl(2)
+STDOUT, STDERR = 1, 2  # file descriptors
 PRELOAD = ("torch", *LAZILY_IMPORTED_MODULES, "hasten.measure.arm")
 ERRORS = {kind.__name__: kind for kind in (Refusal, Aftermath, Failure)}  # a subclass before its base class
 LARGEST_REQUEST = 1 << 20  # bytes, for the fork server
@@ -88,7 +89,11 @@ class Worker:
         theirs.close()
         self.connection = Connection(ours.detach())
         self.timeout = timeout
-        self.call("__init__", _service=service, **arguments)
+        try:
+            self.call("__init__", _service=service, **arguments)
+        except BaseException:
+            self.__exit__()
+            raise
 
     def call(self, method: str, *, timeout: float | None = None, watch: Watch = silent, **arguments: Any) -> Any:
         """Calls a method of the object and returns its result. Forwards progress to ``watch``, and warnings.
@@ -149,9 +154,11 @@ class Worker:
     def __enter__(self) -> Worker:
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
+        """Waits until the process has ended, so that its memory and its part of the GPU are free for the next one."""
         self.kill()
         self.connection.close()
+        self.server.exit_code(self.pid)
 
 
 class ForkServer:
@@ -167,7 +174,7 @@ class ForkServer:
             [sys.executable, "-m", "hasten.measure.workers", str(control.fileno())],
             pass_fds=[control.fileno()],
             stdin=subprocess.PIPE,
-            stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
+            stdout=STDERR,  # standard output is for answers, whatever an imported module prints
             start_new_session=True,
         )
         control.close()
@@ -219,13 +226,6 @@ def _installed_modules() -> list[str]:
     files = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
     installed = [name for name, file in files.items() if file.startswith(folders) or name.partition(".")[0] == "hasten"]
     return sorted(name for name in installed if not name.startswith(("_pytest", "pytest")))
-
-
-def _has_descriptor(stream) -> bool:
-    try:
-        return stream.fileno() >= 0
-    except (AttributeError, OSError, ValueError):  # replaced by a notebook or a test
-        return False
 
 
 def reset_shown_warnings() -> None:
@@ -305,7 +305,6 @@ def _serve(control: socket.socket) -> None:
         message, descriptors, _, _ = socket.recv_fds(control, LARGEST_REQUEST, 1)
         if not message:
             break
-        _collect_exit_codes(exit_codes)
         request = json.loads(message)
         if (reply := request.get("wait_for")) is not None:
             reply = _wait_for(reply, exit_codes)
@@ -322,12 +321,6 @@ def _serve(control: socket.socket) -> None:
         if code is None:
             with contextlib.suppress(OSError):
                 os.killpg(group, signal.SIGKILL)  # also ends suspended loader workers, which could not notice
-
-
-def _collect_exit_codes(exit_codes: dict[int, int | None]) -> None:
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            exit_codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
 
 
 def _wait_for(pid: int, exit_codes: dict[int, int | None]) -> int:
@@ -363,7 +356,7 @@ def _set_up_worker(request: dict) -> None:
     os.setsid()
     with contextlib.suppress(OSError, AttributeError):  # not Linux
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.dup2(2, 1)  # what the user's code prints must not mix with our answers
+    os.dup2(STDERR, STDOUT)  # what the user's code prints must not mix with our answers
     sys.path[:] = request["path"]
     os.environ.update(request["environment"])
     if "LOCAL_WORLD_SIZE" in request["environment"] and "OMP_NUM_THREADS" not in os.environ:
