@@ -318,6 +318,17 @@ def test_sample_being_fetched_in_this_process():
     assert compat.sample_being_fetched(KeyError()) is None
 
 
+class Reordered(Faulty):
+    def __getitem__(self, index):
+        index = 5 - index
+        return super().__getitem__(index)
+
+
+def test_sample_being_fetched_is_not_guessed_where_the_argument_is_assigned_to():
+    """Sample 2 raises; its ``index`` is 3 by then."""
+    assert compat.sample_being_fetched(error_of(DataLoader(Reordered(), batch_size=2))) in (2, None)
+
+
 # ── errors that have no type of their own ────────────────────────────────────────────────────────
 
 

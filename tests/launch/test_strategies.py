@@ -121,11 +121,20 @@ def test_parts_of_different_saves_are_not_put_together(tmp_path):
         taken_up(0, rank_tasks.blocks, tmp_path / "shared", "baseline")
 
 
-@pytest.mark.parametrize(("stage", "name"), [pytest.param(1, "Adafactor", marks=pytest.mark.slow), (2, "Rprop")])
-def test_an_optimizer_that_takes_no_parts_of_weights_is_refused_before_it_trains(stage, name):
-    task = rank_tasks.task(optimizer=lambda model: getattr(torch.optim, name)(model.parameters()))
+class NumpySGD(torch.optim.SGD):
+    """Updates weights through NumPy, which no version of torch supports for a DTensor; Rprop has taken them since torch 2.15."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.detach().numpy()[...] -= group["lr"] * weight.grad.numpy()
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_an_optimizer_that_takes_no_parts_of_weights_is_refused_before_it_trains(stage):
+    task = rank_tasks.task(optimizer=lambda model: NumpySGD(model.parameters(), lr=0.1))
     told = run_ranks(2, training, task, f"zero:stage={stage}")
-    line = f"zero gives the optimizer parts of weights, and {name} cannot update them; take Adam, "
+    line = "zero gives the optimizer parts of weights, and NumpySGD cannot update them; take Adam, "
     assert all(isinstance(answer, Refusal) and str(answer).startswith(line) for answer in told), told
 
 

@@ -1,4 +1,8 @@
-"""Where the machines of a job meet, and by which of its addresses this one is reached from there."""
+"""Where the machines of a job meet, and by which of its addresses this one is reached from there.
+
+torchrun decides which node has the store by its host name and address, and fails at once where the store does not answer.
+Here a node is waited for that starts later, or comes back after it was lost (tests/launch: test_agents, test_elastic).
+"""
 
 from __future__ import annotations
 

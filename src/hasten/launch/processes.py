@@ -154,7 +154,10 @@ def _elastic(
 
 
 def _backend(parameters: RendezvousParameters) -> tuple[RendezvousBackend, dist.Store]:
-    """Where the machines meet; torch asks forever who answers there and says nothing.
+    """The rendezvous backend and its store.
+
+    Connected in a thread: the client of ``dist.TCPStore`` heeds no timeout while a server accepts and stays silent (seen on
+    torch 2.13; test_elastic: a port that another program has).
 
     Raises:
         Refusal: it is somebody else.
@@ -208,7 +211,10 @@ def _silence_the_agent() -> None:
 
 @contextmanager
 def _ended_by_signals(folder: str) -> Iterator[None]:
-    """Inside, a signal is an exception of torch's agent, before it has started any rank, too; what comes of it is told in one line.
+    """Inside, a signal raises the exception of torch's agent, and becomes one line.
+
+    torch installs its handlers when it starts the ranks. A launcher that still waits for other nodes would be killed
+    without a line (test_agents: a machine too many), and SIGHUP would end what ``nohup`` protects.
 
     Raises:
         Failure: there was one.
