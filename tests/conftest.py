@@ -16,9 +16,8 @@ HELPERS_THAT_START = {"netns_cluster": "launcher", "chaos": "launcher", "ranks":
 
 if "HASTEN_DATA" not in os.environ and BESIDE.is_dir():
     os.environ["HASTEN_DATA"] = str(BESIDE)
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
-)  # helpers, for commands run by tests
+# For commands that tests run: their task files import helpers.
+os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 torch.set_num_threads(1)
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # a loader found in a circle cannot tell its workers to end, and waits 5 s for each
@@ -34,11 +33,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not any(item.get_closest_marker(name) for name in ("unit", "multiprocess", "launcher")):
             item.add_marker(_kind(item))
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
 def _kind(item: pytest.Item) -> str:
     """By the folder, the fixtures, and what the test's module imports from helpers."""
-    if "folder" in item.fixturenames:  # tests/launch/conftest.py: where commands run
+    if item.path.parent.name == "launch" and "folder" in item.fixturenames:  # where commands run
         return "launcher"
     modules = {getattr(value, "__module__", "") for value in vars(item.module).values()}
     kinds = {kind for name, kind in HELPERS_THAT_START.items() if f"helpers.{name}" in modules}

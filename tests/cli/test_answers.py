@@ -47,7 +47,7 @@ def task():
 """
 INTERVAL = {"median", "low", "high"}
 SEARCHES = [
-    pytest.param(("tf32", 150.0), id="nothing helps"),  # on a CPU it has nothing to act on
+    pytest.param(("tf32", 150.0), id="nothing helps", marks=pytest.mark.slow),  # on a CPU it has nothing to act on
     pytest.param(("batched_fetch", 150.0), id="something may help", marks=pytest.mark.slow),
 ]
 

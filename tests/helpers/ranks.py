@@ -81,15 +81,15 @@ class RankPool:
             environment = dict(os.environ) | {name: str(value) for name, value in (job | {"RANK": rank, "LOCAL_RANK": rank}).items()}
             connection.send_bytes(cloudpickle.dumps((os.getcwd(), environment, sys.path, function, (rank, *arguments))))
         answers = {}
-        while len(answers) < world:
-            ready = wait([connection for rank, connection in enumerate(self.ours) if rank not in answers], PATIENCE)
+        while pending := [rank for rank in range(world) if rank not in answers]:
+            ready = wait([end for rank in pending for end in (self.ours[rank], self.processes[rank].sentinel)], PATIENCE)
             assert ready, f"only ranks {sorted(answers)} of {world} have answered after {PATIENCE:.0f} s"
-            for connection in ready:
-                rank = self.ours.index(connection)
-                try:
-                    answers[rank] = cloudpickle.loads(connection.recv_bytes())
-                except EOFError:
-                    raise AssertionError(f"rank {rank} of {world} has died; only ranks {sorted(answers)} have answered") from None
+            for rank in pending:
+                died = self.processes[rank].sentinel in ready
+                with suppress(EOFError):
+                    if self.ours[rank].poll():
+                        answers[rank], died = cloudpickle.loads(self.ours[rank].recv_bytes()), False
+                assert not died, f"rank {rank} of {world} has died; ranks {sorted(answers)} have answered"
         self.usable = all(reusable for _, reusable in answers.values())
         return [answers[rank][0] for rank in range(world)]
 

@@ -32,7 +32,7 @@ def few_in_the_last_batch():
 
 
 @pytest.mark.parametrize("recipe", ["ddp", "zero:stage=1", "zero:stage=3"])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make", [with_norm, few_in_the_last_batch])
 def test_a_job_trains_what_one_process_trains(tmp_path, make, world, recipe):
     """With the running statistics, which are among the exported tensors, however unequal the parts are."""

@@ -8,7 +8,7 @@ from hasten.engine.find import make_methods
 from hasten.engine.loop import steps
 from hasten.engine.plan import build
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+needs_gpu = pytest.mark.gpu
 
 
 def test_without_a_gpu_it_says_so_and_changes_nothing(perceptron, trained):

@@ -15,7 +15,7 @@ def test_on_the_cpu_there_is_nothing_to_copy(perceptron, trained):
     assert run.same_bits(trained(task))
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+needs_gpu = pytest.mark.gpu
 
 
 @needs_gpu

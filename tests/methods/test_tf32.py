@@ -17,7 +17,7 @@ def test_without_a_gpu_it_says_so_and_changes_nothing(perceptron, trained):
     assert usual.same_bits(tf32)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.gpu
 def test_the_flags_are_set_inside_and_restored_outside(perceptron):
     torch.backends.cudnn.allow_tf32 = False
     program = build(perceptron(), [make_method("tf32")], device="cuda")
