@@ -308,9 +308,9 @@ def test_an_overflow_is_not_remembered():
     ("local_sgd:period=47", "local_sgd:period=47 is longer than the run of 46 steps, in which the processes would never meet"),
     ("diloco", "diloco:period=100 is longer than the run of 46 steps"),
     ("local_sgd + compressed_gradients", "compressed_gradients rounds what ddp sends"),
-    ("local_sgd + diloco", "both replace shard"),
+    ("local_sgd + diloco", "both replace parallelize"),
     ("local_sgd + ema", "ema requires replicated_weights, which local_sgd invalidates"),
-    ("powersgd + zero", "both replace shard"),
+    ("powersgd + zero", "both replace parallelize"),
     ("compressed_gradients:format=int8", "format must be"),
 ])  # fmt: skip
 def test_what_cannot_be_is_told(recipe, says):

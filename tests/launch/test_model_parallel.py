@@ -185,7 +185,7 @@ def test_dropout_between_cut_layers_is_that_of_one_process(tmp_path):
     ("pipeline + tensor_parallel", 2, rank_tasks.tower, "tensor_parallel and pipeline would each take all 2 processes; give one of them a degree"),
     ("pipeline + tensor_parallel:degree=2", 2, rank_tasks.tower, "tensor_parallel:degree=2 and pipeline do not fit 2 processes: each takes 2 or"),
     ("pipeline + sync_batch_norm", 2, rank_tasks.norming, "normalises each piece of a batch by itself, and sync_batch_norm cannot"),
-    ("pipeline + zero", 2, rank_tasks.tower, "zero and pipeline both replace shard; choose one of them"),
+    ("pipeline + zero", 2, rank_tasks.tower, "zero and pipeline both replace parallelize; choose one of them"),
 ])  # fmt: skip
 def test_what_cannot_be_cut_is_told(strategy, world, make, says):
     told = run_ranks(world, training_of, make, strategy, None)

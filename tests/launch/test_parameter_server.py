@@ -194,7 +194,7 @@ def test_a_rank_that_raises_ends_the_job(tmp_path, rank, method, staleness):
 
 
 @pytest.mark.parametrize(("recipe", "says"), [
-    ("parameter_server + ddp", "both replace shard"),
+    ("parameter_server + ddp", "both replace parallelize"),
     ("parameter_server + ema", "ema requires replicated_weights, which parameter_server invalidates"),
     ("parameter_server + gradient_clipping", "gradient_clipping requires reduced_gradients, which parameter_server invalidates"),
     ("parameter_server + znorm", "znorm requires reduced_gradients, which parameter_server invalidates"),

@@ -156,7 +156,7 @@ class RunContext:
 
     Attributes:
         device: the device of this process.
-        task: what the user wants trained; its data are opened by the time of the ``data`` hook.
+        task: what the user wants trained, as it was given.
         progress: how far the training is.
         seed: the run's seed.
         plan: how long the run trains; set after the ``plan`` hooks.

@@ -169,7 +169,7 @@ class RankProbe(Arm):
         model = program.run.model
         self.shared = model if isinstance(model, DistributedDataParallel) else None
         train = ReplayedBatch().data(program.train, program.run)
-        return dataclasses.replace(program, train=train, micro=self._switchable(program))
+        return dataclasses.replace(program, train=train, forward_backward=self._switchable(program))
 
     @property
     def kinds(self) -> dict[str, tuple[str, ...]]:

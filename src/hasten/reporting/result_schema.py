@@ -109,6 +109,26 @@ class Flops(TypedDict, total=False):
     share: Amount
 
 
+class SkippedRow(TypedDict, total=False):
+    row: Amount
+    where: Text
+    why: Text
+
+
+class InputThroughput(TypedDict, total=False):
+    """Rates in samples per second; ``data_wait_fraction`` is a share of the step."""
+
+    stages: Mapping[str, Amount]
+    step_throughput: Amount
+    end_to_end: Amount
+    first_batch_seconds: Amount
+    prefetched: YesNo
+    data_wait_fraction: Amount
+    bottleneck: Text
+    skipped_rows: Sequence[SkippedRow]
+    not_measured: Mapping[str, Text]
+
+
 class Result(TypedDict, total=False):
     """Keys of every kind of result. A result without ``kind`` is recognized by its other keys."""
 
@@ -184,6 +204,7 @@ class DiagnoseResult(Result, total=False):
     evaluation_seconds: Amount
     seconds: Amount
     flops: Flops | None
+    input: InputThroughput
     not_advised: Sequence[NotAdvised]
     causes: Mapping[str, Fact]
 
