@@ -28,13 +28,8 @@ class GradientAccumulation(Method):
     pieces: int = option(2, at_least=1)
 
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
-<<<<<<< HEAD
-        """Cuts the plan here and not in ``loop``: whether pieces give the same gradient depends on the model."""
-        if any(isinstance(part, BatchNorm) for part in model.modules()):
-=======
         """Sets the microbatches here and not in ``plan``: whether pieces give the same gradient depends on the model."""
-        if any(isinstance(part, torch.nn.modules.batchnorm._BatchNorm) for part in model.modules()):
->>>>>>> core
+        if any(isinstance(part, BatchNorm) for part in model.modules()):
             run.report_no_effect(self, "the model has batch normalisation, which would see every piece alone: not the same formula")
         elif min(self.pieces, run.plan.batch_size) < 2:
             run.report_no_effect(self, "the batch stays in one piece")
