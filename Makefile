@@ -15,7 +15,7 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 BENCHMARKS := import_time engine_overhead recording_overhead a_against_a planted harmful_methods kill_and_resume time_to_target against_loadtune ddp_scaling zero_memory checkpoint_stall slow_network parameter_server \
   data_images_in_memory data_tables data_jpeg data_tfrecord data_tokens data_resume data_place data_wait data_soak
 
-.PHONY: demo test test-all test-slow test-matrix slowest chaos soak lint bench wheel clean
+.PHONY: demo test test-all test-slow test-matrix slowest chaos soak lint types docs bench wheel clean
 
 demo: .venv/ready
 	$(BIN)/hasten tune digits --out runs/demo || [ $$? -eq 1 ]  # 1: an honest "leave it"; there is a report about that too
@@ -49,6 +49,13 @@ soak: .venv/ready-dev
 lint: .venv/ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: .venv/ready-dev
+	$(BIN)/basedpyright
+
+docs: .venv/ready-dev
+	$(BIN)/mkdocs build --strict
 
 bench: .venv/ready-bench
 	@for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python "benchmarks/$$name.py" || missed="$$missed $$name"; done; \

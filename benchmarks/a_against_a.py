@@ -14,7 +14,7 @@ from itertools import cycle, islice
 
 from _common import finish, parser, show, tell
 
-from hasten import Failure, Refusal, compare
+from hasten import RunError, ConfigurationError, compare
 
 THINGS = (
     ("digits", "baseline"),
@@ -37,7 +37,7 @@ def main() -> int:
         tell(f"comparison {number + 1} of {options.comparisons}: {task}, {recipe}")
         try:
             found = compare(task, recipe, recipe, budget=options.budget, device="cpu", seed=number)
-        except (Failure, Refusal) as error:
+        except (RunError, ConfigurationError) as error:
             missing[task, recipe] = str(error)
             continue
         done.append(found)

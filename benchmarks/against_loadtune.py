@@ -29,7 +29,7 @@ from _common import finish, installed, parser, search_folder, show, tell, watch
 from time_to_target import newest_records
 
 import hasten
-from hasten import Failure, Recipe, Refusal
+from hasten import RunError, Recipe, ConfigurationError
 
 WORKLOADS = ("digits", "fashion_mnist", "tiny_shakespeare", "adult", "cifar10")
 HERE = Path(__file__).parent
@@ -59,7 +59,7 @@ def loadtunes_choice(workload: str, steps: int) -> dict:
         done = subprocess.run(words, env=os.environ | {"HASTEN_BENCHMARK_TASK": workload}, capture_output=True, text=True, check=False)
         seconds = time.monotonic() - began
         if not raw.exists():
-            raise Failure(f"loadtune ended with code {done.returncode}: {(done.stdout + done.stderr).strip().splitlines()[-1][:200]}")
+            raise RunError(f"loadtune ended with code {done.returncode}: {(done.stdout + done.stderr).strip().splitlines()[-1][:200]}")
         told = json.loads(raw.read_text())
     return {**chosen(told), "seconds": seconds, "trials": len(told["trials"]), "narrative": told["narrative"]}
 
@@ -79,7 +79,7 @@ def chosen(told: dict) -> dict:
 def as_recipe(knobs: dict) -> Recipe:
     """loadtune's configuration in hasten's words. The batch size is loadtune's only where there is a GPU to fill."""
     if knobs["batch_size"]:
-        raise Refusal("loadtune changed the batch size, which it does on GPUs only; that is not translated")
+        raise ConfigurationError("loadtune changed the batch size, which it does on GPUs only; that is not translated")
     recipe = Recipe()
     if workers := knobs["num_workers"]:
         prefetch = knobs["prefetch_factor"] or 2
@@ -146,7 +146,7 @@ def proven(workload: str) -> dict:
     """What an earlier search on a CPU said."""
     found = newest_records().get(workload)
     if not found or found["device"] != "cpu":
-        raise Refusal(f"no record of {workload} on a CPU")
+        raise ConfigurationError(f"no record of {workload} on a CPU")
     return found
 
 
@@ -190,7 +190,7 @@ def main() -> int:
     for workload in options.workloads or WORKLOADS:
         try:
             done[workload] = against(workload, options)
-        except (Failure, Refusal) as error:
+        except (RunError, ConfigurationError) as error:
             failed[workload] = str(error)
     show(
         ("workload", "loadtune's recipe", "hasten's recipe", "hasten faster by", "to target, s", "metric", "search, s"),

@@ -53,10 +53,10 @@ class Arms:
     """Each way to save: the seconds that the training stood still, and those of the whole leg."""
 
     def __init__(self, built, folder: Path, steps: int):
-        from hasten.engine.loop import steps as training
-        from hasten.engine.saving import Saving
+        from hasten.engine.loop import train_steps as training
+        from hasten.engine.saving import AsyncCheckpointer
 
-        self.folder, self.steps, self.saving, self.waited = folder, steps, Saving(), 0.0
+        self.folder, self.steps, self.saving, self.waited = folder, steps, AsyncCheckpointer(), 0.0
         self.built = dataclasses.replace(built, optimizer_step=self._updating(built.optimizer_step))  # as engine/running.py does
         self.training = training(self.built)
 
@@ -83,7 +83,7 @@ class Arms:
 
         checkpoints = checkpoint.Checkpoints(self.folder)
         checkpoints.whole = [self.folder]  # the first one of a run is also read back
-        self.saving.begin(checkpoint.state_of(self.built), checkpoint.resting(self.built.run), checkpoints.save)
+        self.saving.begin(checkpoint.get_state(self.built), checkpoint.update_only_tensors(self.built.run), checkpoints.save)
         yield
         self.saving.finish()
 

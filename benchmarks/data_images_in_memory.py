@@ -49,11 +49,11 @@ class Bound:
     """What cannot be left out: every picture read once, every number written once, into memory that is warm."""
 
     def __init__(self, pictures, labels):
-        from hasten.data.memory import large
+        from hasten.data.memory import alloc_huge
 
-        self.pictures, self.labels = large(pictures.numel(), torch.uint8).view(pictures.shape).copy_(pictures), labels
+        self.pictures, self.labels = alloc_huge(pictures.numel(), torch.uint8).view(pictures.shape).copy_(pictures), labels
         self.rows = torch.empty((BATCH, *pictures.shape[1:]), dtype=torch.uint8)
-        self.floats = large(self.rows.numel(), torch.float32).view(self.rows.shape)
+        self.floats = alloc_huge(self.rows.numel(), torch.float32).view(self.rows.shape)
 
     def __iter__(self):
         for index in shuffled_batches(len(self.pictures)):

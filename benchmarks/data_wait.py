@@ -25,8 +25,8 @@ from contextlib import ExitStack
 import torch
 from _common import Interval, finish, in_turns, interval, parser, say, show, tell
 
-from hasten import Failure, Recipe, Refusal
-from hasten.contract.batch import size, tensors
+from hasten import RunError, Recipe, ConfigurationError
+from hasten.contract.batch import batch_size, batch_tensors
 from hasten.diagnosis.probe import Probe
 from hasten.diagnosis.replacements import outside_name
 from hasten.diagnosis.timeline import Timeline
@@ -66,7 +66,7 @@ class Waiting(Probe):
 
     def reading(self, seconds: float) -> dict:
         """Samples of the dataset, and seconds to read one of them; for an arm that reads samples."""
-        dataset, taken = self.program.train.samples.dataset, []
+        dataset, taken = self.program.train.spec.dataset, []
         began = time.perf_counter()
         for number in torch.randperm(len(dataset)).tolist():
             dataset[number]
@@ -77,8 +77,8 @@ class Waiting(Probe):
 
     def gathering(self) -> float:
         """Seconds to pick a batch, field by field, from a store of as many samples of its kind, into memory that is warm."""
-        fields = tensors(next(iter(self.program.train.epoch(0, 0))))
-        rows, samples = size(fields), len(self.program.train.samples.dataset)
+        fields = batch_tensors(next(iter(self.program.train.epoch(0, 0))))
+        rows, samples = batch_size(fields), len(self.program.train.spec.dataset)
         copies = -(-min(samples, STORE * rows // sum(field.nbytes for field in fields)) // rows)
         stores = [field.repeat(copies, *[1] * (field.ndim - 1)) for field in fields]
         into, taken = [torch.empty_like(field) for field in fields], []
@@ -110,7 +110,7 @@ def arms_of(workload: str, stack: ExitStack, warm_up: float) -> tuple[dict[str, 
         try:
             plans[name] = worker.call("build")
             worker.call("warm_up", seconds=warm_up)
-        except Failure as error:
+        except RunError as error:
             if name == TEXTBOOK:
                 raise
             missing[name] = str(error)
@@ -204,7 +204,7 @@ def main() -> int:
     for workload in options.workloads or WORKLOADS:
         try:
             told[workload] = measured(workload, options)
-        except (Failure, Refusal) as error:
+        except (RunError, ConfigurationError) as error:
             failed[workload] = str(error)
     found = {workload: outcome(each) for workload, each in told.items()}
     show(HEADINGS, [row for workload, arms in found.items() for row in rows_of(workload, arms)])

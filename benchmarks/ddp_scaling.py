@@ -82,7 +82,7 @@ def alone() -> Iterator:
 def hasten(ranks) -> Iterator:
     from hasten import Task
     from hasten.engine.find import make_method
-    from hasten.engine.loop import steps
+    from hasten.engine.loop import train_steps
     from hasten.engine.plan import build
 
     task = Task(
@@ -94,7 +94,7 @@ def hasten(ranks) -> Iterator:
         batch_size=BATCH * ranks.world_size,
         epochs=10**6,
     )
-    return steps(build(task, [make_method("ddp")], ranks=ranks))
+    return train_steps(build(task, [make_method("ddp")], ranks=ranks))
 
 
 def accelerate() -> Iterator:
@@ -197,9 +197,9 @@ def main() -> int:
     options.add_argument("--steps", type=int, default=6, help="of a leg")
     options = options.parse_args()
     torch.set_num_threads(1)
-    from hasten.engine.ranks import joined
+    from hasten.engine.ranks import init_process_group
 
-    with joined("cpu") as ranks, tempfile.TemporaryDirectory() as folder:
+    with init_process_group("cpu") as ranks, tempfile.TemporaryDirectory() as folder:
         arms = {ONE: alone(), BOUND: alone(), OURS: hasten(ranks), THEIRS: torch_ddp()}
         missing = {name: why for name in PEERS if (why := installed(name)) is not None}
         for name in (name for name in PEERS if name not in missing):  # in one order on all ranks

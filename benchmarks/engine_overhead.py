@@ -30,12 +30,12 @@ def model() -> nn.Module:
 
 
 def hasten_engine(loader) -> None:
-    from hasten.engine.loop import steps
+    from hasten.engine.loop import train_steps
     from hasten.engine.plan import build
 
     program = build(as_task(model, loader))
     with program.process_context():
-        for _ in steps(program):
+        for _ in train_steps(program):
             pass
 
 

@@ -52,9 +52,9 @@ class Honest(Method):
     dataset = Kept
 
     def data(self, batches, run):
-        if not batches.training or batches.samples is None:
+        if not batches.training or batches.spec is None:
             return batches
-        return batches.with_samples(dataset=self.dataset(batches.samples.dataset))
+        return batches.with_spec(dataset=self.dataset(batches.spec.dataset))
 
 
 class WrongLabels(Honest):

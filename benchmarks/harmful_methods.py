@@ -16,7 +16,7 @@ from pathlib import Path
 from _common import finish, parser, show, tell, watch
 from harmful import HARMFUL
 
-from hasten import Failure, tune
+from hasten import RunError, tune
 
 FILE = Path(__file__).parent / "harmful.py"
 BESIDE = ("fused_optimizer",)  # the only other method to be tried: the search is about what is offered
@@ -27,7 +27,7 @@ def offered(name: str, options) -> dict:
     method = f"{FILE}:{name}"
     try:
         result = tune(options.task, budget=options.budget, consider=BESIDE, extra=[method], out=options.out, device="cpu", watch=watch)
-    except Failure as error:
+    except RunError as error:
         return {"name": name, "accepted": None, "why": f"the search failed: {error}", "trials": []}
     fate = result["offered"][0]
     return {

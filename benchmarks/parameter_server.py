@@ -46,7 +46,7 @@ def program_of(recipe: str, ranks):
         model=model, train_data=data(), loss=cross_entropy, optimizer=optimizer, metric="accuracy",
         batch_size=BATCH * ranks.world_size, epochs=10**6,
     )  # fmt: skip
-    return build(task, make_methods(Recipe.read(recipe)), ranks=ranks)
+    return build(task, make_methods(Recipe.coerce(recipe)), ranks=ranks)
 
 
 def sleeping(steps, slow, rank: int):
@@ -61,18 +61,18 @@ def rank_of_a_job(options) -> None:
     """Measures every recipe in every case, and leaves the numbers where the first process finds them."""
     from contextlib import ExitStack
 
-    from hasten.engine.loop import steps
-    from hasten.engine.ranks import joined
+    from hasten.engine.loop import train_steps
+    from hasten.engine.ranks import init_process_group
 
     torch.set_num_threads(1)
-    with joined("cpu") as ranks, ExitStack() as stack:
+    with init_process_group("cpu") as ranks, ExitStack() as stack:
         if not ranks.is_main_process:
             sys.stderr = open(os.devnull, "w")  # noqa: SIM115  rank 0 speaks
         taken = {}
         programs = {recipe: program_of(recipe, ranks) for recipe in RECIPES}
         for program in programs.values():
             stack.enter_context(program.process_context())
-        trainings = {recipe: steps(program) for recipe, program in programs.items()}
+        trainings = {recipe: train_steps(program) for recipe, program in programs.items()}
         for case, slow in CASES.items():
             arms = {recipe: sleeping(training, slow, ranks.rank) for recipe, training in trainings.items()}
             ways = {recipe: lambda arm=arm: leg(arm, options.steps, ranks, idle=False) for recipe, arm in arms.items()}

@@ -34,7 +34,7 @@ EARLIER_SEEDS = 3  # of the baseline, which the tuner has before the gate
 
 def step_seconds(steps: int = 200) -> tuple[float, float]:
     """What a step takes beside the wait: from the lower to the upper quartile."""
-    from hasten.engine.loop import steps as training_steps
+    from hasten.engine.loop import train_steps as training_steps
     from hasten.engine.plan import build
 
     times, last = [], None

@@ -58,5 +58,5 @@ class Sooner(Method):
     card = Card(summary="wait less for every batch", exactness=Exactness.BIT_EXACT, accelerates={"input"})
 
     def data(self, batches, run):
-        dataset = batches.samples.dataset
-        return batches.with_samples(dataset=Slow(dataset.seconds * self.share, len(dataset)))
+        dataset = batches.spec.dataset
+        return batches.with_spec(dataset=Slow(dataset.seconds * self.share, len(dataset)))

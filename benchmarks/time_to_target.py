@@ -18,7 +18,7 @@ from pathlib import Path
 from _common import circumstances, finish, new_record, parser, search_folder, show, slug, tell, watch
 
 import hasten
-from hasten import Failure, Recipe, Refusal
+from hasten import RunError, Recipe, ConfigurationError
 
 RECORDS = Path(__file__).parent.parent / "records"
 CLAIM = "time-to-target"
@@ -140,7 +140,7 @@ def main() -> int:
     for workload in options.workloads or FIGURES:
         try:
             results[workload] = tuned(workload, options)
-        except (Failure, Refusal) as error:
+        except (RunError, ConfigurationError) as error:
             failed[workload] = str(error)
             continue
         if options.record:

@@ -74,9 +74,9 @@ def measure() -> int:
     from hasten import Task
     from hasten.contract.recipe import Recipe
     from hasten.engine.find import make_methods
-    from hasten.engine.loop import steps
+    from hasten.engine.loop import train_steps
     from hasten.engine.plan import build
-    from hasten.engine.ranks import joined
+    from hasten.engine.ranks import init_process_group
 
     def trained(width: int, ranks) -> int:
         """What is resident just before an update of a network so wide."""
@@ -86,17 +86,17 @@ def measure() -> int:
             train_data=torch.utils.data.TensorDataset(rows, rows), loss=mse_loss,
             optimizer=lambda model: torch.optim.Adam(model.parameters()), metric="loss", batch_size=8, epochs=10**6,
         )  # fmt: skip
-        program = build(task, make_methods(Recipe.read(os.environ[STRATEGY])), ranks=ranks)
+        program = build(task, make_methods(Recipe.coerce(os.environ[STRATEGY])), ranks=ranks)
 
         def update() -> None:
             readings.append(resident())
             program.optimizer_step()
 
-        for _ in islice(steps(dataclasses.replace(program, optimizer_step=update)), STEPS):
+        for _ in islice(train_steps(dataclasses.replace(program, optimizer_step=update)), STEPS):
             pass
         return readings[-1]
 
-    with joined("cpu") as ranks:
+    with init_process_group("cpu") as ranks:
         before = trained(SMALL, ranks)  # with all that is imported on the way
         own = (trained(WIDTH, ranks) - before) / (LAYERS * (WIDTH + 1) * WIDTH)
         everybodys = [json.loads(each) for each in ranks.all_gather(json.dumps(own).encode())]

@@ -8,7 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests st
 import pytest
 import torch
 
-from hasten.contract.errors import Notice
+from hasten.contract.errors import HastenWarning
 
 TESTS = Path(__file__).resolve().parent
 BESIDE = TESTS.parents[1] / "shared" / "data"
@@ -25,7 +25,7 @@ torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # a loader found in a ci
 
 def pytest_configure(config: pytest.Config) -> None:
     """What hasten tells its users while it runs is output, and no fault of a test that causes it."""
-    config.addinivalue_line("filterwarnings", f"default::{Notice.__module__}.{Notice.__qualname__}")
+    config.addinivalue_line("filterwarnings", f"default::{HastenWarning.__module__}.{HastenWarning.__qualname__}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

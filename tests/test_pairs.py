@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from hasten.contract.card import TRAITS
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 from hasten.contract.recipe import Recipe
 from hasten.engine.composition import check_conflicts
 from hasten.engine.find import make_method, make_methods, method_names
-from hasten.engine.loop import steps
+from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
 from hasten.measure.process_state import restored
 from helpers.small_tasks import ELSEWHERE, SETTINGS, names_with_effect, tasks_with_effect
@@ -29,9 +29,9 @@ def test_a_pair_trains_together_in_any_order_or_is_refused(pair):
     task = common_task(pair)
     try:
         weights = _two_steps(task, pair)
-    except Refusal as reason:
+    except ConfigurationError as reason:
         assert all(name in str(reason) for name in pair), f"the refusal of {pair} names not both: {reason}"
-        with pytest.raises(Refusal) as again:
+        with pytest.raises(ConfigurationError) as again:
             _two_steps(task, pair[::-1])
         assert str(again.value) == str(reason)
         return
@@ -44,7 +44,7 @@ def test_a_pair_trains_together_in_any_order_or_is_refused(pair):
 
 @pytest.mark.parametrize("name", method_names())
 def test_a_method_with_itself_is_refused(name):
-    with pytest.raises(Refusal, match="named twice"):
+    with pytest.raises(ConfigurationError, match="named twice"):
         Recipe.parse([name, name])
     assert make_method(name).name == name
 
@@ -61,7 +61,7 @@ def _two_steps(task, names) -> dict:
         warnings.simplefilter("ignore", UserWarning)
         program = build(task(), make_methods(Recipe({name: SETTINGS.get(name, {}) for name in names})))
         with program.process_context():
-            for _ in islice(steps(program), 2):
+            for _ in islice(train_steps(program), 2):
                 pass
             return {name: value.detach().clone() for name, value in program.export().state_dict().items()}
 
@@ -76,7 +76,7 @@ def _two_steps(task, names) -> dict:
 )
 def test_what_one_needs_and_the_other_takes_away(pair, trait):
     for order in (pair, pair[::-1]):
-        with pytest.raises(Refusal, match=f"requires {trait}, which"):
+        with pytest.raises(ConfigurationError, match=f"requires {trait}, which"):
             check_conflicts([make_method(name) for name in order])
 
 

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from hasten.contract.errors import Failure
+from hasten.contract.errors import RunError
 from helpers.ranks import run_ranks
 
 
@@ -25,7 +25,7 @@ def leaves_state(rank: int) -> None:
 
 
 def fails(rank: int) -> None:
-    raise Failure("as hasten fails")
+    raise RunError("as hasten fails")
 
 
 def raises(rank: int) -> None:

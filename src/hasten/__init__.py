@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hasten.contract.card import Card, Exactness, WrapOrder
-    from hasten.contract.data import Batches
-    from hasten.contract.errors import Failure, Notice, Refusal
+    from hasten.contract.data import BatchSource
+    from hasten.contract.errors import RunError, HastenWarning, ConfigurationError
     from hasten.contract.method import Method, option
     from hasten.contract.run_context import ParallelContext, RunContext, TrainPlan, TrainProgress
     from hasten.contract.types import BackwardFn, Batch, BatchFn, ContextFactory, ForwardFn, LossFn, OptimizerFactory, StepFn
@@ -29,19 +29,19 @@ __all__ = [
     "BackwardFn",
     "Batch",
     "BatchFn",
-    "Batches",
+    "BatchSource",
     "Card",
     "ContextFactory",
     "Exactness",
-    "Failure",
+    "RunError",
     "ForwardFn",
     "LossFn",
     "Method",
-    "Notice",
+    "HastenWarning",
     "OptimizerFactory",
     "ParallelContext",
     "Recipe",
-    "Refusal",
+    "ConfigurationError",
     "RunContext",
     "StepFn",
     "Task",

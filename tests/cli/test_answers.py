@@ -75,9 +75,9 @@ class Search(NamedTuple):
 
 
 def measure_shortly() -> None:
-    diagnosed, paced = tune.diagnose, study.Study.pace
+    diagnosed, paced = tune.diagnose, study.Study.compare_speed
     tune.diagnose = lambda task, **given: diagnosed(task, **(given | {"budget": 1.0}))
-    study.Study.pace = lambda *recipes, **given: paced(*recipes, **(given | {"seconds": 1.0}))
+    study.Study.compare_speed = lambda *recipes, **given: paced(*recipes, **(given | {"seconds": 1.0}))
 
 
 @pytest.fixture(scope="module", params=SEARCHES)

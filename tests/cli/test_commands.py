@@ -19,7 +19,7 @@ from hasten.cli import methods, progress
 from hasten.cli.answer import strict_json
 from hasten.cli.main import main, read
 from hasten.cli.values import seconds
-from hasten.contract.watch import silent
+from hasten.contract.watch import no_progress
 from hasten.engine.find import method_names
 from helpers.process import PATIENCE, begun, ended, program
 
@@ -113,10 +113,10 @@ def test_global_options_before_and_after_the_verb(words):
 
 
 def test_one_method_told_as_data():
-    method = methods.run(Namespace(name="znorm", device="cpu"), silent).result
+    method = methods.run(Namespace(name="znorm", device="cpu"), no_progress).result
     assert {"name": "eps", "type": "float", "default": 1e-8, "range": "above 0"} in method["settings"]
     assert "float16" in method["wraps"] and "znorm" not in method["wraps"]
-    both = methods.run(Namespace(name="batched_fetch", device="cpu"), silent).result
+    both = methods.run(Namespace(name="batched_fetch", device="cpu"), no_progress).result
     assert "cache_dataset" in [conflict["method"] for conflict in both["conflicts"]]
     json.loads(strict_json(both))
 
@@ -134,7 +134,7 @@ def test_a_method_page_tells_what_can_be_typed(capfd):
 
 
 def test_the_catalogue(here, monkeypatch, capfd):
-    listed = {method["name"]: method for method in methods.run(Namespace(name=None, device="cpu"), silent).result["methods"]}
+    listed = {method["name"]: method for method in methods.run(Namespace(name=None, device="cpu"), no_progress).result["methods"]}
     assert listed.keys() == set(method_names())
     assert listed["tf32"]["not_here"] and not listed["ema"]["not_here"]
     assert main(["methods"]) == 0
@@ -159,13 +159,13 @@ def test_a_record_of_several_methods_is_shown_with_each(here, monkeypatch):
     trial = {"what": "batch_size:factor=4,rule=sqrt + ema:decay=0.9 + znorm", "verdict": "faster", "ratio": None, "why": ""}
     publish([trial], here, monkeypatch)
     for name, times in (("batch_size", 1), ("ema", 1), ("znorm", 1), ("float16", 0)):
-        records = methods.run(Namespace(name=name, device="cpu"), silent).result["records"]
+        records = methods.run(Namespace(name=name, device="cpu"), no_progress).result["records"]
         assert [record["what"] for record in records] == [trial["what"]] * times
 
 
 def test_the_published_records_are_shown_wherever_hasten_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    records = methods.run(Namespace(name="channels_last", device="cpu"), silent).result["records"]
+    records = methods.run(Namespace(name="channels_last", device="cpu"), no_progress).result["records"]
     assert {"cifar10", "fashion_mnist"} <= {record["task"] for record in records}
     assert any(record["ratio"] and record["ratio"]["median"] > 1.1 for record in records)
 

@@ -93,7 +93,7 @@ def test_code_from_outside_has_to_be_named_again(here, capfd):
 def test_a_metric_that_is_mended_costs_no_step(here):
     """That it gives no number shows at the first evaluation; what was trained by then is kept."""
     unfit = dataclasses.replace(load_task("mine.py:task"), metric=lambda output, target: "high", higher_is_better=True)
-    with pytest.raises(hasten.Refusal, match="must give one number; it gave 'high'"):
+    with pytest.raises(hasten.ConfigurationError, match="must give one number; it gave 'high'"):
         hasten.train(unfit, out="run", checkpoint_seconds=0, device="cpu")
     trained = []
     result = hasten.train("mine.py:task", out="run", resume=True, device="cpu", observers=[trained.extend])
@@ -131,7 +131,7 @@ def test_settings_come_back_as_they_were(here):
     with pytest.raises(InterruptedError):
         hasten.train("mine.py:task", recipe, out="run", checkpoint_seconds=0, observers=[stop], device="cpu")
     assert told(here)["recipe"] == recipe.methods
-    with pytest.raises(hasten.Refusal, match="another recipe"):
+    with pytest.raises(hasten.ConfigurationError, match="another recipe"):
         hasten.train("mine.py:task", recipe.with_method("./mine.py:Own", text=3, other="a,b + c=d", number=0.1), out="run", resume=True)
     assert hasten.train("mine.py:task", recipe, out="run", resume=True, device="cpu")["steps"] == 8
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hasten import Card, Exactness, Refusal
+from hasten import Card, Exactness, ConfigurationError
 
 
 def card(**fields) -> Card:
@@ -18,11 +18,11 @@ def test_what_a_method_applies_to_may_be_said_in_any_words():
 )
 def test_unknown_words_that_are_computed_with_are_refused_and_the_known_ones_named(field, known):
     assert getattr(card(**{field: [known]}), field) == {known}
-    with pytest.raises(Refusal, match=rf"{field}=\['skip connections'\], but the known words are .*{known}"):
+    with pytest.raises(ConfigurationError, match=rf"{field}=\['skip connections'\], but the known words are .*{known}"):
         card(**{field: {"skip connections"}})
 
 
 @pytest.mark.parametrize("field", ["accelerates", "applies_to", "requires", "invalidates", "replaces"])
 def test_a_word_alone_is_no_set_of_words(field):
-    with pytest.raises(Refusal, match=rf"{field}='cuda'; it must be a set: \{{'cuda'\}}"):
+    with pytest.raises(ConfigurationError, match=rf"{field}='cuda'; it must be a set: \{{'cuda'\}}"):
         card(**{field: "cuda"})

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hasten import Refusal
+from hasten import ConfigurationError
 from hasten.contract.recipe import Recipe
 
 
@@ -24,5 +24,5 @@ def test_a_plus_joins_methods_but_not_the_parts_of_a_path(text, names):
 
 @pytest.mark.parametrize("text", ["[methods.ema]\ndecay = " + "9" * 5000, "a = " + "[" * 5000, "[methods"])
 def test_what_is_no_toml_is_refused(text):
-    with pytest.raises(Refusal, match="the recipe is not valid TOML"):
+    with pytest.raises(ConfigurationError, match="the recipe is not valid TOML"):
         Recipe.from_toml(text)

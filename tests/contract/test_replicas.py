@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 from hasten.contract.ranks import ProcessGroupInfo
-from hasten.contract.replicas import hold_between
+from hasten.contract.replicas import assign_mesh_dim
 from hasten.contract.run_context import ParallelContext, RunContext
 
 
@@ -16,7 +16,7 @@ def laid_out(world: int, shards: int | None, stages: int | None, stages_first: b
     asked = [("shards", "cut", shards), ("stages", "row", stages)]
     for dimension, name, degree in asked[::-1] if stages_first else asked:
         if degree is not None:
-            hold_between(SimpleNamespace(name=name, degree=degree), run, dimension)
+            assign_mesh_dim(SimpleNamespace(name=name, degree=degree), run, dimension)
     return world // run.parallel.model_parallel_size, run.parallel.pp_size, run.parallel.tp_size
 
 
@@ -37,5 +37,5 @@ def test_ranks_are_shared_out_as_the_degrees_say(world, shards, stages, right):
     (4, 2, 1, "cut:degree=2 and row:degree=1 do not fit 4 processes"),
 ])  # fmt: skip
 def test_degrees_that_do_not_fit_are_refused(world, shards, stages, says):
-    with pytest.raises(Refusal, match=says):
+    with pytest.raises(ConfigurationError, match=says):
         laid_out(world, shards, stages)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from hasten.contract.batch import map_tensors, tensors
+from hasten.contract.batch import map_tensors, batch_tensors
 from hasten.contract.tree import tree_leaves, tree_map
 
 
@@ -51,7 +51,7 @@ OPAQUE = SimpleNamespace(x=ONE)
 def test_map_tensors_keeps_containers_and_everything_else(batch, expected, count):
     mapped = map_tensors(torch.neg, batch)
     assert type(mapped) is type(expected) and mapped == expected
-    assert [tensor.item() for tensor in tensors(batch)] == [1.0] * count
+    assert [tensor.item() for tensor in batch_tensors(batch)] == [1.0] * count
 
 
 def test_tree_map_stops_at_leaves():

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from hasten.contract.errors import Refusal
-from hasten.contract.unmade import exchange, unmade
+from hasten.contract.errors import ConfigurationError
+from hasten.contract.unmade import replace_tensors, deferred_init
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -29,7 +29,7 @@ def at_once(make, seed: int = 3):
 
 def part_by_part(make, wanted=lambda name: True, seed: int = 3):
     torch.manual_seed(seed)
-    model, making = unmade(make)
+    model, making = deferred_init(make)
     named = tensors_of(model)
     assert all(tensor.is_meta for tensor in named.values())
     names = [name for name in named if wanted(name)]
@@ -203,7 +203,7 @@ def test_a_weight_is_done_as_soon_as_its_numbers_are_drawn():
         made.apply(lambda part: nn.init.orthogonal_(part.weight) if isinstance(part, nn.Linear) else None)
         return made.double()
 
-    model, making = unmade(make)
+    model, making = deferred_init(make)
     weights = [part.weight for part in model]
     torch.manual_seed(0)
     states = [torch.get_rng_state() for _, weight in making(weights)]
@@ -211,11 +211,11 @@ def test_a_weight_is_done_as_soon_as_its_numbers_are_drawn():
 
 
 def test_what_was_one_weight_stays_one():
-    model, making = unmade(Tied)
+    model, making = deferred_init(Tied)
     assert model.out.weight is model.table.weight
     model.table.weight.kind = "table"
     made = dict(making([model.table.weight]))
-    exchange(model, lambda tensor: made[0])
+    replace_tensors(model, lambda tensor: made[0])
     assert model.out.weight is model.table.weight and isinstance(model.out.weight, nn.Parameter)
     assert torch.equal(model.out.weight, made[0]) and model.out.weight.kind == "table"
 
@@ -223,10 +223,10 @@ def test_what_was_one_weight_stays_one():
 def test_a_recurrent_layer_computes_with_the_weights_it_was_given():
     whole, _ = at_once(make := lambda: nn.LSTM(3, 4))
     torch.manual_seed(3)
-    model, making = unmade(make)
+    model, making = deferred_init(make)
     weights = list(model.parameters())
     made = {id(weights[number]): tensor for number, tensor in making(weights)}
-    exchange(model, lambda tensor: made[id(tensor)])
+    replace_tensors(model, lambda tensor: made[id(tensor)])
     reference = nn.LSTM(3, 4)
     reference.load_state_dict({name.removeprefix("."): tensor for name, tensor in whole.items()})
     given = torch.ones(2, 3)
@@ -284,6 +284,6 @@ def by_a_mask():
     (by_a_mask, "looks at its numbers while it is made"),
 ])  # fmt: skip
 def test_what_cannot_be_made_part_by_part_is_refused(make, says):
-    with pytest.raises(Refusal) as refused:
-        unmade(make)
+    with pytest.raises(ConfigurationError) as refused:
+        deferred_init(make)
     assert says in str(refused.value) and "leave place=memory out" in str(refused.value) and "\n" not in str(refused.value)

@@ -6,10 +6,10 @@ import time
 import numpy
 import pytest
 
-from hasten.contract.watch import silent
+from hasten.contract.watch import no_progress
 from hasten.data.storing.advice import better_storages, slower_of, workplace
-from hasten.data.storing.kinds import kind_of
-from hasten.data.storing.readings import Reading
+from hasten.data.storing.kinds import detect_format
+from hasten.data.storing.readings import RowReader
 from hasten.data.storing.stages import pace
 from helpers.process import FORK, forked
 from helpers.storages import pictures, table, written
@@ -24,27 +24,27 @@ def cache(tmp_path, monkeypatch):
 def test_a_slow_disk_makes_small_files_better(tmp_path):
     """Rows of raw pixels are read at once from memory, and much later than small JPEGs from a slow disk."""
     data = pictures(tmp_path / "in", count=24)
-    kind, files = kind_of(data)
-    reading = Reading(kind, str(data), files, resize=256)
+    kind, files = detect_format(data)
+    reading = RowReader(kind, str(data), files, resize=256)
     before = pace(reading, 0.5)["batches"]
-    fast = better_storages(reading, [before], 1000, None, 4.0, silent)
+    fast = better_storages(reading, [before], 1000, None, 4.0, no_progress)
     assert fast[0]["to"] == "rows" and fast[0]["bytes"] == pytest.approx(1000 * 3 * 256 * 256, rel=0.01)
     disk = 200_000.0  # bytes a second
     before = slower_of(before, sum(map(os.path.getsize, files)) / len(files), disk)
-    slow = better_storages(reading, [before], 1000, disk, 4.0, silent)
+    slow = better_storages(reading, [before], 1000, disk, 4.0, no_progress)
     assert "rows" not in [each["to"] for each in slow]
 
 
 def test_fastest_storages_get_no_advice(tmp_path):
     numpy.save(tmp_path / "x.npy", numpy.zeros((100, 3), numpy.float32))
-    kind, files = kind_of(tmp_path / "x.npy")
-    assert better_storages(Reading(kind, files, files), [1e6], 100, None, 1.0, silent) == []
+    kind, files = detect_format(tmp_path / "x.npy")
+    assert better_storages(RowReader(kind, files, files), [1e6], 100, None, 1.0, no_progress) == []
 
 
 def test_what_cannot_be_stored_that_way_is_left_out(tmp_path):
     data = written(tmp_path / "in", content=table().drop_columns(["word"]))
-    kind, files = kind_of(data)
-    found = better_storages(Reading(kind, files, files, fill=0), [1.0], 3000, None, 2.0, silent)
+    kind, files = detect_format(data)
+    found = better_storages(RowReader(kind, files, files, fill=0), [1.0], 3000, None, 2.0, no_progress)
     assert [each["to"] for each in found] == ["feather"]
 
 

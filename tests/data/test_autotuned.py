@@ -13,30 +13,30 @@ import psutil
 import pytest
 import torch
 
-from hasten import Refusal
+from hasten import ConfigurationError
 from hasten.contract import climbing, looking
-from hasten.contract.climbing import Climber
-from hasten.contract.data import Crew
-from hasten.contract.errors import Notice
+from hasten.contract.climbing import LoaderAutotuner
+from hasten.contract.data import WorkerConfig
+from hasten.contract.errors import HastenWarning
 from hasten.data import Pipeline, Source, arrays
 from hasten.data.caching.cache import Cache
 from hasten.data.caching.cache_disk import _Written, free_disk
 from hasten.data.running import autotuned
-from hasten.data.running.autotuned import Autotuned, repeatable, worth_keeping
+from hasten.data.running.autotuned import AutotunedRunner, repeatable, worth_keeping
 from helpers.pipelines import BATCH, ROWS, augmented, equal
 
 PATIENCE = 60.0  # seconds, on a busy machine; most of it is never used
 
 
-class Restless(Climber):
+class Restless(LoaderAutotuner):
     """Looks at one crew after the other, for ever."""
 
-    crews = (Crew(), Crew(processes=1), Crew(processes=2, ahead=3), Crew(threads=1, ahead=2), Crew(threads=3))
+    crews = (WorkerConfig(), WorkerConfig(processes=1), WorkerConfig(processes=2, prefetch=3), WorkerConfig(threads=1, prefetch=2), WorkerConfig(threads=3))
 
     def search(self, choices, seen=None):
         kinds = {"threads": "threads" in choices.kinds, "processes": "processes" in choices.kinds}
         for crew in itertools.cycle(self.crews):
-            if not crew.workers or kinds["threads" if crew.threads else "processes"]:
+            if not crew.num_workers or kinds["threads" if crew.threads else "processes"]:
                 yield crew
 
 
@@ -50,7 +50,7 @@ def at_once(monkeypatch):
 def restless(pipeline):
     """The pipeline, whose crew changes every few batches, and the crews that were seen."""
     climber = Restless(cores=3, room=lambda: math.inf)
-    return pipeline._with(runner=Autotuned(climber, timeout=60.0))
+    return pipeline._with(runner=AutotunedRunner(climber, timeout=60.0))
 
 
 def nothing_left(before: list[threading.Thread]) -> bool:
@@ -97,8 +97,8 @@ def test_what_maps_draw_from_the_process_stays_the_same_and_threads_are_no_choic
     torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
     list(restless(numbers()))
     assert (torch.rand(2).tolist(), random.random(), numpy.random.rand()) == before
-    with pytest.raises(Refusal, match="threads would share"):
-        numbers().batches(BATCH, 0, True).by(Crew(threads=2, ahead=2))
+    with pytest.raises(ConfigurationError, match="threads would share"):
+        numbers().batches(BATCH, 0, True).by(WorkerConfig(threads=2, prefetch=2))
 
 
 # ---- real sources and real steps
@@ -158,12 +158,12 @@ def test_threads_are_tried_where_nothing_is_the_users_own():
     def kinds(pipeline):
         seen = set()
 
-        class Noting(Climber):
+        class Noting(LoaderAutotuner):
             def over(self, enter, choices):
                 seen.update(choices.kinds)
-                return enter(Crew(), 0)
+                return enter(WorkerConfig(), 0)
 
-        list(pipeline._with(runner=Autotuned(Noting(cores=2, room=lambda: math.inf))))
+        list(pipeline._with(runner=AutotunedRunner(Noting(cores=2, room=lambda: math.inf))))
         return seen
 
     numbers = arrays(torch.arange(32.0))
@@ -183,11 +183,11 @@ def test_the_engine_is_given_the_crew_and_may_name_another():
     pipeline = augmented().prefetch(4, processes=2)
     batches = pipeline.batches(BATCH, 0, True)
     whole = list(batches.epoch(0, 0))
-    assert batches.crew == Crew(processes=2, ahead=4)
-    for crew in (Crew(), Crew(processes=1, ahead=1)):
+    assert batches.crew == WorkerConfig(processes=2, prefetch=4)
+    for crew in (WorkerConfig(), WorkerConfig(processes=1, prefetch=1)):
         other = batches.by(crew)
         assert other.crew == crew and equal(list(other.epoch(0, 0)), whole) and other.length == batches.length
-    assert equal(list(batches.by(Climber(cores=2, room=lambda: math.inf)).epoch(0, 2)), whole[2:])
+    assert equal(list(batches.by(LoaderAutotuner(cores=2, room=lambda: math.inf)).epoch(0, 2)), whole[2:])
     assert batches.mapped(iter).by is None
 
 
@@ -245,7 +245,7 @@ def waiting(pipeline):
 
 def test_where_samples_lie_on_the_disk_is_told_and_they_are_given_up_where_that_is_not_faster(caches, at_once):
     pipeline = waiting(arrays(torch.arange(64.0)).map(slowly).batch(8).prefetch("auto", cores=1, gigabytes=1e-9))
-    with pytest.warns(Notice, match="tried from the disk: 2.56e-07 GB in .*until somebody deletes them") as told:
+    with pytest.warns(HastenWarning, match="tried from the disk: 2.56e-07 GB in .*until somebody deletes them") as told:
         first = list(pipeline)
     (there,) = caches.glob("*/cache.json")
     assert any(str(there.parent) in str(each.message) for each in told)
@@ -256,7 +256,7 @@ def test_where_samples_lie_on_the_disk_is_told_and_they_are_given_up_where_that_
 def left_as_they_are(told):
     """That a Notice tells why samples that are too many for the memory are not kept, and nothing else is changed."""
     pipeline = waiting(arrays(torch.arange(64.0)).map(slowly).batch(8).prefetch("auto", cores=1, gigabytes=1e-9))
-    with pytest.warns(Notice, match=f"not kept .disk.*{told}"):
+    with pytest.warns(HastenWarning, match=f"not kept .disk.*{told}"):
         assert torch.equal(torch.cat(list(pipeline)), 2 * torch.arange(64.0))
     assert pipeline.runner.climber.cache == "no" and not pipeline.runner.kept
 
@@ -287,7 +287,7 @@ def test_samples_that_are_not_the_same_every_time_are_never_kept():
         pipeline = numbers.map(random_one).batch(8).prefetch("auto")
         assert not repeatable(pipeline.source, pipeline.sample_maps), random_one
         pipeline.runner.climber.cache = "memory"
-        with pytest.warns(Notice, match="not kept .memory."):
+        with pytest.warns(HastenWarning, match="not kept .memory."):
             list(pipeline)
         assert pipeline.runner.climber.cache == "no" and not pipeline.runner.kept
 
@@ -331,7 +331,7 @@ def test_samples_that_gain_nothing_by_being_kept():
 def test_a_cache_that_does_not_fit_is_told_and_left():
     pipeline = arrays(torch.zeros(64, 1000)).map(slowly).batch(8).prefetch("auto", gigabytes=1e-6)
     pipeline.runner.climber.cache = "memory"
-    with pytest.warns(Notice, match="not kept .memory.*allowed"):
+    with pytest.warns(HastenWarning, match="not kept .memory.*allowed"):
         assert len(list(pipeline)) == 8
     assert pipeline.runner.climber.cache == "no"
     with warnings.catch_warnings():
@@ -352,5 +352,5 @@ def test_a_cache_that_does_not_fit_is_told_and_left():
     ids=str,
 )
 def test_wrong_requests(wrong, told):
-    with pytest.raises(Refusal, match=told):
+    with pytest.raises(ConfigurationError, match=told):
         arrays(torch.arange(8)).prefetch(**wrong)

@@ -53,7 +53,7 @@ def test_the_cores_are_those_of_the_container_divided_among_the_ranks(version, t
     monkeypatch.setattr(budget, "GROUPS", tmp_path)
     monkeypatch.setattr(budget, "MEMBERSHIP", tmp_path / "membership")
     monkeypatch.setattr(budget, "cores", lambda: 16)
-    assert budget.usable_cores() == 16
+    assert budget.available_cpus() == 16
     (tmp_path / "membership").write_text("0::/job/step\n" if version == 2 else "3:cpu,cpuacct:/job/step\n")
     job = tmp_path / "job" if version == 2 else tmp_path / "cpu" / "job"
     (job / "step").mkdir(parents=True)
@@ -61,6 +61,6 @@ def test_the_cores_are_those_of_the_container_divided_among_the_ranks(version, t
         told = {"cpu.max": f"{quota} 100000"} if version == 2 else {"cpu.cfs_quota_us": quota, "cpu.cfs_period_us": "100000"}
         for name, content in told.items():
             (folder / name).write_text(content + "\n")
-    assert budget.usable_cores() == 3
+    assert budget.available_cpus() == 3
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert budget.usable_cores() == 1
+    assert budget.available_cpus() == 1

@@ -11,8 +11,8 @@ import numpy
 import pytest
 import torch
 
-from hasten import Failure, Refusal
-from hasten.contract.errors import Notice
+from hasten import RunError, ConfigurationError
+from hasten.contract.errors import HastenWarning
 from hasten.data import Pipeline, arrays
 from helpers.caches import KINDS, NUMBERS, counting, files
 from helpers.pipelines import BATCH, ROWS, Bad, Runs, doubled, equal, scaled, shifted
@@ -68,7 +68,7 @@ def test_nestings_and_types(kind):
 def test_the_budget_is_kept(kind, tmp_path):
     needed = NUMBERS.nbytes + ROWS * 8
     pipeline = counting(arrays(NUMBERS, torch.arange(ROWS)))
-    with pytest.raises(Refusal, match=rf"{ROWS} rows needs {needed / 1e9:.3g} GB, and {(needed - 1) / 1e9:.3g} GB were allowed"):
+    with pytest.raises(ConfigurationError, match=rf"{ROWS} rows needs {needed / 1e9:.3g} GB, and {(needed - 1) / 1e9:.3g} GB were allowed"):
         list(pipeline.cache(kind, gigabytes=(needed - 1) / 1e9).batch(BATCH))
     assert pipeline.source.rows_read <= 4, "refused before it is filled"
     assert not (tmp_path / "cache").exists() or not any(name.endswith(".rows") for name in files(tmp_path))
@@ -103,14 +103,14 @@ def test_the_memory_taken_is_what_was_allowed():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bad_rows_stay_bad(kind):
-    with pytest.raises(Failure, match="row 3 "):
+    with pytest.raises(RunError, match="row 3 "):
         list(Pipeline(Bad([3, 50])).cache(kind).batch(BATCH))
     for _ in range(2):  # the second time from the disk
         pipeline = Pipeline(Bad([3, 50])).cache(kind).skip_bad(2).shuffle(seed=1).batch(BATCH)
         plain = Pipeline(Bad([3, 50])).skip_bad(2).shuffle(seed=1).batch(BATCH)
         assert equal(list(pipeline), list(plain)) and sorted(pipeline.faults.found) == [3, 50]
         assert pipeline.faults.found[3].why == "no number"
-    with pytest.raises(Failure, match="row "):
+    with pytest.raises(RunError, match="row "):
         list(Pipeline(Bad([3, 50])).cache(kind).skip_bad(1).batch(BATCH))
 
 
@@ -128,7 +128,7 @@ def test_bad_rows_stay_bad(kind):
     ],
 )
 def test_what_cannot_be_cached_is_refused(kind, build, told):
-    with pytest.raises(Refusal, match=told):
+    with pytest.raises(ConfigurationError, match=told):
         list(build(arrays(NUMBERS), kind).batch(BATCH))
 
 
@@ -142,4 +142,4 @@ def test_progress_is_told(recwarn, tmp_path):
     list(Pipeline(Slow([0, 5])).cache(watch=lambda *what: told.append(what)).batch(5))
     assert [done for _, done, _ in told] == [0.2, 0.4, 0.6, 0.8, 1.0] and told[-1][2] == 0 and "memory" in told[0][0]
     assert all(re.search(r", [\d,]+ rows/s$", what) for what, *_ in told)
-    assert not [each for each in recwarn if each.category is Notice]
+    assert not [each for each in recwarn if each.category is HastenWarning]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hasten import Failure
+from hasten import RunError
 from hasten.data import Pipeline, Source, arrays
-from hasten.data.caching.cache_disk import _locked, _Written, held, swept
+from hasten.data.caching.cache_disk import _locked, _Written, file_lock, remove_partial
 from helpers.caches import NUMBERS, counting, files
 from helpers.pipelines import BATCH, ROWS
 from helpers.process import FORK, ended, forked
@@ -49,7 +49,7 @@ def test_locks_that_nobody_holds_are_swept_and_one_that_cannot_be_had_is_one_lin
     (made,) = (tmp_path / "cache").iterdir()
     shutil.rmtree(made)
     made.with_suffix(".lock").mkdir()  # as good as one that may not be opened
-    with pytest.raises(Failure, match=r"cannot write .*\.lock: Is a directory; .*choose another folder") as told:
+    with pytest.raises(RunError, match=r"cannot write .*\.lock: Is a directory; .*choose another folder") as told:
         list(arrays(NUMBERS).cache("disk").batch(ROWS))
     assert "\n" not in str(told.value)
     (tmp_path / "cache" / "left.lock").touch()
@@ -59,12 +59,12 @@ def test_locks_that_nobody_holds_are_swept_and_one_that_cannot_be_had_is_one_lin
 
 def test_a_lock_is_held_by_one_alone_also_when_it_was_removed_meanwhile(tmp_path):
     lock = tmp_path / "x.lock"
-    with held(lock, "waiting"):
+    with file_lock(lock, "waiting"):
         assert _locked(lock) is None
-        swept(tmp_path)
+        remove_partial(tmp_path)
         assert lock.exists(), "it is in use"
         lock.unlink()
-        with held(lock, "waiting"):  # another file of that name
+        with file_lock(lock, "waiting"):  # another file of that name
             assert lock.exists()
     assert not lock.exists()
 
@@ -99,7 +99,7 @@ def making(folder, pause, room, told):
         try:
             batches = Pipeline(Slow(folder, pause)).cache("disk", folder=folder / "cache").batch(8)
             said = sum(int(batch[:, 0].sum()) for batch in batches)
-        except Failure as failure:
+        except RunError as failure:
             said = str(failure)
     told.put((said, [str(notice.message) for notice in notices]))
 
@@ -151,7 +151,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
 def test_a_full_disk_is_told_by_its_name(tmp_path):
     (tmp_path / "0.rows").symlink_to("/dev/full")
     written = _Written(tmp_path)
-    with pytest.raises(Failure, match=r"cannot write .*: the disk is full; nothing is left .* make room, or choose another folder") as told:
+    with pytest.raises(RunError, match=r"cannot write .*: the disk is full; nothing is left .* make room, or choose another folder") as told:
         written.write(torch.zeros(1000, 100))
     written.abandon()
     assert "\n" not in str(told.value)
@@ -159,5 +159,5 @@ def test_a_full_disk_is_told_by_its_name(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(Failure, match="choose another folder"):
+    with pytest.raises(RunError, match="choose another folder"):
         list(arrays(NUMBERS).cache("disk", folder=tmp_path / "file" / "cache").batch(BATCH))

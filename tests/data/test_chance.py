@@ -6,18 +6,18 @@ import numpy
 import pytest
 import torch
 
-from hasten.data.chance import BLOCK, Chance, _block
+from hasten.data.chance import BLOCK, SampleRng, _block
 
 KEY = 3, 0, 1
 
 
 def test_a_place_draws_the_same_in_any_company():
     places = numpy.arange(100)
-    together = Chance(places, *KEY)
+    together = SampleRng(places, *KEY)
     shapes = [(), (5,), (2, 3)]
     drawn = [together.uniform(*shape) for shape in shapes] + [together.integers(-4, 9, 2)]
     assert [tuple(tensor.shape) for tensor in drawn] == [(100,), (100, 5), (100, 2, 3), (100, 2)]
-    apart = Chance(places[[3, 70]], *KEY)
+    apart = SampleRng(places[[3, 70]], *KEY)
     for tensor, again in zip(drawn, [apart.uniform(*shape) for shape in shapes] + [apart.integers(-4, 9, 2)], strict=True):
         assert torch.equal(tensor[[3, 70]], again)
 
@@ -26,7 +26,7 @@ def test_a_place_draws_the_same_in_any_company():
 def test_the_blocks_in_which_numbers_are_made_show_nowhere(shape):
     size = BLOCK // math.prod(shape)
     places = numpy.arange(3 * size + 7) + size * 10**9  # far into a pass
-    whole = Chance(places, *KEY).integers(0, 1 << 32, *shape)
+    whole = SampleRng(places, *KEY).integers(0, 1 << 32, *shape)
     assert len(whole.unique()) > 0.99 * whole.numel()
     for first, count in (
         (0, 1),
@@ -38,45 +38,45 @@ def test_the_blocks_in_which_numbers_are_made_show_nowhere(shape):
         (2 * size - 1, size + 2),
     ):
         here = slice(max(0, first), max(0, first) + count)
-        assert torch.equal(Chance(places[here], *KEY).integers(0, 1 << 32, *shape), whole[here])
+        assert torch.equal(SampleRng(places[here], *KEY).integers(0, 1 << 32, *shape), whole[here])
     some = numpy.unique([0, 2, size - 1, size, 2 * size, 2 * size + 1])  # as where rows could not be read
-    assert torch.equal(Chance(places[some], *KEY).integers(0, 1 << 32, *shape), whole[some])
+    assert torch.equal(SampleRng(places[some], *KEY).integers(0, 1 << 32, *shape), whole[some])
 
 
 def test_what_is_done_to_the_numbers_changes_none_of_those_to_come():
-    first = Chance(numpy.arange(10), *KEY).uniform().clone()
-    Chance(numpy.arange(10), *KEY).uniform().zero_()
-    assert torch.equal(Chance(numpy.arange(10), *KEY).uniform(), first)
+    first = SampleRng(numpy.arange(10), *KEY).uniform().clone()
+    SampleRng(numpy.arange(10), *KEY).uniform().zero_()
+    assert torch.equal(SampleRng(numpy.arange(10), *KEY).uniform(), first)
 
 
 def test_one_place_alone_has_no_first_dimension():
-    chances = list(Chance(numpy.arange(5), *KEY))
+    chances = list(SampleRng(numpy.arange(5), *KEY))
     assert chances[2].uniform().shape == () and chances[2].integers(0, 9, 4).shape == (4,)
     assert torch.equal(
-        torch.stack([chance.uniform(3) for chance in Chance(numpy.arange(5), *KEY)]), Chance(numpy.arange(5), *KEY).uniform(3)
+        torch.stack([chance.uniform(3) for chance in SampleRng(numpy.arange(5), *KEY)]), SampleRng(numpy.arange(5), *KEY).uniform(3)
     )
 
 
 def test_one_place_alone_makes_no_block():
     before = _block.cache_info().misses
-    for number, chance in enumerate(Chance(numpy.arange(5), 9, 9, 9)):
+    for number, chance in enumerate(SampleRng(numpy.arange(5), 9, 9, 9)):
         chance.integers(0, 100 + number)
     assert _block.cache_info().misses == before
-    Chance(numpy.arange(5), 9, 9, 9).integers(0, 100)
+    SampleRng(numpy.arange(5), 9, 9, 9).integers(0, 100)
     assert _block.cache_info().misses == before + 1
 
 
 def test_the_key_makes_all_the_difference():
-    drawn = [Chance(numpy.arange(50), *key).uniform() for key in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]]
+    drawn = [SampleRng(numpy.arange(50), *key).uniform() for key in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]]
     assert all(not torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
 
 
 def test_the_numbers_look_random():
-    chance = Chance(numpy.arange(20_000), *KEY)
+    chance = SampleRng(numpy.arange(20_000), *KEY)
     uniform = chance.uniform(2)
     assert uniform.min() >= 0 and uniform.max() < 1
     assert abs(uniform.mean() - 0.5) < 0.01 and abs(uniform.var() - 1 / 12) < 0.002
     assert abs(torch.corrcoef(uniform.T)[0, 1]) < 0.02 and abs(torch.corrcoef(torch.stack([uniform[1:, 0], uniform[:-1, 0]]))[0, 1]) < 0.02
     counts = chance.integers(2, 12).bincount(minlength=12)
     assert counts[:2].sum() == 0 and counts[2:].min() > 1800 and counts[2:].max() < 2200
-    assert abs(chance.coins(0.3).float().mean() - 0.3) < 0.02
+    assert abs(chance.bernoulli(0.3).float().mean() - 0.3) < 0.02

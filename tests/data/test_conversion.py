@@ -8,10 +8,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from hasten import Refusal
+from hasten import ConfigurationError
 from hasten.cli.main import main
 from hasten.data import arrays, convert, feather, images, parquet, shards, tfrecord
-from hasten.data.source import leaves_of
+from hasten.data.source import tree_leaves
 from hasten.data.storing.advice import gain_of
 from hasten.reporting.terminal_data import convert_answer
 from helpers.storages import ROWS, everything, numbers, pictures, table, written
@@ -25,7 +25,7 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def assert_equal(columns, others):
-    for one, other in zip(leaves_of(columns), leaves_of(others), strict=True):
+    for one, other in zip(tree_leaves(columns), tree_leaves(others), strict=True):
         if isinstance(one, torch.Tensor):
             assert torch.equal(one, other)
         else:
@@ -136,7 +136,7 @@ def test_pictures_of_one_size_become_rows_as_they_are(tmp_path):
     shards_of = convert(data, tmp_path / "shards", to="shards")
     assert convert(tmp_path / "shards", tmp_path / "again", to="rows")["rows"] == shards_of["rows"] == 12
     pictures(data, count=1, sizes=((20, 20),), ending="png")
-    with pytest.raises(Refusal, match="pictures need --resize"):
+    with pytest.raises(ConfigurationError, match="pictures need --resize"):
         convert(data, tmp_path / "mixed", to="rows")
     assert not (tmp_path / "mixed").exists()
 

@@ -6,7 +6,7 @@ import tarfile
 import numpy
 import pytest
 
-from hasten import Failure, Refusal
+from hasten import RunError, ConfigurationError
 from hasten.cli.main import main
 from hasten.data import arrays, convert, feather, inspect, parquet, shards
 from helpers.storages import ROWS, damage, everything, numbers, pictures, written
@@ -28,7 +28,7 @@ def test_a_row_that_cannot_be_read_is_named(tmp_path, to, resize, damage, why):
     data = pictures(tmp_path / "in", sizes=((200, 300),))
     file = data / "cat" / "3.jpg"
     file.write_bytes(b"no picture" if damage == "no picture" else file.read_bytes()[:-2000])
-    with pytest.raises(Failure, match=rf"cat/3.jpg\): {why}.*; mend it"):
+    with pytest.raises(RunError, match=rf"cat/3.jpg\): {why}.*; mend it"):
         convert(data, tmp_path / "out", to=to, resize=resize)
 
 
@@ -63,10 +63,10 @@ def test_bad_pictures_are_left_out_and_listed(tmp_path, monkeypatch, to, resize,
         _, labels = everything(shards(tmp_path / "out", columns=["jpg"], target="cls", resize=16))
     assert labels.tolist() == [0] * 5 + [1] * 4
     assert inspect(tmp_path / "out", budget=0.5)["classes"] == ["cat", "dog"]
-    with pytest.raises(Failure, match=r"dog/6.jpg.*bad row number 3, and 2 may be left out"):
+    with pytest.raises(RunError, match=r"dog/6.jpg.*bad row number 3, and 2 may be left out"):
         convert(data, tmp_path / "fewer", to=to, resize=resize, skip_bad=2)
     assert listed(tmp_path / "fewer")[0]["where"] == there[0]
-    with pytest.raises(Refusal, match=r"another conversion \(skip bad 2, not 3\)"):
+    with pytest.raises(ConfigurationError, match=r"another conversion \(skip bad 2, not 3\)"):
         convert(data, tmp_path / "fewer", to=to, resize=resize, skip_bad=3)
 
 
@@ -74,7 +74,7 @@ def test_bad_pictures_are_left_out_and_listed(tmp_path, monkeypatch, to, resize,
 def test_a_bad_run_is_as_many_bad_rows(tmp_path, to):
     data = written(tmp_path / "in", runs=50)
     damage(data / "train.parquet", run=3)
-    with pytest.raises(Failure, match=r"train.parquet, row group 3\).*let some be left out: --skip-bad 10"):
+    with pytest.raises(RunError, match=r"train.parquet, row group 3\).*let some be left out: --skip-bad 10"):
         convert(data, tmp_path / "none", to=to, shards=None if to == "rows" else 2)
     result = convert(data, tmp_path / "out", to=to, skip_bad=50, shards=None if to == "rows" else 2)
     assert (result["rows"], result["skipped"]) == (ROWS - 50, 50)
@@ -91,7 +91,7 @@ def test_a_bad_line_of_csv_is_one_bad_row(tmp_path, to):
     lines = [f"{row},{row / 2}" for row in range(40)]
     lines[7], lines[30] = "7", "30,15,15"
     (tmp_path / "in" / "t.csv").write_text("\n".join(["n,half", *lines]))
-    with pytest.raises(Failure, match=r"row 7 \(.*t\.csv\): row 7 of the file, '7', has 1 field, not 2; mend it"):
+    with pytest.raises(RunError, match=r"row 7 \(.*t\.csv\): row 7 of the file, '7', has 1 field, not 2; mend it"):
         convert(tmp_path / "in", tmp_path / "none", to=to)
     result = convert(tmp_path / "in", tmp_path / "out", to=to, skip_bad=2)
     assert (result["rows"], result["skipped"], result["skipped_files"]) == (38, 2, 0)
@@ -109,7 +109,7 @@ def test_a_csv_with_another_delimiter_is_no_bad_file(tmp_path):
     (tmp_path / "in").mkdir()
     for name, line in {"a": "1,0", "b": "1;0"}.items():
         (tmp_path / "in" / f"{name}.csv").write_text("n,half\n" + f"{line}\n" * 40)
-    with pytest.raises(Refusal, match=r"b\.csv has no more good lines than bad ones"):
+    with pytest.raises(ConfigurationError, match=r"b\.csv has no more good lines than bad ones"):
         convert(tmp_path / "in", tmp_path / "out", to="feather", skip_bad=1)
 
 
@@ -133,7 +133,7 @@ def test_a_killed_conversion_remembers_what_it_left_out(tmp_path):
 def test_a_part_without_a_row_is_a_failure(tmp_path):
     data = pictures(tmp_path / "in", count=4)
     (data / "cat" / "1.jpg").write_bytes(b"no picture")
-    with pytest.raises(Failure, match=r"no row of part 0 can be read, the first is .*cat/1.jpg; mend it, or take fewer --shards"):
+    with pytest.raises(RunError, match=r"no row of part 0 can be read, the first is .*cat/1.jpg; mend it, or take fewer --shards"):
         convert(data, tmp_path / "out", to="shards", resize=8, shards=4, skip_bad=2)
 
 
@@ -145,9 +145,9 @@ def test_pictures_that_cannot_be_opened_are_bad_rows(tmp_path, to, resize):
     for link in lost:
         link.unlink()
         link.symlink_to("gone" if link.name == "1.jpg" else link.name)
-    with pytest.raises(Refusal, match=r"^cannot read .*cat/1.jpg: No such file"):
+    with pytest.raises(ConfigurationError, match=r"^cannot read .*cat/1.jpg: No such file"):
         convert(data, tmp_path / "out", to=to, resize=resize)
-    with pytest.raises(Failure, match=r"dog/6.jpg.*bad row number 2, and 1 may be left out"):
+    with pytest.raises(RunError, match=r"dog/6.jpg.*bad row number 2, and 1 may be left out"):
         convert(data, tmp_path / "fewer", to=to, resize=resize, skip_bad=1)
     result = convert(data, tmp_path / "out", to=to, resize=resize, skip_bad=2)
     assert (result["rows"], result["skipped"], result["skipped_files"]) == (10, 2, 0) and result["gain"]["ratio"] > 0
@@ -168,9 +168,9 @@ def test_files_that_cannot_be_opened_are_left_out(tmp_path, form, to, capfd):
     first.unlink()
     first.symlink_to("gone")
     third.write_bytes(third.read_bytes()[: third.stat().st_size // 2 - 7])
-    with pytest.raises(Refusal, match=rf"{first}|{third}"):
+    with pytest.raises(ConfigurationError, match=rf"{first}|{third}"):
         convert(data, tmp_path / "out", to=to, resize=resize)
-    with pytest.raises(Refusal, match=rf"{third.name}.*; it is bad file number 2, and 1 may be left out"):
+    with pytest.raises(ConfigurationError, match=rf"{third.name}.*; it is bad file number 2, and 1 may be left out"):
         convert(data, tmp_path / "out", to=to, resize=resize, skip_bad=1)
     words = ["--skip-bad", "2", *(["--resize", "8"] if resize else [])]
     assert main(["data", "convert", str(data), "--to", to, "--out", str(tmp_path / "out"), *words]) == 0
@@ -182,12 +182,12 @@ def test_files_that_cannot_be_opened_are_left_out(tmp_path, form, to, capfd):
     assert result["rows"] == (4 if form == "shards" else ROWS // 3)
     second.unlink()
     second.symlink_to("gone")
-    with pytest.raises(Refusal, match="there is no file that can be opened"):
+    with pytest.raises(ConfigurationError, match="there is no file that can be opened"):
         convert(data, tmp_path / "none", to=to, resize=resize, skip_bad=3)
 
 
 def test_files_that_differ_are_none_that_cannot_be_opened(tmp_path):
     data = written(tmp_path / "in")
     written(data, "other.parquet", numbers().drop_columns(["x0"]))
-    with pytest.raises(Refusal, match=r"the files differ: .* has a column 'x0'"):
+    with pytest.raises(ConfigurationError, match=r"the files differ: .* has a column 'x0'"):
         convert(data, tmp_path / "out", to="feather", skip_bad=1)

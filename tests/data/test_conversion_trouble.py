@@ -13,7 +13,7 @@ from itertools import count
 import numpy
 import pytest
 
-from hasten import Failure, Refusal
+from hasten import RunError, ConfigurationError
 from hasten.cli.main import main
 from hasten.data import convert, feather, inspect, parquet
 from helpers.process import FORK, ended, forked
@@ -69,12 +69,12 @@ def test_matrices_go_on_too(tmp_path, monkeypatch):
 def test_another_conversion_in_the_same_folder_is_refused(tmp_path):
     data = written(tmp_path / "in")
     convert(data, tmp_path / "out", to="feather", shards=2)
-    with pytest.raises(Refusal, match=r"another conversion \(parts 2, not 3\)"):
+    with pytest.raises(ConfigurationError, match=r"another conversion \(parts 2, not 3\)"):
         convert(data, tmp_path / "out", to="feather", shards=3)
-    with pytest.raises(Refusal, match=r"another conversion \(to feather, not parquet\)"):
+    with pytest.raises(ConfigurationError, match=r"another conversion \(to feather, not parquet\)"):
         convert(data, tmp_path / "out", to="parquet", shards=2)
     written(data, content=numbers(ROWS - 1))
-    with pytest.raises(Refusal, match="the original has changed"):
+    with pytest.raises(ConfigurationError, match="the original has changed"):
         convert(data, tmp_path / "out", to="feather", shards=2)
 
 
@@ -82,7 +82,7 @@ def test_damage_while_writing_is_noticed(tmp_path, monkeypatch):
     """A bit that changes between writing and reading back: the file is changed behind the back of the conversion."""
     from hasten.data.storing import storages
 
-    synced = storages.synced
+    synced = storages.fsync
 
     def damaged(file):
         synced(file)
@@ -94,7 +94,7 @@ def test_damage_while_writing_is_noticed(tmp_path, monkeypatch):
             again.write(bytes([byte ^ 1]))
 
     monkeypatch.setattr(storages, "synced", damaged)
-    with pytest.raises(Failure, match=r"part 0 of .* is not what was written"):
+    with pytest.raises(RunError, match=r"part 0 of .* is not what was written"):
         convert(written(tmp_path / "in"), tmp_path / "out", to="feather")
     assert [name for name in os.listdir(tmp_path / "out") if not name.endswith(".part")] == ["conversion.json"]
 
@@ -103,7 +103,7 @@ def limited(data, out, told):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
     for to in ("parquet", "feather", "tfrecord", "rows"):
-        with pytest.raises(Failure) as failure:
+        with pytest.raises(RunError) as failure:
             convert(data, out / to, to=to)
         told.put(str(failure.value))
 
@@ -131,7 +131,7 @@ def test_no_room(tmp_path):
     ],
 )
 def test_wrong_requests(tmp_path, settings, told):
-    with pytest.raises(Refusal, match=told):
+    with pytest.raises(ConfigurationError, match=told):
         convert(written(tmp_path / "in"), tmp_path / "out", **settings)
 
 
@@ -139,20 +139,20 @@ def test_wrong_folders(tmp_path):
     data = written(tmp_path / "in")
     (tmp_path / "file").touch()
     for out in (tmp_path / "file", tmp_path / "file" / "inside"):
-        with pytest.raises(Refusal, match=r"cannot write to .*file.*choose another --out"):
+        with pytest.raises(ConfigurationError, match=r"cannot write to .*file.*choose another --out"):
             convert(data, out, to="feather")
     for out in (data, data / "out"):
-        with pytest.raises(Refusal, match="where it would be read as a part of the original"):
+        with pytest.raises(ConfigurationError, match="where it would be read as a part of the original"):
             convert(data, out, to="feather")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
-    with pytest.raises(Refusal, match="is not empty and holds no conversion"):
+    with pytest.raises(ConfigurationError, match="is not empty and holds no conversion"):
         convert(data, tmp_path / "full", to="feather")
-    with pytest.raises(Refusal, match="there is no file"):
+    with pytest.raises(ConfigurationError, match="there is no file"):
         convert(tmp_path / "nothing", tmp_path / "out", to="feather")
-    with pytest.raises(Refusal, match=r"no file name of .* tells what it holds"):
+    with pytest.raises(ConfigurationError, match=r"no file name of .* tells what it holds"):
         convert(tmp_path / "file", tmp_path / "out", to="feather")
-    with pytest.raises(Refusal, match="text, bytes or rows of unequal shapes"):
+    with pytest.raises(ConfigurationError, match="text, bytes or rows of unequal shapes"):
         convert(written(tmp_path / "texts", content=table().drop_columns(["word"])), tmp_path / "out", to="rows", fill=0)
 
 
@@ -163,7 +163,7 @@ def test_one_process_a_folder(tmp_path):
     (tmp_path / "out").mkdir()
     handle = os.open(tmp_path / "out", os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    with pytest.raises(Refusal, match="another process converts into"):
+    with pytest.raises(ConfigurationError, match="another process converts into"):
         convert(data, tmp_path / "out", to="feather")
     os.close(handle)
     assert convert(data, tmp_path / "out", to="feather")["open"] == f'feather("{tmp_path / "out"}")'
@@ -179,9 +179,9 @@ def test_an_unfinished_conversion_is_no_data(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         convert(data, tmp_path / "out", to="feather", shards=6, watch=stop)
     for read in (lambda: inspect(tmp_path / "out"), lambda: convert(tmp_path / "out", tmp_path / "on", to="parquet")):
-        with pytest.raises(Refusal, match="did not come to its end; start it again"):
+        with pytest.raises(ConfigurationError, match="did not come to its end; start it again"):
             read()
-    with pytest.raises(Refusal):
+    with pytest.raises(ConfigurationError):
         feather(tmp_path / "out")
 
 
@@ -220,6 +220,6 @@ def test_an_original_that_changes_meanwhile_is_noticed(tmp_path):
     def change(what, done, left):
         os.utime(data / "train.parquet", (1, 1))
 
-    with pytest.raises(Failure, match="the original changed while it was converted"):
+    with pytest.raises(RunError, match="the original changed while it was converted"):
         convert(data, tmp_path / "out", to="rows", watch=change)
     assert not [*(tmp_path / "out").glob("*.npy")]

@@ -6,7 +6,7 @@ import json
 import numpy
 import pytest
 
-from hasten.contract.errors import Failure, Refusal
+from hasten.contract.errors import RunError, ConfigurationError
 from hasten.data import csv
 from hasten.data.formats import table_files
 
@@ -62,7 +62,7 @@ def test_a_line_of_csv_with_other_fields_is_a_bad_row(tmp_path, form):
 
 def test_a_bad_line_of_csv_that_is_no_text_is_told_in_one_line(tmp_path, capfd):
     (tmp_path / "t.csv").write_bytes("n,word\n1,a\n2,b\n3,é,é\n".encode("latin-1"))
-    with pytest.raises(Refusal, match=r"t\.csv is no whole CSV file: .*UTF-8\?$"):
+    with pytest.raises(ConfigurationError, match=r"t\.csv is no whole CSV file: .*UTF-8\?$"):
         csv(tmp_path / "t.csv")
     assert capfd.readouterr() == ("", "")
 
@@ -71,20 +71,20 @@ def test_a_bad_line_of_csv_is_named_before_anything_is_read(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text("n,label\n" + "1,0\n" * 100 + "1\n" + "1,0\n" * 100)
     told = r"row 100 \(.*t\.csv\): row 100 of the file, '1', has 1 field, not 2; mend it, or let some be left out"
-    with pytest.raises(Failure, match=told):
+    with pytest.raises(RunError, match=told):
         next(iter(csv(path, target="label").batch(10)))
-    with pytest.raises(Failure, match=told):
+    with pytest.raises(RunError, match=told):
         csv(path, target="label").batches(10, seed=0, training=False)
     assert sum(len(y) for _, y in csv(path, target="label").skip_bad(1).cache().batch(10)) == 200
     (tmp_path / "u.csv").write_text(path.read_text())
-    with pytest.raises(Failure, match=r"row 301 \(.*u\.csv\): row 100 of the file, .*; it is bad row number 2, and 1 may be left out"):
+    with pytest.raises(RunError, match=r"row 301 \(.*u\.csv\): row 100 of the file, .*; it is bad row number 2, and 1 may be left out"):
         next(iter(csv(tmp_path, target="label").skip_bad(1).batch(10)))
 
 
 def test_a_quote_that_is_never_closed_makes_no_single_bad_row(tmp_path):
     """It has swallowed all lines after it."""
     (tmp_path / "t.csv").write_text("n,word,x\n" + "1,a,2\n" * 4 + '5,"Tom\n' + "6,b,7\n" * 100)
-    with pytest.raises(Refusal, match=r"t\.csv is no whole CSV file: .*row 4 of the file, .* opens a quote that is never closed; "):
+    with pytest.raises(ConfigurationError, match=r"t\.csv is no whole CSV file: .*row 4 of the file, .* opens a quote that is never closed; "):
         csv(tmp_path / "t.csv")
 
 
@@ -100,7 +100,7 @@ def test_too_many_bad_lines_of_csv_are_not_collected(tmp_path, monkeypatch):
     path.write_text("n,word\n" + "1,a\n" * 20 + "2\n" * 3)
     assert len(csv(path).source.known_bad()) == 3
     path.write_text("n,word\n" + "1,a\n" * 20 + "2\n" * 4)
-    with pytest.raises(Refusal, match=r"t\.csv has more than 3 lines with too few fields or too many; are the delimiter"):
+    with pytest.raises(ConfigurationError, match=r"t\.csv has more than 3 lines with too few fields or too many; are the delimiter"):
         csv(path)
 
 
@@ -108,6 +108,6 @@ def test_a_csv_with_another_delimiter_is_no_bad_row_among_others(tmp_path):
     (tmp_path / "a.csv").write_text("n,label\n" + "1,0\n" * 100)
     (tmp_path / "b.csv").write_text("n,label\n" + "1;0\n" * 100)
     with pytest.raises(
-        Refusal, match=r"b\.csv has no more good lines than bad ones: row 0 of the file, '1;0', has 1 field, not 2; are the delimiter"
+        ConfigurationError, match=r"b\.csv has no more good lines than bad ones: row 0 of the file, '1;0', has 1 field, not 2; are the delimiter"
     ):
         csv(tmp_path)

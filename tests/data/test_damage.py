@@ -9,7 +9,7 @@ import sys
 import numpy
 import pytest
 
-from hasten.contract.errors import Failure, Refusal
+from hasten.contract.errors import RunError, ConfigurationError
 from hasten.data import feather, parquet, tfrecord
 from hasten.data.formats.records import frame_records
 from hasten.data.formats.tf_example import encode_example
@@ -40,7 +40,7 @@ def test_a_page_of_parquet_that_does_not_fit_its_checksum_is_bad(tmp_path, gigab
     )
     changed(tmp_path / "t.parquet", (7_000_150).to_bytes(8, "little"), (8_000_150).to_bytes(8, "little"))
     table = parquet(tmp_path / "t.parquet", columns=["n"], gigabytes=gigabytes).batch(RUN)
-    with pytest.raises(Failure, match=r"row 100 .*t\.parquet, row group 1\).*(CRC|checksum)"):
+    with pytest.raises(RunError, match=r"row 100 .*t\.parquet, row group 1\).*(CRC|checksum)"):
         list(table)
     kept = [n for batch in table.shuffle(seed=0).skip_bad(RUN) for n in batch["n"].tolist()]
     assert sorted(kept) == [7_000_000 + row for row in range(ROWS) if not RUN <= row < 2 * RUN]
@@ -180,7 +180,7 @@ def test_a_file_that_tells_of_other_rows_than_it_has_is_bad(tmp_path):
     first = content.index(old)
     content[first : first + 8] = (900_000).to_bytes(8, "little")
     path.write_bytes(content)
-    with pytest.raises((BadRow, Refusal)) as told:
+    with pytest.raises((BadRow, ConfigurationError)) as told:
         source = feather(path).source
         source.read(numpy.array([0]))
     assert "t.feather" in str(told.value) and "\n" not in str(told.value)
@@ -190,7 +190,7 @@ def test_a_record_with_a_wrong_checksum_is_left_out_and_counted(tmp_path):
     records = [encode_example({"text": f"row {row}", "n": row}) for row in range(20)]
     (tmp_path / "t.tfrecord").write_bytes(frame_records(records))
     changed(tmp_path / "t.tfrecord", b"row 13", b"row 31")
-    with pytest.raises(Failure, match=r"row 13 .*t\.tfrecord, record 13, byte \d+\): its checksum is wrong"):
+    with pytest.raises(RunError, match=r"row 13 .*t\.tfrecord, record 13, byte \d+\): its checksum is wrong"):
         list(tfrecord(tmp_path).batch(4))
     pipeline = tfrecord(tmp_path).skip_bad(1).batch(4)
     assert [n for batch in pipeline for n in batch["n"].tolist()] == [n for n in range(20) if n != 13]

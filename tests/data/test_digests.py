@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from hasten.data.storing.digests import Digest
+from hasten.data.storing.digests import ContentHash
 from helpers.storages import table
 
 ROWS = 200
@@ -33,7 +33,7 @@ def many():
 
 
 def of_table(content, cuts=()):
-    digest = Digest()
+    digest = ContentHash()
     edges = [0, *cuts, len(content)]
     for first, last in pairwise(edges):
         digest.add_table(content.slice(first, last - first))
@@ -59,7 +59,7 @@ def test_another_value_is_another_hash(name):
 
 
 def of_columns(content, cuts=()):
-    digest = Digest()
+    digest = ContentHash()
     edges = [0, *cuts, len(content["x"])]
     for first, last in pairwise(edges):
         digest.add({name: column[first:last] for name, column in content.items()}, last - first)

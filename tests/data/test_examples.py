@@ -4,7 +4,7 @@ import numpy
 import pytest
 import torch
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 from hasten.data.formats.tf_example import encode_example, example_class, infer_features, summarize_example
 from hasten.data.formats.tf_example_vectorized import MalformedExample, parse_examples
 
@@ -47,7 +47,7 @@ def test_booleans_are_numbers():
 
 
 def test_a_number_beyond_int64_is_refused():
-    with pytest.raises(Refusal, match="feature 'a' does not fit into the int64"):
+    with pytest.raises(ConfigurationError, match="feature 'a' does not fit into the int64"):
         encode_example({"a": numpy.array([1 << 63], numpy.uint64)})
 
 
@@ -173,7 +173,7 @@ def test_damaged_messages_never_escape():
 
 
 def test_a_feature_that_is_not_there_has_its_near_names_told():
-    with pytest.raises(Refusal, match="did you mean label"):
+    with pytest.raises(ConfigurationError, match="did you mean label"):
         infer_features([{"label": ("int64", 1)}], ["labl"])
-    with pytest.raises(Refusal, match="'a' is in some records float and int64"):
+    with pytest.raises(ConfigurationError, match="'a' is in some records float and int64"):
         infer_features([{"a": ("int64", 1)}, {"a": ("float", 1)}], None)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hasten import Failure
+from hasten import RunError
 from hasten.data import Pipeline, Source
 from hasten.data.caching.cache import Mapped, MemoryCache
 from hasten.data.source import BadRow
@@ -40,18 +40,18 @@ def rows(pipeline):
 
 def test_one_too_many_is_a_failure_that_counts():
     pipeline = Pipeline(Bad([3, 20, 40])).skip_bad(2).batch(10)
-    with pytest.raises(Failure, match=r"row 40 .*bad row number 3, and 2 may be left out"):
+    with pytest.raises(RunError, match=r"row 40 .*bad row number 3, and 2 may be left out"):
         rows(pipeline)
     assert sorted(pipeline.faults.found) == [3, 20, 40]
 
 
 def test_too_many_in_one_batch_too():
-    with pytest.raises(Failure, match="bad row number 3, and 2 may be left out"):
+    with pytest.raises(RunError, match="bad row number 3, and 2 may be left out"):
         rows(Pipeline(Bad([1, 2, 3])).skip_bad(2).batch(10))
 
 
 def test_a_batch_of_bad_rows_only_is_a_failure():
-    with pytest.raises(Failure, match="nothing is left of batch 1 of the pass"):
+    with pytest.raises(RunError, match="nothing is left of batch 1 of the pass"):
         rows(Pipeline(Bad([2, 3], rows=6)).skip_bad(2).batch(2))
 
 
@@ -70,12 +70,12 @@ def test_rows_that_are_known_as_bad_are_not_met_again():
     assert rows(pipeline) == first and asked == [8, 10, 9, 10]
     known = Pipeline(Bad([2, 3], rows=6)).skip_bad(2).batch(3)
     assert rows(known) == [0, 1, 4, 5]
-    with pytest.raises(Failure, match=r"nothing is left of batch 1 of the pass.* row 2 "):
+    with pytest.raises(RunError, match=r"nothing is left of batch 1 of the pass.* row 2 "):
         rows(known.batch(2))
 
 
 def test_the_advice_is_what_there_is():
-    with pytest.raises(Failure, match=r": .skip_bad\(10\) in the pipeline, or --skip-bad 10 with hasten train and hasten data$"):
+    with pytest.raises(RunError, match=r": .skip_bad\(10\) in the pipeline, or --skip-bad 10 with hasten train and hasten data$"):
         rows(Pipeline(Bad([3])).batch(10))
 
 
@@ -92,7 +92,7 @@ def test_the_found_rows_say_where_and_why():
     ids=["mapped", "kept", "timed"],
 )
 def test_what_is_known_is_told_through_what_stands_before_it(around):
-    with pytest.raises(Failure, match=r"row 3 \(numbers.txt\): no number"):
+    with pytest.raises(RunError, match=r"row 3 \(numbers.txt\): no number"):
         Pipeline(around(Known([3]))).batches(10, seed=0, training=False)
 
 

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from hasten.contract.errors import Failure, Refusal
+from hasten.contract.errors import RunError, ConfigurationError
 from hasten.data.places import remote
-from hasten.data.places.files import found, mapped_bytes, opened, stamp, unchanged
+from hasten.data.places.files import resolve_paths, mapped_bytes, open_file, file_signature, check_unchanged
 
 fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed: no remote files")
 from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402
@@ -73,12 +73,12 @@ def unsteady(monkeypatch):
     ],
 )
 def test_found(folder, patterns, names):
-    assert found(patterns, (".csv",)) == names
+    assert resolve_paths(patterns, (".csv",)) == names
 
 
 def test_a_path_and_a_folder(folder):
-    assert found(folder, (".csv",)) == sorted(str(folder / n) for n in ("a.csv", "b.csv", "deep/d.csv", "deep/er/e.csv", "odd[1].csv"))
-    assert str(folder / "c.txt") in found(folder)
+    assert resolve_paths(folder, (".csv",)) == sorted(str(folder / n) for n in ("a.csv", "b.csv", "deep/d.csv", "deep/er/e.csv", "odd[1].csv"))
+    assert str(folder / "c.txt") in resolve_paths(folder)
 
 
 @pytest.mark.parametrize(
@@ -94,52 +94,52 @@ def test_a_path_and_a_folder(folder):
     ],
 )
 def test_nothing_found(folder, patterns, said):
-    with pytest.raises(Refusal) as refused:
-        found(patterns, (".csv",))
+    with pytest.raises(ConfigurationError) as refused:
+        resolve_paths(patterns, (".csv",))
     assert said in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_a_folder_without_such_files(folder):
-    with pytest.raises(Refusal, match="holds no file that ends in"):
-        found("deep", (".parquet",))
+    with pytest.raises(ConfigurationError, match="holds no file that ends in"):
+        resolve_paths("deep", (".parquet",))
 
 
 def test_opened_and_mapped(folder):
-    with opened("a.csv") as file:
+    with open_file("a.csv") as file:
         file.seek(2)
         assert file.read() == b"csv"
     assert bytes(mapped_bytes("a.csv")) == b"a.csv"
     assert mapped_bytes("a.csv") is mapped_bytes("a.csv")
     (folder / "empty").touch()
     assert len(mapped_bytes("empty")) == 0
-    for read in (opened, mapped_bytes, stamp):
-        with pytest.raises(Refusal, match=r"cannot read gone\.csv: No such file"):
+    for read in (open_file, mapped_bytes, file_signature):
+        with pytest.raises(ConfigurationError, match=r"cannot read gone\.csv: No such file"):
             read("gone.csv")
 
 
 def test_a_file_that_changes_or_goes(folder):
-    before = stamp("a.csv")
-    unchanged("a.csv", before)
+    before = file_signature("a.csv")
+    check_unchanged("a.csv", before)
     os.link("a.csv", "a.backup")
-    unchanged("a.csv", before)  # a link is no change of the content
+    check_unchanged("a.csv", before)  # a link is no change of the content
     os.utime("a.csv", ns=(before[2][0] + 1,) * 2)
-    with pytest.raises(Failure, match=r"a\.csv changed while it was being read"):
-        unchanged("a.csv", before)
+    with pytest.raises(RunError, match=r"a\.csv changed while it was being read"):
+        check_unchanged("a.csv", before)
     assert bytes(mapped_bytes("b.csv")) == b"b.csv"
     (folder / "b.new").write_text("other")
     os.replace("b.new", "b.csv")
     assert bytes(mapped_bytes("b.csv")) == b"other"
     os.remove("a.csv")
-    with pytest.raises(Failure, match="went away"):
-        unchanged("a.csv", before)
+    with pytest.raises(RunError, match="went away"):
+        check_unchanged("a.csv", before)
 
 
 def test_a_stamp_tells_of_a_change_whose_time_was_set_back(folder):
-    before = stamp("a.csv")
+    before = file_signature("a.csv")
     time.sleep(0.02)  # the clock of a file system ticks slowly
     (folder / "a.csv").write_text("A.CSV")
     os.utime("a.csv", ns=(before[2][0], before[2][0]))
-    assert stamp("a.csv")[:2] == before[:2] == [str(folder / "a.csv"), 5] and stamp("a.csv") != before
+    assert file_signature("a.csv")[:2] == before[:2] == [str(folder / "a.csv"), 5] and file_signature("a.csv") != before
 
 
 @pytest.mark.parametrize(
@@ -162,47 +162,47 @@ def test_a_folder_that_links_lead_to_is_met_once(folder, pattern, names):
     (folder / "shards" / "a_link").symlink_to("2024")
     (folder / "shards" / "back").symlink_to(".")
     (folder / "shards" / "2023" / "back").symlink_to("..")  # two that lead back make ever more ways
-    assert [os.path.normpath(each) for each in found(pattern, (".tar",))] == [f"shards/{name}" for name in names]
+    assert [os.path.normpath(each) for each in resolve_paths(pattern, (".tar",))] == [f"shards/{name}" for name in names]
 
 
 def test_a_link_that_leads_nowhere_is_a_file_that_cannot_be_read(folder):
     for name, to in {"gone.csv": "nowhere", "deep/circle.csv": "circle.csv"}.items():
         (folder / name).symlink_to(to)
-    assert {str(folder / "gone.csv"), str(folder / "deep/circle.csv")} < set(found(folder, (".csv",)))
-    assert found("*/circle.*") == ["deep/circle.csv"]
+    assert {str(folder / "gone.csv"), str(folder / "deep/circle.csv")} < set(resolve_paths(folder, (".csv",)))
+    assert resolve_paths("*/circle.*") == ["deep/circle.csv"]
     for name in ("gone.csv", "deep/circle.csv"):
-        with pytest.raises(Refusal, match=f"^{name} is a link that leads nowhere$"):
-            found(name)
-        with pytest.raises(Refusal, match=f"^cannot read {name}: "):
-            opened(name)
+        with pytest.raises(ConfigurationError, match=f"^{name} is a link that leads nowhere$"):
+            resolve_paths(name)
+        with pytest.raises(ConfigurationError, match=f"^cannot read {name}: "):
+            open_file(name)
 
 
 def test_numbers_in_braces_are_written_out(folder):
     for number in range(12):
         (folder / f"s-{number:03}-of-012.tar").touch()
-    assert found("s-{003..010}-of-012.tar") == [f"s-{number:03}-of-012.tar" for number in range(3, 11)]
-    assert found("s-0{0..1}{0..1}-of-012.tar") == [f"s-{number:03}-of-012.tar" for number in (0, 1, 10, 11)]
-    assert len(found("s-{000..001}*.tar")) == 2
-    with pytest.raises(Refusal, match=r"there is no file s-012-of-012\.tar"):
-        found("s-{003..999999999}-of-012.tar")
-    with pytest.raises(Refusal, match=r"\{5\.\.3\} in s-\{5\.\.3\}\.tar counts backwards; say \{3\.\.5\}"):
-        found("s-{5..3}.tar")
+    assert resolve_paths("s-{003..010}-of-012.tar") == [f"s-{number:03}-of-012.tar" for number in range(3, 11)]
+    assert resolve_paths("s-0{0..1}{0..1}-of-012.tar") == [f"s-{number:03}-of-012.tar" for number in (0, 1, 10, 11)]
+    assert len(resolve_paths("s-{000..001}*.tar")) == 2
+    with pytest.raises(ConfigurationError, match=r"there is no file s-012-of-012\.tar"):
+        resolve_paths("s-{003..999999999}-of-012.tar")
+    with pytest.raises(ConfigurationError, match=r"\{5\.\.3\} in s-\{5\.\.3\}\.tar counts backwards; say \{3\.\.5\}"):
+        resolve_paths("s-{5..3}.tar")
 
 
 def test_remote_files(unsteady):
     one = "unsteady:///data/one.bin"
-    assert found("unsteady://data/*.bin") == [one, "unsteady:///data/two.bin"] == found("unsteady://data", (".bin",))
-    with opened(one) as file:
+    assert resolve_paths("unsteady://data/*.bin") == [one, "unsteady:///data/two.bin"] == resolve_paths("unsteady://data", (".bin",))
+    with open_file(one) as file:
         assert file.seek(-3, os.SEEK_END) == 253
         assert file.read() == bytes([253, 254, 255])
         assert file.seek(5) == 5 and file.read(2) == bytes([5, 6]) and file.tell() == 7
-    before = stamp(one)
-    assert before[:2] == [one, 256] and stamp(one) == before
+    before = file_signature(one)
+    assert before[:2] == [one, 256] and file_signature(one) == before
     unsteady().pipe_file("/data/one.bin", bytes(256))
-    with pytest.raises(Failure, match="changed"):
-        unchanged(one, before)
-    with pytest.raises(Refusal, match=r"cannot read unsteady:///data/none"):
-        opened("unsteady:///data/none")
+    with pytest.raises(RunError, match="changed"):
+        check_unchanged(one, before)
+    with pytest.raises(ConfigurationError, match=r"cannot read unsteady:///data/none"):
+        open_file("unsteady:///data/none")
 
 
 def test_a_remote_folder_is_like_one_on_the_disk(unsteady, folder):
@@ -212,8 +212,8 @@ def test_a_remote_folder_is_like_one_on_the_disk(unsteady, folder):
         (folder / "tree" / name).touch()
         unsteady().pipe_file(f"/tree/{name}", b"")
     for suffixes in ((".csv",), ()):
-        here = [path.removeprefix("tree/") for path in found("tree", suffixes)]
-        assert [path.removeprefix("unsteady:///tree/") for path in found("unsteady://tree/", suffixes)] == here
+        here = [path.removeprefix("tree/") for path in resolve_paths("tree", suffixes)]
+        assert [path.removeprefix("unsteady:///tree/") for path in resolve_paths("unsteady://tree/", suffixes)] == here
         assert here == sorted(here) and len(here) == 5 - len(suffixes)
 
 
@@ -235,8 +235,8 @@ def test_a_remote_pattern_means_what_it_means_on_the_disk(unsteady, folder, patt
 
     def meant(root):
         try:
-            return [path.partition("forest/")[2] for path in found(f"{root}/{pattern}", suffixes)]
-        except Refusal as refused:
+            return [path.partition("forest/")[2] for path in resolve_paths(f"{root}/{pattern}", suffixes)]
+        except ConfigurationError as refused:
             assert "no file matches" in str(refused)
             return []
 
@@ -253,7 +253,7 @@ def test_what_is_no_remote_folder_is_a_file(unsteady, monkeypatch):
         return [each | {"type": "link"} if each["name"].endswith("one.bin") else each for each in there]
 
     monkeypatch.setattr(Unsteady, "ls", linked)
-    assert found("unsteady://data/*.bin") == ["unsteady:///data/one.bin", "unsteady:///data/two.bin"]
+    assert resolve_paths("unsteady://data/*.bin") == ["unsteady:///data/one.bin", "unsteady:///data/two.bin"]
 
 
 def test_a_remote_pattern_asks_for_no_more_than_it_may_mean(unsteady, monkeypatch):
@@ -261,16 +261,16 @@ def test_a_remote_pattern_asks_for_no_more_than_it_may_mean(unsteady, monkeypatc
         unsteady().pipe_file(f"/many/{name}", b"")
     asked, ls = [], Unsteady.ls
     monkeypatch.setattr(Unsteady, "ls", lambda system, path, *more, **named: asked.append(path) or ls(system, path, *more, **named))
-    assert found("unsteady://many/a/*") == ["unsteady:///many/a/1.bin"]
+    assert resolve_paths("unsteady://many/a/*") == ["unsteady:///many/a/1.bin"]
     assert {path.strip("/") for path in asked} == {"many/a"}
 
 
 def test_patience(unsteady):
     unsteady.failures = 3
-    with opened("unsteady:///data/two.bin") as file:
+    with open_file("unsteady:///data/two.bin") as file:
         assert file.read() == b"two"
     unsteady.failures = 100
     asked = unsteady.asked
-    with pytest.raises(Failure, match=r"unsteady:///data/two.bin cannot be reached, asked 4 times: ConnectionError: the line is dead"):
-        stamp("unsteady:///data/two.bin")
+    with pytest.raises(RunError, match=r"unsteady:///data/two.bin cannot be reached, asked 4 times: ConnectionError: the line is dead"):
+        file_signature("unsteady:///data/two.bin")
     assert unsteady.asked == asked + 4

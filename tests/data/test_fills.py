@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy
 import pytest
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 from hasten.data import csv, feather, parquet
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")
@@ -97,7 +97,7 @@ def test_what_is_missing_within_lists_and_structs_is_filled_by_the_name_of_its_c
     ],
 )
 def test_a_value_that_would_become_another_is_refused(tmp_path, name, fill, told):
-    with pytest.raises(Refusal, match=told) as refused:
+    with pytest.raises(ConfigurationError, match=told) as refused:
         read(tmp_path, name, fill)
     assert "\n" not in str(refused.value)
 
@@ -113,7 +113,7 @@ def test_a_value_that_would_become_another_is_refused(tmp_path, name, fill, told
     ],
 )
 def test_names_that_are_not_there_are_told_at_once(tmp_path, fill, told):
-    with pytest.raises(Refusal, match=told):
+    with pytest.raises(ConfigurationError, match=told):
         parquet(stored(tmp_path, "word", "inner"), fill=fill)
 
 
@@ -126,7 +126,7 @@ def test_a_name_of_the_file_that_is_not_read_may_stand_in_a_fill(tmp_path):
 @pytest.mark.parametrize("target", ["whole", "part", "word"])
 def test_a_target_is_filled_by_its_name_alone(tmp_path, target, gigabytes):
     path = stored(tmp_path, "tiny", target)
-    with pytest.raises(Refusal, match=rf"column '{target}' lacks 1 of its 3 values .*fill=\{{'{target}': \.\.\.\}}"):
+    with pytest.raises(ConfigurationError, match=rf"column '{target}' lacks 1 of its 3 values .*fill=\{{'{target}': \.\.\.\}}"):
         parquet(path, target=target, fill=0, gigabytes=gigabytes).source.read(ROWS)
     asked = {"tiny": 9, target: "b" if target == "word" else 2}
     source = parquet(path, target=target, fill=asked, gigabytes=gigabytes).source
@@ -144,7 +144,7 @@ def test_nan_is_a_number_and_stays(tmp_path):
 
 def test_whole_numbers_that_no_tensor_holds_are_refused(tmp_path):
     arrow_parquet.write_table(pa.table({"id": pa.array([1, 2**63 + 5], pa.uint64()), "x": [1, 2]}), tmp_path / "t.parquet")
-    with pytest.raises(Refusal, match=rf"column 'id' holds {2**63 + 5} in .*up to {2**63 - 1}"):
+    with pytest.raises(ConfigurationError, match=rf"column 'id' holds {2**63 + 5} in .*up to {2**63 - 1}"):
         parquet(tmp_path / "t.parquet").source.read(numpy.arange(2))
     assert parquet(tmp_path / "t.parquet", columns=["x"]).source.read(numpy.arange(2))["x"].tolist() == [1, 2]
 
@@ -165,7 +165,7 @@ EMPTY = "n,x,word\n,,\n,,\n"
 @pytest.mark.parametrize("fill", [0.5, float("nan"), {"n": 0.5}])
 def test_whole_numbers_of_another_file_are_not_filled_by_fractions(tmp_path, fill, target):
     files = two_files(tmp_path, "n,label\n1,0\n2,1\n", "n,label\n,0\n,1\n")
-    with pytest.raises(Refusal, match=rf"column 'n' is of type int64, which {'nan' if fill != fill else 0.5} cannot fill"):
+    with pytest.raises(ConfigurationError, match=rf"column 'n' is of type int64, which {'nan' if fill != fill else 0.5} cannot fill"):
         csv(files, target=target, fill=fill).source.read(numpy.arange(4))
 
 
@@ -187,7 +187,7 @@ def test_whole_numbers_with_gaps_are_filled_by_fractions_where_another_file_has_
 def test_labels_that_are_empty_throughout_a_file_are_missing_unless_they_are_a_class(tmp_path, classes):
     files = two_files(tmp_path, "x,kind\n1,b\n2,\n3,a\n", "x,kind\n4,\n5,\n")
     if classes is None:
-        with pytest.raises(Refusal, match=r"column 'kind' lacks \d of its \d values"):
+        with pytest.raises(ConfigurationError, match=r"column 'kind' lacks \d of its \d values"):
             csv(files, target="kind").source.read(numpy.arange(5))
     else:
         assert csv(files, target="kind", classes=classes).source.read(numpy.arange(5))[1].tolist() == [2, 0, 1, 0, 0]
@@ -209,7 +209,7 @@ def labelled(folder, text="x,kind\n1,b\n2,\n3,a\n"):
 
 def test_an_empty_label_of_a_csv_is_missing(tmp_path):
     with pytest.raises(
-        Refusal, match=r"column 'kind' lacks 1 of its 3 values in .*t\.csv; say what stands for them: fill={'kind': \.\.\.}"
+        ConfigurationError, match=r"column 'kind' lacks 1 of its 3 values in .*t\.csv; say what stands for them: fill={'kind': \.\.\.}"
     ):
         csv(labelled(tmp_path), target="kind").source.read(ROWS)
     named = csv(labelled(tmp_path), target="kind", fill={"kind": "c"}).source
@@ -245,7 +245,7 @@ def test_an_empty_text_in_parquet_was_written_on_purpose(tmp_path):
     ],
 )
 def test_classes_are_words_in_order(tmp_path, classes, told):
-    with pytest.raises(Refusal, match=told):
+    with pytest.raises(ConfigurationError, match=told):
         csv(labelled(tmp_path), target="kind", classes=classes)
 
 
@@ -282,7 +282,7 @@ def test_a_row_may_be_longer_than_a_block(tmp_path):
 )
 def test_what_is_no_table_of_that_form_is_one_line(tmp_path, content, settings, told):
     (tmp_path / "t.csv").write_bytes(content)
-    with pytest.raises(Refusal, match=told) as refused:
+    with pytest.raises(ConfigurationError, match=told) as refused:
         csv(tmp_path / "t.csv", **settings)
     assert "\n" not in str(refused.value)
 

@@ -15,7 +15,7 @@ import numpy
 import pytest
 import torch
 
-from hasten import Refusal
+from hasten import ConfigurationError
 from hasten.data.caching.fingerprints import fingerprint
 
 BASE = """
@@ -240,7 +240,7 @@ def test_what_cannot_be_told_is_refused(what):
     def using(x):
         return x, what
 
-    with pytest.raises(Refusal, match=f"using has changed cannot be told, as it depends on a {type(what).__name__}"):
+    with pytest.raises(ConfigurationError, match=f"using has changed cannot be told, as it depends on a {type(what).__name__}"):
         fingerprint(using)
 
 

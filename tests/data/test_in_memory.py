@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from hasten import Refusal
+from hasten import ConfigurationError
 from hasten.data import arrays
 
 
@@ -106,5 +106,5 @@ def test_a_file_is_the_one_that_was_mapped_until_the_next_pass(tmp_path, monkeyp
 def test_what_is_no_array_is_refused(tmp_path, wrong, told):
     numpy.save(tmp_path / "pickled.npy", numpy.array([{"a": 1}]), allow_pickle=True)
     (tmp_path / "text.npy").write_text("hello")
-    with pytest.raises(Refusal, match=told):
+    with pytest.raises(ConfigurationError, match=told):
         wrong(tmp_path)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from hasten import Refusal
+from hasten import ConfigurationError
 from hasten.cli.main import main
 from hasten.data import convert, csv, inspect
 from hasten.data.storing import sampling
@@ -82,7 +82,7 @@ def test_a_long_csv_is_told_from_its_first_lines(tmp_path, monkeypatch):
     told = {"packed.csv.gz": (b"not packed at all", "is no whole CSV file: "), "ragged.csv": (b"1,2\n3\n", "has no more good lines than ")}
     for name, (content, said) in told.items():
         (tmp_path / name).write_bytes(content * 10_000)
-        with pytest.raises(Refusal, match=f"^{tmp_path / name} {said}"):
+        with pytest.raises(ConfigurationError, match=f"^{tmp_path / name} {said}"):
             inspect(tmp_path / name)
 
 
@@ -140,10 +140,10 @@ def test_what_cannot_be_decoded_is_told_beside_what_is_there(tmp_path):
 def test_what_is_refused(tmp_path):
     torch.save([1], tmp_path / "model.pt")
     for path, told in ((tmp_path / "nothing", "there is no file"), (tmp_path, "no file name of .* tells what it holds")):
-        with pytest.raises(Refusal, match=told):
+        with pytest.raises(ConfigurationError, match=told):
             inspect(path)
     (tmp_path / "x.parquet").write_bytes(b"PAR1 and no more")
-    with pytest.raises(Refusal, match="no whole Parquet file"):
+    with pytest.raises(ConfigurationError, match="no whole Parquet file"):
         inspect(tmp_path / "x.parquet")
 
 
@@ -197,7 +197,7 @@ def test_a_file_that_cannot_be_opened_is_named_or_left_out(tmp_path, capfd):
     out, err = capfd.readouterr()
     assert out == "" and err == f"hasten: cannot read {data / 'gone.parquet'}: No such file or directory\n"
     (data / "cut.parquet").write_bytes(b"PAR1")
-    with pytest.raises(Refusal, match=r"gone.parquet.*; it is bad file number 2, and 1 may be left out"):
+    with pytest.raises(ConfigurationError, match=r"gone.parquet.*; it is bad file number 2, and 1 may be left out"):
         inspect(data, skip_bad=1, budget=BUDGET)
     assert main(["data", "inspect", str(data), "--budget", "1", "--skip-bad", "2", "--json"]) == 0
     result = json.loads(capfd.readouterr().out)

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from hasten.data.places import manifests
-from hasten.data.places.files import found
+from hasten.data.places.files import resolve_paths
 from hasten.data.places.manifests import manifest_of
 
 
@@ -48,9 +48,9 @@ def test_a_glob_takes_the_time_of_looking_at_the_folders(place, folders, files):
     began = time.process_time()
     names = sorted(entry.path for folder in os.scandir(place) for entry in os.scandir(folder) if entry.name.endswith(".jpg"))
     looked = time.process_time() - began
-    globbed = within(6 * looked + 0.2, lambda: found(f"{place}/*/*.jpg", (".jpg",)))
+    globbed = within(6 * looked + 0.2, lambda: resolve_paths(f"{place}/*/*.jpg", (".jpg",)))
     assert globbed == names and len(names) == folders * files
-    assert found(place, (".jpg",)) == names
+    assert resolve_paths(place, (".jpg",)) == names
 
     for folder in (place, *place.iterdir()):
         os.utime(folder, ns=(1, 1))  # long ago: nobody is still writing there

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hasten.data import arrays
-from hasten.data.memory import BYTES, KEPT, SIZES, _waiting, large, scratch, taken
+from hasten.data.memory import BYTES, KEPT, SIZES, _waiting, alloc_huge, thread_scratch, acquire
 
 
 @pytest.fixture(autouse=True)
@@ -18,17 +18,17 @@ def from_scratch():
 
 
 def test_memory_comes_back_when_the_last_holder_goes():
-    tensor = taken((1000, 100), torch.float32)
+    tensor = acquire((1000, 100), torch.float32)
     place, view = tensor.data_ptr(), tensor[10:20].view(-1)
     del tensor
-    assert taken((1000, 100), torch.float32).data_ptr() != place, "a view still holds it"
+    assert acquire((1000, 100), torch.float32).data_ptr() != place, "a view still holds it"
     del view
-    assert place in [taken((1000, 100), torch.float32).data_ptr() for _ in range(2)]
+    assert place in [acquire((1000, 100), torch.float32).data_ptr() for _ in range(2)]
 
 
 def test_whatever_holds_a_batch_keeps_it():
     def held_by(use):
-        tensor = taken((64, 100), torch.float32).fill_(1.0)
+        tensor = acquire((64, 100), torch.float32).fill_(1.0)
         return tensor.data_ptr(), use(tensor)
 
     weights = torch.ones(100, requires_grad=True)
@@ -39,22 +39,22 @@ def test_whatever_holds_a_batch_keeps_it():
         lambda t: torch.utils.dlpack.to_dlpack(t),
     ):
         place, holder = held_by(use)
-        others = [taken((64, 100), torch.float32) for _ in range(KEPT + 1)]
+        others = [acquire((64, 100), torch.float32) for _ in range(KEPT + 1)]
         assert place not in [other.data_ptr() for other in others], use
         del holder, others
 
 
 def test_little_waits_to_be_used_again():
-    held = [taken((10_000,), torch.float32) for _ in range(3 * KEPT)]
+    held = [acquire((10_000,), torch.float32) for _ in range(3 * KEPT)]
     del held
     for size in range(2 * SIZES):
-        taken((4096 << (size % 12),) if size < 12 else (50_000 + 10_000 * size,), torch.uint8)
+        acquire((4096 << (size % 12),) if size < 12 else (50_000 + 10_000 * size,), torch.uint8)
     assert len(_waiting) <= SIZES and all(len(blocks) <= KEPT for blocks in _waiting.values())
 
 
 def test_what_waits_is_little_in_bytes_too_and_the_size_last_used_stays():
     def use(*sizes):
-        held = [taken((size,), torch.uint8) for size in sizes]  # never written to, so that they cost nothing
+        held = [acquire((size,), torch.uint8) for size in sizes]  # never written to, so that they cost nothing
         return len(held)
 
     small, quarter = BYTES // 64, BYTES // 4
@@ -68,7 +68,7 @@ def test_what_waits_is_little_in_bytes_too_and_the_size_last_used_stays():
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (0, 5), (7, 11, 13), (4096,), (4097,)])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.bfloat16, torch.float64, torch.uint16])
 def test_any_shape_and_type(shape, dtype):
-    tensor = taken(shape, dtype)
+    tensor = acquire(shape, dtype)
     assert tensor.shape == shape and tensor.dtype == dtype and tensor.is_contiguous()
 
 
@@ -84,20 +84,20 @@ def test_a_pass_takes_no_new_memory():
 
 
 def test_a_thread_has_its_own_scratch_memory_of_a_name():
-    first = scratch("a", (100, 10), torch.float32)
-    assert scratch("a", (50, 20), torch.int32).data_ptr() == first.data_ptr() != scratch("b", (100, 10), torch.float32).data_ptr()
+    first = thread_scratch("a", (100, 10), torch.float32)
+    assert thread_scratch("a", (50, 20), torch.int32).data_ptr() == first.data_ptr() != thread_scratch("b", (100, 10), torch.float32).data_ptr()
     with ThreadPoolExecutor(1) as other:
-        assert other.submit(lambda: scratch("a", (100, 10), torch.float32).data_ptr()).result() != first.data_ptr()
-    assert scratch("a", (1000, 1000), torch.uint8).shape == (1000, 1000)
+        assert other.submit(lambda: thread_scratch("a", (100, 10), torch.float32).data_ptr()).result() != first.data_ptr()
+    assert thread_scratch("a", (1000, 1000), torch.uint8).shape == (1000, 1000)
 
 
 def test_scratch_memory_made_in_inference_mode_is_of_use_outside():
     with torch.inference_mode():
-        scratch("c", (8,), torch.int64).zero_()
-    assert scratch("c", (8,), torch.int64).add_(1).tolist() == [1] * 8
+        thread_scratch("c", (8,), torch.int64).zero_()
+    assert thread_scratch("c", (8,), torch.int64).add_(1).tolist() == [1] * 8
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float64, torch.uint16])
 def test_large_values(dtype):
-    values = large(1 << 21, dtype)
+    values = alloc_huge(1 << 21, dtype)
     assert values.shape == (1 << 21,) and values.dtype == dtype and values.is_contiguous()

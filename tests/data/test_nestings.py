@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from hasten import Refusal
+from hasten import ConfigurationError
 from hasten.data import Pipeline, Source, images, parquet, shards, tfrecord
 from hasten.data.formats.records import frame_records
 from hasten.data.formats.tf_example import encode_example
@@ -119,7 +119,7 @@ def test_what_a_map_makes_is_stacked(tmp_path):
     ],
 )
 def test_what_cannot_be_stacked_is_one_line(tmp_path, function, told):
-    with pytest.raises(Refusal, match=told) as refused:
+    with pytest.raises(ConfigurationError, match=told) as refused:
         list(table(tmp_path).map(function).batch(4))
     assert "\n" not in str(refused.value)
 
@@ -187,7 +187,7 @@ def shared(pipeline, size, world):
         try:
             for batch in pipeline.batch(size).share(rank, world):
                 batches.append(batch)
-        except Refusal as refused:
+        except ConfigurationError as refused:
             why.append(str(refused))
     return batches, why
 
@@ -211,7 +211,7 @@ def test_whether_a_part_is_a_list_does_not_depend_on_who_is_in_the_batch(when, s
 def test_a_first_row_that_is_bad_says_nothing():
     pipeline = Pipeline(Pictures(bad=True)).map(Resizing((0, 1, 2))).skip_bad(1).batch(5)
     assert all(isinstance(batch["deep"][1], torch.Tensor) for batch in pipeline)
-    with pytest.raises(Refusal, match="of some rows as it is"):
+    with pytest.raises(ConfigurationError, match="of some rows as it is"):
         list(Pipeline(Pictures(bad=True)).map(Resizing((0,))).skip_bad(1).batch(2))
 
 
@@ -260,7 +260,7 @@ def test_pictures_of_one_size_are_kept_as_they_are(tmp_path, kind, maps):
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 @pytest.mark.parametrize("sizes", [[(20, 30), (30, 20)], [(20, 30)] * (ROWS - 1) + [(20, 31)]], ids=["all", "the last"])
 def test_pictures_of_two_sizes_are_refused_by_both(tmp_path, kind, sizes):
-    with pytest.raises(Refusal, match=r"\(3, 20, 30\).*\(3, (30, 20|20, 31)\).*images\(resize=\)") as refused:
+    with pytest.raises(ConfigurationError, match=r"\(3, 20, 30\).*\(3, (30, 20|20, 31)\).*images\(resize=\)") as refused:
         list(pictures(tmp_path, sizes).cache(kind).batch(BATCH))
     assert "\n" not in str(refused.value)
 
@@ -279,5 +279,5 @@ def test_lists_of_one_length_and_arrays_within_a_sample_are_kept(tmp_path, kind)
     [("some", r"rows of int64 \(0,\) and of int64 \(1,\)"), ("words", "holds lists"), ("text", "holds strs")],
 )
 def test_what_has_no_one_shape_is_refused(tmp_path, kind, name, told):
-    with pytest.raises(Refusal, match=told):
+    with pytest.raises(ConfigurationError, match=told):
         list(table(tmp_path).map(lambda sample: sample[name]).cache(kind).batch(BATCH))

@@ -5,9 +5,9 @@ import time
 import numpy
 import pytest
 
-from hasten import Refusal
+from hasten import ConfigurationError
 from hasten.data import Pipeline
-from hasten.data.order import Order
+from hasten.data.order import DeterministicBatchSampler
 from helpers.pipelines import Runs
 
 EDGES = numpy.array([0, 7, 8, 30, 30, 41, 64, 99])
@@ -20,19 +20,19 @@ def rows_of(order, epoch=0):
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 7, 50])
 @pytest.mark.parametrize("size", [1, 10, 99, 200])
 def test_a_shuffle_is_a_permutation_that_can_be_entered_anywhere(window, size):
-    order = Order(99, size, seed=4, window=window, edges=EDGES)
+    order = DeterministicBatchSampler(99, size, seed=4, window=window, edges=EDGES)
     for epoch in (0, 1):
         whole = rows_of(order, epoch)
         assert whole.dtype == numpy.int64 and sorted(whole) == list(range(99))
         for number in reversed(range(len(order))):
             assert (order.batches(epoch)(number) == whole[number * size : (number + 1) * size]).all()
-    assert (rows_of(order) != rows_of(order, 1)).any() and (rows_of(order) != rows_of(Order(99, size, 5, False, window, EDGES))).any()
-    assert (rows_of(order) == rows_of(Order(99, size, 4, False, window, EDGES))).all()
+    assert (rows_of(order) != rows_of(order, 1)).any() and (rows_of(order) != rows_of(DeterministicBatchSampler(99, size, 5, False, window, EDGES))).any()
+    assert (rows_of(order) == rows_of(DeterministicBatchSampler(99, size, 4, False, window, EDGES))).all()
 
 
 def test_a_window_mixes_its_own_runs_only():
     edges = numpy.arange(0, 1001, 10)
-    whole = rows_of(Order(1000, 25, seed=1, window=4, edges=edges))
+    whole = rows_of(DeterministicBatchSampler(1000, 25, seed=1, window=4, edges=edges))
     for window in whole.reshape(-1, 40):
         assert len(set(window // 10)) == 4, "rows of four runs"
         assert (numpy.diff(window // 10) != 0).sum() > 10, "mixed"
@@ -40,8 +40,8 @@ def test_a_window_mixes_its_own_runs_only():
 
 
 def test_without_a_seed_the_rows_come_as_they_are():
-    assert (rows_of(Order(99, 10)) == numpy.arange(99)).all()
-    assert len(Order(99, 10, drop_last=True)) == 9 and len(Order(99, 10)) == 10 and len(Order(0, 10)) == 0
+    assert (rows_of(DeterministicBatchSampler(99, 10)) == numpy.arange(99)).all()
+    assert len(DeterministicBatchSampler(99, 10, drop_last=True)) == 9 and len(DeterministicBatchSampler(99, 10)) == 10 and len(DeterministicBatchSampler(0, 10)) == 0
 
 
 def test_a_source_says_where_its_runs_are():
@@ -52,9 +52,9 @@ def test_a_source_says_where_its_runs_are():
 
 
 def test_too_many_rows_want_a_window():
-    with pytest.raises(Refusal, match=r"too many to be shuffled all at once.*window"):
-        Order(1 << 40, 8, seed=0).batches(0)
+    with pytest.raises(ConfigurationError, match=r"too many to be shuffled all at once.*window"):
+        DeterministicBatchSampler(1 << 40, 8, seed=0).batches(0)
     edges = numpy.arange(0, (1 << 40) + 1, 1 << 20)
     began = time.process_time()
-    assert len(Order(1 << 40, 8, seed=0, window=2, edges=edges).batches(3)(1 << 36)) == 8
+    assert len(DeterministicBatchSampler(1 << 40, 8, seed=0, window=2, edges=edges).batches(3)(1 << 36)) == 8
     assert time.process_time() - began < 2

@@ -15,14 +15,14 @@ import numpy
 import pytest
 
 from hasten.cli.main import main
-from hasten.contract.errors import Notice
+from hasten.contract.errors import HastenWarning
 from hasten.data import shards, tfrecord
 from hasten.data.caching import filling
 from hasten.data.formats import records, tars
 from hasten.data.formats.records import frame_records
 from hasten.data.formats.tf_example import encode_example
 from hasten.data.places import files, passes, ranges, remote
-from hasten.data.places.files import stamp
+from hasten.data.places.files import file_signature
 from helpers.assertions import same
 from helpers.process import FORK, ended, forked
 from helpers.tar_files import npy, pack
@@ -157,7 +157,7 @@ def test_what_is_not_kept(tmp_path, monkeypatch):
 
 def test_a_server_that_tells_no_version_is_asked_every_time(web):
     web.marked = False
-    with warnings.catch_warnings(action="ignore", category=Notice):
+    with warnings.catch_warnings(action="ignore", category=HastenWarning):
         assert all(asked(web, "/a.tar")[1] > 0 for _ in range(2)) and not kept()
 
 
@@ -256,7 +256,7 @@ def test_a_long_pass_tells_its_pace_and_what_is_left(web, monkeypatch):
     message = frame_records([encode_example({"x": 1.5})])
     web.content |= {f"/many/{number}.tfrecord": message for number in range(5)}
     paths = [f"{web.address}/many/{number}.tfrecord" for number in range(5)]
-    with warnings.catch_warnings(action="error", category=Notice):
+    with warnings.catch_warnings(action="error", category=HastenWarning):
         records.Records(paths)
     given = Answer.given
 
@@ -268,7 +268,7 @@ def test_a_long_pass_tells_its_pace_and_what_is_left(web, monkeypatch):
     monkeypatch.setattr(Answer, "given", slowly)
     with (
         ThreadPoolExecutor(1) as another,
-        pytest.warns(Notice, match=r"finding the records of 5 files, \d+ MB/s: [2468]0% done, \d s left"),
+        pytest.warns(HastenWarning, match=r"finding the records of 5 files, \d+ MB/s: [2468]0% done, \d s left"),
     ):
         another.submit(records.Records, paths).result()
 
@@ -276,14 +276,14 @@ def test_a_long_pass_tells_its_pace_and_what_is_left(web, monkeypatch):
 @pytest.mark.parametrize("kind", MAKERS)
 def test_a_walk_through_one_file_tells_where_it_is(tmp_path, kind):
     path, told = written(tmp_path / f"a.{kind}", [*range(1000, 5000)]), []
-    {"tfrecord": records, "tar": tars}[kind]._walked(stamp(path), told.append, **({"verify": True} if kind == "tfrecord" else {}))
+    {"tfrecord": records, "tar": tars}[kind]._walked(file_signature(path), told.append, **({"verify": True} if kind == "tfrecord" else {}))
     assert len(told) > 2 and told == sorted(told) and told[-1] <= path.stat().st_size
 
 
 def test_a_download_tells_how_much_is_here(web):
     web.content["/long"] = bytes(9 << 20)
     told = []
-    assert len(ranges.whole(stamp(f"{web.address}/long"), told.append)) == 9 << 20
+    assert len(ranges.whole(file_signature(f"{web.address}/long"), told.append)) == 9 << 20
     assert told == [4 << 20, 8 << 20, 9 << 20]
 
 

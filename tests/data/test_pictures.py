@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from hasten.contract.errors import Failure, Refusal
+from hasten.contract.errors import RunError, ConfigurationError
 from hasten.data import images
 from hasten.data.formats import decoding
 from hasten.data.places import manifests
@@ -189,7 +189,7 @@ def test_a_picture_that_was_replaced_between_two_passes_is_told(tmp_path, way):
     first, second = list(pictures), list(pictures)
     assert all(torch.equal(one, other) for one, other in zip(first[0], second[0], strict=True))
     smooth(11, 13, seed=99).save(root / "cat" / "1.png")
-    with pytest.raises(Failure, match=r"cat/1\.png changed since it was first read"):
+    with pytest.raises(RunError, match=r"cat/1\.png changed since it was first read"):
         list(pictures)
     assert len(list(images(root, resize=8).batch(3))) == 2
 
@@ -209,21 +209,21 @@ def test_labels_by_name_and_patterns(tmp_path):
     assert by_pattern.source.classes == ["cat", "dog"] and by_pattern.source.labels.tolist() == [0, 0, 0, 1, 1, 1]
     names = {f"{name}/{i}.png": 10 * i for name in ("cat", "dog") for i in range(3)}
     assert images(tmp_path / "set", labels=names).source.labels.tolist() == [0, 10, 20, 0, 10, 20]
-    with pytest.raises(Refusal, match=r"dog/2\.png has no label"):
+    with pytest.raises(ConfigurationError, match=r"dog/2\.png has no label"):
         images(tmp_path / "set", labels={name: 1 for name in names if name != "dog/2.png"})
-    with pytest.raises(Refusal, match=r"0\.png lies in no folder"):
+    with pytest.raises(ConfigurationError, match=r"0\.png lies in no folder"):
         images(tmp_path / "set" / "cat")
 
 
 @pytest.mark.parametrize("resize", [0, -3, (1, 2, 3), "big", (4, 0)])
 def test_a_wrong_size_is_refused(tmp_path, resize):
-    with pytest.raises(Refusal, match="resize is"):
+    with pytest.raises(ConfigurationError, match="resize is"):
         images(folder_of(tmp_path / "set"), resize=resize)
 
 
 def test_no_picture_is_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("nothing")
-    with pytest.raises(Refusal, match="holds no file that ends in"):
+    with pytest.raises(ConfigurationError, match="holds no file that ends in"):
         images(tmp_path)
 
 
@@ -235,7 +235,7 @@ def test_the_list_of_a_folder_is_kept_until_the_folder_changes(tmp_path, monkeyp
         os.utime(folder, (long_ago, long_ago))
     first = manifest_of(root, (".png",))
     walks = []
-    walk = manifests.walked
+    walk = manifests.walk
     monkeypatch.setattr(manifests, "walked", lambda *args: walks.append(1) or walk(*args))
     again = manifest_of(root, (".png",))
     assert not walks and [again.path(i) for i in range(6)] == [first.path(i) for i in range(6)]
@@ -265,7 +265,7 @@ def test_a_link_that_leads_nowhere_is_a_bad_row_of_a_cache_too(tmp_path, where):
     (root / "cat" / "1.png").unlink()
     (root / "cat" / "1.png").symlink_to(tmp_path / "later.png")
     pictures = images(root, resize=8)
-    with pytest.raises(Failure, match=r"row 1 \(.*cat/1\.png\): cannot read .*; mend it"):
+    with pytest.raises(RunError, match=r"row 1 \(.*cat/1\.png\): cannot read .*; mend it"):
         list(pictures.cache(where).batch(4))
     cached = pictures.skip_bad(1).cache(where).batch(4)
     for _ in range(2):

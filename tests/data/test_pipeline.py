@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from hasten import Failure, Refusal
+from hasten import RunError, ConfigurationError
 from hasten.data import Pipeline, arrays
 from helpers.pipelines import BATCH, ROWS, Bad, augmented, equal
 
@@ -91,7 +91,7 @@ def test_what_is_drawn_from_the_generators_of_a_process_is_refused_in_threads(dr
     state = torch.get_rng_state(), random.getstate(), str(numpy.random.get_state())
     told = rf"{draws.__name__} draws from the generators .* a parameter chance .*, or say \.prefetch\(processes=1\)"
     for _ in range(2):
-        with pytest.raises(Refusal, match=told):
+        with pytest.raises(ConfigurationError, match=told):
             next(iter(pipeline.prefetch(**way)))
     assert torch.equal(torch.get_rng_state(), state[0]) and (random.getstate(), str(numpy.random.get_state())) == state[1:]
 
@@ -113,7 +113,7 @@ def test_what_draws_nothing_is_looked_at_once_in_threads():
 def test_a_hang_in_the_look_is_told():
     end = threading.Event()
     pipeline = arrays(torch.arange(ROWS)).batch(BATCH).map(lambda batch: end.wait(60) and batch).prefetch(timeout=0.5)
-    with pytest.raises(Failure, match=r"batch 3 of the pass did not come within 0.5 s: a thread hangs"):
+    with pytest.raises(RunError, match=r"batch 3 of the pass did not come within 0.5 s: a thread hangs"):
         next(pipeline.epoch(0, 3))
     end.set()
     for thread in threading.enumerate():
@@ -153,7 +153,7 @@ def test_what_a_row_draws_is_the_same_where_others_are_bad():
 
 def test_a_last_batch_that_has_no_row_for_some_rank_is_refused():
     pipeline = arrays(torch.arange(17)).batch(8).share(0, 2)
-    with pytest.raises(Refusal, match="2 ranks cannot share a batch of 1 rows"):
+    with pytest.raises(ConfigurationError, match="2 ranks cannot share a batch of 1 rows"):
         list(pipeline)
     assert len(list(arrays(torch.arange(17)).batch(8, drop_last=True).share(0, 2))) == 2
 
@@ -201,7 +201,7 @@ def test_a_place_holds_in_every_batch_size_in_which_a_batch_begins_there():
     assert pipeline.state_dict() == {"seed": 5, "epoch": 0, "position": 32}
     for size in (1, 8, 32):
         assert rows(size, pipeline.state_dict())[1] == order[32:]
-    with pytest.raises(Refusal, match="no batch of 10 rows begins at row 32 of a pass"):
+    with pytest.raises(ConfigurationError, match="no batch of 10 rows begins at row 32 of a pass"):
         rows(10, pipeline.state_dict())
     pipeline.set_epoch(0)
     list(itertools.islice(pipeline, len(pipeline)))
@@ -293,12 +293,12 @@ def test_the_place_costs_nothing_that_grows_with_it():
 
 
 def test_a_place_of_another_order_is_refused():
-    with pytest.raises(Refusal, match="belongs to seed 9"):
+    with pytest.raises(ConfigurationError, match="belongs to seed 9"):
         augmented().load_state_dict({"seed": 9, "epoch": 0, "position": 0})
-    with pytest.raises(Refusal, match="seed, epoch and position"):
+    with pytest.raises(ConfigurationError, match="seed, epoch and position"):
         augmented().load_state_dict({"step": 4})
     for position in (-BATCH, BATCH + 1):
-        with pytest.raises(Refusal, match=f"begins at row {position}"):
+        with pytest.raises(ConfigurationError, match=f"begins at row {position}"):
             augmented().load_state_dict({"seed": 5, "epoch": 0, "position": position})
 
 
@@ -345,7 +345,7 @@ def test_a_place_of_another_order_is_refused():
     ],
 )
 def test_wrong_requests_are_refused(wrong, told):
-    with pytest.raises(Refusal, match=told):
+    with pytest.raises(ConfigurationError, match=told):
         wrong(arrays(torch.arange(8)))
 
 
@@ -357,7 +357,7 @@ def test_a_place_may_come_in_any_kind_of_whole_number():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing to refuse")
 def test_a_gpu_that_is_not_there_is_told_in_one_line():
-    with pytest.raises(Refusal, match="no device cuda on this machine"):
+    with pytest.raises(ConfigurationError, match="no device cuda on this machine"):
         list(augmented().to("cuda"))
 
 

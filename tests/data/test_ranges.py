@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy
 import pytest
 
-from hasten.contract.errors import Failure
+from hasten.contract.errors import RunError
 from hasten.data import tfrecord
 from hasten.data.formats.records import frame_records
 from hasten.data.formats.tf_example import encode_example
@@ -91,5 +91,5 @@ def test_a_remote_file_that_became_shorter_is_told():
     system.pipe_file("/cut/a.tfrecord", content)
     source = tfrecord("memory://cut/a.tfrecord").source
     system.pipe_file("/cut/a.tfrecord", content[:-30])
-    with ThreadPoolExecutor(1) as another, pytest.raises(Failure, match=r"memory://.*a\.tfrecord changed while it was being read"):
+    with ThreadPoolExecutor(1) as another, pytest.raises(RunError, match=r"memory://.*a\.tfrecord changed while it was being read"):
         another.submit(source.read, numpy.array([0, 49])).result()  # this thread still has the old one open

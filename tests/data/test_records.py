@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from hasten.contract.errors import Failure, Refusal
+from hasten.contract.errors import RunError, ConfigurationError
 from hasten.data import tfrecord
 from hasten.data.formats import checksums
 from hasten.data.formats.checksums import crc32c, crc32c_of_rows, masked
@@ -51,7 +51,7 @@ def test_without_google_crc32c_checksums_are_refused_in_one_line_and_reading_wit
     monkeypatch.setitem(sys.modules, "google_crc32c", None)
     checksums._tables.cache_clear()
     for use in (lambda: tfrecord(tmp_path), lambda: frame_records([b"x"])):
-        with pytest.raises(Refusal, match=r"^checksums of TFRecord files need google-crc32c: pip install 'hasten\[data\]'$"):
+        with pytest.raises(ConfigurationError, match=r"^checksums of TFRecord files need google-crc32c: pip install 'hasten\[data\]'$"):
             use()
     assert len(tfrecord(tmp_path, verify=False).source) == 100
 
@@ -129,7 +129,7 @@ def test_a_file_that_is_cut_off_in_its_first_record_is_told(tmp_path, left):
     written(tmp_path / "a.tfrecord")
     whole = (tmp_path / "a.tfrecord").read_bytes()
     (tmp_path / "a.tfrecord").write_bytes(whole[:left])
-    with pytest.raises(Refusal, match=r"a\.tfrecord is cut off: record 0, at byte"):
+    with pytest.raises(ConfigurationError, match=r"a\.tfrecord is cut off: record 0, at byte"):
         tfrecord(tmp_path)
 
 
@@ -154,9 +154,9 @@ def test_what_is_damaged_is_one_bad_row_after_what_comes_before_it(tmp_path, dam
     if damage == "gone":
         file.unlink()
         file.symlink_to("nowhere")
-    with pytest.raises(Failure, match=rf"row {there} \(.*a\.tfrecord\): .*{why}.*; mend it, or let some be left out: "):
+    with pytest.raises(RunError, match=rf"row {there} \(.*a\.tfrecord\): .*{why}.*; mend it, or let some be left out: "):
         next(iter(tfrecord(tmp_path).batch(50)))
-    with pytest.raises(Failure, match=why):
+    with pytest.raises(RunError, match=why):
         tfrecord(tmp_path, target="label").batches(50, seed=0, training=True)
     for way in ({"batches": 0}, {"threads": 2}, {"processes": 2}):
         pipeline = tfrecord(tmp_path, target="label").skip_bad(1).shuffle(seed=1).batch(16).prefetch(**way)
@@ -176,24 +176,24 @@ def test_without_checksums_nothing_of_a_damaged_file_is_sure(tmp_path):
 def test_other_files_are_refused(tmp_path):
     written(tmp_path / "a.tfrecord")
     (tmp_path / "zipped.tfrecord").write_bytes(gzip.compress((tmp_path / "a.tfrecord").read_bytes()))
-    with pytest.raises(Refusal, match=r"compressed with gzip.*unpack"):
+    with pytest.raises(ConfigurationError, match=r"compressed with gzip.*unpack"):
         tfrecord(tmp_path / "zipped.tfrecord")
     (tmp_path / "text.tfrecord").write_text("this is not what it says that it is")
-    with pytest.raises(Refusal, match="no TFRecord file"):
+    with pytest.raises(ConfigurationError, match="no TFRecord file"):
         tfrecord(tmp_path / "text.tfrecord")
     (tmp_path / "empty.tfrecord").write_bytes(b"")
-    with pytest.raises(Refusal, match="no record in"):
+    with pytest.raises(ConfigurationError, match="no record in"):
         tfrecord(tmp_path / "empty.tfrecord")
     (tmp_path / "raw.tfrecord").write_bytes(frame_records([b"\xff\xff raw bytes"]))
-    with pytest.raises(Refusal, match=r"raw\.tfrecord, record 0, byte 0 is no tf\.train\.Example"):
+    with pytest.raises(ConfigurationError, match=r"raw\.tfrecord, record 0, byte 0 is no tf\.train\.Example"):
         tfrecord(tmp_path / "raw.tfrecord")
 
 
 def test_a_wrong_request_is_told(tmp_path):
     written(tmp_path / "a.tfrecord")
-    with pytest.raises(Refusal, match="did you mean label"):
+    with pytest.raises(ConfigurationError, match="did you mean label"):
         tfrecord(tmp_path, target="labl")
-    with pytest.raises(Refusal, match="nothing to predict it from"):
+    with pytest.raises(ConfigurationError, match="nothing to predict it from"):
         tfrecord(tmp_path, features=["label"], target="label")
 
 

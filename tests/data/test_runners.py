@@ -11,10 +11,10 @@ import psutil
 import pytest
 import torch
 
-from hasten import Failure
-from hasten.contract.errors import Notice
+from hasten import RunError
+from hasten.contract.errors import HastenWarning
 from hasten.data import Pipeline, arrays
-from hasten.engine.failures import explained
+from hasten.engine.failures import explain_error
 from helpers.pipelines import BATCH, ROWS, Bad, Killing, hanging
 from helpers.process import FORK, forked
 
@@ -38,10 +38,10 @@ class Odd(Exception):
 
 
 def test_a_killed_worker_is_named_and_another_one_goes_on(tmp_path):
-    with pytest.warns(Notice, match=r"worker process \d+ was killed by SIGKILL.*memory.* batch 3 of the pass; another one") as told:
+    with pytest.warns(HastenWarning, match=r"worker process \d+ was killed by SIGKILL.*memory.* batch 3 of the pass; another one") as told:
         batches = list(numbers().map(Killing(tmp_path, 1)).prefetch(processes=2))
     assert torch.cat(batches).tolist() == list(range(ROWS))
-    assert len([each for each in told if each.category is Notice]) == 1 and not children()
+    assert len([each for each in told if each.category is HastenWarning]) == 1 and not children()
 
 
 @pytest.mark.parametrize("second", [0, -1], ids=["each dies", "so does the one in its place"])
@@ -56,7 +56,7 @@ def test_a_worker_that_is_killed_from_outside_at_any_time_costs_nothing(second):
 
 
 def test_the_same_batch_killing_twice_is_a_failure(tmp_path):
-    with pytest.warns(Notice), pytest.raises(Failure, match=r"worker process \d+ was killed by SIGKILL.*so did the one before it"):
+    with pytest.warns(HastenWarning), pytest.raises(RunError, match=r"worker process \d+ was killed by SIGKILL.*so did the one before it"):
         list(numbers().map(Killing(tmp_path, 2)).prefetch(processes=2))
     assert not children()
 
@@ -72,7 +72,7 @@ def impatient(pipeline, seconds):
 @pytest.mark.parametrize("way", BOTH, ids=str)
 def test_a_hang_is_told(way):
     began = time.perf_counter()
-    with pytest.raises(Failure, match=r"batch 3 of the pass did not come within 0.5 s: (a thread|worker process \d+) hangs"):
+    with pytest.raises(RunError, match=r"batch 3 of the pass did not come within 0.5 s: (a thread|worker process \d+) hangs"):
         list(impatient(numbers().map(hanging).prefetch(**way, timeout=PATIENCE), 0.5))
     assert time.perf_counter() - began < PATIENCE, "it has not waited until the hang was over"
     assert not children()
@@ -119,7 +119,7 @@ def test_what_a_map_raises_is_told_with_the_users_line(way):
     with pytest.raises(AttributeError) as caught:
         list(numbers().map(raising).prefetch(**way))
     line = raising.__code__.co_firstlineno + 1
-    assert f"({Path(__file__).name} line {line})" in str(explained(caught.value, "step 1", BATCH))
+    assert f"({Path(__file__).name} line {line})" in str(explain_error(caught.value, "step 1", BATCH))
     if "processes" in way:
         assert "in worker process" in caught.value.__notes__[0]
 
@@ -128,13 +128,13 @@ def test_an_error_that_cannot_travel_is_told_all_the_same():
     def raising(batch):
         raise Odd(1, 2)
 
-    with pytest.raises(Failure, match="Odd: 1 and 2"):
+    with pytest.raises(RunError, match="Odd: 1 and 2"):
         list(numbers().map(raising).prefetch(processes=1))
 
 
 @pytest.mark.parametrize("way", [{"batches": 0}, *BOTH], ids=str)
 def test_the_first_bad_row_ends_it_with_its_place(way):
-    with pytest.raises(Failure, match=r"row 50 \(numbers.txt line 51\): no number; mend it, or .*skip_bad"):
+    with pytest.raises(RunError, match=r"row 50 \(numbers.txt line 51\): no number; mend it, or .*skip_bad"):
         list(Pipeline(Bad([50])).batch(BATCH).prefetch(**way))
 
 

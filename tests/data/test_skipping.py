@@ -5,7 +5,7 @@ import json
 import pytest
 
 import hasten
-from hasten import Failure, Refusal
+from hasten import RunError, ConfigurationError
 from hasten.cli.main import main
 from helpers import faulty_tasks
 from helpers.process import ended, forked
@@ -55,15 +55,15 @@ def test_a_killed_run_lists_the_same(tmp_path, monkeypatch):
 
 
 def test_one_too_many_ends_the_run_and_is_listed(tmp_path):
-    with pytest.raises(Failure, match="bad row number 3, and 2 may be left out"):
+    with pytest.raises(RunError, match="bad row number 3, and 2 may be left out"):
         hasten.train(named("here"), out=tmp_path / "run", device="cpu", skip_bad=2)
     assert [each["row"] for each in listed(tmp_path / "run")] == [3, 17, 40]
-    with pytest.raises(Refusal, match="another skip bad: 2 there, 4 here"):
+    with pytest.raises(ConfigurationError, match="another skip bad: 2 there, 4 here"):
         hasten.train(named("here"), out=tmp_path / "run", device="cpu", skip_bad=4, resume=True)
 
 
 def test_without_it_the_first_one_ends_the_run(tmp_path):
-    with pytest.raises(Failure, match=r"no number; mend it, or let some be left out: .* --skip-bad 10 with hasten train"):
+    with pytest.raises(RunError, match=r"no number; mend it, or let some be left out: .* --skip-bad 10 with hasten train"):
         hasten.train(named("here"), out=tmp_path / "run", device="cpu")
     assert not (tmp_path / "run" / "skipped.jsonl").exists()
 

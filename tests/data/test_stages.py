@@ -4,18 +4,18 @@ import time
 
 import pytest
 
-from hasten.data.faults import Faults
+from hasten.data.faults import BadRowPolicy
 from hasten.data.source import BadRow
 from hasten.data.storing import stages
-from hasten.data.storing.kinds import kind_of
-from hasten.data.storing.readings import Reading
+from hasten.data.storing.kinds import detect_format
+from hasten.data.storing.readings import RowReader
 from hasten.data.storing.stages import pace, paces, reading_pace
 from helpers.storages import ROWS, damage, written
 
 
 def test_paces(tmp_path):
-    kind, files = kind_of(written(tmp_path / "in"))
-    speed = pace(Reading(kind, files, files), 0.2)
+    kind, files = detect_format(written(tmp_path / "in"))
+    speed = pace(RowReader(kind, files, files), 0.2)
     assert speed["batches"] < min(speed["decode"], speed["copy"])
     assert speed["decode"] > ROWS
     assert min(reading_pace(files)["page_cache"]) > 0
@@ -35,18 +35,18 @@ def test_readings_share_the_time_and_the_files(tmp_path, monkeypatch):
 
 
 def test_a_reading_that_takes_long_is_the_only_one(tmp_path, monkeypatch):
-    kind, files = kind_of(written(tmp_path / "in"))
-    reading = Reading(kind, files, files)
+    kind, files = detect_format(written(tmp_path / "in"))
+    reading = RowReader(kind, files, files)
     assert {name: len(each) for name, each in paces(reading, 3.0).items()} == dict.fromkeys(("decode", "copy", "batches"), stages.READINGS)
-    opened = Reading.opened
-    monkeypatch.setattr(Reading, "opened", lambda each: (time.sleep(0.5), opened(each))[1])
+    opened = RowReader.opened
+    monkeypatch.setattr(RowReader, "opened", lambda each: (time.sleep(0.5), opened(each))[1])
     assert {len(each) for each in paces(reading, 0.1).values()} == {1}
 
 
 def test_decoding_only_some_rows_takes_no_longer_for_more_files(tmp_path):
     """Reading.most holds for the stages, too: the rows of one run are decoded, not of twenty."""
-    kind, files = kind_of(written(tmp_path / "in", runs=ROWS // 20))
-    reading = Reading(kind, files, files, most=10)
+    kind, files = detect_format(written(tmp_path / "in", runs=ROWS // 20))
+    reading = RowReader(kind, files, files, most=10)
     assert reading.rows == 10 and pace(reading, 5.0)["decode"] > 0
 
 
@@ -55,10 +55,10 @@ def test_paces_without_the_runs_that_cannot_be_read(tmp_path):
     data = written(tmp_path / "in", runs=ROWS // 4)
     for run in (1, 3):
         damage(data / "train.parquet", run)
-    kind, files = kind_of(data)
+    kind, files = detect_format(data)
     with pytest.raises(BadRow, match="row group 1"):
-        pace(Reading(kind, files, files), 5.0)
-    reading = Reading(kind, files, files, faults=Faults(ROWS))
+        pace(RowReader(kind, files, files), 5.0)
+    reading = RowReader(kind, files, files, faults=BadRowPolicy(ROWS))
     speed = pace(reading, 5.0)
     assert 0 < speed["batches"] < min(speed["decode"], speed["copy"])
     assert {fault.where for fault in reading.faults.found.values()} == {f"{files[0]}, row group {run}" for run in (1, 3)}

@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 
-from hasten import Failure
+from hasten import RunError
 from hasten.data import Pipeline, arrays, augmented, tokens
 from hasten.data.caching.cache import made_of
 from hasten.data.formats.in_memory import Arrays
@@ -98,7 +98,7 @@ def test_data_that_change_while_they_are_kept_are_a_failure_that_leaves_nothing(
     numpy.save(file, NUMBERS.numpy())
     numpy.save(new, NUMBERS.numpy() + 1)
     pipeline = arrays(file).cache(kind, watch=lambda *what: new.exists() and os.replace(new, file)).batch(ROWS)
-    with pytest.raises(Failure, match="changed while the cache was being filled"):
+    with pytest.raises(RunError, match="changed while the cache was being filled"):
         list(pipeline)
     assert not (tmp_path / "cache").exists() or not files(tmp_path)
     for each in (pipeline, arrays(file).cache(kind).batch(ROWS)):

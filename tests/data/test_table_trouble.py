@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hasten.contract.errors import Failure, Refusal
+from hasten.contract.errors import RunError, ConfigurationError
 from hasten.data import csv, feather, parquet
 from hasten.data.formats.table_files import asks_too_much
 
@@ -50,7 +50,7 @@ def bad_inputs(folder):
 @pytest.mark.parametrize("which", range(15))
 def test_bad_input(tmp_path, which):
     name, (make, said) = list(bad_inputs(tmp_path).items())[which]
-    with pytest.raises(Refusal, match=said) as refused:
+    with pytest.raises(ConfigurationError, match=said) as refused:
         make()
     assert "\n" not in str(refused.value), name
 
@@ -64,7 +64,7 @@ def test_a_row_group_that_cannot_be_decoded(tmp_path, gigabytes):
     content[place : place + 60] = bytes([255]) * 60
     path.write_bytes(content)
     read = parquet(path, target="label", gigabytes=gigabytes).batch(50)
-    with pytest.raises(Failure, match=rf"row {RUN} .*t\.parquet, row group 1\).*skip_bad"):
+    with pytest.raises(RunError, match=rf"row {RUN} .*t\.parquet, row group 1\).*skip_bad"):
         list(read)
     kept = torch.cat([x[:, 0] for x, _ in read.shuffle(0).skip_bad(RUN)])
     assert sorted(kept.tolist()) == [*range(RUN), *range(2 * RUN, ROWS)]
@@ -84,9 +84,9 @@ def test_a_file_that_cannot_be_opened_is_a_bad_row(tmp_path, form, gigabytes):
     for _ in range(2):
         assert [n for x, _ in pipeline for n in x[:, 0].tolist()] == [*range(RUN), *range(2 * RUN, 3 * RUN)]
     assert [pipeline.faults.found[RUN + each].where for each in range(2)] == [str(tmp_path / f"{name}.{ending}") for name in "bc"]
-    with pytest.raises(Failure, match=rf"c\.{ending}\): .*no whole .*; it is bad row number 2, and 1 may be left out"):
+    with pytest.raises(RunError, match=rf"c\.{ending}\): .*no whole .*; it is bad row number 2, and 1 may be left out"):
         next(iter(make(tmp_path, target="label", gigabytes=gigabytes).skip_bad(1).batch(50)))
-    with pytest.raises(Failure, match=rf"row {RUN} \(.*b\.{ending}\): cannot read .*b\.{ending}: No such file.*skip_bad"):
+    with pytest.raises(RunError, match=rf"row {RUN} \(.*b\.{ending}\): cannot read .*b\.{ending}: No such file.*skip_bad"):
         make(tmp_path, target="label", gigabytes=gigabytes).batches(50, seed=0, training=True)
 
 
@@ -101,9 +101,9 @@ def test_what_the_machine_lacks_makes_no_file_a_bad_row(tmp_path, monkeypatch, w
     for name in "ab":
         write(numbers(RUN), tmp_path / f"{name}.parquet", "parquet")
     monkeypatch.setattr(*((pa, "OSFile") if when == "opened" else (arrow_parquet, "read_metadata")), lacking)
-    with pytest.raises(MemoryError if isinstance(fault, MemoryError) else Failure) as raised:
+    with pytest.raises(MemoryError if isinstance(fault, MemoryError) else RunError) as raised:
         parquet(tmp_path, target="label")
-    if raised.type is Failure:
+    if raised.type is RunError:
         assert str(raised.value).startswith("cannot read ") and str(raised.value).endswith(f": OSError: {fault}")
 
 
@@ -112,7 +112,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path, gigabytes):
     path = write(numbers(), tmp_path / "t.parquet", "parquet")
     source = parquet(path, target="label", gigabytes=gigabytes).source
     write(numbers(ROWS, 5), path, "parquet")
-    with pytest.raises(Failure, match=r"t\.parquet changed while it was being read"):
+    with pytest.raises(RunError, match=r"t\.parquet changed while it was being read"):
         source.read(ANY_ORDER)
 
 
@@ -123,7 +123,7 @@ def test_a_file_that_changes_between_two_passes_is_told(tmp_path, gigabytes):
     pipeline = parquet(path, target="label", gigabytes=gigabytes).batch(ROWS)
     assert len(list(pipeline)) == 1
     write(numbers(ROWS, 5), path, "parquet")
-    with pytest.raises(Failure, match=r"t\.parquet changed while it was being read"):
+    with pytest.raises(RunError, match=r"t\.parquet changed while it was being read"):
         list(pipeline)
 
 

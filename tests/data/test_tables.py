@@ -10,8 +10,8 @@ import numpy
 import pytest
 import torch
 
-from hasten.contract.batch import split
-from hasten.contract.errors import Notice, Refusal
+from hasten.contract.batch import split_inputs_target
+from hasten.contract.errors import HastenWarning, ConfigurationError
 from hasten.data import feather, parquet
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")
@@ -64,7 +64,7 @@ def test_a_target_of_text(tmp_path, gigabytes):
     assert source.read(numpy.arange(4))[1].tolist() == [1, 0, 2, 1]
     chosen = parquet(path, target="label", classes=["eel", "dog", "cat"], gigabytes=gigabytes).source
     assert chosen.read(numpy.arange(4))[1].tolist() == [1, 2, 0, 1]
-    with pytest.raises(Refusal, match=r"column 'label' holds 'dog' in .*, which is none of its classes: cat, eel"):
+    with pytest.raises(ConfigurationError, match=r"column 'label' holds 'dog' in .*, which is none of its classes: cat, eel"):
         parquet(path, target="label", classes=["cat", "eel"], gigabytes=gigabytes).source.read(numpy.arange(4))
 
 
@@ -78,7 +78,7 @@ def test_a_target_of_fractions_and_text_beside_it(tmp_path):
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
 def test_a_target_beside_columns_of_every_kind_is_one_that_a_task_finds(tmp_path, gigabytes):
     path = write(nested().append_column("label", pa.array(range(ROWS))), tmp_path / "t.parquet", "parquet")
-    (inputs,), _, label = split(parquet(path, columns=["id", "words", "point"], target="label", gigabytes=gigabytes).source.read(ANY_ORDER))
+    (inputs,), _, label = split_inputs_target(parquet(path, columns=["id", "words", "point"], target="label", gigabytes=gigabytes).source.read(ANY_ORDER))
     assert label.tolist() == inputs["id"].tolist() == inputs["point"]["x"].tolist() == ANY_ORDER.tolist()
 
 
@@ -88,11 +88,11 @@ def test_whole_numbers_that_a_matrix_would_round_are_told_once(tmp_path, kind, g
     names = (numpy.arange(ROWS) + (1 << 24) - ROWS + 2).astype(kind)  # the last one is beyond what fits
     table = pa.table({"name": names, "right": names - 1, "label": names})
     path = write(table, tmp_path / "t.parquet", "parquet")
-    with pytest.warns(Notice) as told:
+    with pytest.warns(HastenWarning) as told:
         list(parquet(path, target="label", gigabytes=gigabytes).batch(100))
     (notice,) = (str(one.message) for one in told if "rounded" in str(one.message))
     assert notice.startswith("column 'name' holds whole numbers as big as 16777217,") and "no target=" in notice
-    with warnings.catch_warnings(action="error", category=Notice):
+    with warnings.catch_warnings(action="error", category=HastenWarning):
         list(parquet(path, columns=["right"], target="label").batch(100))
         assert parquet(path).source.read(numpy.array([ROWS - 1]))["name"].tolist() == [16777217]
 
@@ -142,22 +142,22 @@ def test_missing_values(tmp_path, gigabytes):
     table = pa.table({"a": [1.0, None, 3.0, None], "w": ["x", None, "y", "z"], "label": [0, 1, 0, 1]})
     path = write(table, tmp_path / "t.parquet", "parquet")
     rows = numpy.arange(4)
-    with pytest.raises(Refusal, match=r"column 'a' lacks 2 of its 4 values in .*t\.parquet, row group 0; fill them"):
+    with pytest.raises(ConfigurationError, match=r"column 'a' lacks 2 of its 4 values in .*t\.parquet, row group 0; fill them"):
         parquet(path, columns=["a"], target="label", gigabytes=gigabytes).source.read(rows)
     x, _ = parquet(path, columns=["a"], target="label", fill=-1, gigabytes=gigabytes).source.read(rows)
     assert x[:, 0].tolist() == [1, -1, 3, -1]
-    with pytest.raises(Refusal, match="column 'w' lacks 1 of its 4 values"):
+    with pytest.raises(ConfigurationError, match="column 'w' lacks 1 of its 4 values"):
         parquet(path, fill=0, gigabytes=gigabytes).source.read(rows)
     batch = parquet(path, fill={"a": float("nan"), "w": "?"}, gigabytes=gigabytes).source.read(rows)
     assert batch["w"] == ["x", "?", "y", "z"] and batch["a"].isnan().tolist() == [False, True, False, True]
-    with pytest.raises(Refusal, match=r"column 'a' is of type double, which 'none' cannot fill"):
+    with pytest.raises(ConfigurationError, match=r"column 'a' is of type double, which 'none' cannot fill"):
         parquet(path, fill={"a": "none", "w": ""}, gigabytes=gigabytes).source.read(rows)
 
 
 def test_missing_values_in_lists(tmp_path):
     table = pa.table({"fixed": pa.array([[1, None], [2, 3]], pa.list_(pa.int64(), 2)), "some": [[None], [5, None, 6]]})
     path = write(table.slice(1), tmp_path / "t.feather", "uncompressed")
-    with pytest.raises(Refusal, match="column 'some' lacks 1 of its 3 values"):
+    with pytest.raises(ConfigurationError, match="column 'some' lacks 1 of its 3 values"):
         feather(path).source.read(numpy.arange(1))
     assert feather(path, fill=9).source.read(numpy.arange(1))["some"][0].tolist() == [5, 9, 6]
     path = write(table, tmp_path / "t.parquet", "parquet")
@@ -169,9 +169,9 @@ def test_a_window_that_is_too_large_is_told(tmp_path):
     path = write(numbers(), tmp_path / "t.parquet", "parquet")
     room = 2.5 * 4 * 4 * RUN / 1e9  # two runs and a half
     crowded = parquet(path, target="label", gigabytes=room).shuffle(0, window=4).batch(16)
-    with pytest.warns(Notice, match=r"rows were decoded to give \d+: each row group is decoded again and again; use .shuffle\(window=\)"):
+    with pytest.warns(HastenWarning, match=r"rows were decoded to give \d+: each row group is decoded again and again; use .shuffle\(window=\)"):
         wide = list(crowded)
-    with warnings.catch_warnings(action="error", category=Notice):
+    with warnings.catch_warnings(action="error", category=HastenWarning):
         list(parquet(path, target="label", gigabytes=room).shuffle(0, window=2).batch(64))
         whole = list(parquet(path, target="label").shuffle(0, window=4).batch(16))
     assert all(torch.equal(x, y) for (x, _), (y, _) in zip(wide, whole, strict=True))
@@ -180,9 +180,9 @@ def test_a_window_that_is_too_large_is_told(tmp_path):
 def test_a_column_of_text_that_makes_no_matrix_is_told_where_it_was_asked_for(tmp_path, recwarn):
     path = tmp_path / "t.parquet"
     write(pa.table({"age": [1, 2], "name": ["a", "b"], "word": ["c", "d"], "y": [0, 1]}), path, "parquet")
-    with pytest.warns(Notice, match=r"^columns= takes in 'name' beside numbers, so batches are \(dict of columns, target\)") as told:
+    with pytest.warns(HastenWarning, match=r"^columns= takes in 'name' beside numbers, so batches are \(dict of columns, target\)") as told:
         parquet(path, columns=["age", "name"], target="y")
-    assert [each.filename for each in told if each.category is Notice] == [__file__]
+    assert [each.filename for each in told if each.category is HastenWarning] == [__file__]
     recwarn.clear()
     for asked in (
         {"columns": ["age"], "target": "y"},
@@ -191,7 +191,7 @@ def test_a_column_of_text_that_makes_no_matrix_is_told_where_it_was_asked_for(tm
         {"target": "y"},
     ):
         parquet(path, **asked)
-    assert not [each for each in recwarn if each.category is Notice]
+    assert not [each for each in recwarn if each.category is HastenWarning]
 
 
 def test_remote_tables():

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 import numpy
 import pytest
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 from hasten.data import shards
 from hasten.data.source import BadRow
 from helpers.tar_files import FORMS, pack, png, sample
@@ -48,7 +48,7 @@ def with_size(path, size, kind=b"0"):
 @pytest.mark.parametrize("kind", [b"0", b"5", b"x", b"L"])
 @pytest.mark.parametrize("size", [b"-0000001000\0", b"-0000002000\0", b"\xff" * 12])
 def test_negative_size_is_refused(tmp_path, kind, size):
-    with at_most(60), pytest.raises(Refusal, match=r"a\.tar is (no tar file|cut off|damaged)"):
+    with at_most(60), pytest.raises(ConfigurationError, match=r"a\.tar is (no tar file|cut off|damaged)"):
         shards(with_size(tmp_path / "a.tar", size, kind))
 
 
@@ -58,7 +58,7 @@ def test_a_pax_size_that_is_no_number_is_refused(tmp_path, size):
         info = tarfile.TarInfo("a.txt")
         info.pax_headers = {"size": size}
         tar.addfile(info)
-    with pytest.raises(Refusal, match=r"a\.tar is (damaged: the extended header at byte 0 cannot be read|cut off)"):
+    with pytest.raises(ConfigurationError, match=r"a\.tar is (damaged: the extended header at byte 0 cannot be read|cut off)"):
         shards(tmp_path / "a.tar")
 
 
@@ -70,9 +70,9 @@ def test_an_extended_header_of_countless_records_is_read_once(tmp_path):
     with at_most(60):
         assert shards(tmp_path / "a.tar").source.read(numpy.array([0])) == {"txt": [""]}
     (tmp_path / "b.tar").write_bytes((tmp_path / "a.tar").read_bytes()[: 1 << 14])
-    with pytest.raises(Refusal, match=r"b\.tar is cut off"):
+    with pytest.raises(ConfigurationError, match=r"b\.tar is cut off"):
         shards(tmp_path / "b.tar")
-    with pytest.raises(Refusal, match=r"extended header at byte 0 has \d+ bytes"):
+    with pytest.raises(ConfigurationError, match=r"extended header at byte 0 has \d+ bytes"):
         shards(with_size(tmp_path / "c.tar", b"%011o\0" % (1 << 21), b"x"))
 
 
@@ -101,7 +101,7 @@ def test_whatever_is_damaged_is_told_in_our_words(tmp_path, form):
     random, read = numpy.random.default_rng(0), 0
     for _ in range(250):
         (tmp_path / "a.tar").write_bytes(damaged(whole, random))
-        with at_most(60), suppress(Refusal):
+        with at_most(60), suppress(ConfigurationError):
             source = shards(tmp_path / "a.tar").source
             for row in range(len(source)):
                 with suppress(BadRow):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from hasten.contract.errors import Failure, Refusal
+from hasten.contract.errors import RunError, ConfigurationError
 from hasten.data import shards
 from hasten.data.formats.tar_headers import members
 from hasten.data.source import BadRow
@@ -76,7 +76,7 @@ def test_arrays_of_unequal_shapes_are_a_list(tmp_path):
 @pytest.mark.parametrize("name", ["/etc/a.txt", "../a.txt", "set/../../a.txt", "..\\a.txt"])
 def test_a_path_that_leads_out_is_refused(tmp_path, name):
     pack(tmp_path / "a.tar", [("good.txt", b"x"), (name, b"x")])
-    with pytest.raises(Refusal, match=r"a\.tar has a member .* leads out of the folder"):
+    with pytest.raises(ConfigurationError, match=r"a\.tar has a member .* leads out of the folder"):
         shards(tmp_path)
 
 
@@ -135,7 +135,7 @@ def test_broken_and_other_files_are_refused(tmp_path):
         ("none.tar", pack(tmp_path / "c", [("README", b"1")]).read_bytes(), "no sample in"),
     ]:
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(Refusal, match=rf"{name}.*{says}|{says}.*{name}"):
+        with pytest.raises(ConfigurationError, match=rf"{name}.*{says}|{says}.*{name}"):
             shards(tmp_path / name)
 
 
@@ -163,9 +163,9 @@ def test_what_is_damaged_is_one_bad_row_after_the_whole_samples_before_it(tmp_pa
     if damage == "gone":
         file.unlink()
         file.symlink_to("nowhere")
-    with pytest.raises(Failure, match=rf"row {there} \(.*a\.tar\): .*{why}.*; mend it, or let some be left out: "):
+    with pytest.raises(RunError, match=rf"row {there} \(.*a\.tar\): .*{why}.*; mend it, or let some be left out: "):
         next(iter(shards(tmp_path).batch(50)))
-    with pytest.raises(Failure, match=why):
+    with pytest.raises(RunError, match=why):
         shards(tmp_path, target="cls").batches(50, seed=0, training=True)
     for way in ({"batches": 0}, {"threads": 2}, {"processes": 2}):
         pipeline = shards(tmp_path, target="cls").skip_bad(1).shuffle(seed=1).batch(4).prefetch(**way)
@@ -197,7 +197,7 @@ def test_a_picture_is_one_whatever_it_ends_in(tmp_path):
 
 def test_an_ending_that_is_not_there_is_told(tmp_path):
     pack(tmp_path / "a.tar", sample(1))
-    with pytest.raises(Refusal, match=r"ends in \.jsn \(did you mean json\?\)"):
+    with pytest.raises(ConfigurationError, match=r"ends in \.jsn \(did you mean json\?\)"):
         shards(tmp_path, columns=["jsn"])
-    with pytest.raises(Refusal, match="nothing to predict it from"):
+    with pytest.raises(ConfigurationError, match="nothing to predict it from"):
         shards(tmp_path, columns=["cls"], target="cls")

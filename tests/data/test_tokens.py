@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from hasten import Refusal
+from hasten import ConfigurationError
 from hasten.data import tokens
 
 TEXT = numpy.random.default_rng(0).integers(0, 60_000, 1000)
@@ -80,7 +80,7 @@ def test_a_file_in_its_place_is_read_from_the_next_pass_on(tmp_path, monkeypatch
     assert x[0].tolist() == TEXT[1:17].tolist() and pipeline.source.identity() != before
     os.replace(written(tmp_path / "b", TEXT[:3]), tmp_path / "a.bin")
     for _ in range(2):
-        with pytest.raises(Refusal, match="shorter than a window"):
+        with pytest.raises(ConfigurationError, match="shorter than a window"):
             list(pipeline)
 
 
@@ -104,5 +104,5 @@ def test_what_is_no_text_is_refused(tmp_path, wrong, told):
     (tmp_path / "odd.bin").write_bytes(b"1234567")
     numpy.save(tmp_path / "floats.npy", numpy.zeros(9))
     numpy.save(tmp_path / "square.npy", numpy.zeros((9, 9), int))
-    with pytest.raises(Refusal, match=told):
+    with pytest.raises(ConfigurationError, match=told):
         wrong(tmp_path)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hasten
-from hasten import Refusal
+from hasten import ConfigurationError
 from hasten.data import arrays
 from hasten.engine import sources
 from hasten.engine.plan import build
@@ -47,7 +47,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(tmp_path):
 
 
 def test_validation_is_never_shuffled_and_always_the_same():
-    task = sources.opened(pipeline_tasks.here())
+    task = sources.load_data(pipeline_tasks.here())
     for seed in (0, 1):
         (labels,) = [torch.cat([labels for _, labels in sources.validation(task, 8, seed).epoch(0, 0)])]
         assert torch.equal(labels, pipeline_tasks.LABELS)
@@ -56,10 +56,10 @@ def test_validation_is_never_shuffled_and_always_the_same():
 
 
 def test_the_plan_of_a_pipeline():
-    plan = sources.plan_of(sources.opened(pipeline_tasks.here()))
+    plan = sources.initial_plan(sources.load_data(pipeline_tasks.here()))
     assert (plan.batch_size, plan.samples) == (8, pipeline_tasks.ROWS)
     bare = arrays(pipeline_tasks.NUMBERS, pipeline_tasks.LABELS).shuffle()
     program = build(pipeline_tasks.task(bare, batch_size=12))
     assert (program.plan.batch_size, program.plan.steps) == (12, 16)
-    with pytest.raises(Refusal, match=r"batch_size=\) is missing"):
+    with pytest.raises(ConfigurationError, match=r"batch_size=\) is missing"):
         build(pipeline_tasks.task(bare))

@@ -7,9 +7,9 @@ import numpy
 import pytest
 import torch
 
-from hasten import Refusal
+from hasten import ConfigurationError
 from hasten.data import arrays, augmented, crop, flip, normalise
-from hasten.data.chance import Chance
+from hasten.data.chance import SampleRng
 from hasten.data.formats import stored_pictures
 from hasten.data.unpacking import unpack_planes
 from helpers.pipelines import equal
@@ -24,7 +24,7 @@ def pictures(shape, kind=torch.uint8, rows=40):
 
 
 def chance(rows):
-    return Chance(numpy.arange(rows), *KEY)
+    return SampleRng(numpy.arange(rows), *KEY)
 
 
 def cropped(picture, one, padding, mirror=False):
@@ -77,7 +77,7 @@ def test_stored_pictures_come_out_the_same(shape, mirror, way, monkeypatch):
 
 
 def test_stored_pictures_are_there_only_with_the_batch():
-    with pytest.raises(Refusal, match=r"put .map\(\) after .batch"):
+    with pytest.raises(ConfigurationError, match=r"put .map\(\) after .batch"):
         augmented(pictures((3, 4, 4))).map(torch.flatten)
     (batch,) = augmented(pictures((3, 4, 4))).batch(40).map(torch.flatten)
     assert batch.shape == (40 * 3 * 4 * 4,)
@@ -171,7 +171,7 @@ def test_they_travel():
     ],
 )
 def test_what_cannot_be_done_is_refused(wrong, told):
-    with pytest.raises(Refusal, match=told):
+    with pytest.raises(ConfigurationError, match=told):
         wrong()
 
 

@@ -14,12 +14,12 @@ import torch
 from rich.console import Console
 
 from hasten.cli.main import main
-from hasten.contract.errors import Failure, Notice, Refusal
+from hasten.contract.errors import RunError, HastenWarning, ConfigurationError
 from hasten.data import csv, feather, images, parquet, shards, tfrecord
 from hasten.data.formats.records import frame_records
 from hasten.data.formats.tf_example import encode_example
 from hasten.data.places import ranges, remote
-from hasten.data.places.files import found, opened, stamp, unchanged
+from hasten.data.places.files import resolve_paths, open_file, file_signature, check_unchanged
 from hasten.reporting.terminal_data import inspect_answer
 from helpers.assertions import same
 from helpers.tar_files import pack, png, sample
@@ -100,7 +100,7 @@ def test_the_web_gives_what_the_disk_gives(folder, web, kind, way):
 def test_patterns_and_single_files(folder, web, kind):
     pattern = "*/*.png" if kind == "images" else "*"
     assert same(batches(kind, f"{web.address}/data/{kind}/{pattern}"), batches(kind, folder / kind))
-    assert found([f"{web.address}/data/parquet/b.parquet", f"{web.address}/data/parquet/a.*"]) == [
+    assert resolve_paths([f"{web.address}/data/parquet/b.parquet", f"{web.address}/data/parquet/a.*"]) == [
         f"{web.address}/data/parquet/{name}.parquet" for name in "ab"
     ]
 
@@ -108,7 +108,7 @@ def test_patterns_and_single_files(folder, web, kind):
 @pytest.mark.parametrize("query", ["?signed=yes", "?file=t.parquet"])
 def test_an_address_with_a_query_is_no_pattern_and_no_folder(web, query):
     web.content[f"/data/t.parquet{query}"] = web.content["/data/parquet/a.parquet"]
-    assert found(f"{web.address}/data/t.parquet{query}", (".parquet",)) == [f"{web.address}/data/t.parquet{query}"]
+    assert resolve_paths(f"{web.address}/data/t.parquet{query}", (".parquet",)) == [f"{web.address}/data/t.parquet{query}"]
     assert [method for method, _, _ in web.asked] == ["HEAD"], "a file is not read as if it were a page of links"
     assert len(parquet(f"{web.address}/data/t.parquet{query}").source) == ROWS
 
@@ -152,7 +152,7 @@ def test_a_server_that_fails_again_and_again_while_files_are_read(folder, web):
 def test_an_answer_that_breaks_off_is_asked_for_again(web):
     content = web.content["/data/tfrecord/a.tfrecord"]
     web.breaking = 2
-    with opened(f"{web.address}/data/tfrecord/a.tfrecord") as file:
+    with open_file(f"{web.address}/data/tfrecord/a.tfrecord") as file:
         assert file.read() == content
     assert web.breaking == 0
 
@@ -161,7 +161,7 @@ def test_an_answer_that_breaks_off_is_asked_for_again(web):
 def test_a_subfolder_whose_page_does_not_come_is_no_empty_one(folder, web, pattern):
     address = f"{web.address}/data/images{pattern}"
     web.closing["/data/images/d"] = 1 << 30
-    with pytest.raises(Failure, match="images/d cannot be reached, asked 4 times"):
+    with pytest.raises(RunError, match="images/d cannot be reached, asked 4 times"):
         images(address, resize=8)
     web.closing["/data/images/d"] = 3
     source = images(address, resize=8).source
@@ -171,8 +171,8 @@ def test_a_subfolder_whose_page_does_not_come_is_no_empty_one(folder, web, patte
 def test_the_pauses_grow(web, monkeypatch):
     monkeypatch.setattr(remote, "WAITS", (0.1, 0.2, 0.4))
     web.failing = 100
-    with pytest.raises(Failure, match=r"a\.tfrecord cannot be reached, asked 4 times: .*503") as told:
-        stamp(f"{web.address}/data/tfrecord/a.tfrecord")
+    with pytest.raises(RunError, match=r"a\.tfrecord cannot be reached, asked 4 times: .*503") as told:
+        file_signature(f"{web.address}/data/tfrecord/a.tfrecord")
     assert "\n" not in str(told.value)
     times = [when for method, _, when in web.asked if method == "HEAD"]
     pauses = numpy.diff(times)
@@ -192,7 +192,7 @@ def nobody(monkeypatch):
 @pytest.mark.parametrize("path", ["", "/*", "/a.parquet"])
 def test_a_server_that_nobody_reaches(nobody, kind, path):
     make, settings = MAKERS[kind]
-    with pytest.raises(Failure, match="cannot be reached, asked 4 times: ClientConnect") as told:
+    with pytest.raises(RunError, match="cannot be reached, asked 4 times: ClientConnect") as told:
         make(f"{nobody}/data/{kind}{path}", **settings)
     assert "\n" not in str(told.value)
 
@@ -203,15 +203,15 @@ def test_a_server_that_goes_away_while_it_is_read(web, monkeypatch):
     web.shutdown()
     web.server_close()
     web.failing = 1 << 30  # for connections that are still open
-    with pytest.raises(Failure, match="cannot be reached, asked 4 times"):
+    with pytest.raises(RunError, match="cannot be reached, asked 4 times"):
         source.read(numpy.array([3]))
 
 
 @pytest.mark.parametrize(("status", "asked"), [(404, 1), (403, 1), (401, 1), (410, 1), (429, 4), (500, 4), (503, 4)])
 def test_it_is_asked_again_only_where_that_may_help(web, status, asked):
     web.failing, web.status = 1000, status
-    with pytest.raises(Refusal if asked == 1 else Failure, match=str(status)):
-        stamp(f"{web.address}/data/csv/a.csv")
+    with pytest.raises(ConfigurationError if asked == 1 else RunError, match=str(status)):
+        file_signature(f"{web.address}/data/csv/a.csv")
     assert sum(method == "HEAD" for method, _, _ in web.asked) == asked
 
 
@@ -220,37 +220,37 @@ def test_it_is_asked_again_only_where_that_may_help(web, status, asked):
 def test_what_is_refused_is_not_what_is_missing(web, path, status):
     web.failing, web.status = 1000, status
     told = "^no file matches http" if status in (404, 410) else f"^cannot read http.*{status}"
-    with pytest.raises(Refusal, match=told):
-        found(f"{web.address}/data/{path}", (".parquet",))
+    with pytest.raises(ConfigurationError, match=told):
+        resolve_paths(f"{web.address}/data/{path}", (".parquet",))
 
 
 @pytest.mark.parametrize("path", ["a", "a.parquet", "*.parquet"])
 def test_an_address_that_cannot_be_one_is_told(path):
-    with pytest.raises(Refusal, match=r"cannot read http://127\.0\.0\.1:99999/.*[Pp]ort"):
-        found(f"http://127.0.0.1:99999/{path}", (".parquet",))
+    with pytest.raises(ConfigurationError, match=r"cannot read http://127\.0\.0\.1:99999/.*[Pp]ort"):
+        resolve_paths(f"http://127.0.0.1:99999/{path}", (".parquet",))
 
 
 def test_a_login_that_runs_out_ends_the_run(web):
     web.content["/data/long.tfrecord"] = frame_records([bytes(1000)] * 12_000)  # longer than what fsspec reads at a time
     pipeline = images(f"{web.address}/data/images", resize=8).skip_bad(6).batch(2)
     table = parquet(f"{web.address}/data/parquet", gigabytes=0).source
-    with opened(f"{web.address}/data/long.tfrecord") as file:
+    with open_file(f"{web.address}/data/long.tfrecord") as file:
         file.read(10)
         web.failing, web.status = 1 << 30, 403
         file.seek(11_000_000)
-        with pytest.raises(Failure, match=r"cannot read .*long\.tfrecord.*403"):
+        with pytest.raises(RunError, match=r"cannot read .*long\.tfrecord.*403"):
             file.read(10)
-    with ThreadPoolExecutor(1) as another, pytest.raises(Failure, match=r"^http.*\.parquet went away .*403"):
+    with ThreadPoolExecutor(1) as another, pytest.raises(RunError, match=r"^http.*\.parquet went away .*403"):
         another.submit(table.read, numpy.array([ROWS - 1])).result()  # this thread still has the file open
-    with pytest.raises(Failure, match=r"^cannot read .*\.png.*403"):
+    with pytest.raises(RunError, match=r"^cannot read .*\.png.*403"):
         list(pipeline)
     assert not pipeline.faults.found, "no picture is to blame"
 
 
 def test_what_the_user_told_fsspec_stays(folder, web, monkeypatch):
     web.login = "Bearer of a token"
-    with pytest.raises(Refusal, match="401"):
-        found(f"{web.address}/data/csv/a.csv")
+    with pytest.raises(ConfigurationError, match="401"):
+        resolve_paths(f"{web.address}/data/csv/a.csv")
     monkeypatch.setitem(fsspec.config.conf, "http", {"client_kwargs": {"headers": {"Authorization": web.login}}})
     assert same(batches("csv", f"{web.address}/data/csv"), batches("csv", folder / "csv"))
     assert remote._system(web.address)[0].client_kwargs["timeout"].sock_read == remote.SILENT
@@ -260,15 +260,15 @@ def test_what_the_user_told_fsspec_stays(folder, web, monkeypatch):
 
 def test_nothing_there_is_one_line(web):
     for path in ("none.parquet", "none", "none/*.parquet", "parquet/*.tar"):
-        with pytest.raises(Refusal, match="no file matches http") as told:
-            found(f"{web.address}/data/{path}", (".parquet",))
+        with pytest.raises(ConfigurationError, match="no file matches http") as told:
+            resolve_paths(f"{web.address}/data/{path}", (".parquet",))
         assert "\n" not in str(told.value)
 
 
 def test_a_server_that_knows_no_parts_of_files_is_told(web):
     web.ranges = False
     web.content["/data/long.tfrecord"] = frame_records([bytes(1000)] * 12_000)  # longer than what fsspec reads at a time
-    with opened(f"{web.address}/data/long.tfrecord") as file, pytest.raises(Failure, match="range requests") as told:
+    with open_file(f"{web.address}/data/long.tfrecord") as file, pytest.raises(RunError, match="range requests") as told:
         file.seek(11_000_000)
         file.read(10)
     assert "\n" not in str(told.value)
@@ -279,14 +279,14 @@ def test_a_server_that_knows_no_parts_of_files_is_told(web):
 
 def test_a_stamp_follows_the_content(web):
     path = f"{web.address}/data/csv/a.csv"
-    before = stamp(path)
-    unchanged(path, before)
+    before = file_signature(path)
+    check_unchanged(path, before)
     web.content["/data/csv/a.csv"] = web.content["/data/csv/a.csv"].replace(b"0", b"1")
-    with pytest.raises(Failure, match=r"a\.csv changed while it was being read"):
-        unchanged(path, before)
+    with pytest.raises(RunError, match=r"a\.csv changed while it was being read"):
+        check_unchanged(path, before)
     del web.content["/data/csv/a.csv"]
-    with pytest.raises(Failure, match=r"a\.csv went away while it was being read"):
-        unchanged(path, before)
+    with pytest.raises(RunError, match=r"a\.csv went away while it was being read"):
+        check_unchanged(path, before)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "feather", "tfrecord", "shards"])
@@ -301,7 +301,7 @@ def test_a_file_that_changes_between_two_reads_is_told(web, kind, change, monkey
     content = web.content.pop(path)
     if change != "gone":
         web.content[path] = content[:-100] if change == "shorter" else content[:100] + bytes(100) + content[200:]
-    with pytest.raises(Failure, match=r"changed while it was being read|went away while it was being read|is shorter than it was"):
+    with pytest.raises(RunError, match=r"changed while it was being read|went away while it was being read|is shorter than it was"):
         source.read(numpy.array([ROWS - 1]))
 
 
@@ -322,9 +322,9 @@ def test_a_file_that_changes_is_looked_at_now_and_then(web, monkeypatch):
 
 def test_a_server_that_tells_no_versions_is_told_of_once(web):
     web.marked = False
-    with pytest.warns(Notice, match=rf"^{web.address} tells neither a version nor a time .*\.cache\('disk'\)") as told:
+    with pytest.warns(HastenWarning, match=rf"^{web.address} tells neither a version nor a time .*\.cache\('disk'\)") as told:
         pipeline = shards(f"{web.address}/data/shards", target="cls")
-        assert stamp(f"{web.address}/data/csv/a.csv")[2] is None
+        assert file_signature(f"{web.address}/data/csv/a.csv")[2] is None
         list(pipeline.batch(7))
     assert sum("tells neither" in str(each.message) for each in told) == 1
 

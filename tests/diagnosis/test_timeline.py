@@ -12,13 +12,13 @@ from hasten.contract.recipe import Recipe
 from hasten.diagnosis import timeline
 from hasten.diagnosis.facts import facts_of
 from hasten.diagnosis.flops import flops_a_sample, peak_flops
-from hasten.diagnosis.headroom import take_away
+from hasten.diagnosis.headroom import measure_ceilings
 from hasten.diagnosis.probe import Probe
-from hasten.diagnosis.replacements import NoUpdate, ReplayedBatch, outside_name, taken_away
+from hasten.diagnosis.replacements import NoUpdate, ReplayedBatch, outside_name, disabled_phases
 from hasten.diagnosis.timeline import Timeline
 from hasten.engine.composition import sort_methods
 from hasten.engine.find import make_methods, method_names
-from hasten.engine.loop import evaluate, steps
+from hasten.engine.loop import evaluate, train_steps
 from hasten.engine.plan import build
 from hasten.engine.tasks import TaskRef
 from hasten.measure.workers import Worker
@@ -50,7 +50,7 @@ def test_a_timed_run_has_the_same_bits(task):
         program = build(task, make_methods(recipe))
         if recipe:
             program.run.checkpoint_state["timeline"].start()
-        for _ in steps(program):
+        for _ in train_steps(program):
             pass
         evaluate(program)
         ended.append(program.run)
@@ -63,7 +63,7 @@ def test_a_timed_run_has_the_same_bits(task):
 def test_every_phase_of_the_step_is_seen(monkeypatch):
     monkeypatch.setattr(timeline, "time", SimpleNamespace(perf_counter=time.thread_time))  # what others do on the machine is no phase
     program = timed_program(perceptron())
-    list(islice(steps(program), 8))
+    list(islice(train_steps(program), 8))
     seconds = program.run.checkpoint_state["timeline"].stop()
     assert seconds.keys() == {"input", "copy", "forward", "backward", "grad_transform", "optimizer_step"}
     assert all(value > 0 for value in seconds.values())
@@ -74,7 +74,7 @@ def test_nothing_is_noted_while_the_tape_is_stopped():
     program = timed_program(perceptron())
     program.run.checkpoint_state["timeline"].stop()
     before = len(program.run.checkpoint_state["timeline"].marks)
-    list(islice(steps(program), 3))
+    list(islice(train_steps(program), 3))
     assert len(program.run.checkpoint_state["timeline"].marks) == before
 
 
@@ -85,18 +85,18 @@ def test_it_is_outermost_whatever_else_is_installed():
 
 def test_phases_are_taken_away_and_given_back():
     program = build(perceptron(), make_methods(OUTERMOST))
-    run, training = program.run, steps(program)
+    run, training = program.run, train_steps(program)
     list(islice(training, 2))
 
     def weights():
         return torch.cat([parameter.detach().flatten() for parameter in run.model.parameters()])
 
     before = weights()
-    taken_away(run).update({"optimizer_step", "input"})
+    disabled_phases(run).update({"optimizer_step", "input"})
     losses = torch.stack(list(islice(training, 4)))
     assert torch.equal(weights(), before)
     assert torch.equal(losses, losses[:1].expand(4)), "the same batch with the same weights gives the same loss"
-    taken_away(run).clear()
+    disabled_phases(run).clear()
     list(islice(training, 2))
     assert not torch.equal(weights(), before)
 
@@ -127,7 +127,7 @@ def test_the_ceiling_of_the_log_is_measured_and_low():
     task = TaskRef.of(perceptron())
     with Worker("hasten.diagnosis.probe:Probe", task=task.to_json(), methods=OUTERMOST.methods, device="cpu", seed=0) as probe:
         plan = probe.call("build")
-        found = take_away(probe, {"logging": 0.5}, count=300, step=plan["step"], extra=0.0, budget=0.5)
+        found = measure_ceilings(probe, {"logging": 0.5}, count=300, step=plan["step"], extra=0.0, budget=0.5)
     ceiling = found.ceilings["logging"]
     assert 0 < ceiling.low <= ceiling.median <= ceiling.high and ceiling.low < 1.5  # on a busy machine it is not sure of anything
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import hasten
-from hasten import Failure, Refusal
-from hasten.contract.errors import Notice
-from hasten.engine.checkpoint import loaded, resting
-from hasten.engine.folder import RunFolder
+from hasten import RunError, ConfigurationError
+from hasten.contract.errors import HastenWarning
+from hasten.engine.checkpoint import loaded, update_only_tensors
+from hasten.engine.folder import RunDirectory
 from hasten.engine.plan import build
-from hasten.engine.seeds import random_state, restore_random_state
+from hasten.engine.seeds import get_rng_state, set_rng_state
 from helpers import engine_tasks
 
 
@@ -81,7 +81,7 @@ def test_the_newest_whole_checkpoint_is_used(damage, broken_off):
     mark = off.parent / "executed"
     _, newest = sorted((off / "checkpoints").iterdir())
     damage(newest, mark)
-    with pytest.warns(Notice, match=rf"{newest.name} is passed over"):
+    with pytest.warns(HastenWarning, match=rf"{newest.name} is passed over"):
         hasten.train(engine_tasks.map_style(), out=off, resume=True, device="cpu")
     assert not mark.exists()
     assert _starts(off) == [0, 7]  # the newest was of step 8
@@ -100,7 +100,7 @@ def test_without_any_whole_checkpoint_the_log_is_left_alone(broken_off):
     for path in (off / "checkpoints").iterdir():
         _garbage(path, None)
     log = (off / "log.jsonl").read_bytes()
-    with pytest.warns(Notice, match="passed over"), pytest.raises(Failure, match=r"no checkpoint in .* can be used; choose another --out"):
+    with pytest.warns(HastenWarning, match="passed over"), pytest.raises(RunError, match=r"no checkpoint in .* can be used; choose another --out"):
         hasten.train(engine_tasks.map_style(), out=off, resume=True, device="cpu")
     assert log and (off / "log.jsonl").read_bytes() == log
 
@@ -140,7 +140,7 @@ def test_full_disk_keeps_the_newest_whole_checkpoint(tmp_path):
             resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, limit[1]))
 
     try:
-        with pytest.raises(Failure, match=r"cannot write .*step-0000000005.pt.*--resume"):
+        with pytest.raises(RunError, match=r"cannot write .*step-0000000005.pt.*--resume"):
             hasten.train(engine_tasks.map_style(), out=out, checkpoint_seconds=0, observers=[fill], device="cpu")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
@@ -149,11 +149,11 @@ def test_full_disk_keeps_the_newest_whole_checkpoint(tmp_path):
 
 
 def test_a_log_that_cannot_reach_the_disk_is_told_in_one_line(tmp_path):
-    folder = RunFolder(tmp_path / "r", {}, None, resume=False, essence=lambda recipe: recipe)
+    folder = RunDirectory(tmp_path / "r", {}, None, resume=False, essence=lambda recipe: recipe)
     folder.begin({})
     folder._log.close()
     folder._log = open(tmp_path / "r" / "log.jsonl", "rb")  # a file that may not be written stands in for the disk  # noqa: SIM115
-    with pytest.raises(Failure, match=r"cannot write .*log.jsonl: .*--resume"):
+    with pytest.raises(RunError, match=r"cannot write .*log.jsonl: .*--resume"):
         folder.cut_log(0)
     folder.close()
 
@@ -161,7 +161,7 @@ def test_a_log_that_cannot_reach_the_disk_is_told_in_one_line(tmp_path):
 def test_a_file_in_place_of_the_folder(tmp_path):
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(Refusal, match="choose another --out"):
+        with pytest.raises(ConfigurationError, match="choose another --out"):
             hasten.train(engine_tasks.map_style(), out=out, device="cpu")
 
 
@@ -169,7 +169,7 @@ def test_a_file_in_place_of_the_folder(tmp_path):
 def test_a_read_only_folder(tmp_path):
     tmp_path.chmod(0o500)
     try:
-        with pytest.raises(Refusal, match="cannot write to"):
+        with pytest.raises(ConfigurationError, match="cannot write to"):
             hasten.train(engine_tasks.map_style(), out=tmp_path / "r", device="cpu")
     finally:
         tmp_path.chmod(0o700)
@@ -177,7 +177,7 @@ def test_a_read_only_folder(tmp_path):
 
 def test_state_wider_than_its_parameter_keeps_its_width(tmp_path):
     """torch casts an optimizer's state to the parameter's type when it loads it."""
-    from hasten.engine.checkpoint import restore, state_of
+    from hasten.engine.checkpoint import restore, get_state
     from hasten.engine.plan import build
 
     program = build(engine_tasks.map_style())
@@ -185,7 +185,7 @@ def test_state_wider_than_its_parameter_keeps_its_width(tmp_path):
     wide = torch.full(weight.shape, 1 / 3, dtype=torch.float64)
     program.run.optimizer.state[weight] = {"step": torch.tensor(1.0), "exp_avg": wide, "exp_avg_sq": wide}
     path = tmp_path / "state.pt"
-    torch.save(state_of(program), path)
+    torch.save(get_state(program), path)
     again = build(engine_tasks.map_style())
     restore(again, loaded(path))
     assert torch.equal(again.run.optimizer.state[next(again.run.model.parameters())]["exp_avg"], wide)
@@ -193,11 +193,11 @@ def test_state_wider_than_its_parameter_keeps_its_width(tmp_path):
 
 def test_a_random_state_of_a_machine_with_more_gpus_is_taken_up():
     """What it says of devices that are not here is left out."""
-    state = random_state() | {"cuda": [torch.zeros(16, dtype=torch.uint8)] * (torch.cuda.device_count() + 2)}
+    state = get_rng_state() | {"cuda": [torch.zeros(16, dtype=torch.uint8)] * (torch.cuda.device_count() + 2)}
     if torch.cuda.is_available():
         state["cuda"][: torch.cuda.device_count()] = torch.cuda.get_rng_state_all()
     drawn = torch.rand(3)
-    restore_random_state(state)
+    set_rng_state(state)
     assert torch.equal(torch.rand(3), drawn)
 
 
@@ -217,5 +217,5 @@ class Following(torch.nn.Module):
 def test_weights_that_follow_others_in_the_forward_pass_are_copied_before_it():
     task = engine_tasks.map_style()
     run = build(dataclasses.replace(task, model=Following)).run
-    address = {weight.data_ptr() for weight in resting(run)}
+    address = {weight.data_ptr() for weight in update_only_tensors(run)}
     assert address == {weight.data_ptr() for weight in run.unwrapped_model.student.parameters()}

@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, default_collate
 
 from hasten import Task
-from hasten.engine.loop import evaluate, steps
+from hasten.engine.loop import evaluate, train_steps
 from hasten.engine.plan import build
-from hasten.engine.seeds import random_state, set_seeds
+from hasten.engine.seeds import get_rng_state, set_seeds
 from helpers import engine_tasks
 
 x = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
@@ -39,7 +39,7 @@ def by_hand(batches_of, task, epochs=2):
 
 def by_engine(task):
     program = build(task, seed=3)
-    losses = list(steps(program))
+    losses = list(train_steps(program))
     return program.run.model.state_dict(), losses
 
 
@@ -152,7 +152,7 @@ def test_the_metric_is_measured_in_inference_mode():
             return super().forward(inputs)
 
     program = build(dataclasses.replace(engine_tasks.task(PLAIN, validation_data=PLAIN), model=lambda: Watching(6, 3)))
-    training = steps(program)
+    training = train_steps(program)
     list(islice(training, 2))
     assert seen == [(False, True)] * 2
     evaluate(program)
@@ -166,13 +166,13 @@ def test_evaluation_leaves_no_trace(make):
     def run(looking: bool):
         program = build(make(), seed=3)
         losses = []
-        for loss in steps(program):
+        for loss in train_steps(program):
             losses.append(loss)
             if looking:
-                before = random_state()
+                before = get_rng_state()
                 evaluate(program)
-                assert torch.equal(before["torch"], random_state()["torch"])
-                assert before["python"] == random_state()["python"]
+                assert torch.equal(before["torch"], get_rng_state()["torch"])
+                assert before["python"] == get_rng_state()["python"]
         return program.run.model.state_dict(), losses
 
     assert_same(run(looking=True), run(looking=False))
@@ -201,5 +201,5 @@ def test_evaluation_keeps_frozen_parts_frozen():
 
 def test_steps_stop_where_the_plan_ends_in_the_middle_of_a_pass():
     program = build(engine_tasks.task(PLAIN, epochs=1.5))
-    assert len(list(steps(program))) == 9
+    assert len(list(train_steps(program))) == 9
     assert (program.run.progress.epoch, program.run.progress.batch, program.run.progress.samples) == (1, 3, 36)

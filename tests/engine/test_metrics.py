@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from hasten import Failure, Refusal, Task
-from hasten.engine.metrics import higher_is_better, metric_of
+from hasten import RunError, ConfigurationError, Task
+from hasten.engine.metrics import higher_is_better, MetricAccumulator
 
 
 def task(metric, **changes):
@@ -15,7 +15,7 @@ def task(metric, **changes):
 
 
 def measured(metric, batches, **changes):
-    accumulator = metric_of(task(metric, **changes))
+    accumulator = MetricAccumulator(task(metric, **changes))
     for output, target, loss in batches:
         accumulator.update(output, target, torch.tensor(loss), len(target))
     return accumulator.result()
@@ -67,31 +67,31 @@ def test_directions():
     assert higher_is_better(task("accuracy")) is True
     assert higher_is_better(task("perplexity")) is False
     assert higher_is_better(task("accuracy", higher_is_better=False)) is False
-    with pytest.raises(Refusal, match="nobody says"):
+    with pytest.raises(ConfigurationError, match="nobody says"):
         higher_is_better(task(lambda output, target: 1.0))
 
 
 @pytest.mark.parametrize("value", ["good", None, torch.zeros(3)])
 def test_a_metric_that_is_no_number_is_refused(value):
-    with pytest.raises(Refusal, match="must give one number"):
+    with pytest.raises(ConfigurationError, match="must give one number"):
         measured(lambda output, target: value, [(SCORES, RIGHT, 0.5)])
 
 
 @pytest.mark.parametrize(
     ("metric", "output", "target", "kind", "words"),
     [
-        ("accuracy", SCORES, RIGHT[:, None], Failure, r"shape \(3, 2\) cannot be compared with targets of shape \(3, 1\)"),
-        ("accuracy", torch.zeros(3, 4, 2), RIGHT, Failure, r"shape \(3, 4\) .* shape \(3,\)"),
-        ("mse", torch.zeros(3, 2), torch.zeros(3), Failure, r"shape \(3, 2\) .* shape \(3,\)"),
-        ("accuracy", SCORES, None, Refusal, "the metric accuracy needs a target"),
-        ("accuracy", {"scores": SCORES}, RIGHT, Refusal, "holds scores but no logits"),
+        ("accuracy", SCORES, RIGHT[:, None], RunError, r"shape \(3, 2\) cannot be compared with targets of shape \(3, 1\)"),
+        ("accuracy", torch.zeros(3, 4, 2), RIGHT, RunError, r"shape \(3, 4\) .* shape \(3,\)"),
+        ("mse", torch.zeros(3, 2), torch.zeros(3), RunError, r"shape \(3, 2\) .* shape \(3,\)"),
+        ("accuracy", SCORES, None, ConfigurationError, "the metric accuracy needs a target"),
+        ("accuracy", {"scores": SCORES}, RIGHT, ConfigurationError, "holds scores but no logits"),
     ],
 )
 def test_what_cannot_be_compared_is_told(metric, output, target, kind, words):
     with pytest.raises(kind, match=words):
-        metric_of(task(metric)).update(output, target, torch.tensor(0.5), 3)
+        MetricAccumulator(task(metric)).update(output, target, torch.tensor(0.5), 3)
 
 
 def test_an_unknown_name_offers_the_nearest():
-    with pytest.raises(Refusal, match="did you mean accuracy"):
-        metric_of(task("acuracy"))
+    with pytest.raises(ConfigurationError, match="did you mean accuracy"):
+        MetricAccumulator(task("acuracy"))

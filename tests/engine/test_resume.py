@@ -9,8 +9,8 @@ import pytest
 from torch.utils.data import Subset
 
 import hasten
-from hasten import Refusal
-from hasten.contract.errors import Notice
+from hasten import ConfigurationError
+from hasten.contract.errors import HastenWarning
 from helpers import engine_tasks
 
 METHODS = f"{engine_tasks.__file__}:Averaging + {engine_tasks.__file__}:Mixing"
@@ -66,7 +66,7 @@ def test_other_data_are_refused_by_their_number(tmp_path):
     copy = copied_at_every_step(engine_tasks.map_style(), None, tmp_path)[5]
     fewer = engine_tasks.map_style()
     fewer = dataclasses.replace(fewer, train_data=Subset(fewer.train_data, range(len(fewer.train_data) - 1)))
-    with pytest.raises(Refusal, match=r"the training data have \d+ samples, and the run in .* was training on \d+: .* another --out$"):
+    with pytest.raises(ConfigurationError, match=r"the training data have \d+ samples, and the run in .* was training on \d+: .* another --out$"):
         hasten.train(fewer, out=copy, resume=True, device="cpu")
     assert hasten.train(engine_tasks.map_style(), out=copy, resume=True, device="cpu")["steps"] == 12
 
@@ -81,13 +81,13 @@ def test_an_edited_task_is_noticed(tmp_path):
         hasten.train(f"{file}:task", out=tmp_path / "r", resume=True, device="cpu")
     file.write_text("# the learning rate is another\nfrom engine_tasks import map_style as task\n")
     (tmp_path / "r" / "result.json").unlink()
-    with pytest.warns(Notice, match=r"mine.py:task has been edited"):
+    with pytest.warns(HastenWarning, match=r"mine.py:task has been edited"):
         hasten.train(f"{file}:task", out=tmp_path / "r", resume=True, device="cpu")
 
 
 def test_finished_run_gives_its_result_again(tmp_path):
     first = hasten.train(engine_tasks.map_style(), out=tmp_path / "r", device="cpu")
-    with pytest.warns(Notice, match=r"r had come to its end, with baseline: this is its result, and nothing was trained$"):
+    with pytest.warns(HastenWarning, match=r"r had come to its end, with baseline: this is its result, and nothing was trained$"):
         assert hasten.train(engine_tasks.map_style(), out=tmp_path / "r", resume=True, device="cpu") == first
 
 
@@ -110,7 +110,7 @@ def test_another_run_is_refused_by_its_difference(again, words, tmp_path):
     log = (tmp_path / "log.jsonl").read_bytes()
     changes = {"epochs": again.pop("epochs")} if "epochs" in again else {}
     task = engine_tasks.task(engine_tasks.Augmented(), name=again.pop("task", "task"), **changes)
-    with pytest.raises(Refusal, match=words):
+    with pytest.raises(ConfigurationError, match=words):
         hasten.train(task, again.pop("recipe", None), out=tmp_path, device="cpu", **again)
     assert (tmp_path / "log.jsonl").read_bytes() == log
 
@@ -121,7 +121,7 @@ def test_what_was_left_of_a_run_is_no_run(left, resume, tmp_path):
     path = tmp_path / left
     path.parent.mkdir(exist_ok=True)
     path.write_text("{}")
-    with pytest.raises(Refusal, match="holds no run; choose another --out"):
+    with pytest.raises(ConfigurationError, match="holds no run; choose another --out"):
         hasten.train(engine_tasks.map_style(), out=tmp_path, device="cpu", resume=resume)
     assert path.read_text() == "{}"
 
@@ -136,6 +136,6 @@ def test_a_run_that_was_killed_before_it_had_begun_begins(tmp_path):
 def test_a_folder_of_something_else_is_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("do not touch")
     for resume in (False, True):
-        with pytest.raises(Refusal, match="holds no run"):
+        with pytest.raises(ConfigurationError, match="holds no run"):
             hasten.train(engine_tasks.map_style(), out=tmp_path, resume=resume, device="cpu")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]

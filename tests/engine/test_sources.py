@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from hasten import Failure
-from hasten.contract.batch import tensors
+from hasten import RunError
+from hasten.contract.batch import batch_tensors
 from hasten.engine import sources
-from hasten.engine.loaders import from_samples
-from hasten.engine.seeds import random_state, set_seeds
+from hasten.engine.loaders import from_spec
+from hasten.engine.seeds import get_rng_state, set_seeds
 from helpers import engine_tasks
 from helpers.process import forked
 
@@ -23,7 +23,7 @@ x, y = torch.arange(22.0).reshape(11, 2), torch.arange(11)
 
 def same(some, others) -> bool:
     pairs = list(zip(some, others, strict=True))
-    return all(torch.equal(a, b) for one, other in pairs for a, b in zip(tensors(one), tensors(other), strict=True))
+    return all(torch.equal(a, b) for one, other in pairs for a, b in zip(batch_tensors(one), batch_tensors(other), strict=True))
 
 
 def batches(data, **changes):
@@ -47,7 +47,7 @@ def test_augmentation_does_not_depend_on_the_number_of_workers():
     import dataclasses
 
     train = batches(engine_tasks.Augmented())
-    with_workers = sources.from_samples(dataclasses.replace(train.samples, workers=2))
+    with_workers = sources.from_spec(dataclasses.replace(train.spec, workers=2))
     assert same(list(train.epoch(0, 0)), list(with_workers.epoch(0, 0)))
 
 
@@ -83,9 +83,9 @@ def test_ready_loader_brings_its_generator_and_draws_as_by_hand():
 
 def test_validation_is_in_order_and_draws_the_same_every_time():
     validation = sources.validation(engine_tasks.task(TensorDataset(x, y), validation_data=engine_tasks.Augmented()), 4, 0)
-    before = random_state()
+    before = get_rng_state()
     assert same(list(validation.epoch(0, 0)), list(validation.epoch(0, 0)))
-    assert torch.equal(random_state()["torch"], before["torch"])
+    assert torch.equal(get_rng_state()["torch"], before["torch"])
 
 
 class Raising(torch.utils.data.Dataset):
@@ -121,7 +121,7 @@ class RaisingOnlyTogether(TensorDataset):
     ],
 )
 def test_a_raising_sample_is_named(data, words):
-    with pytest.raises(Failure, match=words):
+    with pytest.raises(RunError, match=words):
         list(batches(data).epoch(0, 0))
 
 
@@ -154,7 +154,7 @@ def test_a_sample_that_raises_in_a_worker_of_a_ready_loader_is_named(order, epoc
     for earlier in range(epoch):
         list(train.epoch(earlier, 0))
     data.index.fill_(7)
-    with pytest.raises(Failure, match=r"^the data raised at batch \d of the pass, sample 7: KeyError: 'missing.png'$"):
+    with pytest.raises(RunError, match=r"^the data raised at batch \d of the pass, sample 7: KeyError: 'missing.png'$"):
         list(train.epoch(epoch, 0))
 
 
@@ -168,7 +168,7 @@ def test_a_sample_that_raises_in_a_worker_of_a_ready_loader_is_named(order, epoc
     ids=str,
 )
 def test_the_words_of_a_worker_are_told_once(error, told):
-    with pytest.raises(Failure) as failed:
+    with pytest.raises(RunError) as failed:
         list(batches(DataLoader(RaisingAt(error), batch_size=4, num_workers=1)).epoch(0, 0))
     assert str(failed.value) == f"the data raised at batch 2 of the pass{told}"
 
@@ -186,13 +186,13 @@ class Deadly(Raising):
 
 
 def test_what_ended_a_worker_is_not_read_again_by_the_training():
-    with pytest.raises(Failure, match=r"killed by signal|exited unexpectedly"):
+    with pytest.raises(RunError, match=r"killed by signal|exited unexpectedly"):
         list(batches(DataLoader(Deadly(), batch_size=4, num_workers=1)).epoch(0, 0))
 
 
 def test_a_sample_that_only_a_worker_fails_at_is_not_guessed():
     loader = DataLoader(RaisingAt(OSError("no network"), index=None), batch_size=4, num_workers=1)
-    with pytest.raises(Failure, match=r"^the data raised at batch 1 of the pass: OSError: no network$"):
+    with pytest.raises(RunError, match=r"^the data raised at batch 1 of the pass: OSError: no network$"):
         list(batches(loader).epoch(0, 0))
 
 
@@ -204,8 +204,8 @@ def waits_until_it_is_an_orphan(worker: int) -> None:
 
 def test_a_worker_that_has_just_begun_does_not_outlive_a_run_that_is_killed():
     loader = DataLoader(TensorDataset(x, y), batch_size=4, worker_init_fn=waits_until_it_is_an_orphan)
-    samples = dataclasses.replace(batches(loader).samples, workers=1)
-    process = forked(lambda: next(from_samples(samples).epoch(0)))
+    samples = dataclasses.replace(batches(loader).spec, workers=1)
+    process = forked(lambda: next(from_spec(samples).epoch(0)))
     while not (workers := psutil.Process(process.pid).children()):
         time.sleep(0.01)
     process.kill()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hasten import Refusal, Task
+from hasten import ConfigurationError, Task
 from hasten.engine.tasks import TaskRef, load_task, workload_names
 
 MINE = """
@@ -93,7 +93,7 @@ WRONG = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_bad_input_is_told_in_one_clear_line(what, mine):
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(ConfigurationError) as refused:
         load_task(what.format(dir=mine))
     message = str(refused.value)
     assert "\n" not in message
@@ -103,13 +103,13 @@ def test_bad_input_is_told_in_one_clear_line(what, mine):
 
 def test_a_file_of_many_functions_is_not_told_in_full(tmp_path):
     (tmp_path / "many.py").write_text("".join(f"def task_{number}(): pass\n" for number in range(30)))
-    with pytest.raises(Refusal, match=r"many\.py:task_0 or .*many\.py:task_7 or another of its 30 functions$"):
+    with pytest.raises(ConfigurationError, match=r"many\.py:task_0 or .*many\.py:task_7 or another of its 30 functions$"):
         load_task(tmp_path / "many.py")
 
 
 @pytest.mark.parametrize("what", [None, 3, ["digits"]])
 def test_what_names_no_task_is_refused(what):
-    with pytest.raises(Refusal, match="a task is a workload's name"):
+    with pytest.raises(ConfigurationError, match="a task is a workload's name"):
         TaskRef.of(what)
 
 
@@ -171,6 +171,6 @@ def test_objects_travel_to_another_process(mine):
 def test_what_cannot_travel_is_refused(tmp_path):
     with (
         open(tmp_path / "open", "w") as handle,
-        pytest.raises(Refusal, match=r"cannot be handed to a measuring process.*file\.py:function"),
+        pytest.raises(ConfigurationError, match=r"cannot be handed to a measuring process.*file\.py:function"),
     ):
         TaskRef.of(task_with([handle])).to_json()

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import hasten
-from hasten import Failure, Refusal, Task
+from hasten import RunError, ConfigurationError, Task
 from hasten.engine import stopping
-from hasten.engine.outcome import reached_at
+from hasten.engine.outcome import first_sustained_target
 from helpers import engine_tasks
 
 x, y = torch.randn(24, 6, generator=torch.Generator().manual_seed(1)), torch.arange(24) % 3
@@ -56,7 +56,7 @@ def test_a_torchmetrics_metric_is_measured_as_by_name():
 
 
 def test_nothing_is_logged_where_nothing_happened(tmp_path):
-    with pytest.raises(Failure, match="the loss is nan at step 1"):
+    with pytest.raises(RunError, match="the loss is nan at step 1"):
         train(engine_tasks.task(TensorDataset(x * math.nan, y)), out=tmp_path / "r")
     assert (tmp_path / "r" / "log.jsonl").read_bytes() == b""
 
@@ -135,7 +135,7 @@ def test_exported_weights_are_the_models(tmp_path):
     ],
 )
 def test_reached_and_held(metrics, target, higher, at):
-    assert reached_at(metrics, target, higher) == at
+    assert first_sustained_target(metrics, target, higher) == at
 
 
 def test_never_reached_is_a_result():
@@ -191,13 +191,13 @@ def in_workers(how):
     ],
 )
 def test_bad_data_are_told_in_one_line(data, words):
-    with pytest.raises(Failure, match=words) as caught:
+    with pytest.raises(RunError, match=words) as caught:
         train(engine_tasks.task(data(), validation_data=TensorDataset(x, y)))
     assert "\n" not in str(caught.value)
 
 
 def test_raising_dataset_in_a_worker_names_the_index():
-    with pytest.raises(Failure, match=r"sample 10: KeyError: 'missing.png'"):
+    with pytest.raises(RunError, match=r"sample 10: KeyError: 'missing.png'"):
         train(engine_tasks.task(Bad("raises"), validation_data=TensorDataset(x, y)), "loader_workers:workers=1")
 
 
@@ -212,7 +212,7 @@ def test_raising_dataset_in_a_worker_names_the_index():
     ],
 )
 def test_a_metric_that_is_not_a_number_ends_the_run(changes, words):
-    with pytest.raises(Failure, match=words):
+    with pytest.raises(RunError, match=words):
         train(engine_tasks.task(TensorDataset(x, y), **({"validation_data": TensorDataset(x, y)} | changes)))
 
 
@@ -234,7 +234,7 @@ def test_frozen_weights_may_be_infinite(tmp_path):
 
 @pytest.mark.parametrize("target", [math.nan, math.inf, True, "0.9"])
 def test_a_target_that_is_no_finite_number_is_refused(target):
-    with pytest.raises(Refusal, match=r"Task\(target=\) must be a finite number"):
+    with pytest.raises(ConfigurationError, match=r"Task\(target=\) must be a finite number"):
         engine_tasks.task(TensorDataset(x, y), target=target)
 
 
@@ -243,7 +243,7 @@ def test_diverging_training_is_not_blamed_on_the_data(tmp_path):
     wild = Task(
         **{**vars(task), "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=1e38), "model": lambda: torch.nn.Linear(6, 3)}
     )
-    with pytest.raises(Failure, match="the training diverged"):
+    with pytest.raises(RunError, match="the training diverged"):
         train(wild, out=tmp_path / "r", checkpoint_seconds=0)
     from hasten.engine.checkpoint import loaded
 
@@ -253,7 +253,7 @@ def test_diverging_training_is_not_blamed_on_the_data(tmp_path):
 
 def test_wrong_shapes_are_told_in_one_line():
     task = engine_tasks.task(TensorDataset(x[:, :5], y))
-    with pytest.raises(Failure, match=r"step 1 \(pass 1, batch 1\) failed: RuntimeError: .*shapes cannot be multiplied"):
+    with pytest.raises(RunError, match=r"step 1 \(pass 1, batch 1\) failed: RuntimeError: .*shapes cannot be multiplied"):
         train(task)
 
 
@@ -261,13 +261,13 @@ def test_out_of_memory_names_what_helps():
     def hungry(output, target):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    with pytest.raises(Failure, match=r"out of memory at step 1 .* batches of 4.*gradient_accumulation"):
+    with pytest.raises(RunError, match=r"out of memory at step 1 .* batches of 4.*gradient_accumulation"):
         train(Task(**{**vars(engine_tasks.map_style()), "loss": hungry}))
 
 
 def test_a_generator_that_is_used_up_is_told():
     task = engine_tasks.task(pair for pair in TensorDataset(x, y))
-    with pytest.raises(Failure, match=r"no batch in pass 2; a generator can be read only once"):
+    with pytest.raises(RunError, match=r"no batch in pass 2; a generator can be read only once"):
         train(task)
 
 
@@ -277,7 +277,7 @@ class NoSamples(torch.utils.data.IterableDataset):
 
 
 def test_a_stream_that_gives_nothing_is_told():
-    with pytest.raises(Failure, match="the training data gave no batch: they are empty"):
+    with pytest.raises(RunError, match="the training data gave no batch: they are empty"):
         train(engine_tasks.task(NoSamples()))
 
 
@@ -291,7 +291,7 @@ def test_asked_to_stop_it_saves_and_says_how_to_go_on(number, times, tmp_path, m
                 signal.raise_signal(number)
 
     before = signal.getsignal(number)
-    with pytest.raises(Failure, match=r"stopped at step 5\d of 72; go on with --out \S+ --resume"):
+    with pytest.raises(RunError, match=r"stopped at step 5\d of 72; go on with --out \S+ --resume"):
         train(engine_tasks.longer(), out=tmp_path / "r", observers=[ask])
     assert signal.getsignal(number) == before
     assert train(engine_tasks.longer(), out=tmp_path / "r", resume=True)["steps"] == 72
@@ -308,17 +308,17 @@ def test_asked_once_more_after_a_while_it_stops_at_once(tmp_path, monkeypatch):
         time.sleep(0.01)
         signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(Failure, match="stopped at once; go on from the newest checkpoint"):
+    with pytest.raises(RunError, match="stopped at once; go on from the newest checkpoint"):
         train(engine_tasks.longer(), out=tmp_path / "r", observers=[ask])
 
 
 def test_wrong_methods_are_told_before_the_folder_is_complained_about(tmp_path):
     (tmp_path / "something").write_text("")
-    with pytest.raises(Refusal, match="holds no run"):
+    with pytest.raises(ConfigurationError, match="holds no run"):
         train(engine_tasks.map_style(), "ema", out=tmp_path)
-    with pytest.raises(Refusal, match="did you mean bfloat16"):
+    with pytest.raises(ConfigurationError, match="did you mean bfloat16"):
         train(engine_tasks.map_style(), "bfloat61", out=tmp_path)
-    with pytest.raises(Refusal, match="both replace data"):
+    with pytest.raises(ConfigurationError, match="both replace data"):
         train(engine_tasks.map_style(), "batched_fetch + cache_dataset", out=tmp_path)
 
 
@@ -327,18 +327,18 @@ def test_whoever_asks_is_told_that_the_folder_holds_the_run_and_not_before(tmp_p
     told = []
     train(engine_tasks.map_style(), out=tmp_path / "r", begun=lambda out: told.append((tmp_path / "r/environment.json").exists()))
     assert told == [True]
-    with pytest.raises(Refusal, match="already holds a run"):
+    with pytest.raises(ConfigurationError, match="already holds a run"):
         train(engine_tasks.map_style(), out=tmp_path / "r", begun=lambda out: told.append("again"))
     assert told == [True]
 
 
 def test_unknown_metric_is_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(Refusal, match="did you mean accuracy"):
+    with pytest.raises(ConfigurationError, match="did you mean accuracy"):
         train(engine_tasks.task(TensorDataset(x, y), metric="acuracy"), out=tmp_path / "r")
     assert not (tmp_path / "r").exists()
 
 
 def test_metric_that_gives_a_text_is_refused():
     task = engine_tasks.task(TensorDataset(x, y), metric=lambda output, target: "good", higher_is_better=True)
-    with pytest.raises(Refusal, match="must give one number"):
+    with pytest.raises(ConfigurationError, match="must give one number"):
         train(task)

@@ -291,7 +291,7 @@ def test_what_reads_its_data_is_told_first(file):
 @pytest.mark.parametrize("method", ["loader_workers", "autotuned_loader"])
 @pytest.mark.parametrize("name", ["piped", "piped_later"])
 def test_workers_of_a_pipeline_are_said_by_itself(file, name, method):
-    with pytest.raises(hasten.Refusal, match=rf"{method} cannot be written out for a pipeline .*prefetch\(processes=2\)"):
+    with pytest.raises(hasten.ConfigurationError, match=rf"{method} cannot be written out for a pipeline .*prefetch\(processes=2\)"):
         hasten.eject(f"{file}:{name}", method)
 
 
@@ -312,24 +312,24 @@ def test_every_method_can_be_written(name, file):
 
 def test_what_has_no_source_is_refused():
     task = hasten.Task(model=torch.nn.Identity, train_data=[1], loss=None, optimizer=torch.optim.SGD)
-    with pytest.raises(hasten.Refusal, match="object without source"):
+    with pytest.raises(hasten.ConfigurationError, match="object without source"):
         hasten.eject(task)
-    with pytest.raises(hasten.Refusal, match="top level"):
+    with pytest.raises(hasten.ConfigurationError, match="top level"):
         hasten.eject(lambda: task)
 
 
 def test_two_methods_in_conflict_are_refused(file):
-    with pytest.raises(hasten.Refusal):
+    with pytest.raises(hasten.ConfigurationError):
         hasten.eject(f"{file}:plain", "nonesuch")
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "words"),
     [
-        ("of_unknown_metric", hasten.Refusal, "did you mean accuracy"),
-        ("of_a_missing_file", hasten.Failure, "building the run failed: FileNotFoundError.*no such file"),
-        ("without_batch_size", hasten.Refusal, r"Task\(batch_size=\) is missing"),
-        ("on_a_plateau", hasten.Refusal, "choose one that counts steps"),
+        ("of_unknown_metric", hasten.ConfigurationError, "did you mean accuracy"),
+        ("of_a_missing_file", hasten.RunError, "building the run failed: FileNotFoundError.*no such file"),
+        ("without_batch_size", hasten.ConfigurationError, r"Task\(batch_size=\) is missing"),
+        ("on_a_plateau", hasten.ConfigurationError, "choose one that counts steps"),
     ],
 )
 def test_what_cannot_train_is_not_written(name, kind, words, file):

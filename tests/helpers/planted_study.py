@@ -6,7 +6,7 @@ from math import prod
 
 from hasten.contract.recipe import Recipe
 from hasten.measure.ratio import Ratio, verdict_of
-from hasten.tuning.search import NOTHING_TO_DO, Baseline, Ladder, Outcome, candidate, systems, training
+from hasten.tuning.search import NOTHING_TO_DO, Baseline, Incumbents, Outcome, candidate, search_systems, search_training
 from hasten.tuning.study import Budget
 
 TARGET, SAMPLES, METRIC, MARGIN = 0.9, 10_000, 0.95, 0.01
@@ -114,13 +114,13 @@ def baseline_of(study: Planted) -> Baseline:
     return Baseline(seeds, [study.run(Recipe(), seed) for seed in seeds], TARGET, MARGIN, True)
 
 
-def searched_systems(study: Planted, each=THREADS) -> Ladder:
-    systems(study, ladder := Ladder(), [each], SAMPLES, 5.0)
+def searched_systems(study: Planted, each=THREADS) -> Incumbents:
+    search_systems(study, ladder := Incumbents(), [each], SAMPLES, 5.0)
     return ladder
 
 
-def searched_training(study: Planted, each=CLIPPING) -> Ladder:
-    training(study, ladder := Ladder(), [each], baseline_of(study))
+def searched_training(study: Planted, each=CLIPPING) -> Incumbents:
+    search_training(study, ladder := Incumbents(), [each], baseline_of(study))
     return ladder
 
 

@@ -27,10 +27,10 @@ import torch.distributed.tensor.experimental
 import torch.distributed.tensor.parallel
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from hasten.contract.errors import Failure, Progress
+from hasten.contract.errors import RunError, ProgressWarning
 from hasten.engine.find import make_method
 from hasten.engine.plan import build
-from hasten.engine.ranks import joined
+from hasten.engine.ranks import init_process_group
 from hasten.engine.train import train
 from hasten.measure.process_state import restored
 from helpers import rank_tasks
@@ -183,7 +183,7 @@ def broken_off(rank: int, make, out, recipe=None) -> dict:
 
     def break_off(records):
         if any(record["step"] >= 30 for record in records):
-            raise Failure("broken off")
+            raise RunError("broken off")
 
     return training(rank, make(), recipe, out=out, checkpoint_seconds=0, observers=[break_off])
 
@@ -195,14 +195,14 @@ def taken_up(rank: int, make, out, recipe=None) -> dict:
 def broken_off_early(rank: int, make, out, recipe) -> None:
     def break_off(records):
         if any(record["step"] >= 12 for record in records):
-            raise Failure("broken off")
+            raise RunError("broken off")
 
-    with suppress(Failure):
+    with suppress(RunError):
         training(rank, make(), recipe, out=out, checkpoint_seconds=0, observers=[break_off])
 
 
 def told_while_building(rank: int, strategy: str, make=rank_tasks.tower, settings: dict | None = None) -> list[str]:
-    with joined("cpu") as ranks, warnings.catch_warnings(record=True) as told:
+    with init_process_group("cpu") as ranks, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         build(make(), [make_method(strategy, settings or {})], ranks=ranks)
-    return [str(each.message) for each in told if isinstance(each.message, Progress)]
+    return [str(each.message) for each in told if isinstance(each.message, ProgressWarning)]

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
-from hasten.contract.errors import Failure
-from hasten.launch.elastic import codes_of, how_lost
-from hasten.launch.endings import ERROR_FILE, PARENT, Ending
-from hasten.launch.meeting import is_host
+from hasten.contract.errors import RunError
+from hasten.launch.elastic import exit_codes, describe_lost_rank
+from hasten.launch.endings import ERROR_FILE, PARENT, RankResult
+from hasten.launch.meeting import hosts_rendezvous
 from helpers.chaos import train_words
 from helpers.process import Job, jobs_left, wait_until_it_trains
 from helpers.ranks import free_port
@@ -84,16 +84,16 @@ def test_a_rank_whose_launcher_is_gone_before_it_begins_ends(folder, tmp_path):
 def test_whom_the_agent_had_to_kill_did_not_fail_first():
     """Rank 0 was busy when rank 1 was lost, and was killed a minute later."""
     killed = {rank: SimpleNamespace(exitcode=-signal.SIGKILL, timestamp=when) for rank, when in ((0, 160), (1, 100))}
-    assert how_lost({}, codes_of(RunResult(WorkerState.FAILED, failures=killed))).startswith("rank 1 was killed by SIGKILL")
+    assert describe_lost_rank({}, exit_codes(RunResult(WorkerState.FAILED, failures=killed))).startswith("rank 1 was killed by SIGKILL")
 
 
 def test_the_rank_that_was_killed_while_others_waited_is_named_as_silent():
-    ended = {0: Ending(1, "another rank has said nothing for 5 s", aftermath=True, waited=5.0)}
-    assert how_lost(ended, {0: 1, 1: -signal.SIGKILL}) == "rank 1 has said nothing for 5 s"
-    assert how_lost(ended, {0: 1, 1: -signal.SIGKILL, 2: -signal.SIGKILL}) == "ranks 1, 2 have said nothing for 5 s"
-    assert how_lost(ended, {0: 1}) is None
+    ended = {0: RankResult(1, "another rank has said nothing for 5 s", aftermath=True, waited=5.0)}
+    assert describe_lost_rank(ended, {0: 1, 1: -signal.SIGKILL}) == "rank 1 has said nothing for 5 s"
+    assert describe_lost_rank(ended, {0: 1, 1: -signal.SIGKILL, 2: -signal.SIGKILL}) == "ranks 1, 2 have said nothing for 5 s"
+    assert describe_lost_rank(ended, {0: 1}) is None
 
 
 def test_a_name_that_is_gone_with_its_machine_is_waited_for():
-    with pytest.raises(Failure, match=r"nobody has answered at gone\.invalid:29500"):
-        is_host("gone.invalid:29500", patience=0.3)
+    with pytest.raises(RunError, match=r"nobody has answered at gone\.invalid:29500"):
+        hosts_rendezvous("gone.invalid:29500", patience=0.3)

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from hasten.contract.batch import map_tensors
-from hasten.contract.batch_norm import Parts, over_all
-from hasten.contract.errors import Refusal
+from hasten.contract.batch_norm import SyncGroup, convert_sync_batchnorm
+from hasten.contract.errors import ConfigurationError
 from hasten.contract.run_context import TrainProgress
 from hasten.engine.train import train
 from helpers import rank_tasks
@@ -53,7 +53,7 @@ class Activated(nn.BatchNorm1d):
 def test_a_normalisation_that_it_does_not_know_is_named():
     task = rank_tasks.task(model=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), Activated(8), nn.Linear(8, 2)).double())
     told = run_ranks(2, training_of, lambda: task, "sync_batch_norm", None)
-    assert all(isinstance(answer, Refusal) and "the model has Activated; leave it out" in str(answer) for answer in told), told
+    assert all(isinstance(answer, ConfigurationError) and "the model has Activated; leave it out" in str(answer) for answer in told), told
 
 
 def test_without_it_another_formula_is_trained(tmp_path):
@@ -99,7 +99,7 @@ def over_parts(rank: int, dimensions: int, settings: dict) -> dict:
     first, end = (0, 13 - 2 * (world - 1)) if rank == 0 else (13 - 2 * (world - rank), 13 - 2 * (world - rank - 1))
     inputs, weights = (tensor[first:end] for tensor in batch(dimensions))
     layer = LAYERS[dimensions](**settings)
-    over_all(layer, Parts(TrainProgress(global_batch_size=13), world))
+    convert_sync_batchnorm(layer, SyncGroup(TrainProgress(global_batch_size=13), world))
     layer = copy.deepcopy(layer)  # as methods that export a copy do
     inputs = inputs.clone().requires_grad_()
     for _ in range(2):

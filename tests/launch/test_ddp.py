@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hasten.contract.errors import Aftermath, Failure, Refusal
+from hasten.contract.errors import PeerFailure, RunError, ConfigurationError
 from hasten.engine.plan import build
-from hasten.engine.ranks import joined
+from hasten.engine.ranks import init_process_group
 from hasten.engine.train import train
 from helpers import drawing_tasks, rank_tasks
 from helpers.assertions import CLOSE, farthest, losses
@@ -88,7 +88,7 @@ def test_a_batch_of_fewer_samples_than_ranks_is_read_by_all(tmp_path, name):
 def test_ranks_that_do_not_read_the_same_are_found(name, says):
     """Nobody waits for a batch that will not come, and no sample is read twice or never."""
     told = run_ranks(2, training_as_rank, getattr(rank_tasks, name))
-    assert all(isinstance(answer, Failure) and str(answer).startswith(says) for answer in told), told
+    assert all(isinstance(answer, RunError) and str(answer).startswith(says) for answer in told), told
 
 
 def test_ranks_draw_other_noise():
@@ -112,7 +112,7 @@ def test_parts_of_other_sizes_draw_other_masks_and_read_the_same():
 def test_a_rank_with_another_seed_is_found():
     told = run_ranks(2, with_seed_of_rank)
     assert [str(answer) for answer in told] == ["rank 1 has another seed than rank 0: 1 instead of 0; start all ranks alike"] * 2
-    assert all(isinstance(answer, Refusal) for answer in told)
+    assert all(isinstance(answer, ConfigurationError) for answer in told)
 
 
 def test_more_processes_than_a_batch_has_samples():
@@ -153,7 +153,7 @@ def test_a_folder_that_only_rank_0_is_given(tmp_path):
 
 def test_a_static_graph_is_refused_where_batches_are_cut():
     told = run_ranks(2, training, rank_tasks.samples(), "ddp:static_graph=true + gradient_accumulation")
-    assert all(isinstance(answer, Refusal) and "static_graph" in str(answer) for answer in told), told
+    assert all(isinstance(answer, ConfigurationError) and "static_graph" in str(answer) for answer in told), told
 
 
 def test_a_group_that_was_there_before_is_left_as_it_was():
@@ -163,17 +163,17 @@ def test_a_group_that_was_there_before_is_left_as_it_was():
 def test_what_rank_0_refuses_ends_all_at_once(tmp_path):
     (tmp_path / "file").touch()
     first, second = run_ranks(2, training_of, rank_tasks.samples, None, tmp_path / "file")
-    assert isinstance(first, Refusal) and isinstance(second, Aftermath) and str(first) == str(second)
+    assert isinstance(first, ConfigurationError) and isinstance(second, PeerFailure) and str(first) == str(second)
 
 
 def test_bad_rows_are_not_skipped_by_several_processes():
     told = run_ranks(2, skipping)
-    assert all(isinstance(answer, Refusal) and "skip_bad is for one process" in str(answer) for answer in told)
+    assert all(isinstance(answer, ConfigurationError) and "skip_bad is for one process" in str(answer) for answer in told)
 
 
 def test_half_a_job_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(Refusal, match=r"WORLD_SIZE says .* but RANK is not set"):
+    with pytest.raises(ConfigurationError, match=r"WORLD_SIZE says .* but RANK is not set"):
         train(rank_tasks.samples(), device="cpu")
 
 
@@ -186,7 +186,7 @@ def training_into_a_folder_of_rank_0(rank: int, out) -> dict:
 
 
 def first_batch(rank: int) -> list:
-    with joined("cpu") as ranks:
+    with init_process_group("cpu") as ranks:
         program = build(rank_tasks.task(rank_tasks.Noisy()), ranks=ranks)
         return next(program.train.epoch(0, 0))[0].tolist()
 

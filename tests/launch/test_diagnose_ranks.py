@@ -13,9 +13,9 @@ from unittest.mock import patch
 import pytest
 from rich.console import Console
 
-from hasten.contract.errors import Aftermath, Failure, Refusal
+from hasten.contract.errors import PeerFailure, RunError, ConfigurationError
 from hasten.diagnosis.ranks import diagnose_ranks
-from hasten.diagnosis.skew import ranks_of, straggler_of
+from hasten.diagnosis.skew import rank_phase_times, find_straggler
 from hasten.diagnosis.talk import verdict_of
 from hasten.measure.ratio import Ratio
 from hasten.reporting.terminal_ranks import ranks_answer
@@ -62,7 +62,7 @@ def test_steps_that_no_few_blocks_show_are_told():
 
     for recipe, says in (("local_sgd:start=20", "the first 20 steps of"), ("local_sgd:period=40000", "repeats itself every 40000 steps")):
         for told in of(recipe):
-            assert isinstance(told, Failure) and says in str(told), told
+            assert isinstance(told, RunError) and says in str(told), told
 
 
 @pytest.mark.timing
@@ -135,9 +135,9 @@ def blocks(*waits: list[float], forward: tuple[float, ...] = (), cpu: tuple[floa
 def test_one_step_each_is_no_straggler():
     """Each comes late by turns: both wait, and nobody is to blame."""
     told = blocks([0.0, 0.02, 0.0, 0.02], [0.02, 0.0, 0.02, 0.0])
-    rows = ranks_of(told)
+    rows = rank_phase_times(told)
     assert [row["waits"] for row in rows] == [0.01, 0.01] and [row["last"] for row in rows] == [0.5, 0.5]
-    assert straggler_of(rows, told, 0.05, [1e-3, 1e-3], 0.0) is None
+    assert find_straggler(rows, told, 0.05, [1e-3, 1e-3], 0.0) is None
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_one_step_each_is_no_straggler():
 )
 def test_more_to_compute_or_kept_from_computing(cpu, says):
     told = blocks([0.02] * 4, [0.0] * 4, forward=(0.01, 0.03), cpu=cpu)
-    straggler = straggler_of(ranks_of(told), told, 0.1, [1e-3, 1e-3], 0.0)
+    straggler = find_straggler(rank_phase_times(told), told, 0.1, [1e-3, 1e-3], 0.0)
     assert straggler["cause"] == "compute" and says in straggler["sentence"]
     assert straggler["sentence"].startswith(
         "rank 1 makes the others wait 20.0 ms a step (20%): its forward and backward pass take longer (40.0 ms, 20.0"
@@ -155,7 +155,7 @@ def test_more_to_compute_or_kept_from_computing(cpu, says):
 
 def test_late_for_no_reason_that_is_seen():
     told = blocks([0.02] * 4, [0.001] * 4)
-    straggler = straggler_of(ranks_of(told), told, 0.05, [1e-3, 1e-3], 0.0)
+    straggler = find_straggler(rank_phase_times(told), told, 0.05, [1e-3, 1e-3], 0.0)
     assert (straggler["rank"], straggler["cause"]) == (1, "unknown") and straggler["seconds"] == pytest.approx(0.019)
 
 
@@ -164,7 +164,7 @@ def test_late_for_no_reason_that_is_seen():
 )
 def test_a_slow_link_is_that_of_the_rank_between_two_slow_ways(links, rank):
     told = blocks(*([0.0] * 4 for _ in links))
-    straggler = straggler_of(ranks_of(told), told, 0.05, links, exposed=0.02)
+    straggler = find_straggler(rank_phase_times(told), told, 0.05, links, exposed=0.02)
     assert (straggler and (straggler["rank"], straggler["cause"])) == (None if rank is None else (rank, "link"))
 
 
@@ -190,7 +190,7 @@ def test_the_largest_cause_is_named(straggler, exchange, replayed, waits, says):
 
 def test_the_rank_whose_batch_is_bad_tells_it():
     told = run_ranks(2, lambda rank: diagnose_ranks(rank_tasks.not_a_number, budget=3.0, device="cpu"))
-    assert {type(each) for each in told} == {Aftermath, Failure}, told
+    assert {type(each) for each in told} == {PeerFailure, RunError}, told
     assert any("the batch itself holds NaN" in str(each) for each in told), told
 
 
@@ -203,7 +203,7 @@ def test_a_pipeline_is_looked_at_too():
 
 
 def test_one_process_has_nobody_to_wait_for():
-    with pytest.raises(Refusal, match="one process has no other to wait for"):
+    with pytest.raises(ConfigurationError, match="one process has no other to wait for"):
         diagnose_ranks(rank_tasks.samples, device="cpu")
 
 

@@ -15,9 +15,9 @@ from torch.distributed import HashStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 from hasten.launch import elastic, processes
-from hasten.launch.endings import Ending, leave_of
+from hasten.launch.endings import RankResult, leave_of
 from helpers.chaos import chaos, compared, train_words
 from helpers.netns_cluster import begun_on, cut_the_cable, lose, mend_the_cable, missing, two_machines
 from helpers.process import Job, wait_until_it_trains
@@ -56,8 +56,8 @@ def test_a_port_that_another_program_has(monkeypatch):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        with pytest.raises(Refusal, match="another program has that port; choose another port, the same on all machines"):
-            processes.start(["train", "digits"], 1, (2, 2), f"127.0.0.1:{other.getsockname()[1]}")
+        with pytest.raises(ConfigurationError, match="another program has that port; choose another port, the same on all machines"):
+            processes.launch(["train", "digits"], 1, (2, 2), f"127.0.0.1:{other.getsockname()[1]}")
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def launch(port: int, each: int, folder: Path) -> subprocess.Popen:
 def test_who_is_done_is_not_missed(monkeypatch):
     """Its ranks have ended while those of another machine still write the model."""
     monkeypatch.setattr(elastic, "SILENCE", 0.0)
-    agent, group = object.__new__(elastic.Agent), SimpleNamespace(group_world_size=2, group_rank=0, store=HashStore())
+    agent, group = object.__new__(elastic.ElasticAgent), SimpleNamespace(group_world_size=2, group_rank=0, store=HashStore())
 
     def misses() -> bool:
         agent.looked, agent.heard = float("-inf"), getattr(agent, "heard", {})
@@ -106,11 +106,11 @@ def test_who_is_done_is_not_missed(monkeypatch):
     assert not misses() and agent.done == {1}
 
 
-def stopped_group(tmp_path, waiting: list[int], endings: dict[int, Ending]) -> tuple:
+def stopped_group(tmp_path, waiting: list[int], endings: dict[int, RankResult]) -> tuple:
     """An agent of two machines whose ranks have ended so, and what the wait list will say."""
     for rank, ending in endings.items():
         leave_of(rank, ending, tmp_path)
-    agent = object.__new__(elastic.Agent)
+    agent = object.__new__(elastic.ElasticAgent)
     agent.folder, agent.done, agent.remaining_restarts = str(tmp_path), set(), 2
     agent._looked_after = lambda group: RunResult(WorkerState.FAILED)
     handler = SimpleNamespace(num_nodes_waiting=lambda: waiting.pop(0) if len(waiting) > 1 else waiting[0], is_closed=lambda: False)
@@ -118,14 +118,14 @@ def stopped_group(tmp_path, waiting: list[int], endings: dict[int, Ending]) -> t
     return agent, SimpleNamespace(group_world_size=2, group_rank=0, store=HashStore(), spec=spec)
 
 
-STOPPED = Ending(1, "stopped at step 7", aftermath=True, stopped=True)
+STOPPED = RankResult(1, "stopped at step 7", aftermath=True, stopped=True)
 
 
 @pytest.mark.parametrize(("waiting", "endings", "left"), [
     ([0, 0, 1], {0: STOPPED, 1: STOPPED}, 3),  # torch takes one away; that a machine has come is seen late
     ([0], {0: STOPPED, 1: STOPPED}, 2),  # another machine was taken away
-    ([1], {0: STOPPED, 1: Ending(1, "another rank has ended without a word", aftermath=True)}, 2),
-    ([1], {0: STOPPED, 1: Ending(1, "OSError: the disk is gone")}, 0),
+    ([1], {0: STOPPED, 1: RankResult(1, "another rank has ended without a word", aftermath=True)}, 2),
+    ([1], {0: STOPPED, 1: RankResult(1, "OSError: the disk is gone")}, 0),
 ])  # fmt: skip
 def test_who_comes_costs_no_restart_and_who_goes_does(tmp_path, monkeypatch, waiting, endings, left):
     monkeypatch.setattr(elastic, "WAIT_LIST", 0.2)

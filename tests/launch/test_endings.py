@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from hasten import __main__
 from hasten.launch import endings
-from hasten.launch.endings import Ending, folder_of_a_job, left, trouble_of_the_others, write_ending
+from hasten.launch.endings import RankResult, job_directory, read_results, peer_error, write_ending
 
 
 def test_folders_of_jobs_that_were_killed_go_with_the_next(tmp_path, monkeypatch):
@@ -23,7 +23,7 @@ def test_folders_of_jobs_that_were_killed_go_with_the_next(tmp_path, monkeypatch
     for name in ("hasten-job-killed", "hasten-job-new", "another"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "rank-0.json").write_text("{}")
-    with folder_of_a_job() as living:
+    with job_directory() as living:
         for old in ("hasten-job-killed", "another", living):
             os.utime(tmp_path / old, (0, 0))
         script = "from hasten.launch.endings import folder_of_a_job\nwith folder_of_a_job(): pass"
@@ -40,33 +40,33 @@ def job(tmp_path, monkeypatch):
 
 
 def test_a_rank_answers_when_all_others_have_ended_well(job):
-    leave_of(1, Ending(0), job)
-    later = threading.Timer(0.2, leave_of, (2, Ending(1), job))
+    leave_of(1, RankResult(0), job)
+    later = threading.Timer(0.2, leave_of, (2, RankResult(1), job))
     began = time.monotonic()
     later.start()
-    assert trouble_of_the_others() is None and time.monotonic() - began >= 0.2
+    assert peer_error() is None and time.monotonic() - began >= 0.2
 
 
 def test_a_rank_does_not_answer_where_another_could_not_go_on(job):
-    leave_of(2, Ending(1, "the disk is gone"), job)
-    assert trouble_of_the_others() == "the disk is gone"
+    leave_of(2, RankResult(1, "the disk is gone"), job)
+    assert peer_error() == "the disk is gone"
 
 
 def test_a_rank_that_never_ends_is_not_waited_for_forever(job, monkeypatch):
     monkeypatch.setattr(endings, "LAST_MOMENT", 0.1)
-    assert trouble_of_the_others() is None
+    assert peer_error() is None
 
 
 def test_error_file_is_read_by_torchrun(tmp_path):
     """torch takes the message and the time of the failure from it."""
-    write_ending(tmp_path / "error.json", 3, Ending(1, "the disk is gone", waited=2.0))
+    write_ending(tmp_path / "error.json", 3, RankResult(1, "the disk is gone", waited=2.0))
     failure = ProcessFailure(local_rank=1, pid=1, exitcode=1, error_file=str(tmp_path / "error.json"))
     assert failure.message["message"] == "the disk is gone" and abs(failure.timestamp - time.time()) < 60
 
 
 def test_error_files_are_read_by_rank(tmp_path):
-    leave_of(3, Ending(1, "the disk is gone", aftermath=True, waited=2.0), tmp_path)
-    found = left(str(tmp_path))
+    leave_of(3, RankResult(1, "the disk is gone", aftermath=True, waited=2.0), tmp_path)
+    found = read_results(str(tmp_path))
     assert list(found) == [3] and found[3].when > 0
     assert (found[3].code, found[3].line, found[3].aftermath, found[3].waited) == (1, "the disk is gone", True, 2.0)
 

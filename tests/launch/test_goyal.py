@@ -8,9 +8,9 @@ from torch import nn
 
 from hasten.contract.recipe import Recipe
 from hasten.engine.find import make_methods
-from hasten.engine.loop import steps
+from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
-from hasten.engine.ranks import joined
+from hasten.engine.ranks import init_process_group
 from hasten.engine.train import train, with_strategy
 from helpers import rank_tasks
 from helpers.assertions import CLOSE, farthest
@@ -60,10 +60,10 @@ def test_remark_1_weight_decay_is_not_scaled_with_the_loss(tmp_path, recipe, wor
 @pytest.mark.parametrize("corrected", [True, False])
 def test_remark_2_the_momentum_is_corrected_when_the_rate_changes(corrected):
     """Where the rate is part of the velocity, v <- m (new rate / old rate) v + rate g, it has to be; torch's v <- m v + g has it by its form."""
-    program = build(noting(), make_methods(Recipe.read(f"batch_size:factor={FACTOR},rule=linear,warmup=0.9")))
+    program = build(noting(), make_methods(Recipe.coerce(f"batch_size:factor={FACTOR},rule=linear,warmup=0.9")))
     weights = [weight.detach().clone() for weight in program.run.unwrapped_model.parameters()]
-    replayed = build(noting(), make_methods(Recipe.read(f"batch_size:factor={FACTOR},rule=linear,warmup=0.9")))
-    for _ in steps(program):
+    replayed = build(noting(), make_methods(Recipe.coerce(f"batch_size:factor={FACTOR},rule=linear,warmup=0.9")))
+    for _ in train_steps(program):
         pass
     rates, velocity, old = program.run.optimizer.rates, [torch.zeros_like(weight) for weight in weights], None
     batches = [batch for epoch in range(2) for batch in replayed.train.epoch(epoch, 0)]
@@ -113,15 +113,15 @@ def test_remark_4_one_shuffle_is_shared_out(world):
 @pytest.mark.parametrize(("rule", "scale"), [("linear", FACTOR), ("sqrt", FACTOR**0.5)])
 def test_the_warm_up_climbs_in_every_iteration(rule, scale):
     """From the task's own rate to the larger one (section 2.2), by the same amount in each step."""
-    program = build(noting(), make_methods(Recipe.read(f"batch_size:factor={FACTOR},rule={rule},warmup=0.5")))
-    for _ in steps(program):
+    program = build(noting(), make_methods(Recipe.coerce(f"batch_size:factor={FACTOR},rule={rule},warmup=0.5")))
+    for _ in train_steps(program):
         pass
     rates, warm = program.run.optimizer.rates, round(0.5 * program.plan.steps)
     assert rates == pytest.approx([RATE * (1 + (scale - 1) * min(step / warm, 1)) for step in range(len(rates))])
 
 
 def gradients_of_batch(rank: int, number: int) -> list:
-    with joined("cpu") as ranks:
+    with init_process_group("cpu") as ranks:
         return gradients(build(rank_tasks.samples(), with_strategy([], ranks), ranks=ranks), number)
 
 
@@ -131,7 +131,7 @@ def gradients(program, number: int) -> list:
 
 
 def rows_read_by_rank(rank: int) -> list:
-    with joined("cpu") as ranks:
+    with init_process_group("cpu") as ranks:
         return rows_read(build(rank_tasks.task(Numbered()), with_strategy([], ranks), ranks=ranks))
 
 

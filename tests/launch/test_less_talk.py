@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from hasten.contract.batch import map_tensors
-from hasten.contract.errors import Failure, Refusal
+from hasten.contract.errors import RunError, ConfigurationError
 from hasten.contract.ranks import ProcessGroupInfo
-from hasten.contract.replicas import average, make_alike, mean_of
+from hasten.contract.replicas import all_reduce_mean, broadcast_module, average_state
 from hasten.engine.checkpoint import loaded
 from hasten.engine.plan import build
-from hasten.engine.ranks import joined
+from hasten.engine.ranks import init_process_group
 from hasten.engine.train import train
 from helpers import rank_tasks
 from helpers.assertions import CLOSE, farthest
@@ -236,7 +236,7 @@ def test_a_run_goes_on_at_another_size(tmp_path, recipe, world):
 
 @pytest.mark.parametrize("recipe", LESS)
 def test_what_one_process_began_goes_on_at_two(tmp_path, recipe):
-    with pytest.raises(Failure):
+    with pytest.raises(RunError):
         broken_off(0, rank_tasks.samples, tmp_path / "run", recipe)
     answers = run_ranks(2, taken_up, rank_tasks.samples, tmp_path / "run")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
@@ -315,7 +315,7 @@ def test_an_overflow_is_not_remembered():
 ])  # fmt: skip
 def test_what_cannot_be_is_told(recipe, says):
     told = run_ranks(3, training, rank_tasks.samples(), recipe)
-    assert all(isinstance(answer, Refusal) and says in str(answer) for answer in told), told
+    assert all(isinstance(answer, ConfigurationError) and says in str(answer) for answer in told), told
 
 
 @pytest.mark.parametrize("recipe", ["local_sgd:start=46", "powersgd:rank=1,saves=1,start=46"])
@@ -348,9 +348,9 @@ class WithCounts(nn.Module):
 
 
 def copied(rank: int) -> dict:
-    with joined("cpu"):
+    with init_process_group("cpu"):
         model = WithCounts(rank)
-        make_alike(model)
+        broadcast_module(model)
         return {name: tensor.float().tolist() for name, tensor in model.state_dict().items()}
 
 
@@ -361,7 +361,7 @@ def test_tensors_of_any_type_are_made_alike():
 
 def test_sparse_gradients_are_refused():
     told = run_ranks(2, training, rank_tasks.sparse(), "powersgd")
-    assert all(isinstance(answer, Refusal) and "those of 0 are sparse" in str(answer) for answer in told), told
+    assert all(isinstance(answer, ConfigurationError) and "those of 0 are sparse" in str(answer) for answer in told), told
 
 
 def plain():
@@ -375,7 +375,7 @@ def with_norm():
 def rests_after_an_overflow(rank: int) -> bool:
     from hasten.engine.find import make_method
 
-    with joined("cpu") as ranks:
+    with init_process_group("cpu") as ranks:
         program = build(plain(), [make_method("powersgd", {"rank": 1, "saves": 1.0})], ranks=ranks)
         for weight in program.run.unwrapped_model.parameters():
             weight.grad = torch.full_like(weight, float("inf") if rank else 1.0)
@@ -389,8 +389,8 @@ def test_the_mean_of_states_that_are_not_built_alike_is_that_of_what_they_have_i
 
     def mean(rank: int) -> dict:
         state = {0: {"step": torch.tensor(3), "momentum": torch.full((2,), float(rank))}, 1: {"momentum": torch.full((1 + rank,), 7.0)}}
-        with joined("cpu") as ranks:
-            found = mean_of({"state": state if rank else {5: {"momentum": torch.ones(2)}} | state}, SimpleNamespace(ranks=ranks))
+        with init_process_group("cpu") as ranks:
+            found = average_state({"state": state if rank else {5: {"momentum": torch.ones(2)}} | state}, SimpleNamespace(ranks=ranks))
             return map_tensors(torch.Tensor.tolist, found["state"])
 
     first, second = run_ranks(2, mean)
@@ -450,9 +450,9 @@ def test_a_frozen_weight_that_follows_a_trained_one_is_its_ranks_mean(tmp_path):
 
 def test_the_mean_of_the_least_number_is_itself():
     def means(rank: int) -> list[float]:
-        with joined("cpu"):
+        with init_process_group("cpu"):
             tensors = [torch.tensor([torch.finfo(kind).min, 2.0 * rank], dtype=kind) for kind in (torch.float32, torch.float16)]
-            average(tensors)
+            all_reduce_mean(tensors)
             return [tensor.tolist() for tensor in tensors]
 
     right = [[torch.finfo(kind).min, 1.0] for kind in (torch.float32, torch.float16)]

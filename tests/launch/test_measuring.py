@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 
 import hasten
-from hasten import Failure, Recipe, Refusal
+from hasten import RunError, Recipe, ConfigurationError
 from hasten.cli.main import main
-from hasten.contract.errors import Notice
-from hasten.contract.watch import silent
-from hasten.diagnosis.anatomy import examine
+from hasten.contract.errors import HastenWarning
+from hasten.contract.watch import no_progress
+from hasten.diagnosis.anatomy import profile_steps
 from hasten.engine.tasks import TaskRef
 from hasten.measure.compare import block_steps, run_interleaved
 from hasten.measure.ratio import Ratio
 from hasten.tuning import study, tune
-from hasten.tuning.confirm import Confirmed
-from hasten.tuning.gate import Gate
-from hasten.tuning.ledger import Ledger
+from hasten.tuning.confirm import Confirmation
+from hasten.tuning.gate import NonInferiorityResult
+from hasten.tuning.ledger import TrialStore
 from hasten.tuning.result import Found, _why_alone
-from hasten.tuning.search import Ladder, candidate, systems
+from hasten.tuning.search import Incumbents, candidate, search_systems
 from hasten.tuning.study import Budget, Study
 from hasten.tuning.tune import _one_process
 from helpers import HELPERS, rank_methods, rank_tasks
@@ -34,7 +34,7 @@ def method(name: str) -> str:
 
 def study_of(folder: Path, name: str = "samples", **more) -> Study:
     ref = TaskRef.of(f"{HELPERS / 'rank_tasks.py'}:{name}")
-    return Study(ref, "cpu", Ledger(folder, {}), Budget(600.0), silent, processes=2, patience=4.0, **more)
+    return Study(ref, "cpu", TrialStore(folder, {}), Budget(600.0), no_progress, processes=2, patience=4.0, **more)
 
 
 def test_a_job_against_itself_is_not_called_different():
@@ -66,25 +66,25 @@ def test_samples_are_counted_over_all_ranks():
 )
 def test_what_one_rank_does_ends_the_comparison(name, says):
     began = time.monotonic()
-    with pytest.raises(Failure, match=says):
-        run_interleaved(TaskRef.of(TASK), Recipe(), Recipe.read(method(name)), budget=1, patience=3.0, processes=(2, 2), device="cpu")
+    with pytest.raises(RunError, match=says):
+        run_interleaved(TaskRef.of(TASK), Recipe(), Recipe.coerce(method(name)), budget=1, patience=3.0, processes=(2, 2), device="cpu")
     assert time.monotonic() - began < 30
 
 
 def test_more_processes_than_a_batch_has_samples_is_refused_before_anything_is_started(tmp_path):
     for ask in (hasten.compare, lambda task, **more: hasten.tune(task, out=tmp_path / "out", **more)):
-        with pytest.raises(Refusal, match=r"^11 processes cannot share a batch of 10 samples"):
+        with pytest.raises(ConfigurationError, match=r"^11 processes cannot share a batch of 10 samples"):
             ask(TASK, processes=11)
     assert not (tmp_path / "out").exists()
 
 
 def test_more_processes_than_cores_is_noticed(monkeypatch):
     def told(*arguments, processes, **others):
-        raise Failure(f"{processes}")
+        raise RunError(f"{processes}")
 
     monkeypatch.setattr("hasten.measure.compare.run_interleaved", told)
     monkeypatch.setattr("hasten.engine.budget.usable_cores", lambda: 3)
-    with pytest.warns(Notice, match=r"^4 processes share 3 cores: "), pytest.raises(Failure, match=r"^\(4, 4\)$"):
+    with pytest.warns(HastenWarning, match=r"^4 processes share 3 cores: "), pytest.raises(RunError, match=r"^\(4, 4\)$"):
         hasten.compare(TASK, processes=4)
 
 
@@ -114,41 +114,41 @@ def test_the_command_line_says_how_many(capfd, monkeypatch):
 def test_proofs_are_run_by_the_job(tmp_path):
     of = study_of(tmp_path)
     for name in ("ddp:static_graph=true", "ddp:bucket_megabytes=1.0", "gradient_accumulation"):
-        proof = of.proof(Recipe(), Recipe.read(name), hasten.Exactness.EQUIVALENT_MATH)
+        proof = of.proof(Recipe(), Recipe.coerce(name), hasten.Exactness.EQUIVALENT_MATH)
         assert proof.get("passed"), proof
-    proof = of.proof(Recipe(), Recipe.read(method("Unlike")), hasten.Exactness.EQUIVALENT_MATH)
+    proof = of.proof(Recipe(), Recipe.coerce(method("Unlike")), hasten.Exactness.EQUIVALENT_MATH)
     assert not proof["passed"] and "in float64 the weights differ by" in proof["why"]
 
 
 def test_the_gradients_of_a_job_are_held_against_each_other(tmp_path):
-    proof = study_of(tmp_path, "in_float32").proof(Recipe(), Recipe.read("bfloat16"), hasten.Exactness.REDUCED_PRECISION)
+    proof = study_of(tmp_path, "in_float32").proof(Recipe(), Recipe.coerce("bfloat16"), hasten.Exactness.REDUCED_PRECISION)
     assert proof.get("passed"), proof
 
 
 @pytest.mark.parametrize("name", ["pipeline", "pipeline:place=memory"])
 def test_a_model_that_no_rank_has_whole_is_proved_too(tmp_path, name):
     of = study_of(tmp_path, "tower")
-    proof = of.proof(Recipe(), Recipe.read(name), hasten.Exactness.EQUIVALENT_MATH)
+    proof = of.proof(Recipe(), Recipe.coerce(name), hasten.Exactness.EQUIVALENT_MATH)
     assert proof.get("passed"), proof
-    proof = of.proof(Recipe(), Recipe.read(f"{name} + {method('Faster')}"), hasten.Exactness.EQUIVALENT_MATH)
+    proof = of.proof(Recipe(), Recipe.coerce(f"{name} + {method('Faster')}"), hasten.Exactness.EQUIVALENT_MATH)
     assert not proof["passed"] and "in float64 the weights differ by" in proof["why"]
-    proof = of.proof(Recipe(), Recipe.read(f"{name} + {method('Unlike')}"), hasten.Exactness.EQUIVALENT_MATH)
+    proof = of.proof(Recipe(), Recipe.coerce(f"{name} + {method('Unlike')}"), hasten.Exactness.EQUIVALENT_MATH)
     assert "Unlike requires monolithic_forward, which pipeline invalidates; choose one of them" in proof["failed"]
 
 
 def test_gradients_that_no_rank_has_whole_are_held_against_whole_ones(tmp_path):
     of = study_of(tmp_path, "tower")
-    honest = of.proof(Recipe(), Recipe.read("pipeline"), hasten.Exactness.REDUCED_PRECISION)
+    honest = of.proof(Recipe(), Recipe.coerce("pipeline"), hasten.Exactness.REDUCED_PRECISION)
     assert honest.get("passed"), honest
-    lying = of.proof(Recipe(), Recipe.read(f"pipeline + {method('Rounding')}"), hasten.Exactness.REDUCED_PRECISION)
+    lying = of.proof(Recipe(), Recipe.coerce(f"pipeline + {method('Rounding')}"), hasten.Exactness.REDUCED_PRECISION)
     assert not lying["passed"] and "dB above its error against float64" in lying["why"]
 
 
 def test_a_search_goes_on_after_a_rank_that_hangs_and_one_that_raises(tmp_path):
     """The first by its proof, which comes first where a method is from outside; then by its pace, as if it were ours."""
-    of, ladder = study_of(tmp_path, "slow"), Ladder()
+    of, ladder = study_of(tmp_path, "slow"), Incumbents()
     names = [method(name) for name in ("Hanging", "Stuck", "Raising", "LighterSleep")]
-    systems(of, ladder, [candidate(names[0], offered=True), *map(candidate, names)], 100_000, 1.0)
+    search_systems(of, ladder, [candidate(names[0], offered=True), *map(candidate, names)], 100_000, 1.0)
     verdicts = [(trial["what"].rpartition(":")[2], trial["verdict"]) for trial in of.trials]
     lost = [(name, "failed") for name in ("Hanging", "Hanging", "Stuck", "Raising")]
     assert verdicts == [*lost, ("LighterSleep", "kept")], of.trials
@@ -158,10 +158,10 @@ def test_a_search_goes_on_after_a_rank_that_hangs_and_one_that_raises(tmp_path):
 
 
 def test_what_hangs_while_it_is_built_is_ended_wherever_it_is_looked_at(tmp_path):
-    ref, stuck = TaskRef.of(TASK), Recipe.read(method("Stuck"))
+    ref, stuck = TaskRef.of(TASK), Recipe.coerce(method("Stuck"))
     began = time.monotonic()
-    with pytest.raises(Failure, match=r"^took longer than 2 s"):
-        examine(ref, stuck, device="cpu", seed=0, budget=1.0, processes=2, patience=2.0)
+    with pytest.raises(RunError, match=r"^took longer than 2 s"):
+        profile_steps(ref, stuck, device="cpu", seed=0, budget=1.0, processes=2, patience=2.0)
     of = study_of(tmp_path)
     of.patience = 2.0
     assert of.anatomy(stuck) == {}
@@ -191,7 +191,7 @@ def test_a_recipe_for_the_job_that_is_faster_still_has_won():
 def test_the_winner_is_held_against_what_one_process_can_take_of_it(tmp_path):
     """Small steps, which talking makes many times as long."""
     of, winner = study_of(tmp_path), confirmed(Ratio(1.8, 1.7, 1.9))
-    winner.recipe = Recipe.read("ddp:static_graph=true + gradient_clipping")
+    winner.recipe = Recipe.coerce("ddp:static_graph=true + gradient_clipping")
     found = Found(confirmed=winner, pace_seconds=2.0, one_process=Ratio(1.6, 1.5, 1.7))
     found.winner_alone = _one_process(of, found, winner.recipe, samples=1000)
     assert of.trials[-1]["what"] == "gradient_clipping, one process"
@@ -202,20 +202,20 @@ def test_the_winner_is_held_against_what_one_process_can_take_of_it(tmp_path):
 @pytest.mark.parametrize(("strategy", "decides"), [("ddp:static_graph=true", True), ("local_sgd:period=4", False)])
 def test_one_process_that_would_train_otherwise_than_the_winner_takes_nothing_from_it(strategy, decides):
     winner = confirmed(Ratio(1.8, 1.7, 1.9))
-    winner.recipe = Recipe.read(f"{strategy} + ema")
+    winner.recipe = Recipe.coerce(f"{strategy} + ema")
     found = Found(confirmed=winner, winner_alone=Ratio(1.3, 1.2, 1.4))
     assert found.won and found.better_alone is decides
 
 
-def confirmed(speedup: Ratio) -> Confirmed:
-    gate = Gate(0.9, 0.9, 0.01, None, [], True, True, "planted")
-    return Confirmed(Recipe.read("ddp:static_graph=true"), gate, speedup)
+def confirmed(speedup: Ratio) -> Confirmation:
+    gate = NonInferiorityResult(0.9, 0.9, 0.01, None, [], True, True, "planted")
+    return Confirmation(Recipe.coerce("ddp:static_graph=true"), gate, speedup)
 
 
 @pytest.mark.timing
 @pytest.mark.slow
 def test_a_search_for_a_job_finds_a_recipe_that_trains_one(tmp_path, monkeypatch, capfd):
-    paced = study.Study.pace
+    paced = study.Study.compare_speed
     monkeypatch.setattr(study.Study, "pace", lambda *recipes, **given: paced(*recipes, **(given | {"seconds": 2.0})))
     monkeypatch.setattr(tune, "FEWEST_PATIENCE", 10.0)
     monkeypatch.setattr(tune, "PATIENT_PART", 0.01)

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from hasten.contract.chain import chain_of
-from hasten.contract.errors import Refusal
+from hasten.contract.chain import find_split_points
+from hasten.contract.errors import ConfigurationError
 from hasten.contract.recipe import Recipe
-from hasten.contract.sharded import own_part
-from hasten.engine.checkpoint import draw_alike
+from hasten.contract.sharded import to_local
+from hasten.engine.checkpoint import sync_rng
 from hasten.engine.find import make_method, make_methods
 from hasten.engine.plan import build
-from hasten.engine.ranks import joined
+from hasten.engine.ranks import init_process_group
 from hasten.engine.train import train
 from hasten.testing import tasks
 from helpers import drawing_tasks, rank_tasks
@@ -189,13 +189,13 @@ def test_dropout_between_cut_layers_is_that_of_one_process(tmp_path):
 ])  # fmt: skip
 def test_what_cannot_be_cut_is_told(strategy, world, make, says):
     told = run_ranks(world, training_of, make, strategy, None)
-    assert all(isinstance(answer, Refusal) and says in str(answer) for answer in told), told
+    assert all(isinstance(answer, ConfigurationError) and says in str(answer) for answer in told), told
 
 
 @pytest.mark.parametrize("method", ["bfloat16", "ema", "float16", "compile"])
 def test_methods_that_need_the_whole_are_refused(method):
     told = run_ranks(2, training_of, rank_tasks.tower, f"pipeline + {method}", None)
-    assert all(isinstance(answer, Refusal) and "which pipeline invalidates" in str(answer) for answer in told), told
+    assert all(isinstance(answer, ConfigurationError) and "which pipeline invalidates" in str(answer) for answer in told), told
 
 
 def test_a_rank_of_a_pipeline_has_the_weights_of_its_stage_alone():
@@ -236,21 +236,21 @@ def test_the_plan_is_told():
 
 
 def weights_held(rank: int) -> set[str]:
-    with joined("cpu") as ranks:
+    with init_process_group("cpu") as ranks:
         program = build(rank_tasks.tower(), [make_method("pipeline")], ranks=ranks)
         return {name for name, weight in program.run.unwrapped_model.named_parameters() if not weight.is_meta}
 
 
 def sizes_held(rank: int, recipe: str) -> dict[str, int]:
-    with joined("cpu") as ranks:
+    with init_process_group("cpu") as ranks:
         program = build(rank_tasks.tower(), make_methods(Recipe.parse(recipe)), ranks=ranks)
-        return {name: own_part(weight).numel() for name, weight in program.run.unwrapped_model.named_parameters() if not weight.is_meta}
+        return {name: to_local(weight).numel() for name, weight in program.run.unwrapped_model.named_parameters() if not weight.is_meta}
 
 
 def members_of_cut_layers(rank: int, make) -> list[list[str]]:
-    with joined("cpu") as ranks:
+    with init_process_group("cpu") as ranks:
         program = build(make(), [make_method("tensor_parallel")], ranks=ranks)
-        _, members = chain_of(program.run.unwrapped_model, 3, lambda: next(program.train.epoch(0, 0)))
+        _, members = find_split_points(program.run.unwrapped_model, 3, lambda: next(program.train.epoch(0, 0)))
         return [[node.name for node in member] for member in members]
 
 
@@ -292,9 +292,9 @@ def test_stages_read_a_loader_in_the_order_of_one_process(tmp_path, make):
 
 def read_while_training(rank: int, make, recipe: str) -> list[float]:
     """What tells the first batches that a rank reads, which its model computes one after the other."""
-    with joined("cpu") as ranks:
+    with init_process_group("cpu") as ranks:
         program, seen = build(make(), make_methods(Recipe.parse(recipe)), ranks=ranks), []
-        draw_alike(ranks, program.source)  # as every pass begins
+        sync_rng(ranks, program.source)  # as every pass begins
         for batch in islice(program.train.epoch(0, 0), 3):
             seen.append(batch[0].sum().item())
             program.forward_backward(batch)

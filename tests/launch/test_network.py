@@ -2,13 +2,13 @@
 
 import pytest
 
-from hasten.contract.errors import Refusal
-from hasten.launch.network import COLLECTIVES, fitted, network
+from hasten.contract.errors import ConfigurationError
+from hasten.launch.network import COLLECTIVES, fit_alpha_beta, bench_comm
 from helpers.ranks import run_ranks
 
 
 def test_all_collectives_are_measured():
-    first, second = run_ranks(2, lambda rank: network("cpu", sizes=(1000, 1_000_000)))
+    first, second = run_ranks(2, lambda rank: bench_comm("cpu", sizes=(1000, 1_000_000)))
     sizes = [[found["sizes"] for found in each["collectives"].values()] for each in (first, second)]
     assert sizes[0] == sizes[1], "all ranks tell the times of the slowest"
     assert first["processes"] == 2 and first["nodes"] == 1 and first["backend"] == "gloo"
@@ -21,10 +21,10 @@ def test_all_collectives_are_measured():
 
 
 def test_a_line_is_found_again():
-    latency, bandwidth = fitted([(size, 3e-4 + size / 1.5e9) for size in (1000, 100_000, 64_000_000)])
+    latency, bandwidth = fit_alpha_beta([(size, 3e-4 + size / 1.5e9) for size in (1000, 100_000, 64_000_000)])
     assert (latency, bandwidth) == (pytest.approx(3e-4), pytest.approx(1.5e9))
 
 
 def test_one_process_has_nobody_to_talk_to():
-    with pytest.raises(Refusal, match="one process has nobody to talk to"):
-        network("cpu")
+    with pytest.raises(ConfigurationError, match="one process has nobody to talk to"):
+        bench_comm("cpu")

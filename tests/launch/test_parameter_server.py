@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from hasten.contract.errors import Aftermath, Failure, Refusal
+from hasten.contract.errors import PeerFailure, RunError, ConfigurationError
 from hasten.engine.train import train
 from hasten.methods.parameter_server import Server
 from helpers import HELPERS, rank_tasks
@@ -89,7 +89,7 @@ def test_a_worker_that_went_is_missed_only_where_it_is_waited_for():
     for worker in (0, 1):
         server.exchange(worker, message(torch.ones(1, dtype=torch.float64)), [{}] if worker == 0 else None)
     server.lose(2)
-    with pytest.raises(Aftermath, match="rank 2 has ended without a word"):
+    with pytest.raises(PeerFailure, match="rank 2 has ended without a word"):
         server.exchange(0, message(torch.ones(1, dtype=torch.float64)), [{}])
     server = server_of(1, 2, 1)
     server.exchange(1, message(torch.ones(1, dtype=torch.float64)))
@@ -170,7 +170,7 @@ def test_the_server_updates_as_methods_want_it(tmp_path):
 def test_a_run_goes_on_with_what_the_server_had(tmp_path, world):
     make, recipe = rank_tasks.rates_by_name_and_schedule, "parameter_server:staleness=2"
     broken = run_ranks(2, broken_off, make, tmp_path / "run", recipe)
-    assert all(isinstance(answer, Failure) for answer in broken), broken
+    assert all(isinstance(answer, RunError) for answer in broken), broken
     answers = run_ranks(world, taken_up, make, tmp_path / "run") if world > 1 else [taken_up(0, make, tmp_path / "run")]
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert answers[0]["steps"] == 46 and answers[0]["metric"] > 0.8
@@ -202,12 +202,12 @@ def test_a_rank_that_raises_ends_the_job(tmp_path, rank, method, staleness):
 ])  # fmt: skip
 def test_what_cannot_be_is_told(recipe, says):
     told = run_ranks(2, training, rank_tasks.samples(), recipe)
-    assert all(isinstance(answer, Refusal) and says in str(answer) for answer in told), told
+    assert all(isinstance(answer, ConfigurationError) and says in str(answer) for answer in told), told
 
 
 def test_sparse_gradients_are_refused():
     told = run_ranks(2, training, rank_tasks.sparse(), "parameter_server")
-    assert all(isinstance(answer, Refusal) and "those of 0 are sparse" in str(answer) for answer in told), told
+    assert all(isinstance(answer, ConfigurationError) and "those of 0 are sparse" in str(answer) for answer in told), told
 
 
 def threads_after(rank: int, make, recipe, out) -> tuple[dict, list[str]]:

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from hasten.cli.main import main
-from hasten.contract.errors import Silence
-from hasten.engine.ranks import joined
+from hasten.contract.errors import CollectiveTimeout
+from hasten.engine.ranks import init_process_group
 from hasten.engine.train import train
 from helpers import rank_tasks
 from helpers.process import Job, children, environment, jobs_left, train_command, wait_until_it_trains
@@ -51,7 +51,7 @@ def test_all_go_on_where_a_restart_is_left(folder):
 
 def test_groups_that_torch_makes_are_as_patient():
     def waits(rank: int) -> float:
-        with joined("cpu", patience=2.0) as ranks:
+        with init_process_group("cpu", patience=2.0) as ranks:
             mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "shards"))
             ranks.any(False)
             began = time.monotonic()
@@ -61,7 +61,7 @@ def test_groups_that_torch_makes_are_as_patient():
         return time.monotonic() - began
 
     waited, slept = run_ranks(2, waits)
-    assert isinstance(waited, Silence) and str(waited) == "another rank has said nothing for 2 s" and slept > 4.0
+    assert isinstance(waited, CollectiveTimeout) and str(waited) == "another rank has said nothing for 2 s" and slept > 4.0
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import warnings
 import pytest
 from torch import nn
 
-from hasten.contract.errors import Progress, Refusal
+from hasten.contract.errors import ProgressWarning, ConfigurationError
 from hasten.engine.find import make_method
 from hasten.engine.plan import build
-from hasten.engine.ranks import joined
+from hasten.engine.ranks import init_process_group
 from hasten.engine.train import train
 from helpers import rank_tasks
 from helpers.assertions import CLOSE, farthest, losses
@@ -76,10 +76,10 @@ def test_the_bytes_of_each_stage_are_told():
 
 
 def told_while_building(rank: int) -> list[str]:
-    with joined("cpu") as ranks, warnings.catch_warnings(record=True) as told:
+    with init_process_group("cpu") as ranks, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         build(rank_tasks.tower(), [make_method("pipeline", {"place": "memory"})], ranks=ranks)
-    return [str(each.message) for each in told if isinstance(each.message, Progress)]
+    return [str(each.message) for each in told if isinstance(each.message, ProgressWarning)]
 
 
 def looking_tower():
@@ -101,7 +101,7 @@ def looking_tower():
 ])  # fmt: skip
 def test_what_cannot_be_placed_is_told(strategy, make, says):
     told = run_ranks(2, training_of, make, strategy, None)
-    assert all(isinstance(answer, Refusal) and says in str(answer) for answer in told), told
+    assert all(isinstance(answer, ConfigurationError) and says in str(answer) for answer in told), told
 
 
 LAYERS, WIDTH = 8, 3584  # of 49 MB each

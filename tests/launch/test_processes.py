@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from hasten.cli.main import main
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 from hasten.contract.recipe import Recipe
 from hasten.engine.find import make_methods
-from hasten.engine.sources import refuse_processes
+from hasten.engine.sources import check_process_count
 from hasten.engine.tasks import TaskRef
-from hasten.launch.processes import refuse_in_time
+from hasten.launch.processes import preflight_check
 from helpers import HELPERS, rank_tasks
 from helpers.process import Job, children, environment, jobs_left, train_command, wait_until_it_trains
 
@@ -93,23 +93,23 @@ def test_more_processes_than_cores_are_held_against_the_batch_before_any_is_star
 
 def test_a_copy_of_the_model_among_all_processes_needs_one_sample_only():
     task = TaskRef.of(str(HELPERS / "waiting_tasks.py:few")).load()
-    refuse_processes(task, 2, make_methods(Recipe.read("tensor_parallel")))
-    with pytest.raises(Refusal, match="2 processes cannot share a batch of 1 samples"):
-        refuse_processes(task, 2, make_methods(Recipe.read("ddp")))
+    check_process_count(task, 2, make_methods(Recipe.coerce("tensor_parallel")))
+    with pytest.raises(ConfigurationError, match="2 processes cannot share a batch of 1 samples"):
+        check_process_count(task, 2, make_methods(Recipe.coerce("ddp")))
 
 
 def test_a_task_that_asks_which_rank_it_is_in_is_left_to_the_ranks(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("import os\n\ndef task():\n    return os.environ['LOCAL_RANK']\n")
     monkeypatch.setattr("hasten.launch.processes.usable_cores", lambda: 1)
-    refuse_in_time(f"{tmp_path}/mine.py:task", 2, [])
-    with pytest.raises(Refusal, match="there is no file"):
-        refuse_in_time(f"{tmp_path}/nobody.py:task", 2, [])
+    preflight_check(f"{tmp_path}/mine.py:task", 2, [])
+    with pytest.raises(ConfigurationError, match="there is no file"):
+        preflight_check(f"{tmp_path}/nobody.py:task", 2, [])
 
 
 def test_a_dataset_may_know_a_batch_size_of_its_own():
     rows = rank_tasks.Rows()
     rows.batch_size = 1
-    refuse_processes(rank_tasks.task(rows), 2)
+    check_process_count(rank_tasks.task(rows), 2)
 
 
 def test_words_that_the_command_does_not_know_are_refused_before_it_is_launched(monkeypatch, capfd):
@@ -119,7 +119,7 @@ def test_words_that_the_command_does_not_know_are_refused_before_it_is_launched(
 
 
 def test_the_recipe_of_the_run_that_is_gone_on_with_has_to_fit_too(tmp_path, capfd):
-    (tmp_path / "recipe.toml").write_text(Recipe.read("zero:stage=2,shards=2").to_toml())
+    (tmp_path / "recipe.toml").write_text(Recipe.coerce("zero:stage=2,shards=2").to_toml())
     elastic = f"launch --processes 1 --nodes 2:3 --rendezvous a:1 -- train x --out {tmp_path} --resume"
     assert main(elastic.split()) == 2
     assert "--nodes 2:3 may come to 3 processes, which zero:shards=2 does not divide" in capfd.readouterr().err

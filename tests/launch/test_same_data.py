@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, default_collate
 
-from hasten.contract.errors import Failure, Refusal
-from hasten.contract.tracing import traced
+from hasten.contract.errors import RunError, ConfigurationError
+from hasten.contract.tracing import try_trace
 from hasten.data import arrays
 from helpers import rank_tasks
 from helpers.ranks import run_ranks, training, training_as_rank
@@ -41,7 +41,7 @@ def texts(number: int):
 @pytest.mark.parametrize("make", [ids, numbers])
 def test_a_stream_that_divides_itself_is_found_by_its_ids_or_targets(make):
     told = run_ranks(2, training_as_rank, lambda rank: rank_tasks.task(Made(make, first=rank, step=2)))
-    assert all(isinstance(answer, Failure) and str(answer).startswith("the ranks read other data as batch 1") for answer in told), told
+    assert all(isinstance(answer, RunError) and str(answer).startswith("the ranks read other data as batch 1") for answer in told), told
 
 
 @pytest.mark.parametrize("field", ["train_data", "validation_data"])
@@ -52,7 +52,7 @@ def test_a_sampler_that_shares_data_out_is_refused(field):
         return rank_tasks.task(**{"data": loader} if field == "train_data" else {field: loader})
 
     told = run_ranks(2, training_as_rank, task)
-    assert all(isinstance(answer, Refusal) and f"DistributedSampler of Task({field}=)" in str(answer) for answer in told), told
+    assert all(isinstance(answer, ConfigurationError) and f"DistributedSampler of Task({field}=)" in str(answer) for answer in told), told
 
 
 class DrawingForItself(rank_tasks.Rows):
@@ -74,7 +74,7 @@ def test_ranks_of_one_copy_that_are_given_other_samples_are_found(strategy):
         return rank_tasks.tower(DataLoader(rows, batch_size=rank_tasks.BATCH, sampler=RandomSampler(rows)))
 
     told = run_ranks(2, lambda rank: training(rank, task(rank), strategy))
-    assert all(isinstance(answer, Failure) and "rank 1 was given other samples than rank 0" in str(answer) for answer in told), told
+    assert all(isinstance(answer, RunError) and "rank 1 was given other samples than rank 0" in str(answer) for answer in told), told
 
 
 def ragged(batch: list) -> tuple:
@@ -108,7 +108,7 @@ def loader(collate) -> DataLoader:
 @pytest.mark.parametrize("data", [lambda: Made(texts), *(partial(loader, each) for each in (ragged, named, single_numbers, worded))])
 def test_a_batch_that_holds_more_than_tensors_cannot_be_cut(data):
     told = run_ranks(2, training, rank_tasks.task(data()))
-    assert all(isinstance(answer, Failure) and "not made of tensors with one number of samples" in str(answer) for answer in told), told
+    assert all(isinstance(answer, RunError) and "not made of tensors with one number of samples" in str(answer) for answer in told), told
 
 
 class Scaling(nn.Module):
@@ -136,7 +136,7 @@ def test_a_pipeline_that_leaves_bad_rows_out_is_for_one_process():
     rows = rank_tasks.Rows()
     data = arrays(rows.inputs.numpy(), rows.labels.numpy()).skip_bad(3)
     told = run_ranks(2, training, rank_tasks.task(data))
-    assert all(isinstance(answer, Refusal) and str(answer).startswith("skip_bad is for one process") for answer in told), told
+    assert all(isinstance(answer, ConfigurationError) and str(answer).startswith("skip_bad is for one process") for answer in told), told
 
 
 class Skipping(rank_tasks.Tower):
@@ -181,13 +181,13 @@ class Growing(nn.Module):
 def test_what_a_model_keeps_and_does_not_decide_by_is_no_obstacle_and_as_it_was():
     model = Remembering()
     before = dict(vars(model))
-    assert traced(model) is not None
+    assert try_trace(model) is not None
     assert vars(model) == before
 
 
 def test_a_model_that_makes_its_parts_while_it_computes_is_as_it_was():
     model = Growing()
-    traced(model)
+    try_trace(model)
     assert not list(model.children())
 
 
@@ -195,5 +195,5 @@ def test_a_model_that_makes_its_parts_while_it_computes_is_as_it_was():
 def test_a_model_that_decides_while_it_computes_is_not_traced(how):
     model = Skipping(how)
     state, calls = torch.get_rng_state(), model.calls
-    assert traced(model, is_leaf=lambda part: isinstance(part, nn.Linear) or not list(part.children())) is None
+    assert try_trace(model, is_leaf=lambda part: isinstance(part, nn.Linear) or not list(part.children())) is None
     assert torch.equal(state, torch.get_rng_state()) and model.calls == calls

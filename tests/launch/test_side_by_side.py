@@ -2,10 +2,10 @@
 
 import pytest
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 from hasten.engine.find import make_method
 from hasten.engine.plan import build
-from hasten.engine.ranks import joined
+from hasten.engine.ranks import init_process_group
 from hasten.engine.train import train
 from helpers import rank_tasks
 from helpers.assertions import CLOSE, farthest, losses
@@ -80,7 +80,7 @@ def test_what_is_computed_again_in_the_backward_pass_is_left_whole(tmp_path):
 
 def test_branches_that_a_model_computes_again_itself_are_refused():
     told = run_ranks(2, training_of, rank_tasks.computing_again, "branch_parallel", None)
-    assert all(isinstance(answer, Refusal) and "cannot compute branches again in the backward pass" in str(answer) for answer in told), told
+    assert all(isinstance(answer, ConfigurationError) and "cannot compute branches again in the backward pass" in str(answer) for answer in told), told
 
 
 @pytest.mark.parametrize(("strategy", "world", "make", "says"), [
@@ -95,7 +95,7 @@ def test_branches_that_a_model_computes_again_itself_are_refused():
 ])  # fmt: skip
 def test_what_has_no_branches_is_told(strategy, world, make, says):
     told = run_ranks(world, training_of, make, strategy, None)
-    assert all(isinstance(answer, Refusal) and says in str(answer) for answer in told), told
+    assert all(isinstance(answer, ConfigurationError) and says in str(answer) for answer in told), told
 
 
 def test_a_rank_has_the_weights_of_its_branches_and_of_what_all_compute():
@@ -114,6 +114,6 @@ def test_branches_are_told():
 
 
 def weights_held(rank: int) -> set[str]:
-    with joined("cpu") as ranks:
+    with init_process_group("cpu") as ranks:
         program = build(rank_tasks.towers(), [make_method("branch_parallel", {"places": "0-1"})], ranks=ranks)
         return {name for name, weight in program.run.unwrapped_model.named_parameters() if not weight.is_meta}

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from hasten.contract.errors import Failure, Notice, Refusal
+from hasten.contract.errors import RunError, HastenWarning, ConfigurationError
 from hasten.contract.sharded import PIECE
 from hasten.engine.checkpoint import loaded
 from hasten.engine.train import train
@@ -70,7 +70,7 @@ def test_a_weight_without_dimension(tmp_path):
     run_ranks(2, training_of, rank_tasks.scalar, "zero:stage=1", tmp_path / "shared")
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
     told = run_ranks(2, training_of, rank_tasks.scalar, "zero:stage=3", tmp_path / "refused")
-    assert all(isinstance(answer, Refusal) and "the weight scale has no dimension" in str(answer) for answer in told), told
+    assert all(isinstance(answer, ConfigurationError) and "the weight scale has no dimension" in str(answer) for answer in told), told
 
 
 def test_ranks_write_what_they_have(tmp_path):
@@ -80,7 +80,7 @@ def test_ranks_write_what_they_have(tmp_path):
     assert first["model"]["1.0.weight"]["shape"] == second["model"]["1.0.weight"]["shape"] == [801, 9]
     assert [len(state["model"]["1.0.weight"][PIECE]) for state in (first, second)] == [401, 400]
     (tmp_path / "shared/checkpoints/step-0000000029-of-rank-1.pt").unlink()
-    with pytest.warns(Notice, match=r"step-0000000029.pt is passed over: ValueError: step-0000000029-of-rank-1.pt is not there"):
+    with pytest.warns(HastenWarning, match=r"step-0000000029.pt is passed over: ValueError: step-0000000029-of-rank-1.pt is not there"):
         taken_up(0, rank_tasks.blocks, tmp_path / "shared", "baseline")
     train(rank_tasks.blocks(), device="cpu", out=tmp_path / "alone")
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
@@ -90,7 +90,7 @@ def test_ranks_write_what_they_have(tmp_path):
 def test_one_rank_writes_the_whole_where_the_others_do_not_see_its_folder(tmp_path):
     """As on machines without a common disk."""
     answers = run_ranks(2, saved_in_a_folder_of_its_own, tmp_path)
-    assert all(isinstance(answer, Failure) for answer in answers), answers
+    assert all(isinstance(answer, RunError) for answer in answers), answers
     names = sorted(path.name for path in (tmp_path / "rank-0/checkpoints").iterdir())
     assert names == ["step-0000000028.pt", "step-0000000029.pt"]
     assert loaded(tmp_path / "rank-0/checkpoints" / names[1])["model"]["1.0.weight"].shape == (801, 9)
@@ -117,7 +117,7 @@ def test_parts_of_different_saves_are_not_put_together(tmp_path):
     run_ranks(2, broken_off, rank_tasks.blocks, tmp_path / "shared", "zero:stage=3")
     part = tmp_path / "shared/checkpoints/step-0000000029-of-rank-1.pt"
     torch.save(loaded(part) | {"save": "another"}, part)
-    with pytest.warns(Notice, match=r"step-0000000029.pt is passed over: ValueError: its parts are of different saves"):
+    with pytest.warns(HastenWarning, match=r"step-0000000029.pt is passed over: ValueError: its parts are of different saves"):
         taken_up(0, rank_tasks.blocks, tmp_path / "shared", "baseline")
 
 
@@ -135,7 +135,7 @@ def test_an_optimizer_that_takes_no_parts_of_weights_is_refused_before_it_trains
     task = rank_tasks.task(optimizer=lambda model: NumpySGD(model.parameters(), lr=0.1))
     told = run_ranks(2, training, task, f"zero:stage={stage}")
     line = "zero gives the optimizer parts of weights, and NumpySGD cannot update them; take Adam, "
-    assert all(isinstance(answer, Refusal) and str(answer).startswith(line) for answer in told), told
+    assert all(isinstance(answer, ConfigurationError) and str(answer).startswith(line) for answer in told), told
 
 
 class Forked(torch.nn.Module):
@@ -155,7 +155,7 @@ class Forked(torch.nn.Module):
 def test_ranks_that_go_through_different_layers_do_not_mix_them(stage):
     task = rank_tasks.task(model=lambda: Forked().double())
     told = run_ranks(2, training, task, f"zero:stage={stage}")
-    assert all(isinstance(answer, Failure) and "through different layers" in str(answer) for answer in told), told
+    assert all(isinstance(answer, RunError) and "through different layers" in str(answer) for answer in told), told
 
 
 class Opposed(rank_tasks.Rows):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import hasten
-from hasten import Failure, Refusal, Task
+from hasten import RunError, ConfigurationError, Task
 from hasten.contract.recipe import Recipe
 from hasten.measure.compare import ArmSamples, Comparison, _time_block, block_steps, refuse_unfair_blocks
 from hasten.measure.ratio import Ratio
@@ -106,25 +106,25 @@ def with_a_hole(make=lambda data: data) -> Task:
 )
 def test_a_loss_that_is_no_number_is_told_as_in_a_training(task, told):
     """At once: before there is anything to compare."""
-    with pytest.raises(Failure, match=told):
+    with pytest.raises(RunError, match=told):
         hasten.compare(task, budget=3)
-    with pytest.raises(Failure, match=told):
+    with pytest.raises(RunError, match=told):
         hasten.train(task, device="cpu")
 
 
 def test_a_budget_may_be_a_text(monkeypatch):
     def told(*arguments, budget, **others):
-        raise Failure(f"{budget} seconds")
+        raise RunError(f"{budget} seconds")
 
     monkeypatch.setattr("hasten.measure.compare.run_interleaved", told)
     monkeypatch.setattr("hasten.diagnosis.diagnose.examine", told)
-    with pytest.raises(Failure, match=r"^90\.0 seconds"):
+    with pytest.raises(RunError, match=r"^90\.0 seconds"):
         hasten.compare(sleepy(), budget="1.5m")
-    with pytest.raises(Failure, match=r"^36\.0 seconds"):
+    with pytest.raises(RunError, match=r"^36\.0 seconds"):
         hasten.diagnose(sleepy(), budget="60s")
     for verb in (hasten.compare, hasten.diagnose):
         for wrong in ("soon", 0, -1, None, True, float("nan")):
-            with pytest.raises(Refusal, match=r"^budget must be a time such as 90s, 10m or 1h, not "):
+            with pytest.raises(ConfigurationError, match=r"^budget must be a time such as 90s, 10m or 1h, not "):
                 verb(sleepy(), budget=wrong)
 
 
@@ -150,7 +150,7 @@ class Liar(Method):
 
 def test_an_arm_that_tampers_with_its_clock_is_found_out(tmp_path):
     (tmp_path / "liar.py").write_text(LIAR)
-    with pytest.raises(Failure, match=r"the clock beside it .* not to be believed"):
+    with pytest.raises(RunError, match=r"the clock beside it .* not to be believed"):
         hasten.compare(sleepy(0.01), "baseline", f"{tmp_path}/liar.py:Liar", budget=3)
 
 
@@ -168,7 +168,7 @@ class Late:
 
 def test_a_late_answer_is_taken_anew():
     assert _time_block(Late(2), 1, 3.0)["samples"] == 8
-    with pytest.raises(Failure, match="not to be believed"):
+    with pytest.raises(RunError, match="not to be believed"):
         _time_block(Late(3), 1, 3.0)
 
 
@@ -185,7 +185,7 @@ def test_repetitions_that_no_budget_holds_are_told():
     recipe, plan = Recipe.parse("diloco:period=500"), {"step": 0.1, "rhythm": 500, "prelude": 0}
     refuse_unfair_blocks(recipe, plan, 500, longest=200.0)
     with pytest.raises(
-        Failure,
+        RunError,
         match="repeats itself every 500 steps, so that 3 fair blocks take 150 s, and the budget allows 40; give a larger one",
     ):
         refuse_unfair_blocks(recipe, plan, 500, longest=40.0)
@@ -193,12 +193,12 @@ def test_repetitions_that_no_budget_holds_are_told():
 
 def test_a_run_that_begins_with_other_steps_is_not_shown_by_blocks():
     recipe, plan = Recipe.parse("local_sgd:start=500"), {"step": 0.1, "rhythm": 8, "prelude": 500}
-    with pytest.raises(Failure, match="the first 500 steps of local_sgd:start=500 are other ones"):
+    with pytest.raises(RunError, match="the first 500 steps of local_sgd:start=500 are other ones"):
         refuse_unfair_blocks(recipe, plan, 8, longest=1e9)
 
 
 def test_a_method_with_nothing_to_act_on_is_no_arm():
-    with pytest.raises(Failure, match=r"channels_last .*nothing to act on"):
+    with pytest.raises(RunError, match=r"channels_last .*nothing to act on"):
         hasten.compare(sleepy(), "baseline", "channels_last", budget=3)
 
 
@@ -206,7 +206,7 @@ def test_a_method_with_nothing_to_act_on_is_no_arm():
     "recipe", ["no_such_method", "threads:count=many", "missing.toml", "batched_fetch+cache_dataset"]
 )
 def test_wrong_requests_are_refused_before_anything_starts(recipe):
-    with pytest.raises(Refusal):
+    with pytest.raises(ConfigurationError):
         hasten.compare(sleepy(), "baseline", recipe, budget=3)
 
 

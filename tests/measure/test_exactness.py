@@ -135,7 +135,7 @@ def on_trial(tmp_path_factory):
     path.write_text(METHODS)
 
     def proof(name: str, exactness: Exactness, base: str = "baseline", **more):
-        base = Recipe.read(base)
+        base = Recipe.coerce(base)
         return check_exactness(
             tasks.perceptron(), base, base.with_method(f"{path}:{name}"), exactness, device="cpu", **more
         )
@@ -228,7 +228,7 @@ def test_a_ready_loader_with_a_generator_is_rewound_for_each_arm():
         task.train_data, batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(5)
     )
     task = tasks.perceptron(train_data=loader, batch_size=None)
-    proof = check_exactness(task, Recipe(), Recipe.read("gradient_accumulation"), Exactness.EQUIVALENT_MATH, device="cpu")
+    proof = check_exactness(task, Recipe(), Recipe.coerce("gradient_accumulation"), Exactness.EQUIVALENT_MATH, device="cpu")
     assert proof.passed, proof.why
 
 
@@ -236,7 +236,7 @@ def test_dropout_does_not_stand_in_the_way_of_the_same_formula():
     proof = check_exactness(
         tasks.transformer(dropout=0.5),
         Recipe(),
-        Recipe.read("gradient_accumulation"),
+        Recipe.coerce("gradient_accumulation"),
         Exactness.EQUIVALENT_MATH,
         device="cpu",
     )
@@ -246,5 +246,5 @@ def test_dropout_does_not_stand_in_the_way_of_the_same_formula():
 @pytest.mark.parametrize("task", [tasks.perceptron, tasks.convolutional, tasks.transformer])
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
 def test_lower_precisions_keep_every_gradient_20_decibels_above_its_error(name, task):
-    proof = check_exactness(task(), Recipe(), Recipe.read(name), Exactness.REDUCED_PRECISION, device="cpu")
+    proof = check_exactness(task(), Recipe(), Recipe.coerce(name), Exactness.REDUCED_PRECISION, device="cpu")
     assert proof.passed and 20 <= proof.number < 90, proof.why

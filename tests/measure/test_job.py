@@ -9,10 +9,10 @@ from functools import cached_property
 import psutil
 import pytest
 
-from hasten.contract.errors import Aftermath, Failure, Notice, Refusal
+from hasten.contract.errors import PeerFailure, RunError, HastenWarning, ConfigurationError
 from hasten.contract.ranks import ProcessGroupInfo
-from hasten.engine.budget import usable_cores
-from hasten.engine.ranks import joined
+from hasten.engine.budget import available_cpus
+from hasten.engine.ranks import init_process_group
 from hasten.measure.job import WorkerGroup, start_workers
 from hasten.measure.workers import Worker
 
@@ -27,7 +27,7 @@ class Service:
 
     @cached_property
     def ranks(self) -> ProcessGroupInfo:
-        return self.context.enter_context(joined("cpu"))
+        return self.context.enter_context(init_process_group("cpu"))
 
     def sum_of_ranks(self) -> float:
         return self.ranks.all_reduce_sum([self.start + self.ranks.rank])[0]
@@ -39,7 +39,7 @@ class Service:
         return [int(answer) for answer in self.ranks.all_gather(str(os.getpid()).encode())]
 
     def cores(self) -> int:
-        return usable_cores()
+        return available_cpus()
 
     def fail_on(self, rank: int, how: str) -> None:
         """That rank fails while the others wait for it."""
@@ -51,7 +51,7 @@ class Service:
         if how == "raise":
             raise KeyError("planted")
         if how == "refuse":
-            raise Refusal("not this way")
+            raise ConfigurationError("not this way")
         if how == "die":
             os.kill(os.getpid(), 9)
         if how == "hang":
@@ -59,18 +59,18 @@ class Service:
 
     def fail_alike(self) -> None:
         self.ranks.any(False)
-        raise Failure("all of us")
+        raise RunError("all of us")
 
     def feel_it_first(self) -> None:
         """Rank 0 tells at once that another has failed, and rank 1 a moment later that it was it."""
         if os.environ["RANK"] == "0":
-            raise Aftermath("another rank has ended")
+            raise PeerFailure("another rank has ended")
         time.sleep(0.5)
-        raise Failure("it was me")
+        raise RunError("it was me")
 
     def notice(self) -> None:
         warnings.warn(
-            f"rank {'one' if os.environ['RANK'] == '1' else 'zero'} has something to say", Notice, stacklevel=1
+            f"rank {'one' if os.environ['RANK'] == '1' else 'zero'} has something to say", HastenWarning, stacklevel=1
         )
 
 
@@ -98,10 +98,10 @@ def test_one_process_is_a_worker():
 @pytest.mark.parametrize(
     ("how", "kind", "says"),
     [
-        ("raise", Failure, r"^rank 1: .*KeyError: 'planted'"),
-        ("refuse", Refusal, r"^not this way$"),
-        ("die", Failure, r"^rank 1: the process was killed, most likely because memory ran out$"),
-        ("hang", Failure, r"^took longer than 2 s and was ended$"),
+        ("raise", RunError, r"^rank 1: .*KeyError: 'planted'"),
+        ("refuse", ConfigurationError, r"^not this way$"),
+        ("die", RunError, r"^rank 1: the process was killed, most likely because memory ran out$"),
+        ("hang", RunError, r"^took longer than 2 s and was ended$"),
     ],
 )
 def test_what_one_rank_does_ends_all_of_them(how, kind, says):
@@ -114,12 +114,12 @@ def test_what_one_rank_does_ends_all_of_them(how, kind, says):
 
 
 def test_what_all_say_is_nobodys_in_particular():
-    with job() as two, pytest.raises(Failure, match=r"^all of us$"):
+    with job() as two, pytest.raises(RunError, match=r"^all of us$"):
         two.call("fail_alike")
 
 
 def test_the_rank_whose_fault_it_was_is_waited_for():
-    with job() as two, pytest.raises(Failure, match=r"^rank 1: it was me$"):
+    with job() as two, pytest.raises(RunError, match=r"^rank 1: it was me$"):
         two.call("feel_it_first")
 
 
@@ -138,7 +138,7 @@ def test_rank_0_has_the_word():
     with job() as two, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         two.call("notice")
-    assert [str(each.message) for each in told if each.category is Notice] == ["rank zero has something to say"]
+    assert [str(each.message) for each in told if each.category is HastenWarning] == ["rank zero has something to say"]
 
 
 def gone(pids: list[int]) -> bool:

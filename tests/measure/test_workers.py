@@ -12,8 +12,8 @@ import psutil
 import pytest
 import torch
 
-from hasten.contract.errors import Failure, Notice, Refusal
-from hasten.data.places.files import Lost
+from hasten.contract.errors import RunError, HastenWarning, ConfigurationError
+from hasten.data.places.files import FileMissingError
 from hasten.measure.workers import Worker, mark_warnings_shown, reset_shown_warnings
 
 
@@ -59,10 +59,10 @@ class Service:
         return "awake"
 
     def refuse(self):
-        raise Refusal("not this way")
+        raise ConfigurationError("not this way")
 
     def lose(self):
-        raise Lost("a.parquet is no whole file")
+        raise FileMissingError("a.parquet is no whole file")
 
     def break_down(self):
         raise KeyError("something of the user's")
@@ -79,7 +79,7 @@ class Service:
         return 7
 
     def notice(self, text: str) -> None:
-        warnings.warn(text, Notice, stacklevel=1)
+        warnings.warn(text, HastenWarning, stacklevel=1)
 
     def notice_in_a_child(self, text: str) -> int:
         if (child := os.fork()) == 0:
@@ -216,21 +216,21 @@ def test_parent_killed_leaves_no_process_whatever_its_main_module(way, tmp_path)
 
 
 def test_refusals_come_through_as_they_are():
-    with worker() as one, pytest.raises(Refusal, match="not this way"):
+    with worker() as one, pytest.raises(ConfigurationError, match="not this way"):
         one.call("refuse")
-    with worker() as one, pytest.raises(Refusal, match="no whole file"):
+    with worker() as one, pytest.raises(ConfigurationError, match="no whole file"):
         one.call("lose")  # a kind of its own that lives in a room above
 
 
 def test_other_errors_become_failures_with_their_own_words():
     with worker() as one:
-        with pytest.raises(Failure, match=r"KeyError: 'something of the user's'|KeyError: \"something of the user's\""):
+        with pytest.raises(RunError, match=r"KeyError: 'something of the user's'|KeyError: \"something of the user's\""):
             one.call("break_down")
         assert one.call("add", number=1) == 1, "the worker goes on after an error"
 
 
 def test_a_killed_worker_is_told_as_out_of_memory():
-    with worker() as one, pytest.raises(Failure, match="memory"):
+    with worker() as one, pytest.raises(RunError, match="memory"):
         one.call("run_out_of_memory")
 
 
@@ -243,7 +243,7 @@ def test_a_watch_that_breaks_is_not_taken_for_the_death_of_the_process():
 
 
 def test_a_call_that_takes_too_long_is_ended():
-    with worker() as one, pytest.raises(Failure, match="took longer"):
+    with worker() as one, pytest.raises(RunError, match="took longer"):
         one.call("sleep", seconds=30, timeout=0.3)
 
 
@@ -258,7 +258,7 @@ def test_what_is_noticed_over_there_is_told_here_once():
         one.call("notice", text="3 rows were left out")
         other.call("notice", text="5 rows were left out")
         assert one.call("add", number=1) == 1
-    assert [(str(each.message), each.category) for each in told] == [("3 rows were left out", Notice)]
+    assert [(str(each.message), each.category) for each in told] == [("3 rows were left out", HastenWarning)]
     assert told[0].filename == __file__
 
 
@@ -267,11 +267,11 @@ def test_what_was_told_here_no_worker_tells_again():
     with worker() as one, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", UserWarning)  # whatever Python says of what others left open
         with mark_warnings_shown():
-            warnings.warn("2 columns are rounded", Notice, stacklevel=1)
+            warnings.warn("2 columns are rounded", HastenWarning, stacklevel=1)
             warnings.warn("a library's own", UserWarning, stacklevel=1)
         one.call("notice", text="3 columns are rounded")
         one.call("notice", text="a row is long")
-        warnings.warn("4 columns are rounded", Notice, stacklevel=1)
+        warnings.warn("4 columns are rounded", HastenWarning, stacklevel=1)
     assert [str(each.message) for each in told] == [
         "2 columns are rounded",
         "a library's own",

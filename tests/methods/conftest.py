@@ -12,7 +12,7 @@ import torch
 from hasten.contract.recipe import Recipe
 from hasten.contract.run_context import RunContext
 from hasten.engine.find import make_methods
-from hasten.engine.loop import steps
+from hasten.engine.loop import train_steps
 from hasten.engine.plan import Program, build
 from hasten.testing import tasks
 
@@ -52,11 +52,11 @@ def trained():
     """``(task, recipe="baseline", number=None, seed=0) -> Trained``; a recipe is anything that Recipe.read takes, or methods."""
 
     def train(task, recipe="baseline", number: int | None = None, seed: int = 0) -> Trained:
-        methods = recipe if isinstance(recipe, list) else make_methods(Recipe.read(recipe))
+        methods = recipe if isinstance(recipe, list) else make_methods(Recipe.coerce(recipe))
         program = build(task, methods, seed=seed)
         losses = []
         with program.process_context():
-            for loss in steps(program):
+            for loss in train_steps(program):
                 losses.append(loss.item())
                 if len(losses) == number:
                     break

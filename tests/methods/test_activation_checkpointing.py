@@ -23,7 +23,7 @@ def test_batch_normalisation_counts_each_batch_once(convolutional, trained):
 
 def _bytes_kept(task, recipe: str) -> int:
     """What autograd holds on to between forward and backward, the weights aside."""
-    program = build(task, make_methods(Recipe.read(recipe)))
+    program = build(task, make_methods(Recipe.coerce(recipe)))
     weights, kept = {parameter.data_ptr() for parameter in program.run.model.parameters()}, {}
 
     def pack(tensor):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hasten.contract.run_context import RunContext
-from hasten.methods.allocator import Allocator
+from hasten.methods.allocator import MallocTuning
 
 needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this machine's C library is not glibc")
 
@@ -43,7 +43,7 @@ def test_the_same_bits(convolutional, trained):
 
 @needs_glibc
 def test_afterwards_memory_goes_back_to_the_system():
-    with Allocator().process_context(nullcontext, RunContext(torch.device("cpu"), None))():
+    with MallocTuning().process_context(nullcontext, RunContext(torch.device("cpu"), None))():
         torch.ones(16 << 20)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(3):
@@ -53,5 +53,5 @@ def test_afterwards_memory_goes_back_to_the_system():
 
 def test_a_run_on_the_gpu_has_nothing_to_keep():
     run = RunContext(torch.device("cuda"), None)
-    assert Allocator().process_context(nullcontext, run) is nullcontext
+    assert MallocTuning().process_context(nullcontext, run) is nullcontext
     assert "GPU" in run.no_effect[0][1]

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import hasten
-from hasten import Recipe, Refusal
+from hasten import Recipe, ConfigurationError
 from hasten.contract import climbing, looking
-from hasten.contract.climbing import Climber
-from hasten.contract.data import Crew
-from hasten.contract.errors import Notice
+from hasten.contract.climbing import LoaderAutotuner
+from hasten.contract.data import WorkerConfig
+from hasten.contract.errors import HastenWarning
 from hasten.engine import pauses
 from hasten.engine.find import make_methods
 from hasten.engine.plan import build
@@ -54,7 +54,7 @@ def nothing_left(before: tuple[set, int]) -> bool:
 
 
 def test_more_workers_than_cores_are_refused():
-    with pytest.raises(Refusal, match="4 workers are more than cores=1"):
+    with pytest.raises(ConfigurationError, match="4 workers are more than cores=1"):
         make_methods(Recipe.parse("autotuned_loader:cores=1,processes=4"))
 
 
@@ -63,7 +63,7 @@ def test_the_same_bits_and_nothing_left(name, tmp_path, quick):
     before = at_work()
     task = getattr(loader_tasks, name)
     hasten.train(task(), out=tmp_path / "plain", device="cpu")
-    with warnings.catch_warnings(action="ignore", category=Notice):  # whether it settles in so short a run is up to the machine
+    with warnings.catch_warnings(action="ignore", category=HastenWarning):  # whether it settles in so short a run is up to the machine
         result = hasten.train(task(), TUNED, out=tmp_path / "tuned", device="cpu")
     assert files(tmp_path / "plain") == files(tmp_path / "tuned")
     assert result["idle"] == [] and nothing_left(before)
@@ -73,7 +73,7 @@ def test_the_same_bits_and_nothing_left(name, tmp_path, quick):
 def test_a_slow_source_gets_workers_and_the_recipe_says_so(name, tmp_path, monkeypatch):
     monkeypatch.setattr(looking, "LEAST_SECONDS", 0.1)  # so that it can climb once more where the machine stumbles
     task = getattr(loader_tasks, name)(epochs=60)
-    with pytest.warns(Notice, match=r"autotuned_loader has settled at .*: a step waits for data [\d.]+% of its time"):
+    with pytest.warns(HastenWarning, match=r"autotuned_loader has settled at .*: a step waits for data [\d.]+% of its time"):
         result = hasten.train(task, [TUNED], out=tmp_path / "run", device="cpu")
     found = result["chosen"]["autotuned_loader"]
     assert 1 <= found["processes"] <= 2 and found["ahead"] >= 2
@@ -82,12 +82,12 @@ def test_a_slow_source_gets_workers_and_the_recipe_says_so(name, tmp_path, monke
     recipe = Recipe.load(tmp_path / "run" / "recipe.toml")
     assert recipe.methods["autotuned_loader"] == {"cores": 2, **found}
     climber = build(task, make_methods(recipe)).run.checkpoint_state["autotuned_loader"]
-    assert climber.crew == Crew(processes=found["processes"], ahead=found["ahead"]), "the next run begins there"
+    assert climber.crew == WorkerConfig(processes=found["processes"], prefetch=found["ahead"]), "the next run begins there"
 
     for words in ([TUNED], recipe, None):  # a run is known by what was asked for, by what it came to, and where it is
         again = hasten.train(task, words, out=tmp_path / "run", resume=True, device="cpu")
         assert again["metric"] == result["metric"]
-    with pytest.raises(Refusal, match="another recipe: autotuned_loader:cores=2 there, baseline here"):
+    with pytest.raises(ConfigurationError, match="another recipe: autotuned_loader:cores=2 there, baseline here"):
         hasten.train(task, "baseline", out=tmp_path / "run", resume=True, device="cpu")
 
 
@@ -99,12 +99,12 @@ def test_a_run_that_was_stopped_has_in_its_recipe_what_was_found(tmp_path, quick
             raise InterruptedError
 
     task = loader_tasks.dataset(epochs=60)
-    with pytest.warns(Notice, match="has settled"), pytest.raises(InterruptedError):
+    with pytest.warns(HastenWarning, match="has settled"), pytest.raises(InterruptedError):
         hasten.train(task, TUNED, out=tmp_path / "run", observers=[stop], checkpoint_seconds=0.1, device="cpu")
     found = Recipe.load(tmp_path / "run" / "recipe.toml").methods["autotuned_loader"]
     assert found["cores"] == 2 and 0 <= found["processes"] <= 2 and not (tmp_path / "run" / "result.json").exists()
 
-    with warnings.catch_warnings(action="ignore", category=Notice):  # it may come to settle at something else
+    with warnings.catch_warnings(action="ignore", category=HastenWarning):  # it may come to settle at something else
         again = hasten.train(task, out=tmp_path / "run", resume=True, device="cpu")
     assert again["recipe"] == TUNED and "processes" in again["chosen"]["autotuned_loader"]
 
@@ -112,9 +112,9 @@ def test_a_run_that_was_stopped_has_in_its_recipe_what_was_found(tmp_path, quick
 def test_a_fast_source_is_left_alone(perceptron, monkeypatch):
     napped = 0.0
     monkeypatch.setattr(climbing, "perf_counter", lambda: time.thread_time() + napped)  # a busy machine is not a slow source
-    program = build(perceptron(), make_methods(Recipe.read("autotuned_loader")))
+    program = build(perceptron(), make_methods(Recipe.coerce("autotuned_loader")))
     climber = program.run.checkpoint_state["autotuned_loader"]
-    with pytest.warns(Notice, match="has settled"):
+    with pytest.warns(HastenWarning, match="has settled"):
         for _ in program.train.epoch(0, 0):
             napped += 1.0
     assert climber.settled and climber.crew.workers == 0 and program.run.tuned_settings == {"autotuned_loader": {"processes": 0}}
@@ -126,7 +126,7 @@ def run(name, out, end):
             time.sleep(60)
 
     warnings.simplefilter("ignore")
-    looking.LEAST_BATCHES, looking.LEAST_SECONDS, looking.ROUNDS = 4, 0.02, 1
+    looking.MIN_BATCHES, looking.MIN_SECONDS, looking.BATCHES_PER_WORKER = 4, 0.02, 1
     words = "baseline" if end == "undisturbed" else TUNED
     hasten.train(getattr(loader_tasks, name)(), words, out=out, resume=True, device="cpu", checkpoint_seconds=0, observers=[wait])
 
@@ -157,9 +157,9 @@ def readers(program) -> set[int]:
 @pytest.mark.parametrize("name", ["dataset", "loader", "pipeline"])
 def test_validation_data_are_read_by_as_many_as_were_found(name):
     before, ours = at_work(), {os.getpid()}
-    program = build(loader_tasks.who(name), make_methods(Recipe.read(TUNED)))
+    program = build(loader_tasks.who(name), make_methods(Recipe.coerce(TUNED)))
     assert readers(program) == ours, "nobody was found yet"
-    program.run.checkpoint_state["autotuned_loader"].crew = Crew(processes=2, ahead=2)
+    program.run.checkpoint_state["autotuned_loader"].crew = WorkerConfig(processes=2, prefetch=2)
     found = readers(program)
     assert len(found) == 2 and not found & ours
     if name != "pipeline":
@@ -170,37 +170,37 @@ def test_validation_data_are_read_by_as_many_as_were_found(name):
 
 @pytest.mark.parametrize(("train", "validation"), [("dataset", "pipeline"), ("pipeline", "dataset"), ("dataset", "other")])
 def test_validation_data_of_another_kind_are_read_as_the_task_says(train, validation):
-    program = build(loader_tasks.who(train, validation), make_methods(Recipe.read(TUNED)))
-    program.run.checkpoint_state["autotuned_loader"].crew = Crew(processes=2, ahead=2)
+    program = build(loader_tasks.who(train, validation), make_methods(Recipe.coerce(TUNED)))
+    program.run.checkpoint_state["autotuned_loader"].crew = WorkerConfig(processes=2, prefetch=2)
     assert readers(program) == {os.getpid()}
 
 
 def test_workers_that_the_task_names_for_its_validation_data_stay():
-    program = build(loader_tasks.who("loader", workers=1), make_methods(Recipe.read(TUNED)))
-    program.run.checkpoint_state["autotuned_loader"].crew = Crew(processes=2, ahead=2)
+    program = build(loader_tasks.who("loader", workers=1), make_methods(Recipe.coerce(TUNED)))
+    program.run.checkpoint_state["autotuned_loader"].crew = WorkerConfig(processes=2, prefetch=2)
     assert len(readers(program) - {os.getpid()}) == 1
 
 
 def test_a_run_taken_up_begins_with_what_was_found(perceptron):
-    program = build(perceptron(), make_methods(Recipe.read("autotuned_loader:cores=4")))
-    found = Climber(Crew(processes=3, ahead=4), cores=4, room=float)
-    found.waits = 0.002
+    program = build(perceptron(), make_methods(Recipe.coerce("autotuned_loader:cores=4")))
+    found = LoaderAutotuner(WorkerConfig(processes=3, prefetch=4), cores=4, room=float)
+    found.wait_fraction = 0.002
     program.run.checkpoint_state["autotuned_loader"].load_state_dict(found.state_dict())
-    assert program.run.checkpoint_state["autotuned_loader"].crew == Crew(processes=3, ahead=4)
+    assert program.run.checkpoint_state["autotuned_loader"].crew == WorkerConfig(processes=3, prefetch=4)
     assert program.run.checkpoint_state["autotuned_loader"].settled
 
 
 def climber_of(task, words):
-    return build(task, make_methods(Recipe.read(words))).run.checkpoint_state["autotuned_loader"]
+    return build(task, make_methods(Recipe.coerce(words))).run.checkpoint_state["autotuned_loader"]
 
 
 def test_where_it_begins(perceptron):
-    assert climber_of(perceptron(), "autotuned_loader").crew == Crew()
-    assert climber_of(perceptron(), "autotuned_loader:processes=2").crew == Crew(processes=2, ahead=2)
-    assert climber_of(perceptron(), "autotuned_loader:processes=3,cores=3,ahead=5").crew == Crew(processes=3, ahead=5)
-    assert climber_of(perceptron(), ["autotuned_loader", "loader_workers:workers=2,prefetch=3"]).crew == Crew(processes=2, ahead=4)
+    assert climber_of(perceptron(), "autotuned_loader").crew == WorkerConfig()
+    assert climber_of(perceptron(), "autotuned_loader:processes=2").crew == WorkerConfig(processes=2, prefetch=2)
+    assert climber_of(perceptron(), "autotuned_loader:processes=3,cores=3,ahead=5").crew == WorkerConfig(processes=3, prefetch=5)
+    assert climber_of(perceptron(), ["autotuned_loader", "loader_workers:workers=2,prefetch=3"]).crew == WorkerConfig(processes=2, prefetch=4)
     loader = torch.utils.data.DataLoader(perceptron().train_data, batch_size=16, num_workers=2)
-    assert climber_of(perceptron(train_data=loader, batch_size=None), "autotuned_loader").crew == Crew(processes=2, ahead=2)
+    assert climber_of(perceptron(train_data=loader, batch_size=None), "autotuned_loader").crew == WorkerConfig(processes=2, prefetch=2)
     assert climber_of(loader_tasks.pipeline(), "autotuned_loader:cache=no").cache == "no"
 
 
@@ -211,11 +211,11 @@ def test_what_it_has_nothing_to_do_with(trained):
 
 
 def test_settings_that_do_not_go_together(perceptron):
-    with pytest.raises(Refusal, match="threads or processes, not both"):
-        make_methods(Recipe.read("autotuned_loader:threads=1,processes=1"))
+    with pytest.raises(ConfigurationError, match="threads or processes, not both"):
+        make_methods(Recipe.coerce("autotuned_loader:threads=1,processes=1"))
     for words in ("autotuned_loader:threads=2", "autotuned_loader:cache=memory"):
-        with pytest.raises(Refusal, match=r"for pipelines of hasten\.data"):
-            build(perceptron(), make_methods(Recipe.read(words)))
+        with pytest.raises(ConfigurationError, match=r"for pipelines of hasten\.data"):
+            build(perceptron(), make_methods(Recipe.coerce(words)))
     for words in ("cores=0", "gigabytes=0", "cache=ram", "processes=-1", "ahead=2000"):
-        with pytest.raises(Refusal, match=words.partition("=")[0]):
-            make_methods(Recipe.read(f"autotuned_loader:{words}"))
+        with pytest.raises(ConfigurationError, match=words.partition("=")[0]):
+            make_methods(Recipe.coerce(f"autotuned_loader:{words}"))

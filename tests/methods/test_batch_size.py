@@ -5,11 +5,11 @@ import torch
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset
 
-from hasten.contract.batch import size
-from hasten.contract.errors import Refusal
+from hasten.contract.batch import batch_size
+from hasten.contract.errors import ConfigurationError
 from hasten.contract.recipe import Recipe
 from hasten.engine.find import make_methods
-from hasten.engine.loop import steps
+from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
 
 
@@ -44,7 +44,7 @@ def with_schedule(make):
 def rates_of(task, recipe):
     """The rates of every group as the optimizer saw them, step by step."""
     seen = []
-    recipe = make_methods(Recipe.read(recipe))
+    recipe = make_methods(Recipe.coerce(recipe))
     original = torch.optim.SGD.step
 
     def watched(self, *args, **kwargs):
@@ -53,7 +53,7 @@ def rates_of(task, recipe):
 
     torch.optim.SGD.step = watched
     try:
-        for _ in steps(build(task, recipe)):
+        for _ in train_steps(build(task, recipe)):
             pass
     finally:
         torch.optim.SGD.step = original
@@ -72,8 +72,8 @@ def test_rates_step_by_step(perceptron, name, rule, scale):
 
 
 def test_the_rate_is_the_planned_one_again_after_the_step(perceptron):
-    program = build(perceptron(optimizer=sgd), make_methods(Recipe.read("batch_size:factor=2,rule=linear,warmup=0.9")))
-    for _ in steps(program):
+    program = build(perceptron(optimizer=sgd), make_methods(Recipe.coerce("batch_size:factor=2,rule=linear,warmup=0.9")))
+    for _ in train_steps(program):
         assert [group["lr"] for group in program.run.optimizer.param_groups] == [0.2, 0.02]
 
 
@@ -84,13 +84,13 @@ def test_batches_and_steps(perceptron, trained):
 
 def test_a_ready_loader_gets_larger_batches_too(perceptron):
     task = perceptron(train_data=DataLoader(perceptron().train_data, batch_size=16, shuffle=True), batch_size=None)
-    program = build(task, make_methods(Recipe.read("batch_size:factor=2")))
-    assert [size(batch) for batch in program.train.epoch(0, 0)] == [32, 32, 32]
+    program = build(task, make_methods(Recipe.coerce("batch_size:factor=2")))
+    assert [batch_size(batch) for batch in program.train.epoch(0, 0)] == [32, 32, 32]
 
 
 def test_a_batch_larger_than_the_data_is_refused(perceptron):
-    with pytest.raises(Refusal, match=r"batch of 128 is larger.*96 samples.*factor below 8"):
-        build(perceptron(batch_size=16), make_methods(Recipe.read("batch_size:factor=8")))
+    with pytest.raises(ConfigurationError, match=r"batch of 128 is larger.*96 samples.*factor below 8"):
+        build(perceptron(batch_size=16), make_methods(Recipe.coerce("batch_size:factor=8")))
 
 
 def test_a_loader_that_batches_by_itself_is_refused(perceptron):
@@ -99,8 +99,8 @@ def test_a_loader_that_batches_by_itself_is_refused(perceptron):
             return iter([(torch.randn(12), 0)] * 32)
 
     for loader in (DataLoader(Stream(), batch_size=8), DataLoader(perceptron().train_data, batch_sampler=[[0, 1], [2, 3]])):
-        with pytest.raises(Refusal, match="cannot be changed"):
-            build(perceptron(train_data=loader, batch_size=None), make_methods(Recipe.read("batch_size:factor=2,warmup=0")))
+        with pytest.raises(ConfigurationError, match="cannot be changed"):
+            build(perceptron(train_data=loader, batch_size=None), make_methods(Recipe.coerce("batch_size:factor=2,warmup=0")))
 
 
 def test_a_stream_has_no_share_of_the_steps_to_warm_up(perceptron):
@@ -108,12 +108,12 @@ def test_a_stream_has_no_share_of_the_steps_to_warm_up(perceptron):
         def __iter__(self):
             return iter([(torch.randn(12), 0)] * 32)
 
-    with pytest.raises(Refusal, match="say warmup=0"):
-        build(perceptron(train_data=Stream()), make_methods(Recipe.read("batch_size")))
-    assert build(perceptron(train_data=Stream()), make_methods(Recipe.read("batch_size:warmup=0"))).plan.batch_size == 32
+    with pytest.raises(ConfigurationError, match="say warmup=0"):
+        build(perceptron(train_data=Stream()), make_methods(Recipe.coerce("batch_size")))
+    assert build(perceptron(train_data=Stream()), make_methods(Recipe.coerce("batch_size:warmup=0"))).plan.batch_size == 32
 
 
 @pytest.mark.parametrize("settings", ["factor=1", "rule=cubic", "warmup=1.0", "warmup=-0.1"])
 def test_bad_settings(settings):
     with pytest.raises(ValueError, match=settings.partition("=")[0]):
-        make_methods(Recipe.read(f"batch_size:{settings}"))
+        make_methods(Recipe.coerce(f"batch_size:{settings}"))

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
-from hasten.contract.batch import map_tensors, tensors
-from hasten.contract.data import same
-from hasten.contract.errors import Failure, Refusal
+from hasten.contract.batch import map_tensors, batch_tensors
+from hasten.contract.data import bitwise_equal
+from hasten.contract.errors import RunError, ConfigurationError
 from hasten.contract.recipe import Recipe
 from hasten.engine.find import make_methods
 from hasten.engine.plan import build
@@ -61,14 +61,14 @@ def test_batches_are_those_of_single_samples(perceptron, name, validation):
     plain, _ = batches_of(task, Recipe(), validation=validation)
     batched, idle = batches_of(task, validation=validation)
     assert idle == []
-    assert same(plain, batched)  # dtypes, nesting, tail batch and order of both passes
+    assert bitwise_equal(plain, batched)  # dtypes, nesting, tail batch and order of both passes
     assert type(plain[0][0]) is type(batched[0][0])
 
 
 @pytest.mark.parametrize("start", [0, 3])
 def test_a_pass_is_taken_up_anywhere(perceptron, start):
     task = perceptron(train_data=Listed(SHAPES["tensors"]), batch_size=8)
-    assert same(batches_of(task, Recipe(), start=start)[0], batches_of(task, start=start)[0])
+    assert bitwise_equal(batches_of(task, Recipe(), start=start)[0], batches_of(task, start=start)[0])
 
 
 @pytest.mark.parametrize("kind", ["perceptron", "convolutional", "transformer"])
@@ -107,7 +107,7 @@ def test_samples_are_read_once_and_not_while_building_beyond_a_few(perceptron):
 def memory_of(batches) -> tuple[int, int]:
     """(separate pieces of memory that the first field of these batches lies in, batches)."""
     kept = list(batches)
-    return len({tensors(batch)[0].untyped_storage().data_ptr() for batch in kept}), len(kept)
+    return len({batch_tensors(batch)[0].untyped_storage().data_ptr() for batch in kept}), len(kept)
 
 
 def test_buffers_are_used_again_in_training_and_fresh_in_validation(perceptron):
@@ -127,7 +127,7 @@ def test_small_batches_are_fetched_together(perceptron):
 def test_every_batch_begins_where_fresh_memory_would(perceptron, batch_size):
     data = TensorDataset(torch.randn(300, 3), torch.randint(4, (300,)))
     program = build(perceptron(train_data=data, batch_size=batch_size), make_methods(RECIPE))
-    assert all(part.data_ptr() % 64 == 0 for batch in program.train.epoch(0, 0) for part in tensors(batch))
+    assert all(part.data_ptr() % 64 == 0 for batch in program.train.epoch(0, 0) for part in batch_tensors(batch))
 
 
 def test_a_ready_loaders_sampler_is_not_asked_ahead(perceptron):
@@ -174,7 +174,7 @@ def test_what_it_leaves_alone_and_why(perceptron, reason):
     task = perceptron(train_data=Listed(sample), validation_data=None, batch_size=1)
     drawn, idle = batches_of(task, Recipe().with_method("batched_fetch", **settings))
     assert [name for name, why in idle if reason in why] == ["batched_fetch"]
-    assert same(drawn, batches_of(task, Recipe())[0])
+    assert bitwise_equal(drawn, batches_of(task, Recipe())[0])
 
 
 def test_a_collate_function_of_ones_own(perceptron):
@@ -194,7 +194,7 @@ def test_one_odd_sample_that_the_first_look_missed(perceptron):
 def test_a_dataset_that_raises_still_names_its_sample(perceptron):
     data = Listed(lambda i: (vector(i), 1 // (i - 77)), 100)
     program = build(perceptron(train_data=data, batch_size=1, validation_data=None), make_methods(RECIPE))
-    with pytest.raises(Failure, match="sample 77: ZeroDivisionError"):
+    with pytest.raises(RunError, match="sample 77: ZeroDivisionError"):
         list(program.train.epoch(0, 0))
 
 
@@ -203,10 +203,10 @@ def test_it_goes_with_the_methods_that_wrap_batches_and_not_with_the_cache(perce
     both = trained(task, "batched_fetch + loader_workers")
     assert [name for name, _ in both.run.no_effect] == ["loader_workers"]
     assert both.same_bits(trained(task))
-    with pytest.raises(Refusal, match="both replace data"):
-        build(task, make_methods(Recipe.read("batched_fetch + cache_dataset")))
+    with pytest.raises(ConfigurationError, match="both replace data"):
+        build(task, make_methods(Recipe.coerce("batched_fetch + cache_dataset")))
 
 
 def test_bad_settings():
     with pytest.raises(ValueError, match="gigabytes"):
-        make_methods(Recipe.read("batched_fetch:gigabytes=0"))
+        make_methods(Recipe.coerce("batched_fetch:gigabytes=0"))

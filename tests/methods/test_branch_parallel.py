@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hasten.contract.branches import blocks_of, graphs_of, shared_out
+from hasten.contract.branches import find_branch_blocks, graphs_of, assign_branches
 
 
 class Uses(nn.Module):
@@ -21,7 +21,7 @@ class Uses(nn.Module):
 
 def layers_of(model: nn.Module, processes: int = 2, drawing=()) -> list[list[str]]:
     """The layers and weights of each branch of each block."""
-    blocks, _ = blocks_of(model, dict(graphs_of(model)), set(drawing), processes)
+    blocks, _ = find_branch_blocks(model, dict(graphs_of(model)), set(drawing), processes)
     return [["".join(_named(node) for node in branch) for branch in block.branches] for block in blocks]
 
 
@@ -81,11 +81,11 @@ def test_parts_of_a_model_that_cannot_be_traced():
 
     model = Untraceable()
     assert layers_of(model) == [["a", "b"]]
-    (block,), _ = blocks_of(model, dict(graphs_of(model)), set(), 2)
-    assert [block.told(branch) for branch in block.branches] == ["inner.a", "inner.b"]
+    (block,), _ = find_branch_blocks(model, dict(graphs_of(model)), set(), 2)
+    assert [block.describe(branch) for branch in block.branches] == ["inner.a", "inner.b"]
 
 
 def test_the_dearest_go_to_who_has_least_to_do():
-    assert shared_out([[1.0, 5.0, 2.0, 2.0]], 2) == [[1, 0, 1, 1]]
-    assert shared_out([[3.0, 1.0], [3.0, 1.0]], 2) == [[0, 1], [1, 0]], "of two blocks alike nobody has both dear branches"
-    assert shared_out([[0.0, 0.0]], 2) == [[0, 1]]
+    assert assign_branches([[1.0, 5.0, 2.0, 2.0]], 2) == [[1, 0, 1, 1]]
+    assert assign_branches([[3.0, 1.0], [3.0, 1.0]], 2) == [[0, 1], [1, 0]], "of two blocks alike nobody has both dear branches"
+    assert assign_branches([[0.0, 0.0]], 2) == [[0, 1]]

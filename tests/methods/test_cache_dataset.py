@@ -81,4 +81,4 @@ def test_what_it_leaves_alone_and_why(perceptron, data, reason):
 
 def test_bad_settings():
     with pytest.raises(ValueError, match="gigabytes"):
-        make_methods(Recipe.read("cache_dataset:gigabytes=-1.0"))
+        make_methods(Recipe.coerce("cache_dataset:gigabytes=-1.0"))

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 from hasten.engine.find import make_method
 from hasten.engine.loop import evaluate
 
@@ -31,7 +31,7 @@ def test_an_average_of_the_weights_can_be_copied_from_it(perceptron, trained):
 
 
 def test_an_unknown_mode_is_refused():
-    with pytest.raises(Refusal, match="compile: mode must be one of default, max-autotune-no-cudagraphs"):
+    with pytest.raises(ConfigurationError, match="compile: mode must be one of default, max-autotune-no-cudagraphs"):
         make_method("compile", {"mode": "fastest"})
 
 

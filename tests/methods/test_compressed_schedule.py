@@ -7,17 +7,17 @@ import torch
 from torch.optim import lr_scheduler
 from torch.utils.data import IterableDataset
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 from hasten.contract.recipe import Recipe
 from hasten.engine.find import make_methods
-from hasten.engine.loop import steps
+from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
 
 
 def rates_of(task, recipe="baseline") -> list[float]:
-    program = build(task, make_methods(Recipe.read(recipe)))
+    program = build(task, make_methods(Recipe.coerce(recipe)))
     rates = [program.run.optimizer.param_groups[0]["lr"]]
-    rates += [program.run.optimizer.param_groups[0]["lr"] for _ in steps(program)]  # after step and schedule
+    rates += [program.run.optimizer.param_groups[0]["lr"] for _ in train_steps(program)]  # after step and schedule
     return rates
 
 
@@ -91,7 +91,7 @@ def test_a_squeezed_schedule_goes_on_from_a_checkpoint(perceptron):
             made = constant(model)
             return made, lr_scheduler.ExponentialLR(made, 0.9)
 
-        return build(perceptron(optimizer=optimizer), make_methods(Recipe.read("compressed_schedule:factor=0.3")))
+        return build(perceptron(optimizer=optimizer), make_methods(Recipe.coerce("compressed_schedule:factor=0.3")))
 
     first, second = program(), program()
     for _ in range(2):
@@ -123,11 +123,11 @@ def test_a_stream_without_length_cannot_end_in_time(perceptron, decay):
         def __iter__(self):
             return iter([(torch.randn(12), 0)] * 32)
 
-    with pytest.raises(Refusal, match="no length"):
-        build(perceptron(train_data=Stream()), make_methods(Recipe.read(f"compressed_schedule:decay={decay}")))
+    with pytest.raises(ConfigurationError, match="no length"):
+        build(perceptron(train_data=Stream()), make_methods(Recipe.coerce(f"compressed_schedule:decay={decay}")))
 
 
 @pytest.mark.parametrize("settings", ["factor=1.0", "factor=0.0", "decay=square", "peak=0.0", "warmup=1.0"])
 def test_bad_settings(settings):
     with pytest.raises(ValueError, match=settings.partition("=")[0]):
-        make_methods(Recipe.read(f"compressed_schedule:{settings}"))
+        make_methods(Recipe.coerce(f"compressed_schedule:{settings}"))

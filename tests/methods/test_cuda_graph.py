@@ -5,7 +5,7 @@ import torch
 
 from hasten.contract.recipe import Recipe
 from hasten.engine.find import make_methods
-from hasten.engine.loop import steps
+from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
 
 needs_gpu = pytest.mark.gpu
@@ -39,9 +39,9 @@ def test_a_run_that_begins_with_the_short_batch_records_the_whole_ones(perceptro
 
 
 def _weights(task, recipe, first: int = 0):
-    program = build(task, make_methods(Recipe.read(recipe)), device="cuda")
+    program = build(task, make_methods(Recipe.coerce(recipe)), device="cuda")
     program.run.progress.batch = first
     with program.process_context():
-        for _ in steps(program):
+        for _ in train_steps(program):
             pass
     return {name: value.float().cpu() for name, value in program.export().state_dict().items()}

@@ -63,11 +63,11 @@ def test_ranks_agree(perceptron):
 
 
 def test_what_wanted_to_stop_before_still_may(perceptron):
-    from hasten.engine.sources import plan_of
+    from hasten.engine.sources import initial_plan
 
     task = perceptron(target=0.9)
-    method, run = make_methods(Recipe.read("early_stopping"))[0], build(task).run
-    plan = plan_of(task)
+    method, run = make_methods(Recipe.coerce("early_stopping"))[0], build(task).run
+    plan = initial_plan(task)
     plan.stop = lambda history: len(history) == 1
     assert method.plan(plan, run).stop([Evaluation(1, 16, 0.1)])
     assert not plan.stop([Evaluation(1, 16, 0.1), Evaluation(2, 32, 0.2)])
@@ -80,4 +80,4 @@ def test_without_validation_data_nothing_tells(perceptron, trained):
 @pytest.mark.parametrize("settings", ["hold=0", "patience=0", "min_delta=-1.0"])
 def test_bad_settings(settings):
     with pytest.raises(ValueError, match=settings.partition("=")[0]):
-        make_methods(Recipe.read(f"early_stopping:{settings}"))
+        make_methods(Recipe.coerce(f"early_stopping:{settings}"))

@@ -5,7 +5,7 @@ import torch
 
 from hasten.contract.recipe import Recipe
 from hasten.engine.find import make_methods
-from hasten.engine.loop import steps
+from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
 
 
@@ -13,7 +13,7 @@ from hasten.engine.plan import build
 def test_the_average_is_the_one_computed_by_hand(convolutional, decay, start):
     program = build(convolutional(), make_methods(Recipe().with_method("ema", decay=decay, start=start)))
     average = None
-    for number, _ in enumerate(steps(program)):
+    for number, _ in enumerate(train_steps(program)):
         live = [p.detach().double().clone() for p in program.run.model.parameters()]
         if number < start or average is None:
             average = live if number < start or start else [p.double() for p in _first_weights(convolutional)]
@@ -41,9 +41,9 @@ def test_training_itself_does_not_change(convolutional, trained):
 
 
 def test_the_average_travels_in_checkpoints(perceptron):
-    recipe = Recipe.read("ema:decay=0.5")
+    recipe = Recipe.coerce("ema:decay=0.5")
     first, second = (build(perceptron(), make_methods(recipe), seed=seed) for seed in (0, 1))
-    for _ in steps(first):
+    for _ in train_steps(first):
         pass
     state = {name: tensor.clone() for name, tensor in first.run.checkpoint_state["ema"].state_dict().items()}
     second.run.checkpoint_state["ema"].load_state_dict(state)
@@ -62,4 +62,4 @@ def test_a_start_that_the_run_never_reaches_is_nothing_to_act_on(perceptron, tra
 @pytest.mark.parametrize("settings", ["decay=1.0", "decay=0.0", "start=-1"])
 def test_bad_settings(settings):
     with pytest.raises(ValueError, match=settings.partition("=")[0]):
-        make_methods(Recipe.read(f"ema:{settings}"))
+        make_methods(Recipe.coerce(f"ema:{settings}"))

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from hasten.contract.errors import Failure, Refusal
+from hasten.contract.errors import RunError, ConfigurationError
 from hasten.contract.ranks import ProcessGroupInfo
 from hasten.contract.recipe import Recipe
 from hasten.contract.run_context import ParallelContext, RunContext
 from hasten.engine.find import make_method
-from hasten.engine.loop import steps
+from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
 from hasten.methods.float16 import GOOD_STEPS, Float16, Scale
 from hasten.testing.tasks import Labelled
@@ -25,7 +25,7 @@ def test_an_overflow_skips_the_update_and_halves_the_scale(perceptron):
     program = build(task, [make_method("float16")])
     scale = program.run.checkpoint_state["float16"]
     before = [parameter.detach().clone() for parameter in program.run.model.parameters()]
-    running = steps(program)
+    running = train_steps(program)
     next(running)
     assert scale.overflow and scale.value == 2.0**15
     assert all(map(torch.equal, before, program.run.model.parameters())), "a step that overflowed moved the weights"
@@ -69,7 +69,7 @@ def test_the_scale_rescues_small_gradients(perceptron, trained):
 
 def test_gradients_that_never_become_finite_end_the_run(perceptron, trained):
     task = perceptron(epochs=20, loss=lambda output, target: output.sum() * float("nan"))
-    with pytest.raises(Failure, match="overflowed 30 steps in a row"):
+    with pytest.raises(RunError, match="overflowed 30 steps in a row"):
         trained(task, "float16")
 
 
@@ -111,7 +111,7 @@ class Doubled(Labelled):
 
 @pytest.mark.parametrize("scale", [0, -1, "constant", float("inf")])
 def test_a_scale_out_of_range_is_refused(scale):
-    with pytest.raises(Refusal, match="float16: scale must be"):
+    with pytest.raises(ConfigurationError, match="float16: scale must be"):
         make_method("float16", {"scale": scale})
 
 

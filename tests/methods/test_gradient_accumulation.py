@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 from hasten.engine.find import make_method
 
 
@@ -36,5 +36,5 @@ def test_one_piece_is_nothing_to_do(perceptron, trained):
 
 
 def test_no_piece_is_refused():
-    with pytest.raises(Refusal, match="pieces must be at least 1"):
+    with pytest.raises(ConfigurationError, match="pieces must be at least 1"):
         make_method("gradient_accumulation", {"pieces": 0})

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 from hasten.engine.find import make_method
 from hasten.engine.plan import build
 
@@ -30,5 +30,5 @@ def test_short_gradients_stay(perceptron):
 
 @pytest.mark.parametrize("max_norm", [0, -1, float("nan")])
 def test_a_norm_that_is_none_is_refused(max_norm):
-    with pytest.raises(Refusal, match=r"max_norm must be (finite and )?above 0"):
+    with pytest.raises(ConfigurationError, match=r"max_norm must be (finite and )?above 0"):
         make_method("gradient_clipping", {"max_norm": max_norm})

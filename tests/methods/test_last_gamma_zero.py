@@ -53,7 +53,7 @@ def task(*blocks):
 
 def zeros(task) -> list[str]:
     """The names of the normalisations that begin with zeros."""
-    modules = build(task, make_methods(Recipe.read("last_gamma_zero"))).run.model.named_modules()
+    modules = build(task, make_methods(Recipe.coerce("last_gamma_zero"))).run.model.named_modules()
     return [name for name, part in modules if isinstance(part, nn.BatchNorm2d) and not part.weight.any()]
 
 
@@ -68,7 +68,7 @@ def test_what_cannot_be_followed_does_not_hide_the_rest():
 
 @pytest.mark.parametrize("make", [lambda: task(Plain, Plain), tasks.convolutional, tasks.transformer])
 def test_without_a_shortcut_there_is_nothing_to_do(make):
-    program = build(make(), make_methods(Recipe.read("last_gamma_zero")))
+    program = build(make(), make_methods(Recipe.coerce("last_gamma_zero")))
     assert program.run.no_effect and not zeros(make())
 
 
@@ -79,7 +79,7 @@ def test_scales_that_are_not_fresh_stay(scale, why):
         nn.init.constant_(block.last.weight, scale)
         return block
 
-    run = build(task(residual, residual), make_methods(Recipe.read("last_gamma_zero"))).run
+    run = build(task(residual, residual), make_methods(Recipe.coerce("last_gamma_zero"))).run
     assert why in run.no_effect[0][1]
     scales = [part.weight for name, part in run.model.named_modules() if name.endswith(".last")]
     assert len(scales) == 2 and all((each == scale).all() for each in scales)

@@ -5,13 +5,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from hasten.contract.data import Crew
+from hasten.contract.data import WorkerConfig
 from hasten.contract.recipe import Recipe
 from hasten.data import arrays
 from hasten.diagnosis.facts import facts_of
 from hasten.engine.find import make_methods
 from hasten.engine.plan import build
-from hasten.engine.sources import from_samples
+from hasten.engine.sources import from_spec
 
 
 class Noisy(Dataset):
@@ -57,9 +57,9 @@ def test_a_run_taken_up_in_the_middle_sees_the_rest_of_the_pass(perceptron):
 
 
 def test_settings_reach_the_loader(perceptron):
-    samples = build(perceptron(), make_methods(Recipe.read("loader_workers:workers=3,prefetch=5"))).train.samples
-    assert (samples.workers, samples.prefetch, samples.persistent, samples.pin) == (3, 5, True, False)
-    assert from_samples(samples).length == 6
+    samples = build(perceptron(), make_methods(Recipe.coerce("loader_workers:workers=3,prefetch=5"))).train.spec
+    assert (samples.num_workers, samples.prefetch_factor, samples.persistent_workers, samples.pin_memory) == (3, 5, True, False)
+    assert from_spec(samples).length == 6
 
 
 def test_a_stream_has_nothing_to_read_by_index(perceptron, trained):
@@ -85,7 +85,7 @@ def test_pipelines_are_computed_by_as_many_processes(perceptron, trained):
 
     plain, others = trained(task()), trained(task(), "loader_workers:workers=2,prefetch=3")
     assert plain.same_bits(others) and others.run.no_effect == []
-    assert build(task(), make_methods(Recipe.read("loader_workers:workers=2,prefetch=3"))).train.crew == Crew(processes=2, ahead=4)
+    assert build(task(), make_methods(Recipe.coerce("loader_workers:workers=2,prefetch=3"))).train.workers == WorkerConfig(processes=2, prefetch=4)
     assert "already" in trained(task(), with_workers(0)).run.no_effect[0][1]
     assert "workers" in facts_of(build(task())) and "indexed_samples" not in facts_of(build(task()))
 
@@ -105,4 +105,4 @@ class _Stream(torch.utils.data.IterableDataset):
 @pytest.mark.parametrize("settings", ["workers=-1", "workers=65", "prefetch=0"])
 def test_bad_settings(settings):
     with pytest.raises(ValueError, match=settings.partition("=")[0]):
-        make_methods(Recipe.read(f"loader_workers:{settings}"))
+        make_methods(Recipe.coerce(f"loader_workers:{settings}"))

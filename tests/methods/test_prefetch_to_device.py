@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hasten.contract.ahead import one_ahead
+from hasten.contract.ahead import prefetch_to_cuda
 from hasten.contract.run_context import RunContext
 from hasten.methods.prefetch_to_device import PrefetchToDevice
 
@@ -28,7 +28,7 @@ def test_the_same_batches_in_the_same_order_one_ahead():
             taken.append(number)
             yield {"x": buffer.fill_(number), "n": torch.tensor(number)}
 
-    for number, batch in enumerate(one_ahead(batches(), torch.device("cuda"))):
+    for number, batch in enumerate(prefetch_to_cuda(batches(), torch.device("cuda"))):
         assert batch["x"].is_cuda and int(batch["n"]) == number
         assert len(taken) == min(number + 2, 20)
         assert (batch["x"] == number).all()
@@ -36,12 +36,12 @@ def test_the_same_batches_in_the_same_order_one_ahead():
 
 @needs_gpu
 def test_training_on_the_gpu_ends_in_the_same_bits(perceptron):
-    from hasten.engine.loop import steps
+    from hasten.engine.loop import train_steps
     from hasten.engine.plan import build
 
     def weights(*methods):
         program = build(perceptron(epochs=5), list(methods), device="cuda")
-        list(steps(program))
+        list(train_steps(program))
         return [value.clone() for value in program.run.model.parameters()]
 
     assert all(map(torch.equal, weights(), weights(PrefetchToDevice())))
@@ -49,9 +49,9 @@ def test_training_on_the_gpu_ends_in_the_same_bits(perceptron):
 
 def test_a_run_without_data_to_wrap_is_told_once():
     run = RunContext(torch.device("cpu"), None)
-    from hasten.contract.data import Batches
+    from hasten.contract.data import BatchSource
 
-    batches = Batches(epoch=lambda epoch, start: iter(()))
+    batches = BatchSource(epoch=lambda epoch, start: iter(()))
     assert PrefetchToDevice().data(batches, run) is batches
     PrefetchToDevice().data(batches, run)
     assert len(run.no_effect) == 1

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from hasten import Refusal
+from hasten import ConfigurationError
 from hasten.contract.method import BOUNDS
 from hasten.contract.recipe import Recipe
 from hasten.engine.find import make_method, make_methods, method_class, method_names
@@ -38,7 +38,7 @@ def test_a_range_is_stated_and_the_default_lies_in_it(name, field):
 @pytest.mark.parametrize(("name", "field"), STATED, ids=name_of)
 @pytest.mark.parametrize("text", NONSENSE)
 def test_nonsense_is_refused(name, field, text):
-    with pytest.raises(Refusal, match=rf"{name}.*{field.name} must be ") as caught:
+    with pytest.raises(ConfigurationError, match=rf"{name}.*{field.name} must be ") as caught:
         make_methods(Recipe.parse(f"{name}:{field.name}={text}"))
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
 
@@ -52,10 +52,10 @@ def test_every_bound_is_where_it_says(name, field):
             if BOUNDS[bound](value, edge):
                 assert getattr(make_method(name, {field.name: kind(value)}), field.name) == value
             else:
-                with pytest.raises(Refusal, match=f"{field.name} must be .*{bound.replace('_', ' ')} {edge}"):
+                with pytest.raises(ConfigurationError, match=f"{field.name} must be .*{bound.replace('_', ' ')} {edge}"):
                     make_method(name, {field.name: kind(value)})
 
 
 def test_a_number_that_is_none_is_told_to_be_finite():
-    with pytest.raises(Refusal, match="max_norm must be finite and above 0, not inf"):
+    with pytest.raises(ConfigurationError, match="max_norm must be finite and above 0, not inf"):
         make_method("gradient_clipping", {"max_norm": math.inf})

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from hasten.contract.chain import chain_of, part_of
-from hasten.contract.cuts import bytes_held, cuts
-from hasten.contract.errors import Refusal
+from hasten.contract.chain import find_split_points, extract_stage
+from hasten.contract.cuts import estimate_segment_memory, balance_stages
+from hasten.contract.errors import ConfigurationError
 from hasten.methods.pipeline import _places
 
 
@@ -20,12 +20,12 @@ def test_cuts_share_out_the_time_as_evenly_as_may_be(stages):
         return max(sum(costs[first:end]) for first, end in pairwise([0, *ends]))
 
     ways = [(*inner, 6) for inner in combinations(range(1, 6), stages - 1)]
-    ends = cuts([costs] * stages)
+    ends = balance_stages([costs] * stages)
     assert dearest(ends) == min(map(dearest, ways)) and tuple(ends) in ways
 
 
 def test_cuts_know_that_a_member_costs_less_in_a_later_stage():
-    assert cuts([[3, 3, 3, 3], [1, 1, 1, 1]]) == [1, 4]
+    assert balance_stages([[3, 3, 3, 3], [1, 1, 1, 1]]) == [1, 4]
 
 
 def test_the_bytes_of_a_member_are_counted_without_numbers():
@@ -34,10 +34,10 @@ def test_the_bytes_of_a_member_are_counted_without_numbers():
         model = nn.Sequential(nn.Linear(1000, 500), nn.Linear(500, 10))
     model[1].requires_grad_(False)
     model[1].register_buffer("unused", torch.zeros(3))
-    graph, members = model_and_members = chain_of(model, 1)
+    graph, members = model_and_members = find_split_points(model, 1)
     assert len(members) == 1, model_and_members
     members = [[node] for node in members[0] if node.op == "call_module"]
-    held = bytes_held(model, graph, members, (torch.ones(8, 1000), torch.ones(8)), pieces=4, under_way=[2, 1])
+    held = estimate_segment_memory(model, graph, members, (torch.ones(8, 1000), torch.ones(8)), pieces=4, under_way=[2, 1])
     first, last = 4 * 4 * (1000 * 500 + 500), 4 * (500 * 10 + 10) + 4 * 3
     assert held == [[first + 2 * 4 * 2 * 1000, last], [first + 4 * 2 * 1000, last]]
 
@@ -63,7 +63,7 @@ class Residual(nn.Module):
 
 def test_a_chain_is_cut_where_one_tensor_goes_on():
     model = Residual()
-    graph, members = chain_of(model, 4)
+    graph, members = find_split_points(model, 4)
     assert [[node.name for node in member] for member in members] == [
         ["layers_0", "add"],
         ["layers_1", "add_1"],
@@ -73,7 +73,7 @@ def test_a_chain_is_cut_where_one_tensor_goes_on():
     x = torch.randn(3, 4)
     value = x
     for member in members:
-        value = part_of(model, graph, [member])(value)
+        value = extract_stage(model, graph, [member])(value)
     assert torch.equal(value, model(x))
 
 
@@ -82,8 +82,8 @@ def test_a_skip_over_all_leaves_no_place_to_cut():
         def forward(self, x):
             return super().forward(x) + x
 
-    with pytest.raises(Refusal, match="2 stages to fill and found a chain of 1 that have weights"):
-        chain_of(Skipping(), 2)
+    with pytest.raises(ConfigurationError, match="2 stages to fill and found a chain of 1 that have weights"):
+        find_split_points(Skipping(), 2)
 
 
 def test_what_is_other_in_evaluation_is_no_chain():
@@ -91,5 +91,5 @@ def test_what_is_other_in_evaluation_is_no_chain():
         def forward(self, x):
             return super().forward(nn.functional.dropout(x, 0.5, self.training))
 
-    with pytest.raises(Refusal, match="found no such chain in this model; it looked for"):
-        chain_of(Moody(), 2)
+    with pytest.raises(ConfigurationError, match="found no such chain in this model; it looked for"):
+        find_split_points(Moody(), 2)

@@ -10,14 +10,14 @@ from hasten.contract.recipe import Recipe
 from hasten.contract.run_context import RunContext
 from hasten.engine.find import make_methods
 from hasten.engine.plan import build
-from hasten.methods.threads import Threads
+from hasten.methods.threads import NumThreads
 
 two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: there is no other count to choose")
 
 
 @two_cores
 def test_the_count_holds_inside_only(perceptron):
-    program = build(perceptron(), [Threads(2)])
+    program = build(perceptron(), [NumThreads(2)])
     assert torch.get_num_threads() == 1
     with pytest.raises(KeyError), program.process_context():
         assert torch.get_num_threads() == 2
@@ -30,7 +30,7 @@ def test_the_same_maths(convolutional, trained):
     def task():
         return convolutional(model=lambda: convolutional().model().double(), train_data=Double(convolutional().train_data), epochs=5)
 
-    plain, other = trained(task()), trained(task(), [Threads(2)])
+    plain, other = trained(task()), trained(task(), [NumThreads(2)])
     assert other.run.no_effect == []
     for name, value in plain.weights.items():
         torch.testing.assert_close(value, other.weights[name], rtol=1e-10, atol=1e-12)
@@ -51,10 +51,10 @@ class Double(torch.utils.data.Dataset):
 @pytest.mark.parametrize(("count", "reason"), [(1, "already"), (4096, "cores")])
 def test_what_it_leaves_alone_and_why(count, reason):
     run = RunContext(torch.device("cpu"), None)
-    assert Threads(count).process_context(nullcontext, run) is nullcontext
+    assert NumThreads(count).process_context(nullcontext, run) is nullcontext
     assert reason in run.no_effect[0][1]
 
 
 def test_bad_settings():
     with pytest.raises(ValueError, match="count"):
-        make_methods(Recipe.read("threads:count=0"))
+        make_methods(Recipe.coerce("threads:count=0"))

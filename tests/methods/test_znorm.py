@@ -11,7 +11,7 @@ from hasten.engine.plan import build
 
 def gradients_of(task, recipe):
     """(before, after): gradients of one batch by parameter name, as NumPy arrays in double precision."""
-    plain, changed = build(task), build(task, make_methods(Recipe.read(recipe)))
+    plain, changed = build(task), build(task, make_methods(Recipe.coerce(recipe)))
     for program in (plain, changed):
         program.forward_backward(next(iter(program.train.epoch(0, 0))))
         program.grad_transform()
@@ -35,7 +35,7 @@ def test_the_formula(convolutional, granularity, skip_1d):
 
 
 def test_half_gradients_are_computed_in_single_precision(perceptron):
-    program = build(perceptron(), make_methods(Recipe.read("znorm")))
+    program = build(perceptron(), make_methods(Recipe.coerce("znorm")))
     weight = next(program.run.model.parameters())
     weight.data = weight.data.half()
     weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).mul(1e-4).half()
@@ -71,4 +71,4 @@ def test_embeddings_are_left_alone(transformer):
 @pytest.mark.parametrize("settings", ["granularity=column", "eps=0.0"])
 def test_bad_settings(settings):
     with pytest.raises(ValueError, match=settings.partition("=")[0]):
-        make_methods(Recipe.read(f"znorm:{settings}"))
+        make_methods(Recipe.coerce(f"znorm:{settings}"))

@@ -10,7 +10,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 from hasten.contract.recipe import Recipe
 from hasten.reporting.report import report
 from helpers import sample_results as samples
@@ -145,7 +145,7 @@ SPOILERS = (None, [], {}, "text", 0, -1, 1e17, 5e-324, float("nan"))
 def page_or_one_line(tmp_path, result: dict, path: tuple, value) -> None:
     try:
         page_of(tmp_path, with_value(result, path, value))
-    except Refusal as refused:
+    except ConfigurationError as refused:
         assert "\n" not in str(refused) and str(tmp_path) in str(refused), (path, value)
     except Exception as error:
         raise AssertionError(f"{path} = {value!r}") from error
@@ -175,7 +175,7 @@ def test_numbers_beyond_measure_are_no_obstacle(tmp_path, value):
     ]:
         try:
             assert "<h1" in page_of(tmp_path, with_value(samples.faster(), path, value))
-        except Refusal as refused:
+        except ConfigurationError as refused:
             assert "\n" not in str(refused)
 
 
@@ -207,22 +207,22 @@ WHOLE = json.dumps(samples.faster())
     ],
 )
 def test_a_broken_result_is_refused_in_one_line(tmp_path, content, told):
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(ConfigurationError) as refused:
         page_of(tmp_path, content)
     assert told in str(refused.value) and "\n" not in str(refused.value) and len(str(refused.value)) < 400
     assert not (tmp_path / "report.html").exists()
 
 
 def test_no_folder_and_no_result_are_refused(tmp_path):
-    with pytest.raises(Refusal, match="no folder"):
+    with pytest.raises(ConfigurationError, match="no folder"):
         report(tmp_path / "nowhere")
-    with pytest.raises(Refusal, match=r"holds no result\.json"):
+    with pytest.raises(ConfigurationError, match=r"holds no result\.json"):
         report(tmp_path)
 
 
 def test_a_page_that_cannot_be_written_leaves_nothing_behind(tmp_path):
     (tmp_path / "report.html").mkdir()
-    with pytest.raises(Refusal, match="cannot write"):
+    with pytest.raises(ConfigurationError, match="cannot write"):
         page_of(tmp_path, samples.faster())
     assert sorted(each.name for each in tmp_path.iterdir()) == ["report.html", "result.json"]
 

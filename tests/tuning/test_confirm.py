@@ -12,13 +12,13 @@ from hasten.tuning.confirm import (
     FIRST_FURTHER_SEED,
     MOST_ATTEMPTS,
     PAIRS_OF_THE_EXACT,
-    _put_forward,
+    _finalists,
     confirm,
     fresh_seeds,
     time_to_target,
 )
 from hasten.tuning.gate import LOOKS
-from hasten.tuning.search import Baseline, Ladder
+from hasten.tuning.search import Baseline, Incumbents
 from hasten.tuning.study import OutOfBudget
 
 MARGIN, TARGET, SAMPLES, LOOK = 0.01, 0.8, 1000, 50
@@ -81,14 +81,14 @@ class Planted:
 
 def confirmed(study: Planted, rungs: tuple[Recipe, ...] = (FAST, FASTER)):
     baseline = Baseline([0, 1, 2], [{"metric": 0.9 + 0.001 * n} for n in (-1, 0, 1)], TARGET, MARGIN, True)
-    return confirm(study, Ladder([Recipe(), *rungs]), baseline, 5.0)
+    return confirm(study, Incumbents([Recipe(), *rungs]), baseline, 5.0)
 
 
 def test_the_fastest_wins_and_the_slower_one_costs_nothing():
     study = Planted({"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.9})
     won = confirmed(study)
     assert won.recipe == FASTER
-    assert won.held
+    assert won.passed
     assert won.speedup.median == pytest.approx(5.0, rel=0.01)
     assert not study.seeds_of(FAST)
     assert study.notes[str(FAST)][0] == "not tried"
@@ -99,7 +99,7 @@ def test_a_slower_one_that_holds_wins_and_shares_the_originals_runs():
     study = Planted({"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.85})
     won = confirmed(study)
     assert won.recipe == FAST
-    assert won.held
+    assert won.passed
     assert study.notes[str(FASTER)][0] == "refused"
     assert study.seeds_of(Recipe()) == fresh_seeds(0, LOOKS[0])
 
@@ -114,7 +114,7 @@ def test_a_cheap_recipe_is_run_on_further_seeds_and_a_dear_one_is_not():
 def test_one_seed_that_misses_the_target_ends_it():
     study = Planted({"baseline": 0.9, str(FAST): 0.79, str(FASTER): 0.79})
     last = confirmed(study)
-    assert not last.held
+    assert not last.passed
     assert "never reached the target" in last.why
     assert len(study.seeds_of(FASTER)) == 1
 
@@ -132,16 +132,16 @@ def test_a_further_seed_that_misses_the_target_is_one_of_many():
 def test_as_good_but_not_faster_is_said():
     study = Planted({"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.9}, cost={"baseline": 10.0, str(FAST): 10.0, str(FASTER): 10.0})
     last = confirmed(study)
-    assert not last.held
+    assert not last.passed
     assert "as good, but not" in last.why
     assert {verdict for verdict, _ in study.notes.values()} == {"refused"}
 
 
 def test_where_the_budget_ends_what_was_seen_is_judged():
     enough = Planted({"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.9}, budget_runs=2 * LOOKS[0])
-    assert confirmed(enough).held
+    assert confirmed(enough).passed
     few = Planted({"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.9}, budget_runs=4)
-    assert not confirmed(few).held
+    assert not confirmed(few).passed
     assert all("budget ended" in why for _, why in few.notes.values())
 
 
@@ -192,14 +192,14 @@ def test_what_is_proven_exact_needs_no_third_seed_unless_the_seeds_contradict():
     same, rounds = Recipe({"batched_fetch": {}}), Recipe({"channels_last": {}})
     cost = {"baseline": 10.0, str(same): 5.0, str(rounds): 5.0}
     study = Planted({"baseline": 0.9, str(same): 0.9, str(rounds): 0.9}, spread=0.0, cost=cost)
-    assert confirmed(study, (same,)).held
-    assert confirmed(study, (rounds,)).held
+    assert confirmed(study, (same,)).passed
+    assert confirmed(study, (rounds,)).passed
     assert len(study.seeds_of(same)) == len(study.seeds_of(rounds)) == PAIRS_OF_THE_EXACT < LOOKS[0]
     other = Planted(study.metric | {str(same): 0.9001}, spread=0.0, cost=cost)
     assert "is not the original's run" in confirmed(other, (same,)).why
     assert len(other.seeds_of(same)) == 1
     broken = Planted(study.metric | {str(rounds): 0.81}, cost=cost)
-    assert not confirmed(broken, (rounds,)).held
+    assert not confirmed(broken, (rounds,)).passed
 
 
 def test_the_speed_of_what_is_exact_is_not_looked_for_on_more_seeds():
@@ -212,7 +212,7 @@ def test_the_speed_of_what_is_exact_is_not_looked_for_on_more_seeds():
 def test_rounding_that_moves_a_seed_to_another_look_says_nothing_of_the_speed():
     study = Planted({"baseline": 0.9, str(ONE): 0.9}, cost={"baseline": 10.0, str(ONE): 5.0}, looks={str(ONE): [0, 8]})
     done = confirmed(study, (ONE,))
-    assert done.held and done.speedup.median == pytest.approx(2.0)
+    assert done.passed and done.speedup.median == pytest.approx(2.0)
     assert len(study.seeds_of(ONE)) == PAIRS_OF_THE_EXACT
 
 
@@ -239,18 +239,18 @@ def test_where_the_stopwatch_doubts_the_blocks_two_runs_of_what_is_exact_are_not
     )
     done = confirmed(study, (same,))
     assert len(study.seeds_of(same)) >= LOOKS[0]
-    assert not done.held or done.speedup.median < 1.3, "2x is what the blocks promise"
+    assert not done.passed or done.speedup.median < 1.3, "2x is what the blocks promise"
 
 
 def test_what_is_put_forward():
     outside = Recipe({"./mine.py:Mine": {}})
-    assert _put_forward([Recipe(), outside, outside | ONE, outside | ONE | TWO]) == [outside | ONE | TWO]
-    assert _put_forward([Recipe(), ONE, ONE | TWO, ONE]) == [ONE, ONE | TWO], "exact ones may fail each on its own account"
+    assert _finalists([Recipe(), outside, outside | ONE, outside | ONE | TWO]) == [outside | ONE | TWO]
+    assert _finalists([Recipe(), ONE, ONE | TWO, ONE]) == [ONE, ONE | TWO], "exact ones may fail each on its own account"
     clipped = Recipe({"gradient_clipping": {}})
-    assert _put_forward([Recipe(), FAST | clipped, FAST]) == [FAST, FAST | clipped], "that it left may be what costs quality"
+    assert _finalists([Recipe(), FAST | clipped, FAST]) == [FAST, FAST | clipped], "that it left may be what costs quality"
     milder = [Recipe({"ema": {"decay": decay}}) for decay in (0.5, 0.6, 0.7, 0.8, 0.9)]
-    assert _put_forward([Recipe(), *milder]) == milder[::-1][:MOST_ATTEMPTS]
-    assert _put_forward([Recipe(), ONE, *milder]) == [*milder[::-1][: MOST_ATTEMPTS - 1], ONE], "the exact one is always among them"
+    assert _finalists([Recipe(), *milder]) == milder[::-1][:MOST_ATTEMPTS]
+    assert _finalists([Recipe(), ONE, *milder]) == [*milder[::-1][: MOST_ATTEMPTS - 1], ONE], "the exact one is always among them"
 
 
 def test_a_recipe_that_trains_otherwise_tells_how_far_apart_its_looks_are():

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from hasten.tuning.gate import LOOKS, proven, quality_gate, stated_margin
+from hasten.tuning.gate import LOOKS, equal_by_construction, quality_gate, resolve_margin
 
 MARGIN = 0.005
 
@@ -94,12 +94,12 @@ def test_a_proof_makes_up_for_noisy_seeds_but_not_for_other_results():
     noisy = {0: 0.80, 1: 0.90, 2: 0.99}
     gate = quality_gate(noisy, noisy, margin=0.001, higher_is_better=True)
     assert not gate.passed
-    assert proven(gate, proof).passed
+    assert equal_by_construction(gate, proof).passed
     for lower, passed in ((0.01, True), (0.5, False)):  # ten margins are nothing where seeds differ by a hundred
         apart = quality_gate(noisy, {seed: value - lower for seed, value in noisy.items()}, margin=0.001, higher_is_better=True)
-        assert proven(apart, proof).passed is passed
+        assert equal_by_construction(apart, proof).passed is passed
 
 
 def test_the_margin_is_the_users_or_half_a_per_cent():
-    assert stated_margin(0.9, 0.02) == 0.02
-    assert stated_margin(-2.0, None) == pytest.approx(0.01)
+    assert resolve_margin(0.9, 0.02) == 0.02
+    assert resolve_margin(-2.0, None) == pytest.approx(0.01)

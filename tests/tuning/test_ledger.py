@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from hasten.contract.errors import Refusal
-from hasten.tuning.ledger import FILE, Ledger
+from hasten.contract.errors import ConfigurationError
+from hasten.tuning.ledger import FILE, TrialStore
 
 
 def counted(calls: list, value: float = 1.5):
@@ -19,7 +19,7 @@ def counted(calls: list, value: float = 1.5):
 def test_nothing_is_measured_twice(tmp_path):
     calls = []
     for _ in range(2):
-        ledger = Ledger(tmp_path, {"task": "a"})
+        ledger = TrialStore(tmp_path, {"task": "a"})
         for _ in range(2):
             assert ledger.trial("run", {"seed": 1}, counted(calls))[1] == {"seconds": 1.5}
     assert len(calls) == 1
@@ -31,8 +31,8 @@ def test_nothing_is_measured_twice(tmp_path):
 )
 def test_another_seed_kind_or_task_is_another_trial(tmp_path, other):
     calls, (kind, what, setting) = [], other
-    Ledger(tmp_path, {"task": "a"}).trial("run", {"seed": 1}, counted(calls))
-    Ledger(tmp_path, setting).trial(kind, what, counted(calls))
+    TrialStore(tmp_path, {"task": "a"}).trial("run", {"seed": 1}, counted(calls))
+    TrialStore(tmp_path, setting).trial(kind, what, counted(calls))
     assert len(calls) == 2
 
 
@@ -47,7 +47,7 @@ def test_a_failure_that_may_pass_is_tried_again_by_the_next_search(tmp_path):
     for failure_lasts, measured in ((True, 1), (False, 2)):
         calls.clear()
         for _ in range(2):
-            ledger = Ledger(tmp_path, {"lasts": failure_lasts})
+            ledger = TrialStore(tmp_path, {"lasts": failure_lasts})
             for _ in range(2):
                 assert "failed" in ledger.trial("run", {"seed": 1}, failing, failure_lasts)[1]
         assert len(calls) == measured
@@ -55,27 +55,27 @@ def test_a_failure_that_may_pass_is_tried_again_by_the_next_search(tmp_path):
 
 @pytest.mark.parametrize("moment", ["OSError: [Errno 5] Input/output error: 'a.npy'", "ConnectionError: reset", "memory ran out in step 3"])
 def test_what_the_machine_lacked_for_a_moment_says_nothing_of_a_recipe(tmp_path, moment):
-    assert "failed" in Ledger(tmp_path, {}).trial("run", {}, lambda: {"failed": moment})[1]
-    assert Ledger(tmp_path, {}).trial("run", {}, counted([]))[1] == {"seconds": 1.5}
+    assert "failed" in TrialStore(tmp_path, {}).trial("run", {}, lambda: {"failed": moment})[1]
+    assert TrialStore(tmp_path, {}).trial("run", {}, counted([]))[1] == {"seconds": 1.5}
 
 
 def test_a_file_of_other_bytes_loses_nothing_but_them(tmp_path):
-    Ledger(tmp_path, {}).trial("run", {}, counted([]))
+    TrialStore(tmp_path, {}).trial("run", {}, counted([]))
     with (tmp_path / FILE).open("ab") as file:
         file.write(b"\xff\xfe not text\n")
     calls = []
-    Ledger(tmp_path, {}).trial("run", {}, counted(calls))
+    TrialStore(tmp_path, {}).trial("run", {}, counted(calls))
     assert not calls
 
 
 def test_a_line_cut_by_a_kill_costs_that_trial_alone(tmp_path):
     calls = []
-    ledger = Ledger(tmp_path, {})
+    ledger = TrialStore(tmp_path, {})
     for seed in (1, 2):
         ledger.trial("run", {"seed": seed}, counted(calls))
     file = tmp_path / FILE
     file.write_bytes(file.read_bytes()[:-20])
-    again = Ledger(tmp_path, {})
+    again = TrialStore(tmp_path, {})
     for seed in (1, 2):
         again.trial("run", {"seed": seed}, counted(calls))
     assert len(calls) == 3
@@ -85,5 +85,5 @@ def test_a_line_cut_by_a_kill_costs_that_trial_alone(tmp_path):
 
 def test_a_folder_that_is_a_file_is_told_in_a_line(tmp_path):
     (tmp_path / "taken").write_text("")
-    with pytest.raises(Refusal, match="cannot use"):
-        Ledger(tmp_path / "taken", {})
+    with pytest.raises(ConfigurationError, match="cannot use"):
+        TrialStore(tmp_path / "taken", {})

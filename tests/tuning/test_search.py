@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hasten.contract.recipe import Recipe
-from hasten.tuning.search import SYSTEMS_LOSSES, TRAINING_LOSSES, Ladder, systems
+from hasten.tuning.search import SYSTEMS_LOSSES, TRAINING_LOSSES, Incumbents, search_systems
 from hasten.tuning.study import Budget, OutOfBudget
 from hasten.tuning.tune import BASELINE_SEEDS
 from helpers.planted_study import CLIPPING, MARGIN, SAMPLES, THREADS, TRIAL, Planted, clipping, searched_systems, searched_training, threads
@@ -15,28 +15,28 @@ from helpers.planted_study import CLIPPING, MARGIN, SAMPLES, THREADS, TRIAL, Pla
 
 def test_settings_of_a_systems_method_end_after_so_many_losses():
     study = Planted(faster={threads(SYSTEMS_LOSSES + 1): 2.0})
-    assert searched_systems(study).rungs == [Recipe()]
+    assert searched_systems(study).recipes == [Recipe()]
     assert study.noted("systems") == [threads(count + 1) for count in range(SYSTEMS_LOSSES)]
 
 
 def test_a_gain_begins_the_count_anew_and_the_best_setting_is_one_rung():
     study = Planted(faster={threads(2): 1.5, threads(4): 2.0, threads(4 + SYSTEMS_LOSSES): 1.8})
     ladder = searched_systems(study)
-    assert [str(recipe) for recipe in ladder.rungs] == ["baseline", threads(4)]
+    assert [str(recipe) for recipe in ladder.recipes] == ["baseline", threads(4)]
     assert study.noted("systems") == [threads(count + 1) for count in range(4 + SYSTEMS_LOSSES)]
 
 
 def test_where_the_budget_ends_the_best_setting_so_far_is_kept():
     study = Planted(faster={threads(1): 1.5, threads(2): 2.0}, budget=Budget(2 * TRIAL))  # a pace and a proof
-    systems_ladder = Ladder()
+    systems_ladder = Incumbents()
     with pytest.raises(OutOfBudget):
-        systems(study, systems_ladder, [THREADS], SAMPLES, 5.0)
+        search_systems(study, systems_ladder, [THREADS], SAMPLES, 5.0)
     assert str(systems_ladder.best) == threads(1)
 
 
 def test_a_start_that_a_run_does_not_earn_back_is_no_gain():
     study = Planted(faster={threads(1): 1.5}, start={threads(1): 5.0})  # saves 3.3 of 10 seconds
-    assert searched_systems(study, replace(THREADS, presets=({"count": 1},))).rungs == [Recipe()]
+    assert searched_systems(study, replace(THREADS, presets=({"count": 1},))).recipes == [Recipe()]
     assert study.trials[0]["verdict"] == "no gain"
     assert not study.kinds("proof")
 
@@ -44,7 +44,7 @@ def test_a_start_that_a_run_does_not_earn_back_is_no_gain():
 def test_what_is_offered_is_proven_first():
     offered = replace(THREADS, presets=({"count": 1},), offered=True)
     refuted = Planted(faster={threads(1): 2.0}, refuted=(threads(1),))
-    assert searched_systems(refuted, offered).rungs == [Recipe()]
+    assert searched_systems(refuted, offered).recipes == [Recipe()]
     assert [kind for kind, _ in refuted.asked] == ["proof"]
     kept = Planted(faster={threads(1): 2.0})
     assert str(searched_systems(kept, offered).best) == threads(1)
@@ -57,14 +57,14 @@ def test_what_is_offered_is_proven_first():
 
 def test_settings_of_a_training_method_end_after_so_many_losses():
     study = Planted(samples={clipping(TRAINING_LOSSES + 1): 0.5})
-    assert searched_training(study).rungs == [Recipe()]
+    assert searched_training(study).recipes == [Recipe()]
     assert study.noted("training") == [clipping(norm + 1) for norm in range(TRAINING_LOSSES)]
 
 
 def test_every_gain_of_a_training_method_is_a_rung():
     study = Planted(samples={clipping(2): 0.8, clipping(4): 0.5})
     ladder = searched_training(study)
-    assert [str(recipe) for recipe in ladder.rungs] == ["baseline", clipping(2), clipping(4)]
+    assert [str(recipe) for recipe in ladder.recipes] == ["baseline", clipping(2), clipping(4)]
     assert study.noted("training") == [clipping(norm + 1) for norm in range(4 + TRAINING_LOSSES)]
 
 
@@ -107,7 +107,7 @@ def test_a_setting_that_changes_nothing_is_not_kept_for_being_lucky():
 
 def test_a_training_method_without_its_promised_effect_is_out_at_once():
     study = Planted(samples={clipping(1): 0.5, clipping(2): 0.5}, refuted=(clipping(1),))
-    assert searched_training(study).rungs == [Recipe()]
+    assert searched_training(study).recipes == [Recipe()]
     assert study.noted("training") == [clipping(1)]
 
 
@@ -119,8 +119,8 @@ def test_further_seeds_are_run_where_they_can_be_afforded(budget, seeds):
 
 
 def test_what_may_be_faster_is_compared_for_longer_on_a_restless_machine():
-    study, ladder = Planted(faster={threads(2): 1.2, threads(3): 1.03}, restless=True), Ladder()
-    systems(study, ladder, [replace(THREADS, presets=({"count": 2}, {"count": 3}))], SAMPLES, 5.0)
+    study, ladder = Planted(faster={threads(2): 1.2, threads(3): 1.03}, restless=True), Incumbents()
+    search_systems(study, ladder, [replace(THREADS, presets=({"count": 2}, {"count": 3}))], SAMPLES, 5.0)
     assert str(ladder.best) == threads(2)
     assert study.kinds("pace") == [
         f"{threads(2)} against baseline",

@@ -5,14 +5,14 @@ import time
 import pytest
 
 from hasten.contract.recipe import Recipe
-from hasten.contract.watch import silent
+from hasten.contract.watch import no_progress
 from hasten.engine.environment import cores
 from hasten.engine.tasks import TaskRef
-from hasten.tuning.candidates import Candidates, Wanted, candidates_for, competent_recipes
+from hasten.tuning.candidates import Candidates, MethodSelection, candidates_for, strong_baselines
 from hasten.tuning.gate import FEWEST_SEEDS
-from hasten.tuning.ledger import Ledger
+from hasten.tuning.ledger import TrialStore
 from hasten.tuning.result import Found
-from hasten.tuning.search import Ladder
+from hasten.tuning.search import Incumbents
 from hasten.tuning.shares import leave_one_out
 from hasten.tuning.study import Budget, OutOfBudget, Study
 from hasten.tuning.tune import RESERVED_RUNS, _competent, _confirm, _examine, _search
@@ -24,7 +24,7 @@ from helpers.planted_study import CLIPPING, TARGET, THREADS, TRIAL, Planted, bas
 )
 def test_runs_and_comparisons_are_kept_back_for_the_confirmation(total, reserved):
     study, found = Planted(budget=Budget(total)), Found()
-    _examine(study, found, Wanted(None, Recipe()), None)
+    _examine(study, found, MethodSelection(None, Recipe()), None)
     assert study.budget.reserved == pytest.approx(reserved)
 
 
@@ -57,12 +57,12 @@ def test_a_search_leaves_its_reserve_and_nothing_exceeds_the_budget_by_more_than
 
 
 def test_what_is_measured_of_the_shares_is_kept_where_the_budget_ends():
-    recipe = Recipe.read(f"{threads(2)} + {clipping(1)} + fused_optimizer")
+    recipe = Recipe.coerce(f"{threads(2)} + {clipping(1)} + fused_optimizer")
     study = Planted(faster={threads(2): 1.5, "fused_optimizer": 1.2}, samples={clipping(1): 0.5}, budget=Budget(3 * TRIAL))
-    told = [share["method"] for share in leave_one_out(study, Ladder([Recipe(), recipe]))]
+    told = [share["method"] for share in leave_one_out(study, Incumbents([Recipe(), recipe]))]
     assert 0 < len(told) < 3
     ample = Planted(faster=study.faster, samples=study.samples)
-    assert {share["method"]: round(share["speedup"]["median"], 1) for share in leave_one_out(ample, Ladder([Recipe(), recipe]))} == {
+    assert {share["method"]: round(share["speedup"]["median"], 1) for share in leave_one_out(ample, Incumbents([Recipe(), recipe]))} == {
         "threads": 1.5,
         "fused_optimizer": 1.2,
         "gradient_clipping": 2.0,
@@ -70,8 +70,8 @@ def test_what_is_measured_of_the_shares_is_kept_where_the_budget_ends():
 
 
 def test_a_member_that_gives_nothing_leaves_the_recipe():
-    recipe = Recipe.read(f"{threads(2)} + fused_optimizer")
-    study, ladder = Planted(faster={threads(2): 1.5}), Ladder([Recipe(), recipe])
+    recipe = Recipe.coerce(f"{threads(2)} + fused_optimizer")
+    study, ladder = Planted(faster={threads(2): 1.5}), Incumbents([Recipe(), recipe])
     assert [share["method"] for share in leave_one_out(study, ladder)] == ["threads"]
     assert str(ladder.best) == threads(2)
     assert study.trials[-1]["verdict"] == "left out"
@@ -79,9 +79,9 @@ def test_a_member_that_gives_nothing_leaves_the_recipe():
 
 def test_what_makes_other_steps_and_gains_by_its_pace_alone_stays():
     """As DiLoCo does: as many samples, an end that is a little worse, and much faster."""
-    recipe = Recipe.read(f"{threads(2)} + {clipping(1)}")
+    recipe = Recipe.coerce(f"{threads(2)} + {clipping(1)}")
     study = Planted(faster={threads(2): 1.5, clipping(1): 3.0}, better={clipping(1): -0.01})
-    ladder = Ladder([Recipe(), recipe])
+    ladder = Incumbents([Recipe(), recipe])
     told = {share["method"]: share["speedup"] for share in leave_one_out(study, ladder)}
     assert ladder.best == recipe
     assert told["gradient_clipping"]["median"] == pytest.approx(3.0) and told["gradient_clipping"]["low"] is not None
@@ -92,16 +92,16 @@ def test_what_makes_other_steps_and_gains_by_its_pace_alone_stays():
 
 def test_a_faster_step_that_needs_more_of_them_is_worth_the_whole_way():
     """1.5 times the pace, and 1.5 times as many samples."""
-    recipe = Recipe.read(f"{threads(2)} + {clipping(1)}")
+    recipe = Recipe.coerce(f"{threads(2)} + {clipping(1)}")
     study = Planted(faster={threads(2): 1.5, clipping(1): 1.5}, samples={clipping(1): 1.5}, better={clipping(1): -0.01})
-    ladder = Ladder([Recipe(), recipe])
+    ladder = Incumbents([Recipe(), recipe])
     leave_one_out(study, ladder)
     assert str(ladder.best) == threads(2)
 
 
 # ── the competent run ────────────────────────────────────────────────────────────────────────────
 
-WORKERS = str(competent_recipes("cpu", cores())[-1].without("fused_optimizer"))
+WORKERS = str(strong_baselines("cpu", cores())[-1].drop("fused_optimizer"))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_competent_user_keeps_what_is_surely_faster_and_leaves_what_has_nothin
 
 
 def test_a_trial_is_begun_while_something_is_left_and_a_known_one_always(tmp_path):
-    study = Study(TaskRef("planted"), "cpu", Ledger(tmp_path, {}), Budget(10.0, reserved=9.98), silent)
+    study = Study(TaskRef("planted"), "cpu", TrialStore(tmp_path, {}), Budget(10.0, reserved=9.98), no_progress)
 
     def measure(_) -> dict:
         time.sleep(0.01)
@@ -131,17 +131,17 @@ def test_a_trial_is_begun_while_something_is_left_and_a_known_one_always(tmp_pat
 
     with pytest.raises(OutOfBudget):
         for number in range(100):
-            study.once(f"number {number}", "", measure)
+            study.measure_once(f"number {number}", "", measure)
     seconds = [entry["outcome"]["trial_seconds"] for entry in study.ledger.known.values()]
     assert study.budget.spent == pytest.approx(sum(seconds))
     assert sum(seconds[:-1]) < 0.02 <= study.budget.spent
-    study.once("number 0", "", measure)
+    study.measure_once("number 0", "", measure)
     assert study.budget.spent == pytest.approx(sum(seconds)), "a trial is paid for once"
     study.budget.reserved = 0.0
-    study.once("of the confirmation", "", measure)
+    study.measure_once("of the confirmation", "", measure)
 
-    later = Study(TaskRef("planted"), "cpu", Ledger(tmp_path, {}), Budget(0.0), silent)
-    later.once("number 0", "", measure)
+    later = Study(TaskRef("planted"), "cpu", TrialStore(tmp_path, {}), Budget(0.0), no_progress)
+    later.measure_once("number 0", "", measure)
     assert later.budget.spent == pytest.approx(seconds[0]), "and counts again in the search that remembers it"
 
 
@@ -154,14 +154,14 @@ class Recorded(Study):
 
 
 def test_a_target_that_is_fixed_after_the_first_runs_counts_for_them(tmp_path):
-    study = Recorded(TaskRef("planted"), "cpu", Ledger(tmp_path, {}), Budget(10.0), silent)
+    study = Recorded(TaskRef("planted"), "cpu", TrialStore(tmp_path, {}), Budget(10.0), no_progress)
     assert study.run(Recipe(), 0)["seconds_to_target"] is None
     study.target = TARGET
     assert study.run(Recipe(), 0)["seconds_to_target"] == 2.0
 
 
 def test_a_run_that_came_to_its_end_is_known_whoever_asks_and_one_given_up_is_not(tmp_path):
-    study = Recorded(TaskRef("planted"), "cpu", Ledger(tmp_path, {}), Budget(10.0), silent, target=TARGET)
+    study = Recorded(TaskRef("planted"), "cpu", TrialStore(tmp_path, {}), Budget(10.0), no_progress, target=TARGET)
     assert study.run(Recipe(), 0, give_up_after=1.0)["gave_up"]
     assert not study.run(Recipe(), 0, give_up_after=5.0)["gave_up"]
     assert study.run(Recipe(), 0)["samples_to_target"] == 200
@@ -172,14 +172,14 @@ def test_where_ranks_talk_for_long_talking_less_is_tried_first():
     """It makes every later trial shorter; where they hardly talk, it waits until what leaves the numbers alone was tried."""
     for bound, first in ((3.0, ["local_sgd", "powersgd"]), (1.2, [])):
         advice = [{"method": name, "bound": bound} for name in ("ddp", "powersgd", "compressed_schedule", "local_sgd")]
-        found = candidates_for({"advice": advice}, Wanted(None, Recipe()))
-        assert [each.name for each in found.less_talk] == first
+        found = candidates_for({"advice": advice}, MethodSelection(None, Recipe()))
+        assert [each.name for each in found.communication] == first
         assert {each.name for each in found.training} == {"compressed_schedule", "powersgd", "local_sgd"} - set(first)
         assert [each.name for each in found.systems] == ["ddp"]
 
 
 def test_what_talks_less_is_the_first_rung():
     study, found = examined(1e6)
-    found.candidates.less_talk, found.candidates.training = found.candidates.training, []
+    found.candidates.communication, found.candidates.training = found.candidates.training, []
     _search(study, found)
-    assert study.noted("training") and found.ladder.rungs[1] == Recipe.parse(clipping(1))
+    assert study.noted("training") and found.ladder.recipes[1] == Recipe.parse(clipping(1))

@@ -6,8 +6,8 @@ import time
 import pytest
 
 import hasten
-from hasten import Failure, Refusal
-from hasten.contract.errors import Notice
+from hasten import RunError, ConfigurationError
+from hasten.contract.errors import HastenWarning
 from hasten.tuning import study, tune
 from helpers.process import forked
 
@@ -66,7 +66,7 @@ def task(tmp_path) -> str:
 @pytest.fixture
 def short(monkeypatch):
     """Whole runs as ever; what is measured for as long as the budget allows is measured for a moment."""
-    diagnosed, paced = tune.diagnose, study.Study.pace
+    diagnosed, paced = tune.diagnose, study.Study.compare_speed
     monkeypatch.setattr(tune, "diagnose", lambda task, **given: diagnosed(task, **(given | {"budget": 1.0})))
     monkeypatch.setattr(study.Study, "pace", lambda *recipes, **given: paced(*recipes, **(given | {"seconds": 1.0})))
     monkeypatch.setattr(study, "ANATOMY_SECONDS", 0.5)
@@ -98,7 +98,7 @@ def test_silent_harm_is_refused_with_a_reason_whatever_it_claims(task, tmp_path,
 
 
 def test_what_could_be_tried_and_never_confirmed_is_refused_at_once(task, tmp_path):
-    with pytest.raises(Refusal, match=r"^the steps before local_sgd:start=20 are other ones"):
+    with pytest.raises(ConfigurationError, match=r"^the steps before local_sgd:start=20 are other ones"):
         hasten.tune(task, processes=2, consider=["local_sgd:start=20"], out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -138,14 +138,14 @@ def test_the_budget_is_kept_within_one_trial(task, tmp_path):
     ],
 )
 def test_wrong_requests(task, tmp_path, arguments, words):
-    with pytest.raises(Refusal, match=words):
+    with pytest.raises(ConfigurationError, match=words):
         hasten.tune(task, out=tmp_path / "out", **arguments)
     assert not (tmp_path / "out").exists()
 
 
 def test_without_validation_data_nobody_can_judge(tmp_path):
     (tmp_path / "points.py").write_text(TASK.replace("validation_data=Points(1000, 1), ", ""))
-    with pytest.raises(Refusal, match="validation_data"):
+    with pytest.raises(ConfigurationError, match="validation_data"):
         hasten.tune(f"{tmp_path / 'points.py'}:points", out=tmp_path / "out")
 
 
@@ -157,8 +157,8 @@ def test_a_target_that_is_never_reached_is_told_and_a_notice_of_the_task_once_a_
     (tmp_path / "points.py").write_text("import hasten.contract.errors\n" + source)
     measured = []
     for _ in ("measured", "remembered"):
-        with pytest.warns(Notice) as told, pytest.raises(Failure, match=r"never held its target 0\.9999"):
+        with pytest.warns(HastenWarning) as told, pytest.raises(RunError, match=r"never held its target 0\.9999"):
             hasten.tune(f"{tmp_path / 'points.py'}:points", budget=BUDGET, out=tmp_path / "out")
-        assert [str(each.message) for each in told if each.category is Notice] == ["a column is rounded"]
+        assert [str(each.message) for each in told if each.category is HastenWarning] == ["a column is rounded"]
         measured.append((tmp_path / "out" / "trials.jsonl").read_text())
     assert measured[0] == measured[1]

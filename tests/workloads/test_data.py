@@ -11,7 +11,7 @@ from functools import partial
 import numpy
 import pytest
 
-from hasten import Failure, Refusal
+from hasten import RunError, ConfigurationError
 from hasten.workloads import cifar10, imdb
 from hasten.workloads._data import File, fetched, found, members
 
@@ -67,7 +67,7 @@ def test_the_data_folder_comes_first(server, folders):
 
 
 def test_what_a_server_sends_is_checked_and_not_kept(server, folders):
-    with pytest.raises(Failure, match=r"numbers\.txt sent is not the expected file.*put the right one at .*/numbers/numbers\.txt$"):
+    with pytest.raises(RunError, match=r"numbers\.txt sent is not the expected file.*put the right one at .*/numbers/numbers\.txt$"):
         fetched(numbers_at(server + "numbers.txt", content=b"something else"))
     assert everything_in(folders / "home") == []
 
@@ -75,7 +75,7 @@ def test_what_a_server_sends_is_checked_and_not_kept(server, folders):
 @pytest.mark.parametrize("address", ["http://127.0.0.1:1/numbers.txt", "{server}missing.txt"])
 def test_what_cannot_be_fetched_says_from_where_and_where_to_put_it(server, folders, address):
     address = address.format(server=server)
-    with pytest.raises(Failure) as failed:
+    with pytest.raises(RunError) as failed:
         fetched(numbers_at(address))
     message = str(failed.value)
     assert address in message and str(folders / "home/.cache/hasten/numbers/numbers.txt") in message and "\n" not in message
@@ -86,14 +86,14 @@ def test_another_file_in_its_place_is_refused(folders):
     wrong = folders / "data/numbers/numbers.txt"
     wrong.parent.mkdir()
     wrong.write_bytes(CONTENT[:-1])
-    with pytest.raises(Refusal, match=r"numbers\.txt is not the expected file \(sha256 .*remove it"):
+    with pytest.raises(ConfigurationError, match=r"numbers\.txt is not the expected file \(sha256 .*remove it"):
         fetched(numbers_at("http://127.0.0.1:1/"))
     assert wrong.read_bytes() == CONTENT[:-1]
 
 
 def test_a_folder_that_cannot_be_written_is_told(server, folders):
     (folders / "home").write_text("a file, where a folder should be")
-    with pytest.raises(Failure, match=r"cannot write .*set HASTEN_DATA"):
+    with pytest.raises(RunError, match=r"cannot write .*set HASTEN_DATA"):
         fetched(numbers_at(server + "numbers.txt"))
 
 
@@ -129,7 +129,7 @@ DAMAGE = {
 def test_a_damaged_archive_is_refused(folders, damage):
     path = archive(folders / "some.tar.gz", {f"a/{n}.txt": hashlib.sha256(b"%d" % n).digest() * 40 for n in range(50)})
     path.write_bytes(DAMAGE[damage](path.read_bytes()))
-    with pytest.raises(Refusal, match=r"some\.tar\.gz cannot be read"):
+    with pytest.raises(ConfigurationError, match=r"some\.tar\.gz cannot be read"):
         list(members(path))
 
 
@@ -167,16 +167,16 @@ def test_imdb_takes_its_part_of_the_official_archive(folders, monkeypatch):
     ]
     official(folders, imdb, monkeypatch, {f"aclImdb/{name}": name.encode() for name in names})
     monkeypatch.setattr(imdb, "BELOW", {"train": 1, "test": 1})
-    with pytest.raises(Refusal, match="holds 1 and 2 reviews"):
+    with pytest.raises(ConfigurationError, match="holds 1 and 2 reviews"):
         imdb._reviews()
     monkeypatch.setattr(imdb, "BELOW", {"train": 2, "test": 1})
     imdb_part = folders / "home/.cache/hasten" / imdb.PART
     imdb_part.unlink()
-    with pytest.raises(Refusal, match="holds 2 and 2 reviews"):  # train/pos has no second review
+    with pytest.raises(ConfigurationError, match="holds 2 and 2 reviews"):  # train/pos has no second review
         imdb._reviews()
 
 
 def test_too_few_pictures_are_refused(folders):
     archive(folders / "data/cifar10-jpeg/test.tar.gz", {"test/cat/0000.jpg": b"?"})
-    with pytest.raises(Refusal, match=r"holds 1 pictures test/CLASS/NUMBER\.jpg, not 10000"):
+    with pytest.raises(ConfigurationError, match=r"holds 1 pictures test/CLASS/NUMBER\.jpg, not 10000"):
         cifar10.Photographs("test")

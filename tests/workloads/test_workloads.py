@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils.data import Subset
 
-from hasten import Failure
-from hasten.contract.batch import tensors
-from hasten.engine.loop import evaluate, steps
+from hasten import RunError
+from hasten.contract.batch import batch_tensors
+from hasten.engine.loop import evaluate, train_steps
 from hasten.engine.plan import build
 from hasten.engine.tasks import load_task
 from hasten.workloads import _data
@@ -71,7 +71,7 @@ def test_its_samples_are_as_documented(name):
     task = loaded(name)
     for data in (task.train_data, task.validation_data):
         for index in torch.linspace(0, len(data) - 1, 40).long().tolist():
-            sample = tensors(labels_as_tensors(data[index]))
+            sample = batch_tensors(labels_as_tensors(data[index]))
             for tensor, (shape, kind, smallest, largest) in zip(sample, WORKLOADS[name].sample, strict=True):
                 assert (tuple(tensor.shape), tensor.dtype) == (shape, kind)
                 assert smallest <= tensor.min() and tensor.max() <= largest
@@ -87,7 +87,7 @@ def test_it_learns(name):
     """A batch of samples, twelve times over: the loss is finite and falls."""
     task = dataclasses.replace(loaded(name), train_data=some_of(loaded(name).train_data, 32), batch_size=32, epochs=12)
     program = build(task, seed=1)
-    losses = [loss.item() for loss in steps(program)]
+    losses = [loss.item() for loss in train_steps(program)]
     assert len(losses) == 12 and all(map(math.isfinite, losses)) and losses[-1] < losses[0] * 0.98
 
 
@@ -115,7 +115,7 @@ def test_missing_data_say_how_to_get_them(name, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     for scheme in ("http", "https"):
         monkeypatch.setenv(f"{scheme}_proxy", "http://127.0.0.1:1")  # nobody listens there: as good as no network
-    with pytest.raises(Failure, match=r"^cannot fetch https?://\S+: .*; fetch it by hand and put it at /\S+$"):
+    with pytest.raises(RunError, match=r"^cannot fetch https?://\S+: .*; fetch it by hand and put it at /\S+$"):
         load_task(name)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Answer:
+class CommandResult:
     """The result of a command.
 
     Attributes:
@@ -26,10 +26,10 @@ class Answer:
     result: dict | None
     page: Callable[[], Any] = str
     code: int = 0
-    elsewhere: Callable[[], int] | None = None
+    deferred: Callable[[], int] | None = None
 
 
-def show(answer: Answer) -> None:
+def show(answer: CommandResult) -> None:
     """Prints an answer for a person. A text goes out as it is, so that it can be redirected into a file."""
     page = answer.page()
     if isinstance(page, str):

@@ -1,7 +1,7 @@
 """Measures two recipes against each other: both run in turns, so that the machine's moods hit both alike."""
 
 from hasten.cli import values
-from hasten.cli.answer import Answer
+from hasten.cli.answer import CommandResult
 
 HELP = "measure two recipes against each other, in turns"
 
@@ -21,7 +21,7 @@ def arguments(parser) -> None:
     )
 
 
-def run(options, watch) -> Answer:
+def run(options, watch) -> CommandResult:
     """Exit code 0 where b is faster; 1 for every other verdict, so that a script can ask ``compare && use b``."""
     from hasten.contract.recipe import Recipe
     from hasten.measure.compare import compare
@@ -38,4 +38,4 @@ def run(options, watch) -> Answer:
 
         return compare_answer(result)
 
-    return Answer(result, page, code=0 if result["verdict"] == "faster" else 1)
+    return CommandResult(result, page, code=0 if result["verdict"] == "faster" else 1)

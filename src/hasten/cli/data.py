@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 
 from hasten.cli import values
-from hasten.cli.answer import Answer
-from hasten.contract.errors import Failure
+from hasten.cli.answer import CommandResult
+from hasten.contract.errors import RunError
 
 HELP = "inspect stored data, convert them to a faster format"
 FORMS = "parquet, feather, tfrecord, rows (.npy matrices) or, for pictures, shards (tar files)"
@@ -20,7 +20,7 @@ def arguments(parser) -> None:
         add(action)
 
 
-def run(options, watch) -> Answer:
+def run(options, watch) -> CommandResult:
     return ACTIONS[options.action][1](options, watch)
 
 
@@ -31,7 +31,7 @@ def _inspect_arguments(parser) -> None:
     parser.add_argument("--budget", type=values.seconds, default=20.0, metavar="TIME", help="time to spend; 20s unless said")
 
 
-def _inspect(options, watch) -> Answer:
+def _inspect(options, watch) -> CommandResult:
     """what is there, how fast it is read, what limits that, which storage would be faster
 
     All speeds are measured on one core of this machine, each three times where that does not take long; it prints the median, and from
@@ -40,7 +40,7 @@ def _inspect(options, watch) -> Answer:
     from hasten.data.storing.inspection import inspect
 
     result = inspect(options.path, target=options.target, skip_bad=options.skip_bad, budget=options.budget, watch=watch)
-    return Answer(result, lambda: _pages().inspect_answer(result), code=1 if result["trouble"] else 0)
+    return CommandResult(result, lambda: _pages().inspect_answer(result), code=1 if result["trouble"] else 0)
 
 
 def _convert_arguments(parser) -> None:
@@ -56,7 +56,7 @@ def _convert_arguments(parser) -> None:
     _add_skip_bad(parser, "leave out up to N rows, or files, that cannot be read; DIR/skipped.jsonl lists them")
 
 
-def _convert(options, watch) -> Answer:
+def _convert(options, watch) -> CommandResult:
     """store the same samples in another form, each part read back; started again, it goes on
 
     The files get their names when all is written. At the end it tells by how much reading became faster: as some rows made it
@@ -70,8 +70,8 @@ def _convert(options, watch) -> Answer:
     except KeyboardInterrupt:
         words = [word for name, value in settings.items() if value is not None for word in (f"--{name.replace('_', '-')}", f"{value}")]
         command = shlex.join(["hasten", "data", "convert", options.path, *words, "--out", options.out])
-        raise Failure(f"stopped; go on with: {command}") from None
-    return Answer(result, lambda: _pages().convert_answer(result))
+        raise RunError(f"stopped; go on with: {command}") from None
+    return CommandResult(result, lambda: _pages().convert_answer(result))
 
 
 def _add_skip_bad(parser, what: str) -> None:

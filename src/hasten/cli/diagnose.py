@@ -6,7 +6,7 @@ With several processes also what they lose to each other.
 from functools import partial
 
 from hasten.cli import values
-from hasten.cli.answer import Answer
+from hasten.cli.answer import CommandResult
 from hasten.launch.endings import in_job
 
 HELP = "where the step's time goes, and what each part could give at most"
@@ -28,13 +28,13 @@ def arguments(parser) -> None:
     )
 
 
-def run(options, watch) -> Answer:
+def run(options, watch) -> CommandResult:
     if options.processes > 1 and not in_job():
         from hasten.engine.find import make_methods
-        from hasten.launch.processes import refuse_in_time, start
+        from hasten.launch.processes import preflight_check, launch
 
-        refuse_in_time(options.task, options.processes, make_methods(values.recipe_of_ranks(options)))
-        return Answer(None, elsewhere=partial(start, options.words, options.processes))
+        preflight_check(options.task, options.processes, make_methods(values.recipe_of_ranks(options)))
+        return CommandResult(None, deferred=partial(launch, options.words, options.processes))
     if in_job():
         from hasten.diagnosis.ranks import diagnose_ranks
 
@@ -55,4 +55,4 @@ def run(options, watch) -> Answer:
 
         return diagnose_answer(result)
 
-    return Answer(result, page)
+    return CommandResult(result, page)

@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 
 from hasten.cli import values
-from hasten.cli.answer import Answer
-from hasten.contract.errors import Refusal
+from hasten.cli.answer import CommandResult
+from hasten.contract.errors import ConfigurationError
 
 HELP = "the composed run as one flat PyTorch script without hasten"
 
@@ -16,17 +16,17 @@ def arguments(parser) -> None:
     parser.add_argument("--out", metavar="FILE", help="the script's file; standard output unless said")
 
 
-def run(options, watch) -> Answer:
+def run(options, watch) -> CommandResult:
     from hasten.export.eject import eject
 
     if options.out and os.path.exists(options.out):
-        raise Refusal(f"{options.out} exists already; choose another --out")
+        raise ConfigurationError(f"{options.out} exists already; choose another --out")
     source = eject(options.task, values.recipe(options), device=options.device)
     if not options.out:
-        return Answer({"source": source}, lambda: source.rstrip("\n"))
+        return CommandResult({"source": source}, lambda: source.rstrip("\n"))
     _write(Path(options.out), source)
     lines = source.count("\n")
-    return Answer({"out": options.out, "lines": lines}, lambda: f"{options.out}: {lines} lines; run it with: python {options.out}")
+    return CommandResult({"out": options.out, "lines": lines}, lambda: f"{options.out}: {lines} lines; run it with: python {options.out}")
 
 
 def _write(path: Path, source: str) -> None:

@@ -9,8 +9,8 @@ import re
 from functools import partial
 
 from hasten.cli import values
-from hasten.cli.answer import Answer
-from hasten.contract.errors import Refusal
+from hasten.cli.answer import CommandResult
+from hasten.contract.errors import ConfigurationError
 
 HELP = "run a command in several processes, on one machine or many"
 FORM = "hasten launch --processes N [--nodes M --rendezvous HOST:PORT] -- train TASK ..."
@@ -34,22 +34,22 @@ def arguments(parser) -> None:
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- train TASK ...")
 
 
-def run(options, watch) -> Answer:
+def run(options, watch) -> CommandResult:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if command[:1] not in [[name] for name in COMMANDS]:
-        raise Refusal(f"launch runs {', '.join(COMMANDS[:-1])} or {COMMANDS[-1]}; say {FORM}")
+        raise ConfigurationError(f"launch runs {', '.join(COMMANDS[:-1])} or {COMMANDS[-1]}; say {FORM}")
     if options.nodes[1] > 1 and options.rendezvous is None:
-        raise Refusal(f"{options.nodes[1]} nodes have to meet somewhere; say --rendezvous HOST:PORT, where HOST is one of them")
+        raise ConfigurationError(f"{options.nodes[1]} nodes have to meet somewhere; say --rendezvous HOST:PORT, where HOST is one of them")
     if misplaced := [word for word in command if word.partition("=")[0] in BEFORE]:
-        raise Refusal(f"say {misplaced[0].partition('=')[0]} before the command, once: {FORM}")
+        raise ConfigurationError(f"say {misplaced[0].partition('=')[0]} before the command, once: {FORM}")
     _refuse_what_does_not_fit(command, options)
-    from hasten.launch.processes import start
+    from hasten.launch.processes import launch
 
     restarts = options.restarts if command[0] == "train" else 0  # the others keep nothing to go on from
     command += ["--patience", str(options.patience)]
     command += [f"--{name}" for name in ("json", "quiet") if getattr(options, name)]
     command += [word for name in ("device", "seed") if (said := getattr(options, name)) for word in (f"--{name}", str(said))]
-    return Answer(None, elsewhere=partial(start, command, options.processes, options.nodes, options.rendezvous, restarts))
+    return CommandResult(None, deferred=partial(launch, command, options.processes, options.nodes, options.rendezvous, restarts))
 
 
 def _refuse_what_does_not_fit(command: list[str], options) -> None:
@@ -71,13 +71,13 @@ def _refuse_what_does_not_fit(command: list[str], options) -> None:
     if options.processes * options.nodes[1] == 1:
         return
     if said.verb == "train" and said.skip_bad:
-        raise Refusal("--skip-bad is for one process: several would count their bad rows apart; leave it out, or mend the data")
+        raise ConfigurationError("--skip-bad is for one process: several would count their bad rows apart; leave it out, or mend the data")
     if ":" in (device := said.device or options.device or ""):
-        raise Refusal(f"several processes cannot share {device}; say --device cuda, and each gets a GPU of its own")
+        raise ConfigurationError(f"several processes cannot share {device}; say --device cuda, and each gets a GPU of its own")
     _refuse_what_divides_not(methods, options.processes, *options.nodes)
-    from hasten.launch.processes import refuse_in_time
+    from hasten.launch.processes import preflight_check
 
-    refuse_in_time(said.task, options.processes, methods, machines=options.nodes[0])
+    preflight_check(said.task, options.processes, methods, machines=options.nodes[0])
 
 
 def _refuse_what_divides_not(methods, processes: int, fewest: int, most: int) -> None:
@@ -92,7 +92,7 @@ def _refuse_what_divides_not(methods, processes: int, fewest: int, most: int) ->
     for told, value in [*shares, together]:
         odd = [machines * processes for machines in range(fewest, most + 1) if machines * processes % value]
         if odd and fewest < most:
-            raise Refusal(f"--nodes {fewest}:{most} may come to {odd[0]} processes, which {told} does not divide; take other numbers")
+            raise ConfigurationError(f"--nodes {fewest}:{most} may come to {odd[0]} processes, which {told} does not divide; take other numbers")
 
 
 def _address(text: str) -> str:

@@ -17,10 +17,10 @@ from typing import NoReturn
 
 from hasten import __version__
 from hasten.cli import compare, data, diagnose, eject, launch, methods, network, report, train, tune, values
-from hasten.cli.answer import Answer, show, stdout_kept_for_the_answer, strict_json
+from hasten.cli.answer import CommandResult, show, stdout_kept_for_the_answer, strict_json
 from hasten.cli.progress import tell, watching
-from hasten.contract.errors import Aftermath, Failure, Notice, Progress, Refusal, Silence, Stopped, nearest, one_line
-from hasten.launch.endings import Ending, end_with_the_parent, in_job, is_rank, leave, speaks, trouble_of_the_others
+from hasten.contract.errors import PeerFailure, RunError, HastenWarning, ProgressWarning, ConfigurationError, CollectiveTimeout, RunInterrupted, suggest, format_error
+from hasten.launch.endings import RankResult, die_with_parent, in_job, is_managed_rank, write_result, is_main_process, peer_error
 
 VERBS = {
     "methods": methods,
@@ -46,30 +46,30 @@ def main(words: list[str] | None = None) -> int:
     _write_in_any_encoding()
     _quieten_libraries()
     _show_notices()
-    mute = not speaks() and any(word in launch.COMMANDS for word in words)  # rank 0 answers for all
+    mute = not is_main_process() and any(word in launch.COMMANDS for word in words)  # rank 0 answers for all
     asked = _end_as_by_ctrl_c() if own_process else []
-    if is_rank() and own_process:
-        end_with_the_parent()
+    if is_managed_rank() and own_process:
+        die_with_parent()
     answer, interrupted = None, False
     try:
         _refuse_a_folder_that_is_gone()
         answer = _answer(words)
         if answer is None:
             return 0
-        if asked and answer.elsewhere:  # while something was imported that swallows all exceptions
+        if asked and answer.deferred:  # while something was imported that swallows all exceptions
             raise KeyboardInterrupt
-        if answer.elsewhere is None and not mute:
-            if is_rank() and (trouble := trouble_of_the_others()):  # or two would answer
-                raise Aftermath(trouble)
+        if answer.deferred is None and not mute:
+            if is_managed_rank() and (trouble := peer_error()):  # or two would answer
+                raise PeerFailure(trouble)
             _show_to_whoever_reads(answer, as_json)
-        ending = Ending(answer.elsewhere() if answer.elsewhere else answer.code)
+        ending = RankResult(answer.deferred() if answer.deferred else answer.code)
     except BaseException as error:  # a task's own code may raise anything
         ending, interrupted = _ending(error), isinstance(error, KeyboardInterrupt)
     code, line = ending.code, ending.line
     if in_job() and line is None:  # a "no" is no failure of the job, and must not make anybody end the other ranks or start them again
         code = 0
-    if is_rank():  # whoever started it tells what there is to tell
-        leave(ending)
+    if is_managed_rank():  # whoever started it tells what there is to tell
+        write_result(ending)
         return _end_now(code) if own_process else code
     if own_process:  # Ctrl-C once more would end us by the signal while torch clears up, under any handler but this one
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -78,7 +78,7 @@ def main(words: list[str] | None = None) -> int:
         _say(line)
         if as_json and not mute:
             print(strict_json({"error": line}))
-    if own_process and (interrupted or (answer and answer.elsewhere)):
+    if own_process and (interrupted or (answer and answer.deferred)):
         atexit._run_exitfuncs()
         return _end_now(code)
     return code
@@ -94,7 +94,7 @@ def _end_now(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _show_to_whoever_reads(answer: Answer, as_json: bool) -> None:
+def _show_to_whoever_reads(answer: CommandResult, as_json: bool) -> None:
     """Prints the answer; a reader that has seen enough (``hasten methods | head``) is no mistake."""
     try:
         print(strict_json(answer.result)) if as_json else show(answer)
@@ -103,7 +103,7 @@ def _show_to_whoever_reads(answer: Answer, as_json: bool) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python tries once more at its end
-        raise Failure(f"the work is done, but its answer cannot be written to standard output: {error.strerror}") from None
+        raise RunError(f"the work is done, but its answer cannot be written to standard output: {error.strerror}") from None
 
 
 def _open_what_is_closed() -> None:
@@ -143,10 +143,10 @@ def _refuse_a_folder_that_is_gone() -> None:
     try:
         os.getcwd()
     except OSError:
-        raise Refusal("the current folder is gone; cd into another one") from None
+        raise ConfigurationError("the current folder is gone; cd into another one") from None
 
 
-def _answer(words: list[str]) -> Answer | None:
+def _answer(words: list[str]) -> CommandResult | None:
     """What the verb answers; None where argparse has said all there is to say (``--help``, ``--version``)."""
     try:
         options = read(words)
@@ -155,19 +155,19 @@ def _answer(words: list[str]) -> Answer | None:
     if options is None:
         return None
     if options.quiet:
-        warnings.simplefilter("ignore", Progress)
+        warnings.simplefilter("ignore", ProgressWarning)
     with stdout_kept_for_the_answer(), watching(options.quiet) as watch:
         return VERBS[options.verb].run(options, watch)
 
 
-def _ending(error: BaseException) -> Ending:
+def _ending(error: BaseException) -> RankResult:
     """What comes of a verb that raised this."""
     code, line = _verdict(error)
-    return Ending(
+    return RankResult(
         code, line,
-        aftermath=isinstance(error, (Aftermath, KeyboardInterrupt)),  # who started a rank may end it
-        stopped=isinstance(error, Stopped),
-        waited=error.seconds if isinstance(error, Silence) else 0.0,
+        aftermath=isinstance(error, (PeerFailure, KeyboardInterrupt)),  # who started a rank may end it
+        stopped=isinstance(error, RunInterrupted),
+        waited=error.seconds if isinstance(error, CollectiveTimeout) else 0.0,
     )  # fmt: skip
 
 
@@ -177,9 +177,9 @@ def _verdict(error: BaseException) -> tuple[int, str]:
         import traceback
 
         traceback.print_exception(error)
-    if isinstance(error, Refusal):
+    if isinstance(error, ConfigurationError):
         return 2, str(error)
-    if isinstance(error, Failure):
+    if isinstance(error, RunError):
         return 1, str(error)
     if isinstance(error, KeyboardInterrupt):
         return 1, "stopped"
@@ -189,7 +189,7 @@ def _verdict(error: BaseException) -> tuple[int, str]:
         return 1, f"the task's own code raised {type(error).__name__}, so there is no result"
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("hasten"):
         return 1, f"the package {error.name} is not installed; pip install {error.name}"
-    return 1, f"internal error: {one_line(error)} (set HASTEN_TRACEBACK=1 for the traceback; please report it)"
+    return 1, f"internal error: {format_error(error)} (set HASTEN_TRACEBACK=1 for the traceback; please report it)"
 
 
 def read(words: list[str]) -> argparse.Namespace | None:
@@ -201,7 +201,7 @@ def read(words: list[str]) -> argparse.Namespace | None:
         _refuse_strangers(strangers, getattr(options, "verb", None))
     if options.verb is None:
         if getattr(options, "json", False):
-            raise Refusal("no command is given; see hasten --help")
+            raise ConfigurationError("no command is given; see hasten --help")
         parser.print_help()
         return None
     usual = {"json": False, "device": None, "seed": 0, "quiet": False}
@@ -218,9 +218,9 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str):
         if unknown := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             known = re.findall(r"[\w-]+", unknown[2])
-            raise Refusal(f"no command is called {unknown[1]!r}{nearest(unknown[1], known)}")
+            raise ConfigurationError(f"no command is called {unknown[1]!r}{suggest(unknown[1], known)}")
         message = re.sub(r"^argument (?:-\w, )?(\S+): ", r"\1 ", message)
-        raise Refusal(f"{message}; see {self.prog} --help")
+        raise ConfigurationError(f"{message}; see {self.prog} --help")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -241,11 +241,11 @@ def _refuse_strangers(strangers: list[str], verb: str | None) -> None:
     """One clear line about words that nobody asked for."""
     options = [word.partition("=")[0] for word in strangers if word.startswith("-")]
     if not options:
-        raise Refusal(f"do not know what to do with {strangers[0]!r}; see hasten {verb or ''} --help".replace("  ", " "))
+        raise ConfigurationError(f"do not know what to do with {strangers[0]!r}; see hasten {verb or ''} --help".replace("  ", " "))
     parser = values.everywhere()
     if verb:
         VERBS[verb].arguments(parser)
-    raise Refusal(f"there is no option {options[0]}{nearest(options[0], _options_of(parser))}")
+    raise ConfigurationError(f"there is no option {options[0]}{suggest(options[0], _options_of(parser))}")
 
 
 def _options_of(parser: argparse.ArgumentParser) -> set[str]:
@@ -264,11 +264,11 @@ def _quieten_libraries() -> None:
 
 def _show_notices() -> None:
     """What we warn about ourselves is for the user: one line, whatever is done with other warnings."""
-    warnings.simplefilter("always", Notice)
+    warnings.simplefilter("always", HastenWarning)
     shown = warnings.showwarning
 
     def show_warning(message, category, *where, **more) -> None:
-        _say(str(message)) if issubclass(category, Notice) else shown(message, category, *where, **more)
+        _say(str(message)) if issubclass(category, HastenWarning) else shown(message, category, *where, **more)
 
     warnings.showwarning = show_warning
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import UnionType
 
 import hasten
-from hasten.cli.answer import Answer
-from hasten.contract.errors import Refusal
+from hasten.cli.answer import CommandResult
+from hasten.contract.errors import ConfigurationError
 
 RECORDS = Path(hasten.__file__).with_name("records.jsonl")  # written by benchmarks/make_index.py
 HELP = "the catalogue of methods, or one method's card, settings and records"
@@ -21,12 +21,12 @@ def arguments(parser) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="one method, installed or ./file.py:Class")
 
 
-def run(options, watch) -> Answer:
+def run(options, watch) -> CommandResult:
     if options.name is not None:
         method = _described(options.name, options.device)
-        return Answer(method, lambda: _terminal().method_page(method))
+        return CommandResult(method, lambda: _terminal().method_page(method))
     catalogue = {"methods": _catalogue(options.device)}
-    return Answer(catalogue, lambda: _terminal().methods_table(catalogue["methods"]))
+    return CommandResult(catalogue, lambda: _terminal().methods_table(catalogue["methods"]))
 
 
 def _terminal():
@@ -118,7 +118,7 @@ def _conflicts(cls) -> list[dict]:
     for other in _others(cls):
         try:
             check_conflicts([cls, other])
-        except Refusal as why:
+        except ConfigurationError as why:
             found.append({"method": other.name, "why": str(why)})
     return found
 

@@ -6,7 +6,7 @@ Between machines: hasten launch --processes N --nodes M --rendezvous HOST:PORT -
 from functools import partial
 
 from hasten.cli import values
-from hasten.cli.answer import Answer
+from hasten.cli.answer import CommandResult
 from hasten.launch.endings import in_job
 
 HELP = "latency and bandwidth between processes, by collective and size"
@@ -17,18 +17,18 @@ def arguments(parser) -> None:
     values.add_patience(parser)
 
 
-def run(options, watch) -> Answer:
+def run(options, watch) -> CommandResult:
     if not in_job():
-        from hasten.launch.processes import start
+        from hasten.launch.processes import launch
 
-        return Answer(None, elsewhere=partial(start, options.words, options.processes))
-    from hasten.launch.network import network
+        return CommandResult(None, deferred=partial(launch, options.words, options.processes))
+    from hasten.launch.network import bench_comm
 
-    result = network(options.device, watch=watch, patience=options.patience)
+    result = bench_comm(options.device, watch=watch, patience=options.patience)
 
     def page():
         from hasten.reporting.terminal_network import network_answer
 
         return network_answer(result)
 
-    return Answer(result, page)
+    return CommandResult(result, page)

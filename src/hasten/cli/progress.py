@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from hasten.contract.watch import Watch, silent
+from hasten.contract.watch import ProgressCallback, no_progress
 
 PATIENCE = 2.0  # seconds that may pass without a word
 REDRAW = 0.5  # seconds between two pictures of the bar; drawing one takes a millisecond
@@ -16,10 +16,10 @@ BETWEEN_LINES = 15.0  # seconds between two lines where there is no terminal
 
 
 @contextmanager
-def watching(quiet: bool) -> Iterator[Watch]:
+def watching(quiet: bool) -> Iterator[ProgressCallback]:
     """A ``watch`` that draws what it is told; gone without a trace when the work is done."""
     if quiet:
-        yield silent
+        yield no_progress
     elif sys.stderr.isatty():
         yield from _bar()
     else:
@@ -38,7 +38,7 @@ def tell(line: str) -> None:
         pass
 
 
-def _bar() -> Iterator[Watch]:
+def _bar() -> Iterator[ProgressCallback]:
     bar, is_due = None, _regularly(REDRAW)
 
     def watch(what: str, done: float, seconds_left: float | None = None) -> None:
@@ -68,7 +68,7 @@ def _started_bar():
     return bar
 
 
-def _lines() -> Watch:
+def _lines() -> ProgressCallback:
     is_due = _regularly(BETWEEN_LINES)
 
     def watch(what: str, done: float, seconds_left: float | None = None) -> None:

@@ -1,7 +1,7 @@
 """Writes the page about a search or a run: one HTML file that needs no network."""
 
 from hasten.cli import values
-from hasten.cli.answer import Answer
+from hasten.cli.answer import CommandResult
 
 HELP = "write the page about a search or a run"
 
@@ -10,8 +10,8 @@ def arguments(parser) -> None:
     parser.add_argument("folder", type=values.folder, metavar="DIR", help="what `hasten tune` or `hasten train` left")
 
 
-def run(options, watch) -> Answer:
+def run(options, watch) -> CommandResult:
     from hasten.reporting.report import report
 
     page = str(report(options.folder))
-    return Answer({"report": page}, lambda: page)
+    return CommandResult({"report": page}, lambda: page)

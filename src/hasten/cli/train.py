@@ -9,9 +9,9 @@ from itertools import chain, count
 from pathlib import Path
 
 from hasten.cli import values
-from hasten.cli.answer import Answer
-from hasten.contract.errors import Failure, Notice, Refusal, Stopped
-from hasten.launch.endings import in_job, is_rank, note_run, run_to_go_on_with, speaks
+from hasten.cli.answer import CommandResult
+from hasten.contract.errors import RunError, HastenWarning, ConfigurationError, RunInterrupted
+from hasten.launch.endings import in_job, is_managed_rank, note_run, resume_directory, is_main_process
 
 HELP = "train a task, with a recipe if one is given"
 
@@ -43,33 +43,33 @@ def arguments(parser) -> None:
     )
 
 
-def run(options, watch) -> Answer:
+def run(options, watch) -> CommandResult:
     """Exit code 1 where the task has a target that the training did not reach."""
     if options.processes > 1 and not in_job():
         from hasten.engine.find import make_methods
-        from hasten.launch.processes import refuse_in_time, start
+        from hasten.launch.processes import preflight_check, launch
 
         methods = make_methods(values.recipe_of_ranks(options))  # a wrong word need not wait until all ranks have started
-        refuse_in_time(options.task, options.processes, methods)
-        return Answer(None, elsewhere=partial(start, options.words, options.processes, restarts=options.restarts))
+        preflight_check(options.task, options.processes, methods)
+        return CommandResult(None, deferred=partial(launch, options.words, options.processes, restarts=options.restarts))
     from hasten.engine.train import train
 
-    if again := run_to_go_on_with():
+    if again := resume_directory():
         options.out, options.resume = again, True
     elif options.resume and not options.out:
-        raise Refusal("--resume goes on with the run in --out DIR; say which folder that is")
-    elif options.resume and speaks() and not Path(options.out).exists():  # rank 0 has the folder
-        raise Refusal(_no_such_folder(Path(options.out)))
+        raise ConfigurationError("--resume goes on with the run in --out DIR; say which folder that is")
+    elif options.resume and is_main_process() and not Path(options.out).exists():  # rank 0 has the folder
+        raise ConfigurationError(_no_such_folder(Path(options.out)))
     recipe = values.recipe(options) if options.recipe is not None or options.methods else None
     options.out = options.out or _new_folder(options.task)
     try:
         result = train(
             options.task, recipe, out=options.out, resume=options.resume, device=options.device, seed=options.seed,
             skip_bad=options.skip_bad, watch=watch, checkpoint_seconds=options.checkpoint_every, patience=options.patience,
-            begun=note_run if is_rank() else None,
+            begun=note_run if is_managed_rank() else None,
         )  # fmt: skip
     except KeyboardInterrupt:
-        raise (Stopped if is_rank() else Failure)(_how_to_go_on(options)) from None  # who started a rank may end it
+        raise (RunInterrupted if is_managed_rank() else RunError)(_how_to_go_on(options)) from None  # who started a rank may end it
 
     def page():
         from hasten.reporting.terminal import train_answer
@@ -80,9 +80,9 @@ def run(options, watch) -> Answer:
     if missed:
         best = "nothing was measured" if result["best_metric"] is None else f"the best was {result['best_metric']:.4g}"
         warnings.warn(
-            f"the target {result['target']:g} was not reached and held, {best}; train for longer or lower it", Notice, stacklevel=2
+            f"the target {result['target']:g} was not reached and held, {best}; train for longer or lower it", HastenWarning, stacklevel=2
         )
-    return Answer(result, page, code=1 if missed else 0)
+    return CommandResult(result, page, code=1 if missed else 0)
 
 
 def _new_folder(task: str) -> str:

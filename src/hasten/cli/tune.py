@@ -1,8 +1,8 @@
 """Finds the methods that make a task faster at equal quality, and proves it; or says to leave it as it is."""
 
 from hasten.cli import values
-from hasten.cli.answer import Answer
-from hasten.contract.errors import Failure
+from hasten.cli.answer import CommandResult
+from hasten.contract.errors import RunError
 
 HELP = "find a faster recipe of equal quality, with evidence"
 
@@ -32,7 +32,7 @@ def arguments(parser) -> None:
     )
 
 
-def run(options, watch) -> Answer:
+def run(options, watch) -> CommandResult:
     from hasten.tuning.tune import tune
 
     try:
@@ -42,11 +42,11 @@ def run(options, watch) -> Answer:
             device=options.device, seed=options.seed, watch=watch,
         )  # fmt: skip
     except KeyboardInterrupt:
-        raise Failure("stopped; the same command goes on where it was, and no finished trial is lost") from None
+        raise RunError("stopped; the same command goes on where it was, and no finished trial is lost") from None
 
     def page():
         from hasten.reporting.terminal import tune_answer
 
         return tune_answer(result)
 
-    return Answer(result, page, code=0 if result["verdict"] == "faster" else 1)
+    return CommandResult(result, page, code=0 if result["verdict"] == "faster" else 1)

@@ -9,9 +9,9 @@ from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hasten.contract.errors import Refusal
-from hasten.contract.ranks import PATIENCE
-from hasten.contract.spans import seconds_of
+from hasten.contract.errors import ConfigurationError
+from hasten.contract.ranks import DEFAULT_TIMEOUT_S
+from hasten.contract.spans import parse_duration
 
 if TYPE_CHECKING:
     from hasten.contract.recipe import Recipe
@@ -23,8 +23,8 @@ RESTARTS = 3  # of a job that loses processes
 def seconds(text: str) -> float:
     """``90``, ``90s``, ``10m`` or ``1h`` as seconds."""
     try:
-        return seconds_of(text)
-    except Refusal as why:
+        return parse_duration(text)
+    except ConfigurationError as why:
         raise ArgumentTypeError(str(why)) from None
 
 
@@ -122,7 +122,7 @@ def add_restarts(parser: ArgumentParser) -> None:
 def add_patience(parser: ArgumentParser) -> None:
     """The option that says when a rank hangs."""
     parser.add_argument(
-        "--patience", type=patience, default=PATIENCE, metavar="TIME",
+        "--patience", type=patience, default=DEFAULT_TIMEOUT_S, metavar="TIME",
         help="a process that keeps the others waiting for so long counts as lost; 30m unless said, and longer than one evaluation has to be",
     )  # fmt: skip
 
@@ -167,9 +167,9 @@ def recipe_of_ranks(options: Namespace) -> Recipe:
         return said
     try:
         found = Recipe.load(f"{options.out}/recipe.toml")
-    except Refusal:  # on another machine, or nothing to go on with: the run itself looks again
+    except ConfigurationError:  # on another machine, or nothing to go on with: the run itself looks again
         return said
-    return found.without(*(name for name in found.methods if ":" in name))
+    return found.drop(*(name for name in found.methods if ":" in name))
 
 
 def named_recipe(what: str, given: Recipe) -> Recipe:
@@ -181,19 +181,19 @@ def named_recipe(what: str, given: Recipe) -> Recipe:
     from hasten.contract.recipe import Recipe
 
     if not what.strip():
-        raise Refusal('a recipe is named by a file, "baseline" or methods; this name is empty')
+        raise ConfigurationError('a recipe is named by a file, "baseline" or methods; this name is empty')
     if not what.endswith(".toml"):
         try:
-            return Recipe.read(what)
-        except Refusal:
+            return Recipe.coerce(what)
+        except ConfigurationError:
             if os.path.exists(what):
-                raise Refusal(f"{what} is no recipe: its name does not end in .toml") from None
+                raise ConfigurationError(f"{what} is no recipe: its name does not end in .toml") from None
             raise
     written, known = Recipe.load(what), {_place(name, Path()): name for name in given.methods}
     named = {name: name if name in given.methods else known.get(_place(name, Path(what).parent)) for name in written.methods}
     for name in written.methods:
         if ":" in name and named[name] is None:
-            raise Refusal(f"{what} names code from outside, {name}; if you trust it, name it after --with, too")
+            raise ConfigurationError(f"{what} names code from outside, {name}; if you trust it, name it after --with, too")
     return Recipe({named[name] or name: settings for name, settings in written.methods.items()})
 
 

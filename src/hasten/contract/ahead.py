@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import torch
 
-from hasten.contract.batch import map_tensors, tensors
+from hasten.contract.batch import map_tensors, batch_tensors
 
 
-def one_ahead(inner: Iterator, device: torch.device) -> Iterator:
+def prefetch_to_cuda(inner: Iterator, device: torch.device) -> Iterator:
     """The batches of ``inner``, on the device. While one is used, the next is on its way."""
     side = torch.cuda.Stream(device)
 
@@ -27,6 +27,6 @@ def one_ahead(inner: Iterator, device: torch.device) -> Iterator:
         (batch, arrived), coming = coming, fetch()
         current = torch.cuda.current_stream(device)
         current.wait_event(arrived)
-        for tensor in tensors(batch):
+        for tensor in batch_tensors(batch):
             tensor.record_stream(current)  # its memory was taken on the side stream: not to be used again too early
         yield batch

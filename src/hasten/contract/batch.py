@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import torch
 
-from hasten.contract.errors import Failure
+from hasten.contract.errors import RunError
 from hasten.contract.tree import tree_leaves, tree_map
 
 TARGET_NAMES = ("labels", "label", "target", "targets", "y")
@@ -31,7 +31,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch):
     return tree_map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
-def tensors(batch) -> list[torch.Tensor]:
+def batch_tensors(batch) -> list[torch.Tensor]:
     """Returns every tensor in the batch, in order."""
     items = batch.values() if type(batch) is dict else batch
     if type(batch) in (tuple, list, dict) and all(type(item) is torch.Tensor for item in items):  # fast
@@ -39,19 +39,19 @@ def tensors(batch) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
 
 
-def size(batch) -> int:
+def batch_size(batch) -> int:
     """How many samples the batch holds: the first dimension of its first tensor."""
     if type(batch) in (list, tuple) and batch and type(batch[0]) is torch.Tensor and (shape := batch[0].shape):
         return shape[0]  # the usual case, fast: a tensor is touched once
-    for tensor in tensors(batch):
+    for tensor in batch_tensors(batch):
         if tensor.ndim:
             return tensor.shape[0]
     return 1
 
 
-def pieces(batch, count: int) -> list:
+def chunk_batch(batch, count: int) -> list:
     """The batch cut along its first dimension into at most ``count`` pieces (views) of nearly equal size."""
-    total = size(batch)
+    total = batch_size(batch)
     count = max(1, min(count, total))
     edges = [total * i // count for i in range(count + 1)]
 
@@ -61,7 +61,7 @@ def pieces(batch, count: int) -> list:
     return [cut(low, high) for low, high in pairwise(edges) if high > low]
 
 
-def split(batch) -> tuple[tuple, dict, object]:
+def split_inputs_target(batch) -> tuple[tuple, dict, object]:
     """(positional inputs, keyword inputs, target) of a batch for a task with a loss of its own."""
     if isinstance(batch, (tuple, list)) and len(batch) >= 2:
         return tuple(batch[:-1]), {}, batch[-1]
@@ -71,13 +71,13 @@ def split(batch) -> tuple[tuple, dict, object]:
         for name in TARGET_NAMES:
             if name in batch:
                 return (), {key: value for key, value in batch.items() if key != name}, batch[name]
-        raise Failure(f"the batch has no target among {', '.join(map(str, batch))}; name it one of {', '.join(TARGET_NAMES)}")
-    raise Failure(f"cannot tell input from target in a batch of type {type(batch).__name__}; give (input, target) or a dict")
+        raise RunError(f"the batch has no target among {', '.join(map(str, batch))}; name it one of {', '.join(TARGET_NAMES)}")
+    raise RunError(f"cannot tell input from target in a batch of type {type(batch).__name__}; give (input, target) or a dict")
 
 
 def target_of(batch):
     """The target of a batch, or None where the batch names none."""
     try:
-        return split(batch)[2]
-    except Failure:
+        return split_inputs_target(batch)[2]
+    except RunError:
         return None

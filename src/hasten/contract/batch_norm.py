@@ -16,13 +16,13 @@ from hasten.contract.run_context import TrainProgress
 
 
 @dataclass(frozen=True)
-class Parts:
+class SyncGroup:
     """How a batch is shared out now; all layers of a model ask the same, and so do their copies."""
 
     progress: TrainProgress
     world: int
 
-    def __deepcopy__(self, memo) -> Parts:
+    def __deepcopy__(self, memo) -> SyncGroup:
         return self
 
     @property
@@ -31,15 +31,15 @@ class Parts:
         return self.progress.global_batch_size >= self.world
 
 
-class BatchNormOfAll(BatchNorm):
+class DistributedBatchNorm(BatchNorm):
     """Made of another batch normalisation by ``over_all``."""
 
-    parts: Parts
+    parts: SyncGroup
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if not (self.training and self.parts.shared_out):
             return super().forward(inputs)
-        outputs, mean, variance, count = _Normalised.apply(inputs, self.weight, self.bias, self.eps)
+        outputs, mean, variance, count = _Normalize.apply(inputs, self.weight, self.bias, self.eps)
         if self.track_running_stats and self.running_mean is not None:
             self._follow(mean, variance * (count / (count - 1)))
         return outputs
@@ -58,12 +58,12 @@ class BatchNormOfAll(BatchNorm):
             raise ValueError(f"batch normalisation wants samples and channels, not a tensor of {inputs.dim()} dimensions")
 
 
-def over_all(norm: BatchNorm, parts: Parts) -> None:
+def convert_sync_batchnorm(norm: BatchNorm, parts: SyncGroup) -> None:
     """Makes a layer normalise over the parts of all ranks; its weights, its statistics and its place in the model stay."""
-    norm.__class__, norm.parts = BatchNormOfAll, parts
+    norm.__class__, norm.parts = DistributedBatchNorm, parts
 
 
-class _Normalised(torch.autograd.Function):
+class _Normalize(torch.autograd.Function):
     """(outputs, mean, variance and count of the whole batch), of inputs whose channels are their second dimension."""
 
     @staticmethod
@@ -79,11 +79,11 @@ class _Normalised(torch.autograd.Function):
         mean = (counts * means).sum(0) / count
         variance = (counts * (variances + (means - mean) ** 2)).sum(0) / count
         scale = (variance + eps).rsqrt()
-        normal = (wide - _along(mean, inputs)) * _along(scale, inputs)
+        normal = (wide - _channel_view(mean, inputs)) * _channel_view(scale, inputs)
         ctx.save_for_backward(normal, scale, weight, count)
         ctx.mark_non_differentiable(mean, variance, count)
-        outputs = normal if weight is None else normal * _along(weight, inputs)
-        outputs = outputs if bias is None else outputs + _along(bias, inputs)
+        outputs = normal if weight is None else normal * _channel_view(weight, inputs)
+        outputs = outputs if bias is None else outputs + _channel_view(bias, inputs)
         return outputs.to(inputs.dtype), mean, variance, count
 
     @staticmethod
@@ -96,7 +96,7 @@ class _Normalised(torch.autograd.Function):
         dist.all_reduce(everybodys)
         of_mean, of_spread = (everybodys / count).chunk(2)
         slope = scale if weight is None else scale * weight
-        of_inputs = _along(slope, gradient) * (wide - _along(of_mean, gradient) - normal * _along(of_spread, gradient))
+        of_inputs = _channel_view(slope, gradient) * (wide - _channel_view(of_mean, gradient) - normal * _channel_view(of_spread, gradient))
         _, weight_learns, bias_learns, _ = ctx.needs_input_grad
         of_weight, of_bias = (
             sums.to(weight.dtype) if learns else None for sums, learns in ((of_weight, weight_learns), (of_bias, bias_learns))
@@ -104,6 +104,6 @@ class _Normalised(torch.autograd.Function):
         return of_inputs.to(gradient.dtype), of_weight, of_bias, None
 
 
-def _along(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _channel_view(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """One value a channel, laid along the second dimension."""
     return values.view(1, -1, *[1] * (like.dim() - 2))

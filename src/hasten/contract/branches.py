@@ -18,11 +18,11 @@ from torch import nn
 from torch.fx import Node
 
 from hasten._torch_compat import own_buffers, own_parameters
-from hasten.contract.tracing import traced
+from hasten.contract.tracing import try_trace
 
 
 @dataclass(frozen=True)
-class Block:
+class BranchBlock:
     """Branches that know nothing of each other: all that they read is there before them, and they are read after all of them."""
 
     part: str  # of the model, whose graph it lies in
@@ -30,13 +30,13 @@ class Block:
     join: Node
 
     @property
-    def given(self) -> list[Node]:
+    def inputs(self) -> list[Node]:
         """What the branches read."""
         inside = {node for branch in self.branches for node in branch}
         read = dict.fromkeys(source for branch in self.branches for node in branch for source in _sources(node))
         return [node for node in read if node not in inside]
 
-    def told(self, branch: tuple[Node, ...]) -> str:
+    def describe(self, branch: tuple[Node, ...]) -> str:
         names = [node.target for node in branch if node.op == "call_module"] or [node.name for node in branch]
         return self.outer(names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}")
 
@@ -47,7 +47,7 @@ class Block:
         return f"the branches that meet in {self.outer(self.join.name)}"
 
 
-def blocks_of(model: nn.Module, graphs: dict[str, torch.fx.Graph], drawing: set[str], processes: int) -> tuple[list[Block], list[str]]:
+def find_branch_blocks(model: nn.Module, graphs: dict[str, torch.fx.Graph], drawing: set[str], processes: int) -> tuple[list[BranchBlock], list[str]]:
     """The blocks of a model, and why other branches are none.
 
     Args:
@@ -59,17 +59,17 @@ def blocks_of(model: nn.Module, graphs: dict[str, torch.fx.Graph], drawing: set[
     taken, doubts = [], []
     for name, graph in graphs.items():
         part = model.get_submodule(name)
-        held = {node: held_by(node, part) for node in graph.nodes}
+        held = {node: tensors_used_by(node, part) for node in graph.nodes}
         trained = {node for node, tensors in held.items() if any(tensor.requires_grad for tensor in tensors)}
         uses = Counter(id(tensor) for tensors in held.values() for tensor in tensors)
-        chosen: list[Block] = []
+        chosen: list[BranchBlock] = []
         forks = _forks(graph)
         for join in graph.nodes:  # inner blocks come before those around them
             branches = _between(forks[join], join, trained) if len(_sources(join)) > 1 else []
             whys = [_why_not(branch, held, uses, users, {node for node in branch if key_of(name, node) in drawing}) for branch in branches]
-            block = Block(name, tuple(tuple(branch) for branch, why in zip(branches, whys, strict=True) if why is None), join)
+            block = BranchBlock(name, tuple(tuple(branch) for branch, why in zip(branches, whys, strict=True) if why is None), join)
             if len(branches) > 1:
-                doubts += [f"{block.told(branch)}: {why}" for branch, why in zip(branches, whys, strict=True) if why]
+                doubts += [f"{block.describe(branch)}: {why}" for branch, why in zip(branches, whys, strict=True) if why]
             inner = [other for other in chosen if nodes_of(other) & nodes_of(block)]
             spared = partial(_spared, held=held, processes=processes)
             if len(block.branches) > 1 and spared(block) >= sum(map(spared, inner)):
@@ -78,14 +78,14 @@ def blocks_of(model: nn.Module, graphs: dict[str, torch.fx.Graph], drawing: set[
     return taken, list(dict.fromkeys(doubts))
 
 
-def nodes_of(block: Block) -> set[Node]:
+def nodes_of(block: BranchBlock) -> set[Node]:
     return {node for branch in block.branches for node in branch}
 
 
-def _spared(block: Block, held: dict, processes: int) -> int:
+def _spared(block: BranchBlock, held: dict, processes: int) -> int:
     """Weights that the fullest process has not to have."""
     sizes = [sum(tensor.numel() for node in branch for tensor in held[node]) for branch in block.branches]
-    (places,) = shared_out([sizes], processes)
+    (places,) = assign_branches([sizes], processes)
     return sum(sizes) - max(sum(size for size, at in zip(sizes, places, strict=True) if at == place) for place in places)
 
 
@@ -157,7 +157,7 @@ def _between(fork: Node | None, join: Node, trained: set[Node]) -> list[list[Nod
     return sorted((sorted(branch, key=order.get) for branch in branches), key=lambda branch: order[branch[0]])
 
 
-def shared_out(costs: list[list[float]], processes: int) -> list[list[int]]:
+def assign_branches(costs: list[list[float]], processes: int) -> list[list[int]]:
     """A process for each branch of each block: the dearest first, each to the one that has least to do in this block, then in those before it."""
     held, places = [0.0] * processes, []
     for of_block in costs:
@@ -174,7 +174,7 @@ def graphs_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.
     """The graph of a model; of one that cannot be traced, those of its parts. What another method has wrapped stays as it is."""
     if _is_wrapped(module):
         return
-    graph = traced(module, lambda part: _is_wrapped(part) or torch.fx.Tracer().is_leaf_module(part, ""))
+    graph = try_trace(module, lambda part: _is_wrapped(part) or torch.fx.Tracer().is_leaf_module(part, ""))
     if graph is not None:
         _forget_unread(graph)
         yield prefix, graph
@@ -199,7 +199,7 @@ def _sources(node: Node) -> list[Node]:
     return [each for each in node.all_input_nodes if each.op != "get_attr"]
 
 
-def held_by(node: Node, part: nn.Module) -> list[torch.Tensor]:
+def tensors_used_by(node: Node, part: nn.Module) -> list[torch.Tensor]:
     """The weights that a node uses, and the buffers of its layer."""
     found = [operator.attrgetter(each.target)(part) for each in node.all_input_nodes if each.op == "get_attr"]
     found = [tensor for tensor in found if isinstance(tensor, nn.Parameter)]
@@ -218,10 +218,10 @@ def outputs_of(branch: tuple[Node, ...]) -> list[Node]:
     return [node for node in branch if any(user not in inside for user in node.users)]
 
 
-def taken_out(part: nn.Module, block: Block, branch: tuple[Node, ...]) -> torch.fx.GraphModule:
+def extract_branch(part: nn.Module, block: BranchBlock, branch: tuple[Node, ...]) -> torch.fx.GraphModule:
     """A branch as a module of its own, which shares the layers of the model."""
     copied = torch.fx.Graph()
-    new = {node: copied.placeholder(node.name) for node in block.given}
+    new = {node: copied.placeholder(node.name) for node in block.inputs}
 
     def known(node: Node) -> Node:
         if node not in new:
@@ -234,7 +234,7 @@ def taken_out(part: nn.Module, block: Block, branch: tuple[Node, ...]) -> torch.
     return torch.fx.GraphModule(part, copied)
 
 
-def rewritten(part: nn.Module, graph: torch.fx.Graph, meetings: dict[Block, Callable]) -> torch.fx.GraphModule:
+def replace_blocks(part: nn.Module, graph: torch.fx.Graph, meetings: dict[BranchBlock, Callable]) -> torch.fx.GraphModule:
     """The graph of a part, in which each block is one call."""
     copied, new = torch.fx.Graph(), {}
     block_of = {node: block for block in meetings for node in nodes_of(block)}
@@ -242,7 +242,7 @@ def rewritten(part: nn.Module, graph: torch.fx.Graph, meetings: dict[Block, Call
     def known(node: Node) -> Node:
         if node in block_of and node not in new:
             block = block_of[node]
-            met = copied.call_function(meetings[block], tuple(map(known, block.given)))
+            met = copied.call_function(meetings[block], tuple(map(known, block.inputs)))
             for number, output in enumerate(output for branch in block.branches for output in outputs_of(branch)):
                 new[output] = copied.call_function(operator.getitem, (met, number))
         elif node not in new:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Any
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 
 
 class Exactness(Enum):
@@ -134,15 +134,15 @@ class Card:
 
     def __post_init__(self) -> None:
         if not isinstance(self.exactness, Exactness):
-            raise Refusal(f"a card's exactness is one of {', '.join(map(str, Exactness))}, not {self.exactness!r}")
+            raise ConfigurationError(f"a card's exactness is one of {', '.join(map(str, Exactness))}, not {self.exactness!r}")
         for name in ("accelerates", "applies_to", "requires", "invalidates", "replaces", "default_for"):
             if isinstance(words := getattr(self, name), str):
-                raise Refusal(f"the card says {name}={words!r}; it must be a set: {{{words!r}}}")
+                raise ConfigurationError(f"the card says {name}={words!r}; it must be a set: {{{words!r}}}")
             object.__setattr__(self, name, frozenset(words))
         vocabularies = {"accelerates": PHASES, "requires": TRAITS, "invalidates": TRAITS, "default_for": FACTS, "remedy_for": REMEDIES}
         for name, known in vocabularies.items():  # the engine and the tuner compute with these
             if unknown := set(getattr(self, name)) - known.keys():
-                raise Refusal(f"the card says {name}={sorted(unknown)}, but the known words are {', '.join(known)}")
+                raise ConfigurationError(f"the card says {name}={sorted(unknown)}, but the known words are {', '.join(known)}")
         if self.ceiling and self.ceiling not in CEILINGS:
-            raise Refusal(f"the card says ceiling={self.ceiling!r}, but the known words are {', '.join(CEILINGS)}")
+            raise ConfigurationError(f"the card says ceiling={self.ceiling!r}, but the known words are {', '.join(CEILINGS)}")
         object.__setattr__(self, "after", tuple(self.after))

@@ -14,16 +14,16 @@ from torch import nn
 
 from hasten._torch_compat import is_view
 from hasten.contract import batch as batches
-from hasten.contract.errors import Failure, Refusal
+from hasten.contract.errors import RunError, ConfigurationError
 from hasten.contract.run_context import RunContext
-from hasten.contract.sharded import own_part
-from hasten.contract.tracing import draws, evaluating, is_number, traced
-from hasten.contract.unmade import exchange, tensors_of
+from hasten.contract.sharded import to_local
+from hasten.contract.tracing import is_random_op, eval_mode, is_shape_value, try_trace
+from hasten.contract.unmade import replace_tensors, module_tensors
 
-LOOKED_FOR = "an nn.Sequential, or a forward() that torch.fx can trace, with places where one tensor goes on and nothing else"
+NO_CHAIN = "an nn.Sequential, or a forward() that torch.fx can trace, with places where one tensor goes on and nothing else"
 
 
-def chain_of(model: nn.Module, stages: int, sample: Callable | None = None) -> tuple[torch.fx.Graph, list]:
+def find_split_points(model: nn.Module, stages: int, sample: Callable | None = None) -> tuple[torch.fx.Graph, list]:
     """The graph of a model, and its members: lists of nodes, each with weights, between which one tensor goes on.
 
     Args:
@@ -34,21 +34,21 @@ def chain_of(model: nn.Module, stages: int, sample: Callable | None = None) -> t
     """
     found = []
     for is_leaf in (lambda part: type(part) is not nn.Sequential, None):
-        graph = traced(model, is_leaf)
-        if graph is None or any(map(draws, graph.nodes)):
+        graph = try_trace(model, is_leaf)
+        if graph is None or any(map(is_random_op, graph.nodes)):
             continue
         given = [node for node in graph.nodes if node.op == "placeholder" and node.users]
         if len(given) == 1:
-            found = max(found, members := _members(model, graph, _shared_out(model, graph, sample)), key=len)
+            found = max(found, members := _segments(model, graph, _shared_out(model, graph, sample)), key=len)
             if len(members) >= stages:
                 return graph, members
     told = f"a chain of {len(found)} that have weights" if found else "no such chain"
-    raise Refusal(
-        f"pipeline has {stages} stages to fill and found {told} in this model; it looked for {LOOKED_FOR}; other strategies shard any model"
+    raise ConfigurationError(
+        f"pipeline has {stages} stages to fill and found {told} in this model; it looked for {NO_CHAIN}; other strategies shard any model"
     )
 
 
-def part_of(model: nn.Module, graph: torch.fx.Graph, members: list) -> torch.fx.GraphModule:
+def extract_stage(model: nn.Module, graph: torch.fx.Graph, members: list) -> torch.fx.GraphModule:
     """Some neighbouring members as a module of their own, which shares the model's parts."""
     nodes = [node for member in members for node in member]
     copied, new = torch.fx.Graph(), {}
@@ -78,19 +78,19 @@ def _shared_out(model: nn.Module, graph: torch.fx.Graph, sample: Callable | None
     class Watching(torch.fx.Interpreter):
         def run_node(self, node):
             value = super().run_node(node)
-            if own_part(value) is not value:
+            if to_local(value) is not value:
                 found.add(node)
             return value
 
-    if sample is not None and any(own_part(weight) is not weight for weight in model.parameters()):
-        inputs, named, _ = batches.split(sample())
-        given = dict.fromkeys((node for node in graph.nodes if node.op == "placeholder"), only_input(inputs, named))
-        with evaluating(model), torch.no_grad():
+    if sample is not None and any(to_local(weight) is not weight for weight in model.parameters()):
+        inputs, named, _ = batches.split_inputs_target(sample())
+        given = dict.fromkeys((node for node in graph.nodes if node.op == "placeholder"), single_tensor_input(inputs, named))
+        with eval_mode(model), torch.no_grad():
             Watching(model, graph=graph).run(initial_env=given)
     return found
 
 
-def _members(model: nn.Module, graph: torch.fx.Graph, shared_out: set[torch.fx.Node]) -> list[list[torch.fx.Node]]:
+def _segments(model: nn.Module, graph: torch.fx.Graph, shared_out: set[torch.fx.Node]) -> list[list[torch.fx.Node]]:
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
     after = {node: place for place, node in enumerate([*nodes, *(node for node in graph.nodes if node.op == "output")])}
     trained = {name for name, weight in model.named_parameters(remove_duplicate=False) if weight.requires_grad}
@@ -98,7 +98,7 @@ def _members(model: nn.Module, graph: torch.fx.Graph, shared_out: set[torch.fx.N
     members, begun = [], 0
     for place, node in enumerate(nodes):
         living = {each for each in (start, *nodes[: place + 1]) if any(after[user] > place for user in each.users if user in after)}
-        if place + 1 == len(nodes) or (living == {node} and not is_number(node) and node not in shared_out):
+        if place + 1 == len(nodes) or (living == {node} and not is_shape_value(node) and node not in shared_out):
             member = nodes[begun : place + 1]
             if members and not (_weights_of(member, trained) and _weights_of(members[-1], trained)):
                 members[-1] += member  # a stage has something to train
@@ -114,16 +114,16 @@ def _weights_of(nodes, trained: set[str]) -> bool:
     return bool(used_directly & trained) or any(name.startswith(f"{target}.") for target in used for name in trained)
 
 
-def refuse_shared_weights(model: nn.Module, parts: list) -> None:
+def check_no_shared_weights(model: nn.Module, parts: list) -> None:
     owner: dict[int, int] = {}
     names = {id(weight): name for name, weight in model.named_parameters()}
     for number, part in enumerate(parts):
         for weight in part.parameters():
             if (other := owner.setdefault(id(weight), number)) != number:
-                raise Refusal(f"pipeline cannot cut this model: stages {other + 1} and {number + 1} both use {names[id(weight)]}; untie it")
+                raise ConfigurationError(f"pipeline cannot cut this model: stages {other + 1} and {number + 1} both use {names[id(weight)]}; untie it")
 
 
-def keep(model: nn.Module, own: list, parts: list, keeps_unused: bool, run: RunContext) -> list[torch.Tensor]:
+def materialize_local_stages(model: nn.Module, own: list, parts: list, keeps_unused: bool, run: RunContext) -> list[torch.Tensor]:
     """Leaves in a model the weights and buffers of our own parts, on our device, and what no part uses where ``keeps_unused``; returns them.
 
     The others are on the meta device, which holds nothing. Tensors that are neither weights nor buffers stay with all.
@@ -131,12 +131,12 @@ def keep(model: nn.Module, own: list, parts: list, keeps_unused: bool, run: RunC
     of_own, used = ({id(tensor) for part in some for tensor in (*part.parameters(), *part.buffers())} for some in (own, parts))
     registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     kept = of_own | (registered - used) if keeps_unused else of_own
-    wanted = list({id(tensor): tensor for *_, tensor in tensors_of(model) if id(tensor) in kept or id(tensor) not in registered}.values())
+    wanted = list({id(tensor): tensor for *_, tensor in module_tensors(model) if id(tensor) in kept or id(tensor) not in registered}.values())
     made = {
         id(wanted[number]): tensor.to(run.device) if id(wanted[number]) in kept else tensor
         for number, tensor in run.parallel.materialize(wanted)
     }
-    exchange(nn.ModuleList([model, *own]), lambda tensor: made[id(tensor)] if id(tensor) in made else _nothing_like(tensor))
+    replace_tensors(nn.ModuleList([model, *own]), lambda tensor: made[id(tensor)] if id(tensor) in made else _nothing_like(tensor))
     return [made[id(tensor)] for tensor in wanted if id(tensor) in kept]
 
 
@@ -145,8 +145,8 @@ def _nothing_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def only_input(inputs: tuple, named: dict) -> torch.Tensor:
+def single_tensor_input(inputs: tuple, named: dict) -> torch.Tensor:
     given = [*inputs, *named.values()]
     if len(given) != 1 or not isinstance(given[0], torch.Tensor):
-        raise Failure(f"pipeline passes one tensor through its stages, and this model is given {len(given)} things; take another strategy")
+        raise RunError(f"pipeline passes one tensor through its stages, and this model is given {len(given)} things; take another strategy")
     return given[0]

@@ -11,17 +11,17 @@ import torch
 from torch import nn
 
 from hasten.contract import batch as batches
-from hasten.contract.chain import only_input, part_of
-from hasten.contract.errors import Refusal
+from hasten.contract.chain import single_tensor_input, extract_stage
+from hasten.contract.errors import ConfigurationError
 from hasten.contract.run_context import RunContext
-from hasten.contract.tracing import evaluating
-from hasten.contract.unmade import exchange, storage_of
+from hasten.contract.tracing import eval_mode
+from hasten.contract.unmade import replace_tensors, storage_of
 
 MEASUREMENTS = 3
 TRAINED = 4  # times its own bytes that a weight takes: itself, its gradient, and two numbers of an optimizer such as Adam
 
 
-def ends_of(asked: str, stages: int, members: int, option: str) -> list[int]:
+def parse_split_sizes(asked: str, stages: int, members: int, option: str) -> list[int]:
     """Where the stages end whose lengths ``option`` of a method gives.
 
     Raises:
@@ -29,24 +29,24 @@ def ends_of(asked: str, stages: int, members: int, option: str) -> list[int]:
     """
     lengths = [int(word) if word.isdecimal() else 0 for word in asked.split("-")]
     if len(lengths) != stages or not all(lengths) or sum(lengths) != members:
-        raise Refusal(
+        raise ConfigurationError(
             f"{option}={asked} must be {stages} lengths that make up the chain of {members}, such as {'-'.join(['1'] * (stages - 1) + [str(members - stages + 1)])}"
         )
     return list(accumulate(lengths))
 
 
-def agreed_cuts(measured: Callable[[], list[list[float]]], run: RunContext) -> tuple[list[int], list[float]]:
+def balance_on_main_process(measured: Callable[[], list[list[float]]], run: RunContext) -> tuple[list[int], list[float]]:
     """Where the stages end, and what each costs, as the first rank measured it, and those that compute every layer with it."""
     told = b""
     if run.ranks.rank < run.parallel.tp_size:
         costs = measured()
-        ends = cuts(costs)
+        ends = balance_stages(costs)
         of_stages = [sum(of_stage[first:end]) for of_stage, (first, end) in zip(costs, pairwise([0, *ends]), strict=True)]
         told = json.dumps([ends, of_stages]).encode()
     return tuple(json.loads(run.ranks.broadcast(told)))
 
 
-def cuts(costs: list[list[float]]) -> list[int]:
+def balance_stages(costs: list[list[float]]) -> list[int]:
     """Where neighbouring stages end, none of them empty, so that the dearest is as cheap as may be.
 
     Args:
@@ -62,15 +62,15 @@ def cuts(costs: list[list[float]]) -> list[int]:
     return best[-1][1]
 
 
-def seconds(model: nn.Module, graph, members: list, batch, device: torch.device) -> list[float]:
+def profile_segments(model: nn.Module, graph, members: list, batch, device: torch.device) -> list[float]:
     """That each member takes forward and backward on some rows of a batch, the shortest of several tries; one at a time is on the device."""
-    inputs, named, _ = batches.split(batch)
-    value, costs = only_input(inputs, named), []
+    inputs, named, _ = batches.split_inputs_target(batch)
+    value, costs = single_tensor_input(inputs, named), []
     for member in members:
-        part, tries = part_of(model, graph, [member]), []
+        part, tries = extract_stage(model, graph, [member]), []
         home = next(part.parameters()).device
         part.to(device)
-        with evaluating(part):
+        with eval_mode(part):
             for _ in range(MEASUREMENTS):
                 given = value.detach().requires_grad_(value.is_floating_point())
                 began = perf_counter()
@@ -86,25 +86,25 @@ def seconds(model: nn.Module, graph, members: list, batch, device: torch.device)
     return costs
 
 
-def bytes_held(model: nn.Module, graph, members: list, batch, pieces: int, under_way: list[int]) -> list[list[int]]:
+def estimate_segment_memory(model: nn.Module, graph, members: list, batch, pieces: int, under_way: list[int]) -> list[list[int]]:
     """Of each stage, what every member would hold in it between forward and backward passes; computed on the meta device.
 
     Args:
         under_way: of each stage, the pieces of a batch that wait there for their backward pass at once.
     """
-    inputs, named, _ = batches.split(batch)
-    given = only_input(inputs, named)
+    inputs, named, _ = batches.split_inputs_target(batch)
+    given = single_tensor_input(inputs, named)
     value, held = given[: -(-len(given) // pieces)].to("meta"), []
     for member in members:
-        part = part_of(model, graph, [member])
-        exchange(part, lambda tensor: tensor.to("meta"))  # constants of the graph
-        value, left = _passed(part, value)
+        part = extract_stage(model, graph, [member])
+        replace_tensors(part, lambda tensor: tensor.to("meta"))  # constants of the graph
+        value, left = _run_segment(part, value)
         weights = sum(weight.nbytes * (TRAINED if weight.requires_grad else 1) for weight in part.parameters())
         held.append((weights + sum(buffer.nbytes for buffer in part.buffers()), left))
     return [[rests + waiting * left for rests, left in held] for waiting in under_way]
 
 
-def _passed(part: nn.Module, value: torch.Tensor) -> tuple[torch.Tensor, int]:
+def _run_segment(part: nn.Module, value: torch.Tensor) -> tuple[torch.Tensor, int]:
     """The output of a part, and how many bytes autograd keeps for its backward pass beside weights and buffers."""
     own = {storage_of(tensor) for tensor in (*part.parameters(), *part.buffers())}
     kept: dict[int, torch.Tensor] = {}
@@ -113,6 +113,6 @@ def _passed(part: nn.Module, value: torch.Tensor) -> tuple[torch.Tensor, int]:
         kept[storage_of(tensor)] = tensor.detach()
         return tensor
 
-    with evaluating(part), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with eval_mode(part), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = part(value.requires_grad_(value.is_floating_point()))
     return output.detach(), sum(tensor.untyped_storage().nbytes() for storage, tensor in kept.items() if storage not in own)

@@ -21,7 +21,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Crew:
+class WorkerConfig:
     """Who computes batches before they are asked for. Another crew gives the same batches, sooner or later.
 
     Attributes:
@@ -31,27 +31,27 @@ class Crew:
 
     threads: int = 0
     processes: int = 0
-    ahead: int = 0
+    prefetch: int = 0
 
     @property
-    def workers(self) -> int:
+    def num_workers(self) -> int:
         return self.threads + self.processes
 
     @property
-    def each(self) -> int:
+    def prefetch_factor(self) -> int:
         """Batches that each of them is asked for at a time: torch's ``prefetch_factor``."""
-        return 1 + -(-self.ahead // max(1, self.workers))
+        return 1 + -(-self.prefetch // max(1, self.num_workers))
 
     def __str__(self) -> str:
-        if not self.workers:
+        if not self.num_workers:
             return "no workers"
         kind = "thread" if self.threads else "process"
-        plural = "" if self.workers == 1 else "s" if self.threads else "es"
-        return f"{self.workers} {kind}{plural}, {self.ahead} ahead"
+        plural = "" if self.num_workers == 1 else "s" if self.threads else "es"
+        return f"{self.num_workers} {kind}{plural}, {self.prefetch} ahead"
 
 
 @dataclass(frozen=True)
-class Samples:
+class LoaderSpec:
     """Samples that can be read by index.
 
     Attributes:
@@ -67,36 +67,36 @@ class Samples:
     """
 
     dataset: Any
-    order: Callable[[int], Iterable[list[int]]]
+    batch_sampler: Callable[[int], Iterable[list[int]]]
     length: int
     collate: Callable[[list], Any] | None = None
     training: bool = True
     seed: int = 0
-    workers: int = 0
-    prefetch: int = 2
-    pin: bool = False
-    persistent: bool = False
+    num_workers: int = 0
+    prefetch_factor: int = 2
+    pin_memory: bool = False
+    persistent_workers: bool = False
     loader: Any = None
-    build: Callable[[Samples], Batches] | None = None
+    build: Callable[[LoaderSpec], BatchSource] | None = None
 
     @property
-    def crew(self) -> Crew:
-        return Crew(processes=self.workers, ahead=self.workers * (self.prefetch - 1))
+    def workers_config(self) -> WorkerConfig:
+        return WorkerConfig(processes=self.num_workers, prefetch=self.num_workers * (self.prefetch_factor - 1))
 
-    def some(self, seed: int = 0) -> list:
+    def probe(self, seed: int = 0) -> list:
         """Up to 32 samples, spread evenly over the dataset, read while every random generator starts from ``seed``."""
         spread = range(0, len(self.dataset), -(-len(self.dataset) // 32))
         reading = dataclasses.replace(self, order=lambda epoch: [list(spread)], length=1, collate=list, workers=0, pin=False, loader=None)
         return next(iter(self.build(reading).epoch(seed, 0)))
 
-    def fixed(self) -> bool:
+    def is_deterministic(self) -> bool:
         """Whether some samples come out the same under three random seeds, so that reading them once is enough."""
-        first, *others = (self.some(seed) for seed in range(3))
-        return all(same(first, other) for other in others)
+        first, *others = (self.probe(seed) for seed in range(3))
+        return all(bitwise_equal(first, other) for other in others)
 
 
 @dataclass
-class Batches:
+class BatchSource:
     """What the loop draws from.
 
     Attributes:
@@ -113,12 +113,12 @@ class Batches:
 
     epoch: Callable[[int, int], Iterator]
     length: int | None = None
-    samples: Samples | None = None
+    spec: LoaderSpec | None = None
     training: bool = True
     seekable: bool = True
     generators: tuple = ()
-    crew: Crew = Crew()
-    by: Callable[[Any], Batches] | None = None  # takes a Crew, or an autotuner of loaders, which this module does not know
+    workers: WorkerConfig = WorkerConfig()
+    with_workers: Callable[[Any], BatchSource] | None = None  # takes a Crew, or an autotuner of loaders, which this module does not know
     position: tuple[int, int] = field(default=(0, 0), compare=False)
 
     def __iter__(self) -> Iterator:
@@ -130,23 +130,23 @@ class Batches:
             raise TypeError("these batches have no known length")
         return self.length
 
-    def with_samples(self, **changes) -> Batches:
+    def with_spec(self, **changes) -> BatchSource:
         """Batches of the same samples, read in another way: ``changes`` are fields of Samples."""
-        return self.samples.build(dataclasses.replace(self.samples, **changes))
+        return self.spec.build(dataclasses.replace(self.spec, **changes))
 
-    def mapped(self, function: Callable[[Iterator], Iterator]) -> Batches:
+    def map_iterator(self, function: Callable[[Iterator], Iterator]) -> BatchSource:
         """The same batches, each pass's iterator wrapped by ``function``."""
         return dataclasses.replace(self, epoch=lambda epoch, start: function(self.epoch(epoch, start)), samples=None, by=None)
 
 
-def same(a, b) -> bool:
+def bitwise_equal(a, b) -> bool:
     """Whether two samples hold the same bits, whatever their nesting."""
     if isinstance(a, (torch.Tensor, numpy.ndarray)) and type(a) is type(b):
         return a.dtype == b.dtype and a.shape == b.shape and _bits(a) == _bits(b)
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(bitwise_equal(a[key], b[key]) for key in a)
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
-        return len(a) == len(b) and all(map(same, a, b))
+        return len(a) == len(b) and all(map(bitwise_equal, a, b))
     return a is b or bool(a == b) or (a != a and b != b)  # a missing number equals itself here
 
 

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import torch
 
-from hasten.contract.errors import Failure
+from hasten.contract.errors import RunError
 
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)  # that can be handed on
-MOST_DIMENSIONS = 8
-HEADER = MOST_DIMENSIONS + 2  # its length
+MAX_DIMS = 8
+HEADER = MAX_DIMS + 2  # its length
 
 
-def header_of(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype not in TYPES or tensor.ndim > MOST_DIMENSIONS:
-        raise Failure(f"a tensor of {tensor.dtype} with {tensor.ndim} dimensions cannot be handed on to another process")
+def encode_meta(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype not in TYPES or tensor.ndim > MAX_DIMS:
+        raise RunError(f"a tensor of {tensor.dtype} with {tensor.ndim} dimensions cannot be handed on to another process")
     told = [TYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
     return torch.tensor(told + [0] * (HEADER - len(told)), device=tensor.device)
 
 
-def room_for(header: torch.Tensor, device) -> torch.Tensor:
+def empty_from_meta(header: torch.Tensor, device) -> torch.Tensor:
     """Memory for the tensor that a header tells of."""
-    shape, kind = told_by(header)
+    shape, kind = decode_meta(header)
     return torch.empty(shape, dtype=kind, device=device)
 
 
-def told_by(header: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+def decode_meta(header: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
     """The shape and type that a header tells of."""
     kind, dimensions, *shape = header.tolist()
     return torch.Size(shape[:dimensions]), TYPES[kind]

@@ -7,16 +7,16 @@ from statistics import fmean, median
 
 import torch
 
-from hasten.contract.batch import tensors
-from hasten.contract.data import Crew
+from hasten.contract.batch import batch_tensors
+from hasten.contract.data import WorkerConfig
 
-LEAST_BATCHES, LEAST_SECONDS = 4, 0.3  # of a look
-ROUNDS = 2  # batches of each worker in a look: they come in bursts
-UNSETTLED = 1  # batches that say little, beside the first of each worker, where a crew or a pass begins
+MIN_BATCHES, MIN_SECONDS = 4, 0.3  # of a look
+BATCHES_PER_WORKER = 2  # batches of each worker in a look: they come in bursts
+WARMUP_BATCHES = 1  # batches that say little, beside the first of each worker, where a crew or a pass begins
 
 
 @dataclass(frozen=True)
-class Look:
+class LoaderStats:
     """What was seen of a crew over some batches in a row.
 
     Attributes:
@@ -25,40 +25,40 @@ class Look:
         size: bytes of the largest batch.
     """
 
-    waited: float
-    step: float
+    wait_s: float
+    step_s: float
     size: int = 0
 
     @property
-    def pace(self) -> float:
+    def seconds_per_batch(self) -> float:
         """Seconds a batch, its step included."""
-        return self.waited + self.step
+        return self.wait_s + self.step_s
 
     @property
-    def share(self) -> float:
+    def wait_fraction(self) -> float:
         """Of the time that is spent waiting."""
-        return self.waited / self.pace if self.pace else 0.0
+        return self.wait_s / self.seconds_per_batch if self.seconds_per_batch else 0.0
 
 
-class Watch:
+class LoaderProfiler:
     """Notes batches and steps of a crew until there are enough for a look, in several passes where they are short."""
 
-    def __init__(self, crew: Crew):
-        self.crew, self.least = crew, max(LEAST_BATCHES, ROUNDS * crew.workers)
+    def __init__(self, crew: WorkerConfig):
+        self.crew, self.least = crew, max(MIN_BATCHES, BATCHES_PER_WORKER * crew.num_workers)
         self.waits, self.steps, self.size = [], [], 0
         self.seconds = self.waited = 0.0
         self.skip, self.before = 0, None
 
-    def entered(self) -> None:
+    def on_enter(self) -> None:
         """The crew begins, or a pass does. Its first batches are left out, unless the pass before had no others."""
-        self.skip = 0 if self.before == len(self.steps) else UNSETTLED + self.crew.workers
+        self.skip = 0 if self.before == len(self.steps) else WARMUP_BATCHES + self.crew.num_workers
         self.before = len(self.steps)
 
-    def given(self, waited: float, batch) -> None:
+    def on_batch(self, waited: float, batch) -> None:
         self.waited = waited
-        self.size = max(self.size, sum(tensor.nbytes for tensor in tensors(batch)))
+        self.size = max(self.size, sum(tensor.nbytes for tensor in batch_tensors(batch)))
 
-    def stepped(self, seconds: float) -> bool:
+    def on_step(self, seconds: float) -> bool:
         """Whether it is enough."""
         if self.skip:
             self.skip -= 1
@@ -66,13 +66,13 @@ class Watch:
         self.waits.append(self.waited)
         self.steps.append(seconds)
         self.seconds += self.waited + seconds
-        return len(self.steps) >= self.least and self.seconds >= LEAST_SECONDS
+        return len(self.steps) >= self.least and self.seconds >= MIN_SECONDS
 
-    def seen(self) -> Look:
-        return Look(fmean(self.waits), median(self.steps), self.size)
+    def stats(self) -> LoaderStats:
+        return LoaderStats(fmean(self.waits), median(self.steps), self.size)
 
 
-def mark() -> torch.cuda.Event | None:
+def record_cuda_event() -> torch.cuda.Event | None:
     """Behind everything that the GPU was given to do so far; None where there is no GPU in use."""
     if not torch.cuda.is_initialized():
         return None
@@ -81,6 +81,6 @@ def mark() -> torch.cuda.Event | None:
     return mark
 
 
-def still_at_work(mark: torch.cuda.Event | None) -> bool:
+def gpu_is_busy(mark: torch.cuda.Event | None) -> bool:
     """Whether the GPU is: then it has not waited for the batch that has just come, whatever the host did."""
     return mark is not None and not mark.query()

@@ -36,7 +36,7 @@ from hasten.contract.card import Card, Exactness
 if TYPE_CHECKING:
     import torch
 
-    from hasten.contract.data import Batches
+    from hasten.contract.data import BatchSource
     from hasten.contract.run_context import RunContext, TrainPlan
     from hasten.contract.types import BackwardFn, Batch, BatchFn, ContextFactory, ForwardFn, LossFn, OptimizerFactory, StepFn
 
@@ -106,7 +106,7 @@ class Method:
     def plan(self, plan: TrainPlan, run: RunContext) -> TrainPlan:
         return plan
 
-    def data(self, batches: Batches, run: RunContext) -> Batches | Iterable[Batch]:
+    def data(self, batches: BatchSource, run: RunContext) -> BatchSource | Iterable[Batch]:
         return batches
 
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:

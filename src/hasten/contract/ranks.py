@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-PATIENCE = 1800.0  # seconds to wait for a rank that does not answer, and may be evaluating; a rank that died is noticed at once
+DEFAULT_TIMEOUT_S = 1800.0  # seconds to wait for a rank that does not answer, and may be evaluating; a rank that died is noticed at once
 
 
 def _gather_alone(content: bytes) -> list[bytes]:

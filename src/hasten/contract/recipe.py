@@ -18,11 +18,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 
 _WITH = re.compile(r"^(?P<name>(?:.+\.py:\w+)|(?:[\w.]+:[A-Z]\w*)|[\w-]+)(?::(?P<settings>.*))?$", re.DOTALL)
 _JOINT, _JOINT_OF_FILES = r"\s\+\s|\+(?=[a-z])", r"\s\+\s"
-LARGEST_FILE = 1 << 20  # bytes; a recipe is a page, not a library
+MAX_FILE_BYTES = 1 << 20  # bytes; a recipe is a page, not a library
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Recipe:
         """This recipe with one method more, or with other settings for one it has."""
         return Recipe({**self.methods, name: settings})
 
-    def without(self, *names: str) -> Recipe:
+    def drop(self, *names: str) -> Recipe:
         return Recipe({name: settings for name, settings in self.methods.items() if name not in names})
 
     def __or__(self, other: Recipe) -> Recipe:
@@ -58,16 +58,16 @@ class Recipe:
         try:
             content = tomllib.loads(text)
         except (ValueError, RecursionError) as error:  # also an integer of thousands of digits
-            raise Refusal(f"{where} is not valid TOML: {error or 'nested too deeply'}") from None
+            raise ConfigurationError(f"{where} is not valid TOML: {error or 'nested too deeply'}") from None
         methods = content.get("methods", {})
         if strangers := content.keys() - {"methods"}:
-            raise Refusal(f"{where} has an unknown table {sorted(strangers)[0]!r}; a recipe holds [methods.NAME] tables only")
+            raise ConfigurationError(f"{where} has an unknown table {sorted(strangers)[0]!r}; a recipe holds [methods.NAME] tables only")
         if not isinstance(methods, dict) or not all(isinstance(settings, dict) for settings in methods.values()):
-            raise Refusal(f"{where}: every method is a table, as in [methods.bfloat16]")
+            raise ConfigurationError(f"{where}: every method is a table, as in [methods.bfloat16]")
         for name, settings in methods.items():
             for key, value in settings.items():
                 if not isinstance(value, (bool, int, float, str)):
-                    raise Refusal(f"{where}: {name}.{key} must be a number, a text or true/false, not a {type(value).__name__}")
+                    raise ConfigurationError(f"{where}: {name}.{key} must be a number, a text or true/false, not a {type(value).__name__}")
         return Recipe(methods)
 
     @staticmethod
@@ -75,14 +75,14 @@ class Recipe:
         path = Path(path)
         try:
             if path.exists() and not path.is_file():
-                raise Refusal(f"{path} is no regular file; a recipe is a TOML file")
-            if path.stat().st_size > LARGEST_FILE:
-                raise Refusal(f"{path} is larger than {LARGEST_FILE} bytes; that is no recipe")
+                raise ConfigurationError(f"{path} is no regular file; a recipe is a TOML file")
+            if path.stat().st_size > MAX_FILE_BYTES:
+                raise ConfigurationError(f"{path} is larger than {MAX_FILE_BYTES} bytes; that is no recipe")
             text = path.read_text(encoding="utf-8")
         except OSError as error:
-            raise Refusal(f"cannot read the recipe {path}: {error.strerror}") from None
+            raise ConfigurationError(f"cannot read the recipe {path}: {error.strerror}") from None
         except UnicodeDecodeError:
-            raise Refusal(f"{path} is not UTF-8 text; a recipe is a TOML file") from None
+            raise ConfigurationError(f"{path} is not UTF-8 text; a recipe is a TOML file") from None
         return Recipe.from_toml(text, str(path))
 
     @staticmethod
@@ -97,14 +97,14 @@ class Recipe:
         for text in (part.strip() for whole in texts for part in re.split(_JOINT_OF_FILES if ".py:" in whole else _JOINT, whole)):
             match = _WITH.match(text)
             if not match:
-                raise Refusal(f"cannot read {text!r}; write METHOD, METHOD:key=value,key=value or ./file.py:Class")
+                raise ConfigurationError(f"cannot read {text!r}; write METHOD, METHOD:key=value,key=value or ./file.py:Class")
             if match["name"] in recipe.methods:
-                raise Refusal(f"{match['name']} is named twice; give its settings once, as in {match['name']}:key=value,key=value")
+                raise ConfigurationError(f"{match['name']} is named twice; give its settings once, as in {match['name']}:key=value,key=value")
             recipe = recipe.with_method(match["name"], **_settings(text, match["settings"]))
         return recipe
 
     @staticmethod
-    def read(what: Recipe | str | Path | Iterable[str] | None) -> Recipe:
+    def coerce(what: Recipe | str | Path | Iterable[str] | None) -> Recipe:
         """A recipe from anything that names one: a Recipe, "baseline", a ``.toml`` file, or ``--with`` text.
 
         Raises:
@@ -117,7 +117,7 @@ class Recipe:
         if isinstance(what, Path) or (isinstance(what, str) and what.endswith(".toml")):
             recipe = Recipe.load(what)
             if outside := [name for name in recipe.methods if ":" in name]:
-                raise Refusal(f"{what} names code from outside, {outside[0]}; if you trust it, give Recipe.load of the file instead")
+                raise ConfigurationError(f"{what} names code from outside, {outside[0]}; if you trust it, give Recipe.load of the file instead")
             return recipe
         return Recipe.parse(what)
 
@@ -127,9 +127,9 @@ def _settings(text: str, pairs: str | None) -> dict:
     for pair in (pairs or "").split(",") if pairs else []:
         key, equals, value = pair.partition("=")
         if not equals or not key.strip():
-            raise Refusal(f"cannot read {pair!r} in {text!r}; settings are key=value, separated by commas")
+            raise ConfigurationError(f"cannot read {pair!r} in {text!r}; settings are key=value, separated by commas")
         if key.strip() in settings:
-            raise Refusal(f"{key.strip()} is given twice in {text!r}; say it once")
+            raise ConfigurationError(f"{key.strip()} is given twice in {text!r}; say it once")
         settings[key.strip()] = _value(value.strip())
     return settings
 

@@ -15,29 +15,29 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hasten._torch_compat import BatchNorm
 from hasten.contract.batch import map_tensors
-from hasten.contract.batch_norm import BatchNormOfAll
-from hasten.contract.errors import Notice, Refusal
+from hasten.contract.batch_norm import DistributedBatchNorm
+from hasten.contract.errors import HastenWarning, ConfigurationError
 from hasten.contract.method import Method
 from hasten.contract.run_context import RunContext, TrainProgress
-from hasten.contract.sharded import own_part
+from hasten.contract.sharded import to_local
 from hasten.contract.types import Batch, ContextFactory, ForwardFn, StepFn
 
-BUCKET = 2_000_000  # numbers that travel together
+BUCKET_BYTES = 2_000_000  # numbers that travel together
 
 
-def notice_batch_norm(model: torch.nn.Module, remedy: str = "", part: str = "each process's part of a batch") -> None:
+def warn_local_batch_norm(model: torch.nn.Module, remedy: str = "", part: str = "each process's part of a batch") -> None:
     """Says so where batch normalisation would see less than in one process."""
-    if normalises_alone(model):
-        warnings.warn(f"batch normalisation sees {part} alone: not the same formula as in one{remedy}", Notice, stacklevel=3)
+    if has_local_batch_norm(model):
+        warnings.warn(f"batch normalisation sees {part} alone: not the same formula as in one{remedy}", HastenWarning, stacklevel=3)
 
 
-def normalises_alone(model: torch.nn.Module) -> bool:
+def has_local_batch_norm(model: torch.nn.Module) -> bool:
     """Whether a model has batch normalisation over no more than what a process gives it."""
     norms = [part for part in model.modules() if isinstance(part, BatchNorm)]
-    return any(not isinstance(norm, (torch.nn.SyncBatchNorm, BatchNormOfAll)) for norm in norms)
+    return any(not isinstance(norm, (torch.nn.SyncBatchNorm, DistributedBatchNorm)) for norm in norms)
 
 
-def degree_of(method: Method, world: int) -> int:
+def resolve_parallel_size(method: Method, world: int) -> int:
     """The ranks that hold one copy of the model between them, as a method's ``degree`` says.
 
     Raises:
@@ -45,14 +45,14 @@ def degree_of(method: Method, world: int) -> int:
     """
     degree = method.degree or world
     if degree == 1:
-        raise Refusal(f"{method.name}:degree=1 leaves every process a whole copy: take a degree of 2 or more, or leave {method.name} out")
+        raise ConfigurationError(f"{method.name}:degree=1 leaves every process a whole copy: take a degree of 2 or more, or leave {method.name} out")
     if world % degree:
         divisors = [str(number) for number in range(2, world + 1) if world % number == 0]
-        raise Refusal(f"{method.name}:degree={degree} does not divide {world} processes; take {' or '.join(divisors)}")
+        raise ConfigurationError(f"{method.name}:degree={degree} does not divide {world} processes; take {' or '.join(divisors)}")
     return degree
 
 
-def hold_between(method: Method, run: RunContext, dimension: str) -> None:
+def assign_mesh_dim(method: Method, run: RunContext, dimension: str) -> None:
     """Gives a dimension of the mesh as many ranks of each copy of the model as the method's ``degree`` says; 0 is all that the other dimension leaves.
 
     Raises:
@@ -62,20 +62,20 @@ def hold_between(method: Method, run: RunContext, dimension: str) -> None:
     parallel.mesh_dim_owner[dimension] = method
     world, methods = parallel.ranks.world_size, parallel.mesh_dim_owner.values()
     if len(methods) == 1:
-        degrees = [degree_of(method, world)]
+        degrees = [resolve_parallel_size(method, world)]
     else:
         given = math.prod(each.degree for each in methods if each.degree)
         degrees = [each.degree or world // given for each in methods]
         named = " and ".join(f"{each.name}:degree={each.degree}" if each.degree else each.name for each in methods)
         if not any(each.degree for each in methods):
-            raise Refusal(f"{named} would each take all {world} processes; give one of them a degree, such as {method.name}:degree=2")
+            raise ConfigurationError(f"{named} would each take all {world} processes; give one of them a degree, such as {method.name}:degree=2")
         if min(degrees) < 2 or world % math.prod(degrees):
-            raise Refusal(f"{named} do not fit {world} processes: each takes 2 or more, and their product has to divide the processes")
+            raise ConfigurationError(f"{named} do not fit {world} processes: each takes 2 or more, and their product has to divide the processes")
     parallel.model_parallel_size = math.prod(degrees)
     parallel.pp_size = dict(zip(parallel.mesh_dim_owner, degrees, strict=True)).get("stages", 1)
 
 
-def mesh_of(run: RunContext) -> DeviceMesh:
+def get_device_mesh(run: RunContext) -> DeviceMesh:
     """The ranks of the run: copies of the model, the stages of a copy, and the shards of a stage, which follow each other."""
     parallel = run.parallel
     if parallel.device_mesh is None:
@@ -84,29 +84,29 @@ def mesh_of(run: RunContext) -> DeviceMesh:
     return parallel.device_mesh
 
 
-def averaged_over_copies(grad_transform: StepFn, run: RunContext) -> StepFn:
+def reduce_over_replicas(grad_transform: StepFn, run: RunContext) -> StepFn:
     """``grad_transform``, and then the mean of the gradients over the replicas of the model, where there are several."""
     if run.parallel.model_parallel_size == run.ranks.world_size:
         return grad_transform
     weights = [weight for weight in run.unwrapped_model.parameters() if weight.requires_grad and not weight.is_meta]
     common, own = ([weight for weight in weights if (weight in run.parallel.replicated_params) is shared] for shared in (True, False))
-    copies = mesh_of(run)["copies"].get_group()
+    copies = get_device_mesh(run)["copies"].get_group()
 
     def averaged():
         grad_transform()
-        average_gradients(common, copies)  # by themselves: where they lie in a message decides in which order it is added up
-        average_gradients(own, copies)
+        all_reduce_gradients(common, copies)  # by themselves: where they lie in a message decides in which order it is added up
+        all_reduce_gradients(own, copies)
 
     return averaged
 
 
-def make_alike(model: torch.nn.Module, device: torch.device | None = None) -> None:
+def broadcast_module(model: torch.nn.Module, device: torch.device | None = None) -> None:
     """Gives every rank the first one's weights and buffers: a task may have drawn them from a generator that nobody seeds."""
-    give_firsts([*model.parameters(), *model.buffers()], device=device)
+    broadcast_tensors([*model.parameters(), *model.buffers()], device=device)
 
 
 @torch.no_grad()
-def give_firsts(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
+def broadcast_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
     """Gives all ranks, or those of a group, the first one's tensors; where these are elsewhere, one after the other by way of a device."""
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
         there = tensor.detach().to(device or tensor.device).contiguous()
@@ -115,18 +115,18 @@ def give_firsts(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None
             tensor.copy_(there)
 
 
-def refuse_sparse(model: torch.nn.Module, who: str) -> None:
+def check_no_sparse_gradients(model: torch.nn.Module, who: str) -> None:
     """Refuses a model with gradients that name the rows they are of."""
     tables = [name for name, part in model.named_modules() if getattr(part, "sparse", False) is True]
     if tables:
-        raise Refusal(f"{who} averages whole gradients, and those of {tables[0]} are sparse; make it with sparse=False, or leave {who} out")
+        raise ConfigurationError(f"{who} averages whole gradients, and those of {tables[0]} are sparse; make it with sparse=False, or leave {who} out")
 
 
 def buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """The tensors some at a time, those of one list of one type and in one place."""
     bucket, size = [], 0
     for tensor in tensors:
-        if bucket and (size + tensor.numel() > BUCKET or (tensor.dtype, tensor.device) != (bucket[0].dtype, bucket[0].device)):
+        if bucket and (size + tensor.numel() > BUCKET_BYTES or (tensor.dtype, tensor.device) != (bucket[0].dtype, bucket[0].device)):
             yield bucket
             bucket, size = [], 0
         bucket.append(tensor)
@@ -136,18 +136,18 @@ def buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 @torch.no_grad()
-def average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
+def all_reduce_mean(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Makes each tensor its mean over all ranks, or those of a group; they have to ask for the same ones at once."""
 
     def send(numbers: torch.Tensor) -> None:
         numbers /= dist.get_world_size(group)  # before they are added up: the sum may be greater than any number of the type
         dist.all_reduce(numbers, group=group)
 
-    sent_together(tensors, send)
+    coalesced(tensors, send)
 
 
 @torch.no_grad()
-def sent_together(tensors: Iterable[torch.Tensor], send: Callable[[torch.Tensor], object]) -> None:
+def coalesced(tensors: Iterable[torch.Tensor], send: Callable[[torch.Tensor], object]) -> None:
     """Lets many tensors travel in few messages: ``send`` changes all their numbers, one after the other."""
     for bucket in buckets(tensors):
         numbers = torch.cat([tensor.reshape(-1) for tensor in bucket])
@@ -157,7 +157,7 @@ def sent_together(tensors: Iterable[torch.Tensor], send: Callable[[torch.Tensor]
 
 
 @torch.no_grad()
-def differing(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
+def find_divergent_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
     """Those of some tensors that are not the same to the bit on all ranks, or those of a group; they have to ask for the same ones at once."""
     tensors = list(tensors)
     if not tensors:
@@ -169,7 +169,7 @@ def differing(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None =
     return [tensor for tensor, differs in zip(tensors, most != -least, strict=True) if differs]
 
 
-class Gradients:
+class GradientBucket:
     """The gradients of some weights on their way to the other ranks. A weight that has none on this rank takes part with zeros.
 
     Attributes:
@@ -180,40 +180,40 @@ class Gradients:
     def __init__(self, weights: Sequence[torch.nn.Parameter]):
         self.weights = weights
         self.tensors = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights]
-        like = own_part(weights[0])
+        like = to_local(weights[0])
         self.shares = like.new_tensor([weight.grad is not None for weight in weights])
 
-    def handed_back(self) -> None:
+    def write_back(self) -> None:
         """Gives the weights what has become of their gradients; one that nobody has a gradient of stays without."""
         for number, (weight, gradient) in enumerate(zip(self.weights, self.tensors, strict=True)):
             if weight.grad is None and self.shares[number] > 0:
                 weight.grad = gradient
 
 
-def average_gradients(weights: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
+def all_reduce_gradients(weights: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
     """Makes the gradient of each weight, or this rank's part of it, its mean over all ranks, or those of a group, in few messages."""
     if not weights:
         return
-    gradients = Gradients(weights)
-    average([*map(own_part, gradients.tensors), gradients.shares], group)
-    gradients.handed_back()
+    gradients = GradientBucket(weights)
+    all_reduce_mean([*map(to_local, gradients.tensors), gradients.shares], group)
+    gradients.write_back()
 
 
-def refuse_never_to_meet(run: RunContext, who: str, period: int) -> None:
+def check_sync_period(run: RunContext, who: str, period: int) -> None:
     """Refuses processes that would each train by themselves from the first step to the last."""
     if run.plan.steps is not None and period > run.plan.steps:
-        raise Refusal(
+        raise ConfigurationError(
             f"{who}:period={period} is longer than the run of {run.plan.steps} steps, in which the processes would never meet; take a shorter one"
         )
 
 
-def let_copies_differ(run: RunContext, name: str) -> None:
+def allow_divergent_replicas(run: RunContext, name: str) -> None:
     """Lets the copies of the model differ between the ranks: a checkpoint holds the mean, and for each rank its own."""
-    run.parallel.rank_state[name] = OwnCopy(run)
-    run.parallel.merge_rank_states = lambda state: mean_of(state, run)
+    run.parallel.rank_state[name] = LocalReplicaState(run)
+    run.parallel.merge_rank_states = lambda state: average_state(state, run)
 
 
-class OwnCopy:
+class LocalReplicaState:
     """This rank's copy of the model, and the state of its optimizer."""
 
     def __init__(self, run: RunContext):
@@ -238,14 +238,14 @@ def _beside(there, value):
     return value.to(there.device) if both else value
 
 
-def mean_of(state, run: RunContext):
+def average_state(state, run: RunContext):
     """A copy of a state of any nesting, whose real numbers are their mean over all ranks, which ask at once; what not all of them have stays."""
     state = map_tensors(lambda tensor: tensor.detach().clone(), state)
     own = dict(_named(state))
     told = json.dumps({name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in own.items()})
     first, *others = map(json.loads, run.ranks.all_gather(told.encode()))
     alike = [name for name, built in first.items() if all(other.get(name) == built for other in others)]
-    average(differing(filter(is_real_or_complex, map(own.get, alike))))
+    all_reduce_mean(find_divergent_tensors(filter(is_real_or_complex, map(own.get, alike))))
     return state
 
 
@@ -258,11 +258,11 @@ def _named(state, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
             yield from _named(value, f"{name}/{key}")
 
 
-def mean_model(model: torch.nn.Module) -> torch.nn.Module:
+def average_model(model: torch.nn.Module) -> torch.nn.Module:
     """A copy of the model whose weights and statistics are their mean over all ranks, which have to ask at once; what they have alike stays as it is."""
     mean = copy.deepcopy(model)
     tensors = {id(tensor): tensor for tensor in (*mean.parameters(), *mean.buffers())}
-    average(differing(filter(is_real_or_complex, tensors.values())))
+    all_reduce_mean(find_divergent_tensors(filter(is_real_or_complex, tensors.values())))
     return mean
 
 
@@ -271,7 +271,7 @@ def is_real_or_complex(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def talking_last(forward_backward: ForwardFn, progress: TrainProgress, no_sync: ContextFactory) -> ForwardFn:
+def sync_on_last_microbatch(forward_backward: ForwardFn, progress: TrainProgress, no_sync: ContextFactory) -> ForwardFn:
     """``forward_backward``, which exchanges gradients after the last microbatch of a batch only."""
 
     def synced_on_last_microbatch(piece: Batch) -> torch.Tensor:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from hasten.contract.errors import Refusal
-from hasten.contract.unmade import exchange
+from hasten.contract.errors import ConfigurationError
+from hasten.contract.unmade import replace_tensors
 
 try:
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -17,23 +17,23 @@ except ImportError:  # a torch that was built without torch.distributed
     DTensor = ()
 
 PIECE = "piece of a tensor"
-SHAREABLE = "Adam, AdamW, SGD, RMSprop or Adagrad"  # optimizers that are known to work on parts of weights
+DTENSOR_OPTIMIZERS = "Adam, AdamW, SGD, RMSprop or Adagrad"  # optimizers that are known to work on parts of weights
 
 
-def own_part(tensor: torch.Tensor) -> torch.Tensor:
+def to_local(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has of a tensor: all of one that is not shared out."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def refuse_unshareable(optimizer, who: str) -> None:
+def check_optimizer_supports_dtensor(optimizer, who: str) -> None:
     """Refuses an optimizer that cannot update its part of a weight, now and not in the first step: tried on tiny weights, shared out and whole."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"] if isinstance(weight, DTensor)]
     for weight in {weight.ndim: weight for weight in weights}.values():
         own = torch.zeros([1, 2, 2, 2, 2, 2][: weight.ndim], dtype=weight.dtype, device=weight.to_local().device)
         part = DTensor.from_local(own, weight.device_mesh, weight.placements, run_check=False)
         if not _can_step(optimizer, part) and _can_step(optimizer, own):
-            raise Refusal(
-                f"{who} gives the optimizer parts of weights, and {type(optimizer).__name__} cannot update them; take {SHAREABLE}, or leave {who} out"
+            raise ConfigurationError(
+                f"{who} gives the optimizer parts of weights, and {type(optimizer).__name__} cannot update them; take {DTENSOR_OPTIMIZERS}, or leave {who} out"
             )
 
 
@@ -50,19 +50,19 @@ def _can_step(optimizer, tensor: torch.Tensor) -> bool:
     return True
 
 
-def whole(state, keep: bool = True):
+def gather_full_state(state, keep: bool = True):
     """A state of any nesting with its tensors whole. All ranks have to ask at once; one that does not ``keep`` them gets None in their place."""
     if hasattr(state, "full_tensor"):
         tensor = state.full_tensor()
         return tensor if keep else None
     if isinstance(state, Mapping):
-        return {key: whole(value, keep) for key, value in state.items()}
+        return {key: gather_full_state(value, keep) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
-        return type(state)(whole(value, keep) for value in state)
+        return type(state)(gather_full_state(value, keep) for value in state)
     return state
 
 
-def pieces(state, keep: bool = True):
+def local_shards(state, keep: bool = True):
     """A state with what this rank has of its shared tensors, and where in them that lies. Of the rest one that does not ``keep`` it gets None.
 
     What is on the meta device is another rank's.
@@ -71,14 +71,14 @@ def pieces(state, keep: bool = True):
         chunks = state.__create_chunk_list__()
         return {PIECE: state.to_local(), "first": list(chunks[0].offsets) if chunks else [], "shape": list(state.shape)}
     if isinstance(state, Mapping):
-        return {key: pieces(value, keep) for key, value in state.items()}
+        return {key: local_shards(value, keep) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
-        return type(state)(pieces(value, keep) for value in state)
+        return type(state)(local_shards(value, keep) for value in state)
     gone = isinstance(state, torch.Tensor) and state.is_meta
     return state if keep and not gone else None
 
 
-def put_together(states: list):
+def merge_shards(states: list):
     """The whole of which several ranks have given their ``pieces``, or all that they hold: of what several have, the first one's."""
     there = [state for state in states if state is not None]
     first = there[0] if there else states[0]
@@ -90,9 +90,9 @@ def put_together(states: list):
         return tensor
     if isinstance(first, Mapping):
         keys = dict.fromkeys(key for state in there for key in state)
-        return {key: put_together([state[key] for state in there if key in state]) for key in keys}
+        return {key: merge_shards([state[key] for state in there if key in state]) for key in keys}
     if isinstance(first, (list, tuple)):
-        return type(first)(put_together(list(values)) for values in zip(*there, strict=True))
+        return type(first)(merge_shards(list(values)) for values in zip(*there, strict=True))
     return first
 
 
@@ -115,13 +115,13 @@ def clip_norm(
         torch.nn.utils.clip_grads_with_norm_(kind, max_norm, total)
 
 
-def forget(model: torch.nn.Module, tensors: list[torch.Tensor]) -> None:
+def move_to_meta(model: torch.nn.Module, tensors: list[torch.Tensor]) -> None:
     """Moves weights and buffers of a model to the meta device, which holds nothing; what was one stays one."""
     gone = {id(tensor) for tensor in tensors}
-    exchange(model, lambda tensor: tensor.to("meta") if id(tensor) in gone else tensor)
+    replace_tensors(model, lambda tensor: tensor.to("meta") if id(tensor) in gone else tensor)
 
 
-def shared_out_like(tensor, model: torch.Tensor):
+def distribute_like(tensor, model: torch.Tensor):
     """A whole tensor, which all ranks have, shared out as ``model`` is; whatever is not of its shape is left alone."""
     if isinstance(model, torch.Tensor) and model.is_meta:
         return model  # another rank has it
@@ -130,7 +130,7 @@ def shared_out_like(tensor, model: torch.Tensor):
     return distribute_tensor(tensor.to(model.device), model.device_mesh, model.placements, src_data_rank=None)
 
 
-def part_like(tensor: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+def local_shard_like(tensor: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     """This rank's part of a whole tensor, where ``model`` is one that is shared out: a view, which takes no memory."""
     if not isinstance(model, DTensor):
         return tensor

@@ -3,13 +3,13 @@
 import re
 from numbers import Real
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 
-LONGEST = 1e9  # seconds, some thirty years
+MAX_SECONDS = 1e9  # seconds, some thirty years
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
 
-def seconds_of(span: float | str) -> float:
+def parse_duration(span: float | str) -> float:
     """``90``, ``90s``, ``10m`` or ``1h`` as seconds; a number is seconds already.
 
     Raises:
@@ -19,18 +19,18 @@ def seconds_of(span: float | str) -> float:
     if isinstance(span, str):
         match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", span.strip())
         value = float(match[1]) * _UNITS[match[2]] if match else 0.0
-    if not isinstance(value, Real) or isinstance(value, bool) or not 0 < value < LONGEST:
-        raise Refusal(f"must be a time such as 90s, 10m or 1h, not {span!r:.80}")
+    if not isinstance(value, Real) or isinstance(value, bool) or not 0 < value < MAX_SECONDS:
+        raise ConfigurationError(f"must be a time such as 90s, 10m or 1h, not {span!r:.80}")
     return float(value)
 
 
-def budget_of(span: float | str) -> float:
+def parse_budget(span: float | str) -> float:
     """A budget in seconds.
 
     Raises:
         Refusal: it is no time.
     """
     try:
-        return seconds_of(span)
-    except Refusal as why:
-        raise Refusal(f"budget {why}") from None
+        return parse_duration(span)
+    except ConfigurationError as why:
+        raise ConfigurationError(f"budget {why}") from None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,16 +51,16 @@ class Task:
         for field, shape in must_be_callable.items():
             made_already = hasattr(getattr(self, field), "state_dict") and not isinstance(getattr(self, field), type)
             if made_already or not callable(getattr(self, field)):
-                raise Refusal(f"Task({field}=) must be a function {shape}, not {_kind(getattr(self, field))}")
+                raise ConfigurationError(f"Task({field}=) must be a function {shape}, not {_kind(getattr(self, field))}")
         if self.loss is not None and not callable(self.loss):
-            raise Refusal(f"Task(loss=) must be a function (output, target) -> scalar or None, not {_kind(self.loss)}")
+            raise ConfigurationError(f"Task(loss=) must be a function (output, target) -> scalar or None, not {_kind(self.loss)}")
         _positive("batch_size", self.batch_size, int, optional=True)
         _positive("epochs", self.epochs, (int, float))
         _positive("evaluate_every", self.evaluate_every, int, optional=True)
         if self.target is not None and not _is_finite_number(self.target):
-            raise Refusal(f"Task(target=) must be a finite number or None, not {self.target!r:.80}")
+            raise ConfigurationError(f"Task(target=) must be a finite number or None, not {self.target!r:.80}")
         if not isinstance(self.higher_is_better, (bool, type(None))):
-            raise Refusal(f"Task(higher_is_better=) must be True, False or None, not {self.higher_is_better!r:.80}")
+            raise ConfigurationError(f"Task(higher_is_better=) must be True, False or None, not {self.higher_is_better!r:.80}")
 
     def named(self, name: str) -> Task:
         """The same task under a name, unless it has one."""
@@ -74,7 +74,7 @@ def optimizer_and_schedule(made) -> tuple[Any, Any]:
         Refusal: a tuple of something else.
     """
     if isinstance(made, tuple) and len(made) != 2:
-        raise Refusal(f"Task(optimizer=) must return a torch optimizer, or (optimizer, schedule); it returned {len(made)} things")
+        raise ConfigurationError(f"Task(optimizer=) must return a torch optimizer, or (optimizer, schedule); it returned {len(made)} things")
     return made if isinstance(made, tuple) else (made, None)
 
 
@@ -105,7 +105,7 @@ def _positive(field: str, value, kind, optional: bool = False) -> None:
     if optional and value is None:
         return
     if not _is_finite_number(value) or not isinstance(value, kind) or value <= 0:
-        raise Refusal(f"Task({field}=) must be a positive {'whole ' if kind is int else ''}number, not {value!r:.80}")
+        raise ConfigurationError(f"Task({field}=) must be a positive {'whole ' if kind is int else ''}number, not {value!r:.80}")
 
 
 def _is_finite_number(value) -> bool:

@@ -25,7 +25,7 @@ MAKERS = (
 )  # functions that torch.fx would call at once, with sizes that are not known yet
 
 
-def traced(module: nn.Module, is_leaf: Callable[[nn.Module], bool] | None = None) -> torch.fx.Graph | None:
+def try_trace(module: nn.Module, is_leaf: Callable[[nn.Module], bool] | None = None) -> torch.fx.Graph | None:
     """The graph of a model; None where it cannot be told, or is another one when the model is evaluated.
 
     Nor can that of a model which decides while it computes: by random numbers (LayerDrop), or by a count of its calls. Neither is changed by looking.
@@ -40,7 +40,7 @@ def traced(module: nn.Module, is_leaf: Callable[[nn.Module], bool] | None = None
     try:
         with _making_nodes():
             graph = tracer.trace(module)
-            with evaluating(module):
+            with eval_mode(module):
                 same = str(graph) == str(tracer.trace(module))
     except Exception:
         return None
@@ -82,7 +82,7 @@ def _same(one, other) -> bool:
 
 
 @contextmanager
-def evaluating(*modules: nn.Module) -> Iterator[None]:
+def eval_mode(*modules: nn.Module) -> Iterator[None]:
     """Inside, models are as they are when they are evaluated: nothing is dropped, nor counted by batch normalisation."""
     modes = [(part, part.training) for module in modules for part in module.modules()]
     for part, _ in modes:
@@ -94,7 +94,7 @@ def evaluating(*modules: nn.Module) -> Iterator[None]:
             part.training = training
 
 
-def is_number(node: torch.fx.Node) -> bool:
+def is_shape_value(node: torch.fx.Node) -> bool:
     """Whether it is a size, or made of sizes, rather than a tensor."""
     if node.op == "call_method":
         return node.target in ("size", "dim")
@@ -102,10 +102,10 @@ def is_number(node: torch.fx.Node) -> bool:
         return False
     if node.target is getattr:
         return node.args[1] in ("shape", "ndim", "device", "dtype")
-    return node.target.__module__ == "_operator" and bool(node.all_input_nodes) and all(map(is_number, node.all_input_nodes))
+    return node.target.__module__ == "_operator" and bool(node.all_input_nodes) and all(map(is_shape_value, node.all_input_nodes))
 
 
-def draws(node: torch.fx.Node) -> bool:
+def is_random_op(node: torch.fx.Node) -> bool:
     """Whether it is a function that draws random numbers, whatever mode the model is in."""
     return node.op == "call_function" and ("dropout" in getattr(node.target, "__name__", "") or bool(node.kwargs.get("dropout_p")))
 

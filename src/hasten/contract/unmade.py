@@ -29,7 +29,7 @@ from hasten._torch_compat import (
     without_modes,
     without_torch_function,
 )
-from hasten.contract.errors import Failure, Refusal, one_line
+from hasten.contract.errors import RunError, ConfigurationError, format_error
 
 PLAIN = {"arange", "linspace", "logspace", "range"}  # which programs read while they make a model
 LOOKS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # what such functions return depends on numbers
@@ -39,39 +39,39 @@ INSTEAD = "leave place=memory out"
 TOLD = {torch.Tensor.device.__get__: HOST, torch.Tensor.is_meta.__get__: False, torch.Tensor.is_cpu.__get__: True}
 
 
-def unmade(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Callable[[Sequence[torch.Tensor]], Iterator]]:
+def deferred_init(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Callable[[Sequence[torch.Tensor]], Iterator]]:
     """The model that ``make`` returns, all of it on the meta device, and what makes its tensors: ``Tape.making``.
 
     Raises:
         Refusal: how it is made depends on its numbers, or cannot be noted.
     """
-    tape = Tape()
+    tape = InitRecorder()
     try:
-        with tape, OnTheHost(), _truncated_as_one(tape):
+        with tape, ReportCpuDevice(), _truncated_as_one(tape):
             model = make()
-    except (Refusal, Failure):
+    except (ConfigurationError, RunError):
         raise
     except Exception as error:
-        raise Refusal(
-            f"the model cannot be made part by part: {one_line(error, 160)}; {INSTEAD}, or mend the model where that does not help"
+        raise ConfigurationError(
+            f"the model cannot be made part by part: {format_error(error, 160)}; {INSTEAD}, or mend the model where that does not help"
         ) from error
     tape.end()
-    exchange(model, tape.without_numbers)
-    tape.refuse_strangers(tensor for *_, tensor in tensors_of(model))
+    replace_tensors(model, tape.without_numbers)
+    tape.refuse_strangers(tensor for *_, tensor in module_tensors(model))
     return model, tape.making
 
 
-def tensors_of(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
+def module_tensors(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
     """(module, name, tensor) of all that the modules of a model have: weights, buffers, and what is neither."""
     for module in model.modules():
         for held in (own_parameters(module), own_buffers(module), vars(module)):
             yield from ((module, name, tensor) for name, tensor in list(held.items()) if isinstance(tensor, torch.Tensor))
 
 
-def exchange(model: torch.nn.Module, new: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def replace_tensors(model: torch.nn.Module, new: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Puts ``new(tensor)`` in the place of every tensor that a model's modules have; what was one tensor stays one, and a weight a weight."""
     done: dict[int, tuple] = {}  # by id, with the tensor itself, or another could be given its id
-    for module, name, tensor in tensors_of(model):
+    for module, name, tensor in module_tensors(model):
         if id(tensor) not in done:
             done[id(tensor)] = tensor, _in_place_of(tensor, new(tensor))
         if (other := done[id(tensor)][1]) is not tensor:
@@ -86,7 +86,7 @@ def _in_place_of(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-class OnTheHost(TorchFunctionMode):
+class ReportCpuDevice(TorchFunctionMode):
     """Whoever asks is told that tensors without numbers are on the host: torch's and others' programs leave unfilled what is on the meta device."""
 
     def __torch_function__(self, function, types, given=(), named=None):
@@ -94,7 +94,7 @@ class OnTheHost(TorchFunctionMode):
 
 
 @contextmanager
-def _truncated_as_one(tape: Tape) -> Iterator[None]:
+def _truncated_as_one(tape: InitRecorder) -> Iterator[None]:
     """Inside, ``trunc_normal_`` is one step of the tape: it draws again until all numbers are within its bounds, and looks at them for that."""
 
     def noting(draw: Callable) -> Callable:
@@ -112,7 +112,7 @@ def _truncated_as_one(tape: Tape) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Place:
+class StorageView:
     """Where a tensor lies, and in which storage: views of one storage are one thing on the tape."""
 
     storage: int
@@ -122,7 +122,7 @@ class Place:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Place:
+    def of(cls, tensor: torch.Tensor) -> StorageView:
         return cls(storage_of(tensor), tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
@@ -134,13 +134,13 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Step:
+class RecordedOp:
     """One call that made, changed or drew something; tensors without numbers are places in it."""
 
     call: Callable
     given: tuple
     named: dict
-    new: tuple[Place | None, ...] = ()  # of the tensors that it returns, in storages that were not there before
+    new: tuple[StorageView | None, ...] = ()  # of the tensors that it returns, in storages that were not there before
     changes: frozenset[int] = frozenset()
     draws: bool = True
     blindly: bool = True  # what it draws depends on no numbers
@@ -149,12 +149,12 @@ class Step:
     def storages(self) -> list[int]:
         """Each once, in the same order in every process."""
         return list(
-            dict.fromkeys(place.storage for place in tree_flatten((self.given, self.named, self.new))[0] if isinstance(place, Place))
+            dict.fromkeys(place.storage for place in tree_flatten((self.given, self.named, self.new))[0] if isinstance(place, StorageView))
         )
 
     @torch.no_grad()
     def play(self, there: dict[int, torch.UntypedStorage]) -> None:
-        given, named = tree_map_only(Place, lambda place: place.on(there[place.storage]), (self.given, self.named))
+        given, named = tree_map_only(StorageView, lambda place: place.on(there[place.storage]), (self.given, self.named))
         result = _tensors(self.call(*given, **named))
         for place, tensor in zip(self.new, result, strict=False):
             if place is not None:
@@ -163,16 +163,16 @@ class Step:
     @torch.no_grad()
     def draw(self) -> None:
         """Draws for nobody."""
-        given, named = tree_map_only(Place, Place.elsewhere, (self.given, self.named))
+        given, named = tree_map_only(StorageView, StorageView.elsewhere, (self.given, self.named))
         self.call(*given, **named)
 
 
-class Tape(TorchDispatchMode):
+class InitRecorder(TorchDispatchMode):
     """Notes how tensors are made, and makes them."""
 
     def __init__(self):
         super().__init__()
-        self.steps: list[Step] = []
+        self.steps: list[RecordedOp] = []
         self.held: dict[int, torch.UntypedStorage] = {}  # without numbers; as long as they live no other has their number
         self.there: dict[int, torch.UntypedStorage] = {}  # what was made at once, by the storage that stands for it
         self.marks: dict[torch.Generator, torch.Tensor] = {}  # where each generator stands unless somebody seeds it
@@ -190,16 +190,16 @@ class Tape(TorchDispatchMode):
         """Notes a call that fills a tensor with random numbers, whatever it does for that."""
         self.refuse_strangers([tensor])
         self._drawn_from(named.get("generator") or torch.default_generator)
-        self.steps.append(Step(call, (Place.of(tensor), *given), named, changes=frozenset([storage_of(tensor)])))
+        self.steps.append(RecordedOp(call, (StorageView.of(tensor), *given), named, changes=frozenset([storage_of(tensor)])))
 
     def _noted(self, function, given: tuple, named: dict, tensors: list):
         changed = _changed(function, given, named)
         self._refuse_what_cannot_be_noted(function, named, tensors, changed)
-        places = tree_map_only(torch.Tensor, lambda each: Place.of(each) if each.is_meta else each, (given, named))
+        places = tree_map_only(torch.Tensor, lambda each: StorageView.of(each) if each.is_meta else each, (given, named))
         result = function(*_without(given), **_without(named, device=not tensors))
         old = {storage_of(tensor) for tensor in tensors if tensor.is_meta}
         results = _tensors(result)
-        new = tuple(None if storage_of(tensor) in old else Place.of(tensor) for tensor in results)
+        new = tuple(None if storage_of(tensor) in old else StorageView.of(tensor) for tensor in results)
         if not tensors:
             if not result.numel():
                 return function(*given, **_on_host(named))  # it takes no memory, and may be given some that is there
@@ -214,27 +214,27 @@ class Tape(TorchDispatchMode):
 
     def _refuse_what_cannot_be_noted(self, function, named: dict, tensors: list, changed: list) -> None:
         if LOOKS.intersection(function.tags):
-            raise Refusal(
+            raise ConfigurationError(
                 f"the model looks at its numbers while it is made ({_name(function)}), which are not there part by part; {INSTEAD}"
             )
         device, generator = torch.device(named.get("device") or HOST), named.get("generator")
         if device.type not in ("cpu", "meta") or (generator is not None and generator.device.type != "cpu"):
-            raise Refusal(
+            raise ConfigurationError(
                 f"the model makes a tensor on {device} itself, which cannot be done part by part; leave the device out, or {INSTEAD}"
             )
         if not all(tensor.is_meta for tensor in changed):
             told = f"writes what it drew or computed into a tensor of plain numbers ({_name(function)})"
-            raise Refusal(f"the model {told}, which cannot be done part by part; make that tensor with torch.empty, or {INSTEAD}")
+            raise ConfigurationError(f"the model {told}, which cannot be done part by part; make that tensor with torch.empty, or {INSTEAD}")
         self.refuse_strangers(tensors)
 
     def _append(self, function, places: tuple, new: tuple, changed: list) -> None:
         if draws := DRAWS in function.tags:
             self._drawn_from(places[1].get("generator") or torch.default_generator)
-        read = [each for each in tree_flatten(places)[0] if isinstance(each, Place)]
+        read = [each for each in tree_flatten(places)[0] if isinstance(each, StorageView)]
         changes = frozenset(map(storage_of, changed))
         blindly = _name(function).endswith("_like") or (len(read) <= 1 and all(place.storage in changes for place in read))
         given, named = tree_map_only(torch.Tensor, lambda each: each.detach().clone(), places)  # others may write into them later
-        self.steps.append(Step(function, given, named, new, changes, draws, blindly))
+        self.steps.append(RecordedOp(function, given, named, new, changes, draws, blindly))
 
     def _drawn_from(self, generator: torch.Generator) -> None:
         """Notes a draw, and moves the generator, so that a seed that is set afterwards shows."""
@@ -247,8 +247,8 @@ class Tape(TorchDispatchMode):
         if mark is not None and torch.equal(now, mark):
             return
         if mark is not None and not torch.equal(now, torch.Generator().manual_seed(generator.initial_seed()).get_state()):
-            raise Refusal(f"the model sets random numbers back while it is made, which cannot be done part by part; {INSTEAD}")
-        self.steps.append(Step(generator.set_state, (now,), {}))
+            raise ConfigurationError(f"the model sets random numbers back while it is made, which cannot be done part by part; {INSTEAD}")
+        self.steps.append(RecordedOp(generator.set_state, (now,), {}))
 
     def end(self) -> None:
         """Notes what was seeded after the last draw."""
@@ -265,12 +265,12 @@ class Tape(TorchDispatchMode):
             twin = torch.empty(own.nbytes(), dtype=torch.uint8, device=NOWHERE).untyped_storage()
             stands = storage_id(twin)
             self.held[stands], self.there[stands] = twin, own
-        return Place.of(tensor).on(self.held[stands])
+        return StorageView.of(tensor).on(self.held[stands])
 
     def refuse_strangers(self, tensors: Iterable[torch.Tensor]) -> None:
         """Refuses tensors on the meta device that are not on the tape: nobody knows their numbers."""
         if any(tensor.is_meta and storage_of(tensor) not in self.held for tensor in tensors):
-            raise Refusal(f"the model has tensors on the meta device, whose numbers nobody knows; make them elsewhere, or {INSTEAD}")
+            raise ConfigurationError(f"the model has tensors on the meta device, whose numbers nobody knows; make them elsewhere, or {INSTEAD}")
 
     def making(self, wanted: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
         """(number among those wanted, the tensor with its numbers) of each, as soon as it is done, and forgotten at once.
@@ -280,7 +280,7 @@ class Tape(TorchDispatchMode):
         yield from (
             (number, tensor) for number, tensor in enumerate(wanted) if not tensor.is_meta
         )  # constants that a graph has brought along
-        places = {number: Place.of(tensor) for number, tensor in enumerate(wanted) if tensor.is_meta}
+        places = {number: StorageView.of(tensor) for number, tensor in enumerate(wanted) if tensor.is_meta}
         of_storage: dict[int, list[int]] = {}
         for number, place in places.items():
             of_storage.setdefault(place.storage, []).append(number)
@@ -355,9 +355,9 @@ def _without(given, device: bool = False):
     return given
 
 
-def _laid_out(tensor: torch.Tensor, place: Place) -> torch.UntypedStorage:
+def _laid_out(tensor: torch.Tensor, place: StorageView) -> torch.UntypedStorage:
     """The storage of a tensor, which lies in it as the place says."""
-    there = Place.of(tensor)
+    there = StorageView.of(tensor)
     if (there.size, there.stride, there.first, there.dtype) != (place.size, place.stride, place.first, place.dtype):
         tensor = place.elsewhere().copy_(tensor)
     return tensor.untyped_storage()

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-Watch = Callable[[str, float, float | None], None]
+ProgressCallback = Callable[[str, float, float | None], None]
 
 
-def silent(what: str, done: float, seconds_left: float | None = None) -> None:
+def no_progress(what: str, done: float, seconds_left: float | None = None) -> None:
     """Nobody watches."""

@@ -17,14 +17,14 @@ from functools import lru_cache
 import numpy
 import torch
 
-from hasten.engine.seeds import derived, drawing_from
+from hasten.engine.seeds import derive_seed, seeded_rng
 
 GOLDEN = numpy.uint64(0x9E3779B97F4A7C15)
 APART = numpy.random.MT19937(0)  # stands in for NumPy's own
 BLOCK = 1 << 13  # numbers: what is done to them stays in the processor's cache, and a resumed pass makes few in vain
 
 
-class Chance:
+class SampleRng:
     """The random numbers of some places in one pass, given in rising order; of one place where ``places`` is a single number."""
 
     def __init__(self, places: numpy.ndarray, *key: int):
@@ -33,7 +33,7 @@ class Chance:
     def __iter__(self):
         """One Chance for each place, with the numbers that the place has here; their tensors lack the first dimension."""
         for place in self._places:
-            one = object.__new__(Chance)
+            one = object.__new__(SampleRng)
             one._places, one._key, one._asked = place, self._key, self._asked
             yield one
 
@@ -45,7 +45,7 @@ class Chance:
         """int64 in [low, high), of shape (places, *shape); the range holds at most 2**32 numbers."""
         return self._numbers(shape, _whole, low, high)
 
-    def coins(self, probability: float = 0.5) -> torch.Tensor:
+    def bernoulli(self, probability: float = 0.5) -> torch.Tensor:
         """bool, of shape (places,); True with the given probability."""
         return self.uniform() < probability
 
@@ -58,7 +58,7 @@ class Chance:
 
 
 @contextmanager
-def drawing_apart(seed: int) -> Iterator[None]:
+def isolated_rng(seed: int) -> Iterator[None]:
     """Inside, the generators of torch, NumPy and Python start from ``seed``; outside nothing has happened.
 
     NumPy's is exchanged, as to save it takes longer than many a batch; the second of two normal numbers that it held back is lost.
@@ -66,14 +66,14 @@ def drawing_apart(seed: int) -> Iterator[None]:
     of_python, of_numpy = random.getstate(), numpy.random.get_bit_generator()
     numpy.random.set_bit_generator(APART)
     try:
-        with drawing_from(seed):
+        with seeded_rng(seed):
             yield
     finally:
         random.setstate(of_python)
         numpy.random.set_bit_generator(of_numpy)
 
 
-_seed = lru_cache(maxsize=64)(derived)
+_seed = lru_cache(maxsize=64)(derive_seed)
 
 
 def _drawn(places: numpy.ndarray, *what) -> numpy.ndarray:

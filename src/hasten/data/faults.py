@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy
 
-from hasten.contract.errors import Failure
+from hasten.contract.errors import RunError
 from hasten.data.source import BadRow, Source
 
 
-class Faults:
+class BadRowPolicy:
     """The bad rows of a pipeline, each counted once however often it is met.
 
     Attributes:
@@ -20,7 +20,7 @@ class Faults:
     """
 
     def __init__(self, at_most: int = 0):
-        self.at_most, self.found = at_most, {}
+        self.max_rows, self.found = at_most, {}
 
     def readable(self, source: Source, rows: numpy.ndarray) -> tuple[Any, numpy.ndarray, list[BadRow]]:
         """(the columns of the rows that can be read, None where there are none; these rows; the bad ones).
@@ -39,31 +39,31 @@ class Faults:
                 lost = numpy.isin(rows, fault.rows)
                 bad += [BadRow(row, fault.where, fault.why) for row in rows[lost].tolist()] or [fault]
                 rows = rows[~lost]
-                if len(bad) > self.at_most:
-                    raise self.failure(bad[self.at_most]) from fault
+                if len(bad) > self.max_rows:
+                    raise self.failure(bad[self.max_rows]) from fault
         return None, rows, bad
 
-    def note(self, fault: BadRow) -> None:
+    def record(self, fault: BadRow) -> None:
         """Counts a row that was left out.
 
         Raises:
             Failure: it is one too many.
         """
         self.found[fault.row] = fault
-        if len(self.found) > self.at_most:
+        if len(self.found) > self.max_rows:
             raise self.failure(fault)
 
     def listed(self) -> list[dict]:
         """The rows that were left out, in their order, as plain JSON: {"row", "where", "why"}."""
         return [{"row": row, "where": fault.where, "why": fault.why} for row, fault in sorted(self.found.items())]
 
-    def recall(self, rows: Iterable[dict]) -> None:
+    def restore(self, rows: Iterable[dict]) -> None:
         """The rows that were left out are these, as ``listed`` told them."""
         self.found = {row["row"]: BadRow(**row) for row in rows}
 
-    def failure(self, fault: BadRow) -> Failure:
+    def failure(self, fault: BadRow) -> RunError:
         """What is said about a row that may not be left out."""
-        if not self.at_most:
+        if not self.max_rows:
             how = ".skip_bad(10) in the pipeline, or --skip-bad 10 with hasten train and hasten data"
-            return Failure(f"{fault}; mend it, or let some be left out: {how}")
-        return Failure(f"{fault}; it is bad row number {self.at_most + 1}, and {self.at_most} may be left out")
+            return RunError(f"{fault}; mend it, or let some be left out: {how}")
+        return RunError(f"{fault}; it is bad row number {self.max_rows + 1}, and {self.max_rows} may be left out")

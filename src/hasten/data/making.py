@@ -18,12 +18,12 @@ import numpy
 import torch
 from torch.utils.data import default_collate
 
-from hasten.contract.data import same
-from hasten.contract.errors import Failure, Refusal, one_line
-from hasten.data.chance import Chance, drawing_apart
-from hasten.data.faults import Faults
-from hasten.data.source import BadRow, Source, leaves_of, rows_of
-from hasten.engine.seeds import derived, random_state, undisturbed
+from hasten.contract.data import bitwise_equal
+from hasten.contract.errors import RunError, ConfigurationError, format_error
+from hasten.data.chance import SampleRng, isolated_rng
+from hasten.data.faults import BadRowPolicy
+from hasten.data.source import BadRow, Source, tree_leaves, unbatch
+from hasten.engine.seeds import derive_seed, get_rng_state, preserve_rng_state
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Map:
 
 
 @dataclass(frozen=True)
-class Making:
+class BatchBuilder:
     """``(number of the batch) -> batch, rows that had to be left out of it`` in one pass.
 
     Attributes:
@@ -57,7 +57,7 @@ class Making:
     collate: Callable[[list], Any] | None
     rank: int
     world: int
-    faults: Faults
+    faults: BadRowPolicy
     seeded: bool
 
     def __call__(self, number: int) -> tuple[Any, list[BadRow]]:
@@ -67,7 +67,7 @@ class Making:
             if bad:
                 places = places[numpy.isin(own, rows)]
             if not len(rows):
-                raise Failure(f"nothing is left of batch {number} of the pass: all its rows are bad, the first is {bad[0]}")
+                raise RunError(f"nothing is left of batch {number} of the pass: all its rows are bad, the first is {bad[0]}")
             batch = self._collated(columns, places) if self.sample_maps or self.collate else columns
             for each in self.batch_maps:
                 batch = each.function(batch) if each.stage is None else each.function(batch, chance=self._chance(places, each))
@@ -75,10 +75,10 @@ class Making:
 
     def draws(self, number: int) -> bool:
         """Whether the generators of the process are drawn from where a batch is made; it is made for that alone, and they stay as they are."""
-        with undisturbed():
-            before = random_state()
+        with preserve_rng_state():
+            before = get_rng_state()
             self(number)
-            return not same(random_state(), before)
+            return not bitwise_equal(get_rng_state(), before)
 
     def _own(self, number: int) -> tuple[numpy.ndarray, numpy.ndarray]:
         """This rank's part of a batch's rows, and their places in the pass."""
@@ -87,13 +87,13 @@ class Making:
         return rows[first:last], numpy.arange(number * self.size + first, number * self.size + last)
 
     def _collated(self, columns, places: numpy.ndarray):
-        samples, lists = self._mapped(rows_of(columns), places), lists_of(columns)
+        samples, lists = self._mapped(unbatch(columns), places), lists_of(columns)
         if self.collate is not None:
             return self.collate(samples)
         try:
-            return stacked(samples, lists, self._handed_on if lists else frozenset())
-        except Unlike as error:
-            raise Refusal(f"{error}; make them alike in .map(), or say how they become a batch: .batch(size, collate=...)") from None
+            return collate_nested(samples, lists, self._handed_on if lists else frozenset())
+        except CollateError as error:
+            raise ConfigurationError(f"{error}; make them alike in .map(), or say how they become a batch: .batch(size, collate=...)") from None
 
     def _mapped(self, samples: list, places: numpy.ndarray) -> list:
         for each in self.sample_maps:
@@ -106,27 +106,27 @@ class Making:
     @cached_property
     def _handed_on(self) -> frozenset[tuple]:
         """Found out in the middle of a batch, whose own random numbers stay what they are."""
-        with undisturbed() if self.seeded else nullcontext(), self._drawing(0):
-            return handed_on(self.source, self._mapped)
+        with preserve_rng_state() if self.seeded else nullcontext(), self._drawing(0):
+            return passthrough_paths(self.source, self._mapped)
 
-    def _chance(self, places: numpy.ndarray, each: Map) -> Chance:
-        return Chance(places, self.seed, self.epoch, each.stage)
+    def _chance(self, places: numpy.ndarray, each: Map) -> SampleRng:
+        return SampleRng(places, self.seed, self.epoch, each.stage)
 
     def _drawing(self, number: int) -> AbstractContextManager:
         """Functions of the user's own may draw from generators that belong to the process."""
-        return drawing_apart(derived(self.seed, self.epoch, number, self.rank)) if self._apart else nullcontext()
+        return isolated_rng(derive_seed(self.seed, self.epoch, number, self.rank)) if self._apart else nullcontext()
 
     @cached_property
     def _apart(self) -> bool:
         functions = (each.function for each in (*self.sample_maps, *self.batch_maps))
-        return self.seeded and not all(map(is_ours, (self.source, self.collate, *functions)))  # ours never draw from those
+        return self.seeded and not all(map(is_builtin, (self.source, self.collate, *functions)))  # ours never draw from those
 
 
-class Unlike(ValueError):
+class CollateError(ValueError):
     """Samples that cannot be stacked, and which part of them differs."""
 
 
-def handed_on(source: Source, maps: Callable[[list, numpy.ndarray], list]) -> frozenset[tuple]:
+def passthrough_paths(source: Source, maps: Callable[[list, numpy.ndarray], list]) -> frozenset[tuple]:
     """The places in a sample at which ``maps(samples, rows)`` hands on rows of lists as they are, as it does with the first good row.
 
     So it does not depend on which rows come together whether a part of a batch is a list or a tensor.
@@ -137,7 +137,7 @@ def handed_on(source: Source, maps: Callable[[list, numpy.ndarray], list]) -> fr
             columns = source.read(rows)
         except BadRow:
             continue
-        sample = maps(rows_of(columns), rows)[0]
+        sample = maps(unbatch(columns), rows)[0]
         return frozenset(_places(sample, [column[0] for column in lists_of(columns)]))
     return frozenset()
 
@@ -152,7 +152,7 @@ def _places(sample, originals: list, place: tuple = ()) -> Iterator[tuple]:
             yield from _places(part, originals, (*place, name))
 
 
-def stacked(samples: list, lists: list[list] = (), kept: frozenset[tuple] = frozenset(), place: tuple = ()):
+def collate_nested(samples: list, lists: list[list] = (), kept: frozenset[tuple] = frozenset(), place: tuple = ()):
     """Samples as columns, in their own nesting: tensors and numbers as one tensor, text as a list.
 
     What maps hand on as it was, from a column that was a list (rows of unequal length, pictures of any size), is a list again,
@@ -174,17 +174,17 @@ def stacked(samples: list, lists: list[list] = (), kept: frozenset[tuple] = froz
             if any(sample.keys() != first.keys() for sample in samples if isinstance(sample, Mapping)):
                 raise ValueError("they have other names")
             parts = {name: [sample[name] for sample in samples] for name in first}
-            return {name: stacked(part, lists, kept, (*place, name)) for name, part in parts.items()}
+            return {name: collate_nested(part, lists, kept, (*place, name)) for name, part in parts.items()}
         if isinstance(first, (tuple, list)):
             parts = list(zip(*samples, strict=True))
-            columns = [stacked(list(part), lists, kept, (*place, number)) for number, part in enumerate(parts)]
+            columns = [collate_nested(list(part), lists, kept, (*place, number)) for number, part in enumerate(parts)]
             return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
         return default_collate(samples)
-    except Unlike:
+    except CollateError:
         raise
     except (RuntimeError, TypeError, ValueError, LookupError, OverflowError) as error:
         kinds = " and ".join([*dict.fromkeys(map(_kind, samples))][:2])
-        raise Unlike(f"the samples cannot be stacked: {_told(place)} is {kinds} ({one_line(error, 100)})") from None
+        raise CollateError(f"the samples cannot be stacked: {_told(place)} is {kinds} ({format_error(error, 100)})") from None
 
 
 def _are_rows(samples: list, lists: list[list], expected: bool, place: tuple) -> bool:
@@ -198,7 +198,7 @@ def _are_rows(samples: list, lists: list[list], expected: bool, place: tuple) ->
     as_they_were = max((sum(map(is_, samples, column)) for column in lists), default=0)
     if as_they_were != (len(samples) if expected else 0):
         what = f"the map hands on {_told(place)} of some rows as it is, and makes it for others"
-        raise Unlike(f"{what}; copy those that stay as they are, as with .clone()")
+        raise CollateError(f"{what}; copy those that stay as they are, as with .clone()")
     return expected
 
 
@@ -208,7 +208,7 @@ def _told(place: tuple) -> str:
 
 def lists_of(columns) -> list[list]:
     """The columns that are no tensors."""
-    return [column for column in leaves_of(columns) if isinstance(column, list)]
+    return [column for column in tree_leaves(columns) if isinstance(column, list)]
 
 
 def _kind(value) -> str:
@@ -220,7 +220,7 @@ def _kind(value) -> str:
     return f"{type(value).__name__} of {len(value)}" if isinstance(value, (tuple, list)) else type(value).__name__
 
 
-def wants_chance(function: Callable) -> bool:
+def wants_rng(function: Callable) -> bool:
     """Whether a function has a parameter of the name ``chance``.
 
     Raises:
@@ -234,10 +234,10 @@ def wants_chance(function: Callable) -> bool:
     needed = [p.name for p in others if p.default is p.empty]
     if len(needed) > 1:
         wants = f"map() gives its function one thing, the sample or the batch, and this one wants {', '.join(needed)}"
-        raise Refusal(f"{wants}; take a tuple apart inside, and call the parameter for random numbers chance")
+        raise ConfigurationError(f"{wants}; take a tuple apart inside, and call the parameter for random numbers chance")
     return "chance" in parameters
 
 
-def is_ours(thing) -> bool:
+def is_builtin(thing) -> bool:
     """Whether a source or a function is of this package, and so draws from its ``Chance`` alone."""
     return thing is None or (getattr(getattr(thing, "func", thing), "__module__", None) or "").startswith("hasten.")

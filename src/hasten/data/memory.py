@@ -24,7 +24,7 @@ _waiting: dict[int, deque[numpy.ndarray]] = {}  # by size, the one last used at 
 _scratch = threading.local()
 
 
-def taken(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def acquire(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised tensor on the CPU, in memory that was used before where some is free."""
     needed = math.prod(shape) * dtype.itemsize
     if needed < SMALLEST:
@@ -39,7 +39,7 @@ def taken(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(lent).view(dtype).view(shape)
 
 
-def large(count: int, dtype: torch.dtype) -> torch.Tensor:
+def alloc_huge(count: int, dtype: torch.dtype) -> torch.Tensor:
     """So many uninitialised values that stay, in large pages where the system has them: NumPy asks for those, torch does not.
 
     Rows that are read from there at random come a tenth faster.
@@ -47,7 +47,7 @@ def large(count: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(numpy.empty(count * dtype.itemsize, numpy.uint8)).view(dtype)
 
 
-def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def thread_scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised tensor in memory of the calling thread that is the same whenever it is asked for again: for work that is over
     before the caller returns. It costs a tenth of ``taken``; and nobody may keep it.
     """

@@ -14,14 +14,14 @@ from functools import lru_cache
 import numpy
 import torch
 
-from hasten.contract.errors import Refusal
-from hasten.engine.seeds import derived
+from hasten.contract.errors import ConfigurationError
+from hasten.engine.seeds import derive_seed
 
 MOST_AT_ONCE = 1 << 29  # rows that are shuffled all at once: two gigabytes of row numbers
 
 
 @dataclass(frozen=True)
-class Order:
+class DeterministicBatchSampler:
     """The order of ``rows`` rows in batches of ``batch_size``.
 
     Attributes:
@@ -58,18 +58,18 @@ class Order:
         """
         number, within = divmod(min(position, self.rows), self.batch_size)
         if position < 0 or (within and position < self.rows):
-            raise Refusal(f"no batch of {self.batch_size} rows begins at row {position} of a pass; go on in the batch size of that place")
+            raise ConfigurationError(f"no batch of {self.batch_size} rows begins at row {position} of a pass; go on in the batch size of that place")
         return number + bool(within)
 
     def _rows(self, epoch: int) -> Callable[[int, int], numpy.ndarray]:
         """``(first, last) -> rows`` at these places of the pass."""
         if self.seed is None:
             return numpy.arange
-        seed = derived(self.seed, epoch)
+        seed = derive_seed(self.seed, epoch)
         if self.window is not None:
             return _windows(seed, self.edges, self.window)
         if self.rows > MOST_AT_ONCE:
-            raise Refusal(f"{self.rows} rows are too many to be shuffled all at once; mix some runs at a time: .shuffle(window=64)")
+            raise ConfigurationError(f"{self.rows} rows are too many to be shuffled all at once; mix some runs at a time: .shuffle(window=64)")
         shuffled = _shuffled(seed, self.rows)
         return lambda first, last: shuffled[first:last].astype(numpy.int64)
 
@@ -84,7 +84,7 @@ def _windows(seed: int, edges: numpy.ndarray, window: int) -> Callable[[int, int
     def mixed(number: int) -> numpy.ndarray:
         rows = [numpy.arange(edges[run], edges[run + 1]) for run in runs[number * window : (number + 1) * window]]
         rows = numpy.concatenate(rows)
-        return rows[_shuffled(derived(seed, number), len(rows))]
+        return rows[_shuffled(derive_seed(seed, number), len(rows))]
 
     def rows(first: int, last: int) -> numpy.ndarray:
         taken = []

@@ -24,25 +24,25 @@ from typing import Any, ClassVar
 
 import torch
 
-from hasten.contract.climbing import AHEAD, Climber, usual_room
-from hasten.contract.data import Batches, Crew
-from hasten.contract.errors import Notice, Refusal
-from hasten.contract.watch import Watch
-from hasten.data.checks import above_0, at_least, whole
-from hasten.data.faults import Faults
-from hasten.data.making import Making, Map, is_ours, wants_chance
-from hasten.data.order import Order
+from hasten.contract.climbing import DEFAULT_PREFETCH, LoaderAutotuner, default_memory_budget
+from hasten.contract.data import BatchSource, WorkerConfig
+from hasten.contract.errors import HastenWarning, ConfigurationError
+from hasten.contract.watch import ProgressCallback
+from hasten.data.checks import check_positive, at_least, check_int
+from hasten.data.faults import BadRowPolicy
+from hasten.data.making import BatchBuilder, Map, is_builtin, wants_rng
+from hasten.data.order import DeterministicBatchSampler
 from hasten.data.running import runners
-from hasten.data.running.on_device import moved
+from hasten.data.running.on_device import copy_to_device
 from hasten.data.source import Source
-from hasten.engine.budget import free_memory, usable_cores
+from hasten.engine.budget import free_memory, available_cpus
 
 MOST_WORKERS, MOST_AHEAD = 256, 1024  # beyond them nothing is gained, and systems run out of processes and open files
 SECONDS = 600.0  # in which a batch has to come
 
 
 @dataclass
-class Place:
+class Position:
     """Where a pipeline stands: the pass, and how many rows of it were given out."""
 
     epoch: int = 0
@@ -68,12 +68,12 @@ class Pipeline:
     sample_maps: tuple[Map, ...] = ()
     batch_maps: tuple[Map, ...] = ()
     collate_fn: Callable[[list], Any] | None = None
-    runner: runners.Runner = field(default_factory=runners.Here)
+    runner: runners.Runner = field(default_factory=runners.InlineRunner)
     rank: int = 0
     world: int = 1
     device: torch.device | None = None
-    faults: Faults = field(default_factory=Faults)
-    place: Place = field(default_factory=Place, repr=False)
+    faults: BadRowPolicy = field(default_factory=BadRowPolicy)
+    position: Position = field(default_factory=Position, repr=False)
 
     # ---- what the user says
 
@@ -97,9 +97,9 @@ class Pipeline:
             Refusal: no function, or one that wants several other things.
         """
         if not callable(function):
-            raise Refusal(f"map() wants a function, not a {type(function).__name__}")
+            raise ConfigurationError(f"map() wants a function, not a {type(function).__name__}")
         random_ones = sum(each.stage is not None for each in (*self.sample_maps, *self.batch_maps))
-        made = Map(function, random_ones if wants_chance(function) else None)
+        made = Map(function, random_ones if wants_rng(function) else None)
         if self.batch_size is None:
             return self._anew(sample_maps=(*self.sample_maps, made))
         return self._anew(batch_maps=(*self.batch_maps, made))
@@ -112,11 +112,11 @@ class Pipeline:
         """
         at_least("batch(size)", size, 1)
         if collate is not None and not callable(collate):
-            raise Refusal(f"batch(collate=) is a function (list of samples) -> batch, not a {type(collate).__name__}")
+            raise ConfigurationError(f"batch(collate=) is a function (list of samples) -> batch, not a {type(collate).__name__}")
         return self._anew(batch_size=size, drop_last=drop_last, collate_fn=collate)
 
     def cache(
-        self, where: str = "memory", *, gigabytes: float | None = None, folder: str | Path | None = None, watch: Watch | None = None
+        self, where: str = "memory", *, gigabytes: float | None = None, folder: str | Path | None = None, watch: ProgressCallback | None = None
     ) -> Pipeline:
         """Keeps the samples, as the maps so far leave them, so that they are read and decoded once; filled when first iterated.
 
@@ -137,7 +137,7 @@ class Pipeline:
         from hasten.data.caching.cache import cached
 
         if self.batch_size is not None:
-            raise Refusal("cache() keeps samples; it belongs before .batch()")
+            raise ConfigurationError("cache() keeps samples; it belongs before .batch()")
         source = cached(self.source, self.sample_maps, where, gigabytes, folder, watch)
         return self._anew(source=source, sample_maps=())
 
@@ -171,45 +171,45 @@ class Pipeline:
         for name, value in {"threads": threads, "processes": processes}.items():
             at_least(f"prefetch({name}=)", value, 0, most=MOST_WORKERS)
         if threads and processes:
-            raise Refusal("prefetch() takes threads or processes, not both")
-        above_0("prefetch(timeout=), in seconds,", timeout)
-        above_0("prefetch(gigabytes=)", gigabytes)
+            raise ConfigurationError("prefetch() takes threads or processes, not both")
+        check_positive("prefetch(timeout=), in seconds,", timeout)
+        check_positive("prefetch(gigabytes=)", gigabytes)
         at_least("prefetch(cores=)", cores, 1, optional=True, most=MOST_WORKERS)
         if not auto:
             if cores is not None or gigabytes is not None:
-                raise Refusal('prefetch(cores=) and (gigabytes=) are limits for what is found out; say prefetch("auto", ...)')
-            crew = Crew(threads or int(batches > 0 and not processes), processes, batches)
+                raise ConfigurationError('prefetch(cores=) and (gigabytes=) are limits for what is found out; say prefetch("auto", ...)')
+            crew = WorkerConfig(threads or int(batches > 0 and not processes), processes, batches)
             return self._with(runner=runners.runner_of(crew, timeout))
-        crew = Crew(threads, processes, AHEAD if threads or processes else 0)
-        climber = Climber(crew, cores=cores or usable_cores(), room=usual_room(gigabytes, free_memory), told=_tell)
+        crew = WorkerConfig(threads, processes, DEFAULT_PREFETCH if threads or processes else 0)
+        climber = LoaderAutotuner(crew, cores=cores or available_cpus(), room=default_memory_budget(gigabytes, free_memory), told=_tell)
         return self._with(runner=_autotuned(climber, timeout, threads > 0))
 
-    def share(self, rank: int, world: int) -> Pipeline:
+    def shard(self, rank: int, world: int) -> Pipeline:
         """This rank's part of every batch."""
         at_least("share(world)", world, 1)
         at_least("share(rank)", rank, 0)
         if rank >= world:
-            raise Refusal(f"share(rank={rank}, world={world}): a rank is from 0 to world - 1")
+            raise ConfigurationError(f"share(rank={rank}, world={world}): a rank is from 0 to world - 1")
         return self._with(rank=rank, world=world)
 
-    def skip_bad(self, at_most: int) -> Pipeline:
+    def skip_bad_rows(self, at_most: int) -> Pipeline:
         """Leaves out rows that cannot be read, up to ``at_most`` of them; ``faults.found`` lists them."""
         at_least("skip_bad(at_most)", at_most, 0)
-        return self._with(faults=Faults(at_most))
+        return self._with(faults=BadRowPolicy(at_most))
 
     def to(self, device: str | torch.device) -> Pipeline:
         """Batches on a device; a GPU's are copied from page-locked memory while the step before goes on."""
         if not isinstance(device, (str, torch.device)):
-            raise Refusal(f'to() wants a device, as .to("cuda"), not {device!r:.80}')
+            raise ConfigurationError(f'to() wants a device, as .to("cuda"), not {device!r:.80}')
         try:
             return self._with(device=torch.device(device))
         except RuntimeError:
-            raise Refusal(f"there is no device {device!r:.80}; say cpu, cuda or cuda:1") from None
+            raise ConfigurationError(f"there is no device {device!r:.80}; say cpu, cuda or cuda:1") from None
 
     # ---- iterating, and the place
 
     def __iter__(self) -> Iterator:
-        place = self.place
+        place = self.position
         if place.begun:
             place.epoch, place.position = place.epoch + 1, 0
         place.begun = True
@@ -228,7 +228,7 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, int]:
         """The place: (seed, epoch, position). ``position`` counts rows, whatever the batch size and the number of ranks."""
-        return {"seed": self.seed, "epoch": self.place.epoch, "position": self.place.position}
+        return {"seed": self.seed, "epoch": self.position.epoch, "position": self.position.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """The next iteration goes on at that place.
@@ -237,23 +237,23 @@ class Pipeline:
             Refusal: the place of another order, or none at all; no batch begins there; the pipeline has no batch size yet.
         """
         if not isinstance(state, Mapping):
-            raise Refusal(f"a place is a dict of seed, epoch and position, not a {type(state).__name__}")
+            raise ConfigurationError(f"a place is a dict of seed, epoch and position, not a {type(state).__name__}")
         if not {"seed", "epoch", "position"} <= state.keys():
-            raise Refusal(f"a place has seed, epoch and position; this one has {', '.join(map(str, state)) or 'nothing':.200}")
-        seed, epoch, position = (whole(f"the place's {name}", state[name]) for name in ("seed", "epoch", "position"))
+            raise ConfigurationError(f"a place has seed, epoch and position; this one has {', '.join(map(str, state)) or 'nothing':.200}")
+        seed, epoch, position = (check_int(f"the place's {name}", state[name]) for name in ("seed", "epoch", "position"))
         if seed != self.seed:
-            raise Refusal(f"this place belongs to seed {seed}, the pipeline has {self.seed}; say .shuffle(seed={seed})")
+            raise ConfigurationError(f"this place belongs to seed {seed}, the pipeline has {self.seed}; say .shuffle(seed={seed})")
         at_least("the place's epoch", epoch, 0)
         if position > len(self.source):
-            raise Refusal(f"the place begins at row {position} of a pass, and there are only {len(self.source)} rows")
+            raise ConfigurationError(f"the place begins at row {position} of a pass, and there are only {len(self.source)} rows")
         self._order().number_at(position)
         self._go_to(epoch, position)
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is this pass: what trainers call on a DistributedSampler. A place that was loaded in this pass stays."""
-        epoch = whole("set_epoch(epoch)", epoch)
+        epoch = check_int("set_epoch(epoch)", epoch)
         at_least("set_epoch(epoch)", epoch, 0)
-        if self.place.begun or self.place.epoch != epoch:
+        if self.position.begun or self.position.epoch != epoch:
             self._go_to(epoch, 0)
 
     # ---- what trainers expect of a DataLoader besides
@@ -285,17 +285,17 @@ class Pipeline:
         if auto and self.collate_fn is None and (kept := runner.kept_from(source, maps, self.faults, epoch, start)) is not None:
             source, maps = kept, ()
         order = self._order()
-        make = Making(
+        make = BatchBuilder(
             source, order.batches(epoch), self.batch_size, self.seed, epoch, maps, self.batch_maps, self.collate_fn,
             self.rank, self.world, self.faults, seeded=not runners.in_threads(runner),
         )  # fmt: skip
         made = runner(make, range(start, len(order)))
-        if runners.in_threads(runner) and start < len(order) and self._foreign() and not self.place.draws_nothing:
+        if runners.in_threads(runner) and start < len(order) and self._foreign() and not self.position.draws_nothing:
             made = self._unless_it_draws(make, start, made)
         noted = self._noted(made)
-        return noted if self.device is None else moved(noted, self.device)
+        return noted if self.device is None else copy_to_device(noted, self.device)
 
-    def batches(self, batch_size: int, seed: int, training: bool) -> Batches:
+    def batches(self, batch_size: int, seed: int, training: bool) -> BatchSource:
         """This pipeline as the engine's Batches: shuffled only if it says so; for validation never, and in its own batch size, if it has one.
 
         Args:
@@ -309,36 +309,36 @@ class Pipeline:
         self._refuse_known()
         return pipeline._as_batches(training)
 
-    def _as_batches(self, training: bool) -> Batches:
-        def by(who: Crew | Climber) -> Batches:
-            crew, threads_now = who if isinstance(who, Crew) else who.crew, runners.in_threads(self.runner)
+    def _as_batches(self, training: bool) -> BatchSource:
+        def by(who: WorkerConfig | LoaderAutotuner) -> BatchSource:
+            crew, threads_now = who if isinstance(who, WorkerConfig) else who.workers, runners.in_threads(self.runner)
             if crew.threads and self._foreign() and not threads_now:
-                raise Refusal(
+                raise ConfigurationError(
                     "threads would share the generators, from which this pipeline's functions may draw, with the training; say processes"
                 )
             timeout = getattr(self.runner, "timeout", SECONDS)
-            runner = runners.runner_of(who, timeout) if isinstance(who, Crew) else _autotuned(who, timeout, threads_now)
+            runner = runners.runner_of(who, timeout) if isinstance(who, WorkerConfig) else _autotuned(who, timeout, threads_now)
             return self._with(runner=runner)._as_batches(training)
 
-        return Batches(epoch=self.epoch, length=len(self), training=training, seekable=True, crew=runners.crew_of(self.runner), by=by)
+        return BatchSource(epoch=self.epoch, length=len(self), training=training, seekable=True, workers=runners.workers_of(self.runner), with_workers=by)
 
-    def _unless_it_draws(self, make: Making, number: int, made: Iterator) -> Iterator:
+    def _unless_it_draws(self, make: BatchBuilder, number: int, made: Iterator) -> Iterator:
         """What threads make, once a batch that one of them makes by itself has shown that they draw from nobody's generators.
 
         Raises:
             Refusal: they do, so that each run would have other batches.
         """
-        if any(runners.Threads(1, 0, getattr(self.runner, "timeout", None))(make.draws, range(number, number + 1))):
+        if any(runners.ThreadRunner(1, 0, getattr(self.runner, "timeout", None))(make.draws, range(number, number + 1))):
             who = " or ".join(getattr(thing, "__name__", type(thing).__name__) for thing in self._foreign())
             why = "from the generators of torch, NumPy or Python, which threads share with the training: other ones in every run"
-            raise Refusal(f"{who} draws {why}; give the function a parameter chance and draw from that, or say .prefetch(processes=1)")
-        self.place.draws_nothing = True
+            raise ConfigurationError(f"{who} draws {why}; give the function a parameter chance and draw from that, or say .prefetch(processes=1)")
+        self.position.draws_nothing = True
         yield from made
 
     def _noted(self, made: Iterator) -> Iterator:
         for batch, bad in made:
             for fault in bad:
-                self.faults.note(fault)
+                self.faults.record(fault)
             yield batch
             del batch
 
@@ -349,7 +349,7 @@ class Pipeline:
     def _anew(self, **changes) -> Pipeline:
         """Other batches, from the start."""
         runner = self.runner.anew() if hasattr(self.runner, "anew") else self.runner
-        return replace(self, place=Place(), **({"runner": runner} | changes))
+        return replace(self, place=Position(), **({"runner": runner} | changes))
 
     def _foreign(self) -> list:
         """What in it is of the user's own, and so may draw from the generators of the process, and may not be safe in threads."""
@@ -357,7 +357,7 @@ class Pipeline:
         while source is not None:  # a cache stands before the source and the maps that it keeps
             things += [source, *getattr(source, "functions", ())]
             source = getattr(source, "source", None)
-        return [thing for thing in things if not is_ours(thing)]
+        return [thing for thing in things if not is_builtin(thing)]
 
     def _refuse_known(self) -> None:
         """What is known to fail does so now, and not in the middle of a pass.
@@ -365,33 +365,33 @@ class Pipeline:
         Raises:
             Failure: more rows are known to be bad than may be left out.
         """
-        known = self.source.known_bad()
-        if len(known) > self.faults.at_most:
+        known = self.source.known_bad_rows()
+        if len(known) > self.faults.max_rows:
             for fault in known:
-                self.faults.note(fault)
+                self.faults.record(fault)
 
     def _go_to(self, epoch: int, position: int) -> None:
-        self.place.epoch, self.place.position, self.place.begun = epoch, position, False
+        self.position.epoch, self.position.position, self.position.begun = epoch, position, False
 
-    def _order(self) -> Order:
+    def _order(self) -> DeterministicBatchSampler:
         if self.batch_size is None:
-            raise Refusal("the pipeline does not know its batch size; end it with .batch(size)")
-        order = Order(
+            raise ConfigurationError("the pipeline does not know its batch size; end it with .batch(size)")
+        order = DeterministicBatchSampler(
             len(self.source), self.batch_size, self.seed if self.shuffled else None, self.drop_last, self.window,
-            None if self.window is None else self.source.edges(),
+            None if self.window is None else self.source.chunk_offsets(),
         )  # fmt: skip
         smallest = order.rows - (len(order) - 1) * self.batch_size if not self.drop_last else self.batch_size
         if len(order) and smallest < self.world:
-            raise Refusal(f"{self.world} ranks cannot share a batch of {smallest} rows; take larger ones, or .batch(size, drop_last=True)")
+            raise ConfigurationError(f"{self.world} ranks cannot share a batch of {smallest} rows; take larger ones, or .batch(size, drop_last=True)")
         return order
 
 
-def _tell(climber: Climber) -> None:
-    found = ", ".join(f"{name}={value}" for name, value in climber.chosen.items())
-    warnings.warn(f'prefetch("auto") has found {found}', Notice, stacklevel=2)
+def _tell(climber: LoaderAutotuner) -> None:
+    found = ", ".join(f"{name}={value}" for name, value in climber.tuned_settings.items())
+    warnings.warn(f'prefetch("auto") has found {found}', HastenWarning, stacklevel=2)
 
 
-def _autotuned(climber: Climber, timeout: float | None, in_threads: bool) -> runners.Runner:
-    from hasten.data.running.autotuned import Autotuned  # brings the caches with it
+def _autotuned(climber: LoaderAutotuner, timeout: float | None, in_threads: bool) -> runners.Runner:
+    from hasten.data.running.autotuned import AutotunedRunner  # brings the caches with it
 
-    return Autotuned(climber, timeout, in_threads)
+    return AutotunedRunner(climber, timeout, in_threads)

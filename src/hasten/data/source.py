@@ -39,14 +39,14 @@ class Source(ABC):
         """
 
     @abstractmethod
-    def identity(self) -> dict:
+    def fingerprint(self) -> dict:
         """What the rows are made of, as plain JSON: files with their sizes and times, columns, settings. Keys the caches."""
 
-    def edges(self) -> numpy.ndarray:
+    def chunk_offsets(self) -> numpy.ndarray:
         """Where the runs of rows that are read best together begin, and the end: int64, shape (runs + 1,)."""
         return numpy.array([0, len(self)])
 
-    def known_bad(self) -> list[BadRow]:
+    def known_bad_rows(self) -> list[BadRow]:
         """The rows of which it is known, before they are read, that they cannot be."""
         return []
 
@@ -83,31 +83,31 @@ def refuse_bad(rows: numpy.ndarray, bad: Mapping[int, tuple[str, str]]) -> None:
             raise BadRow(row, *bad[row])
 
 
-def rows_of(columns) -> list:
+def unbatch(columns) -> list:
     """The samples of a batch of columns, one by one."""
     if isinstance(columns, Mapping):
-        return [dict(zip(columns, values, strict=True)) for values in zip(*map(rows_of, columns.values()), strict=True)]
+        return [dict(zip(columns, values, strict=True)) for values in zip(*map(unbatch, columns.values()), strict=True)]
     if isinstance(columns, tuple):
-        return list(zip(*map(rows_of, columns), strict=True))
+        return list(zip(*map(unbatch, columns), strict=True))
     return list(columns)
 
 
 def length_of(columns) -> int:
     """Returns the number of rows that the columns hold."""
-    return len(leaves_of(columns)[0])
+    return len(tree_leaves(columns)[0])
 
 
-def leaves_of(columns) -> list[torch.Tensor | list]:
+def tree_leaves(columns) -> list[torch.Tensor | list]:
     """Returns every column, in order."""
     return tree_leaves(columns, _is_column)
 
 
-def nesting(columns) -> str:
+def tree_spec(columns) -> str:
     """Returns how the columns are nested and named, in order, as text: ``{'a': (0, 0), 'b': 0}``."""
-    return str(mapped(lambda column: 0, columns))
+    return str(tree_map(lambda column: 0, columns))
 
 
-def mapped(function: Callable[[Any], Any], columns):
+def tree_map(function: Callable[[Any], Any], columns):
     """Returns ``columns`` with ``function`` applied to every column, nested in the same way."""
     return tree_map(function, columns, _is_column)
 

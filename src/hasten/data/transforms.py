@@ -15,19 +15,19 @@ from functools import lru_cache, partial
 import numpy
 import torch
 
-from hasten.contract.errors import Refusal
-from hasten.data.chance import Chance
-from hasten.data.memory import taken
+from hasten.contract.errors import ConfigurationError
+from hasten.data.chance import SampleRng
+from hasten.data.memory import acquire
 
 SEAM = 8  # bytes: half of them at the end of a row of pixels, half at the beginning of the next
 
 
-def flip() -> Callable:
+def random_horizontal_flip() -> Callable:
     """Mirrors half of the pictures, by chance, left to right: any type, shape (rows, ..., height, width)."""
     return _flipped
 
 
-def crop(padding: int, mirror: bool = False) -> Callable:
+def random_crop(padding: int, mirror: bool = False) -> Callable:
     """Moves every picture by chance, by up to ``padding`` pixels up or down and left or right; zeros come in from the border.
 
     The same as laying a border of zeros around it and cutting out a window of the old size: any type, shape (rows, ..., height, width).
@@ -36,11 +36,11 @@ def crop(padding: int, mirror: bool = False) -> Callable:
         mirror: does what ``flip()`` does on the way, which spares a copy.
     """
     if not isinstance(padding, int) or padding < 1:
-        raise Refusal(f"crop(padding) is in pixels, at least 1, not {padding!r}")
+        raise ConfigurationError(f"crop(padding) is in pixels, at least 1, not {padding!r}")
     return partial(_cropped, padding=padding, mirror=mirror)
 
 
-def normalise(mean: float | Sequence[float], std: float | Sequence[float]) -> Callable:
+def normalize(mean: float | Sequence[float], std: float | Sequence[float]) -> Callable:
     """``(value - mean) / std`` as float32; whole numbers (uint8) are taken as fractions of 255 first.
 
     Args:
@@ -58,21 +58,21 @@ def moments(mean: float | Sequence[float], std: float | Sequence[float]) -> tupl
     """
     means, stds = (tuple(numpy.atleast_1d(numpy.asarray(each, dtype=float)).tolist()) for each in (mean, std))
     if len(means) != len(stds):
-        raise Refusal(f"normalise() wants as many means as deviations, not {len(means)} and {len(stds)}")
+        raise ConfigurationError(f"normalise() wants as many means as deviations, not {len(means)} and {len(stds)}")
     if min(stds) <= 0:
-        raise Refusal(f"normalise() divides by the deviations: they are above 0, not {min(stds):g}")
+        raise ConfigurationError(f"normalise() divides by the deviations: they are above 0, not {min(stds):g}")
     return means, stds
 
 
 # ---- what is done to a batch
 
 
-def _flipped(batch, chance: Chance):
+def _flipped(batch, chance: SampleRng):
     pictures = _pictures(batch)
-    return _replaced(batch, _mirror(_like(pictures).copy_(pictures), chance.coins()))
+    return _replaced(batch, _mirror(_like(pictures).copy_(pictures), chance.bernoulli()))
 
 
-def _cropped(batch, chance: Chance, *, padding: int, mirror: bool):
+def _cropped(batch, chance: SampleRng, *, padding: int, mirror: bool):
     pictures = _pictures(batch)
     top, left, mirrored = places(chance.integers(0, choices(padding)), padding)
     moved = _moved(pictures, (top - padding) * pictures.shape[-1] + left - padding)
@@ -90,8 +90,8 @@ def _normalised(batch, *, means: tuple[float, ...], stds: tuple[float, ...]):
 def scaled(pictures: torch.Tensor, means: tuple[float, ...], stds: tuple[float, ...]) -> torch.Tensor:
     """What ``normalise`` makes of pictures: converted, then scaled and shifted in place."""
     if len(means) not in (1, pictures.shape[1]):
-        raise Refusal(f"normalise() has {len(means)} means, and the pictures have {pictures.shape[1]} channels: {list(pictures.shape)}")
-    floats = taken(pictures.shape, torch.float32).copy_(pictures)
+        raise ConfigurationError(f"normalise() has {len(means)} means, and the pictures have {pictures.shape[1]} channels: {list(pictures.shape)}")
+    floats = acquire(pictures.shape, torch.float32).copy_(pictures)
     parts = floats.unbind(1) if len(means) > 1 else [floats]
     for part, (scale, shift) in zip(parts, terms(means, stds, pictures.dtype), strict=True):
         torch.add(torch.tensor(shift), part, alpha=scale, out=part)
@@ -169,25 +169,25 @@ def _insides(padding: int, height: int, width: int, itemsize: int) -> tuple[torc
 def _mirror(pictures: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """The same memory, the chosen pictures turned left to right."""
     rows, flat = chosen.nonzero()[:, 0], pictures.view(len(pictures), -1)
-    some = torch.index_select(flat, 0, rows, out=taken((len(rows), flat.shape[1]), flat.dtype))
+    some = torch.index_select(flat, 0, rows, out=acquire((len(rows), flat.shape[1]), flat.dtype))
     turned = some.view(-1, *pictures.shape[1:]).flip(-1).view(some.shape)
     flat.view(torch.uint8).numpy()[rows.numpy()] = turned.view(torch.uint8).numpy()  # twelve times as fast as index_copy_
     return pictures
 
 
 def _like(pictures: torch.Tensor) -> torch.Tensor:
-    return taken(pictures.shape, pictures.dtype)
+    return acquire(pictures.shape, pictures.dtype)
 
 
 def _pictures(batch) -> torch.Tensor:
     """The pictures of a batch."""
     pictures = batch[0] if isinstance(batch, tuple) else batch
     if isinstance(pictures, list):
-        raise Refusal("the pictures differ in size; give them one with resize=, or a map before batch()")
+        raise ConfigurationError("the pictures differ in size; give them one with resize=, or a map before batch()")
     if not isinstance(pictures, torch.Tensor):
-        raise Refusal(f"a batch is pictures, or a tuple that begins with them, not a {type(pictures).__name__}; name a target=")
+        raise ConfigurationError(f"a batch is pictures, or a tuple that begins with them, not a {type(pictures).__name__}; name a target=")
     if pictures.ndim < 3:
-        raise Refusal(f"pictures have the shape (rows, ..., height, width), not {list(pictures.shape)}")
+        raise ConfigurationError(f"pictures have the shape (rows, ..., height, width), not {list(pictures.shape)}")
     return pictures
 
 

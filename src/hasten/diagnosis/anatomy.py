@@ -6,16 +6,16 @@ import math
 import time
 from dataclasses import dataclass
 
-from hasten.contract.errors import Failure, Refusal
+from hasten.contract.errors import RunError, ConfigurationError
 from hasten.contract.recipe import Recipe
-from hasten.contract.watch import Watch, silent
-from hasten.diagnosis.headroom import Headroom, take_away
+from hasten.contract.watch import ProgressCallback, no_progress
+from hasten.diagnosis.headroom import Ceilings, measure_ceilings
 from hasten.diagnosis.replacements import LARGER_BATCH, NoUpdate, ReplayedBatch, outside_name
 from hasten.diagnosis.timeline import Timeline
 from hasten.engine.tasks import TaskRef
 from hasten.measure.compare import RHYTHM_BUDGETS, block_steps, evaluation_seconds_per_sample, refuse_unfair_blocks
 from hasten.measure.job import WorkerGroup, start_workers
-from hasten.measure.noise import Noise
+from hasten.measure.noise import SystemNoise
 from hasten.measure.ratio import spread
 from hasten.measure.workers import Worker
 from hasten.reporting.result_schema import Flops
@@ -28,7 +28,7 @@ LEAST_FAULTS = 100  # page faults a step; fewer are the machine's background
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class StepProfile:
     """What a run showed of itself. Times in seconds, shares between 0 and 1.
 
     Attributes:
@@ -44,7 +44,7 @@ class Anatomy:
 
     plan: dict
     phases: dict[str, float]
-    headroom: Headroom
+    headroom: Ceilings
     step: float
     sample: float
     evaluation: float | None
@@ -70,7 +70,7 @@ class Anatomy:
         return plan["start"] + samples * (self.sample + evaluation_seconds_per_sample(plan, self.evaluation))
 
 
-def examine(
+def profile_steps(
     task: TaskRef,
     recipe: Recipe,
     *,
@@ -81,8 +81,8 @@ def examine(
     ceilings: bool = False,
     processes: int = 1,
     patience: float | None = None,
-    watch: Watch = silent,
-) -> Anatomy:
+    watch: ProgressCallback = no_progress,
+) -> StepProfile:
     """The anatomy of a task under a recipe, from about ``budget`` seconds of its real steps.
 
     Args:
@@ -101,19 +101,19 @@ def examine(
         began = time.monotonic()
         plan = probe.call("build")
         plan["build_seconds"] = time.monotonic() - began
-        noise, count = Noise(), block_steps(plan)
+        noise, count = SystemNoise(), block_steps(plan)
         refuse_unfair_blocks(recipe, plan, count, max(FAIR_SECONDS, RHYTHM_BUDGETS * budget), 2 * LEAST_PAIRS)
         watch("timing the phases of the step", 0.1, budget)
         timed, plain = _blocks(probe, count, budget * TIMELINE_SHARE if ceilings else budget)
         evaluation = None if plan["evaluation"] is None else min(plan["evaluation"], probe.call("evaluate"))
         extra = evaluation_seconds_per_sample(plan, evaluation)
-        phases, headroom = _shares(timed, extra), Headroom()
+        phases, headroom = _shares(timed, extra), Ceilings()
         if ceilings:
             shares = {"input": phases["input"], LARGER_BATCH: 1.0 - phases["evaluation"]} | {
                 name: phases[name] for name in ("logging", "optimizer_step")
             }
             left = budget * (1 - TIMELINE_SHARE)
-            headroom = take_away(probe, shares, count=count, step=plan["step"], extra=extra, budget=left, watch=watch)
+            headroom = measure_ceilings(probe, shares, count=count, step=plan["step"], extra=extra, budget=left, watch=watch)
         facts = probe.call("facts")
         operations = _if_possible(probe, "operations", count=WATCHED_STEPS) or {}
         arithmetic = _if_possible(probe, "arithmetic", dtype=operations.get("dtype", "float32"))
@@ -121,7 +121,7 @@ def examine(
         input_throughput = _input_throughput(probe, input_budget, processes) if input_budget else None
     both = timed + plain
     samples, seconds = _sum(plain, "samples"), _sum(plain, "seconds")
-    return Anatomy(
+    return StepProfile(
         plan=plan,
         phases=phases,
         headroom=headroom,
@@ -167,7 +167,7 @@ def _if_possible(probe: Worker | WorkerGroup, method: str, **arguments) -> dict 
     """What a look inside gives; None for a run that does not bear being looked at (a captured graph, a compiled step)."""
     try:
         return probe.call(method, **arguments)
-    except Failure:
+    except RunError:
         return None
 
 
@@ -177,7 +177,7 @@ def _input_throughput(probe: Worker | WorkerGroup, budget: float, processes: int
         return {"not_measured": {"input": "measured in one process only; leave --processes out"}}
     try:
         return probe.call("input", budget=budget)
-    except (Failure, Refusal) as error:
+    except (RunError, ConfigurationError) as error:
         return {"not_measured": {"input": str(error)}}
 
 

@@ -6,11 +6,11 @@ import time
 
 from hasten.contract.card import PHASES
 from hasten.contract.recipe import Recipe
-from hasten.contract.spans import budget_of
-from hasten.contract.watch import Watch, silent
+from hasten.contract.spans import parse_budget
+from hasten.contract.watch import ProgressCallback, no_progress
 from hasten.diagnosis.advise import advise, amdahl
-from hasten.diagnosis.anatomy import Anatomy, examine
-from hasten.diagnosis.headroom import exchange_allocator
+from hasten.diagnosis.anatomy import StepProfile, profile_steps
+from hasten.diagnosis.headroom import measure_allocator_ceiling
 from hasten.diagnosis.verdict import gains, verdict_of
 from hasten.engine.composition import check_conflicts, sort_methods
 from hasten.engine.devices import pick_device
@@ -32,7 +32,7 @@ def diagnose(
     patience: float | None = None,
     device: str | None = None,
     seed: int = 0,
-    watch: Watch = silent,
+    watch: ProgressCallback = no_progress,
 ) -> DiagnoseResult:
     """Where a task's time goes and what could be gained.
 
@@ -52,12 +52,12 @@ def diagnose(
     Raises:
         Refusal: a wrong request. Failure: the task could not run.
     """
-    task, recipe, device, budget = TaskRef.of(task), Recipe.read(recipe), pick_device(device), budget_of(budget)
+    task, recipe, device, budget = TaskRef.of(task), Recipe.coerce(recipe), pick_device(device), parse_budget(budget)
     check_conflicts(sort_methods(make_methods(recipe)))
     cards = {name: method_class(name).card for name in method_names() if name not in recipe.methods}
     began = time.monotonic()
     where = {"device": device, "seed": seed, "processes": processes}
-    anatomy = examine(
+    anatomy = profile_steps(
         task,
         recipe,
         **where,
@@ -68,7 +68,7 @@ def diagnose(
         watch=_part(watch, 0.0, INSIDE + INPUT),
     )
     left = budget - (time.monotonic() - began)
-    outside = exchange_allocator(
+    outside = measure_allocator_ceiling(
         task,
         recipe,
         anatomy.system_share,
@@ -108,13 +108,13 @@ def diagnose(
     }
 
 
-def _headroom(anatomy: Anatomy, ratios: dict[str, Ratio]) -> dict[str, float]:
+def _headroom(anatomy: StepProfile, ratios: dict[str, Ratio]) -> dict[str, float]:
     """Ceilings as plain numbers. To take a phase away never costs time: below 1 it was noise. Evaluations are simply subtracted."""
     measured = {name: max(1.0, ratio.median) if name in PHASES else ratio.median for name, ratio in ratios.items()}
     return measured | ({"evaluation": amdahl(anatomy.phases["evaluation"])} if anatomy.evaluation else {})
 
 
-def _causes(anatomy: Anatomy) -> dict:
+def _causes(anatomy: StepProfile) -> dict:
     return {
         "page_faults_per_step": anatomy.faults_per_step,
         "system_time_share": anatomy.system_share,
@@ -123,6 +123,6 @@ def _causes(anatomy: Anatomy) -> dict:
     }
 
 
-def _part(watch: Watch, low: float, high: float) -> Watch:
+def _part(watch: ProgressCallback, low: float, high: float) -> ProgressCallback:
     """``watch`` for a part of the work, from ``low`` to ``high`` of the whole."""
     return lambda what, done, left=None: watch(what, low + (high - low) * done, left)

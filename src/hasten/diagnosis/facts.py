@@ -21,13 +21,13 @@ GPU_CAPABILITIES = {"float16_hardware": (7, 0), "bfloat16_hardware": (8, 0), "tf
 def facts_of(program: Program) -> frozenset[str]:
     """The facts (keys of ``contract.card.FACTS``) that hold for a built run."""
     run, plan = program.run, program.plan
-    samples = program.train.samples
+    samples = program.train.spec
     held = {
         "convolutions": any(isinstance(module, CONVOLUTIONS) for module in run.model.modules()),
         "repeated_blocks": any(_has_like_blocks(module) for module in run.model.modules()),
         "matrix_weights": any(parameter.ndim >= 2 for parameter in run.model.parameters()),
         "indexed_samples": samples is not None,
-        "workers": samples is not None or program.train.by is not None,
+        "workers": samples is not None or program.train.with_workers is not None,
         "multiple_epochs": plan.epochs > 1,
         "distributed": not run.ranks.is_single_process,
         "evaluations": program.validation is not None and _evaluations(program) > 1,

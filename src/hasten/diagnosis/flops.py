@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hasten.contract.batch import size
+from hasten.contract.batch import batch_size
 from hasten.engine.plan import Program
 
 PEAK_SECONDS = 0.3
@@ -25,7 +25,7 @@ def flops_a_sample(program: Program) -> float:
     with FlopCounterMode(display=False) as counter:
         program.forward_backward(batch)
     program.zero_grad()
-    return counter.get_total_flops() / size(batch)
+    return counter.get_total_flops() / batch_size(batch)
 
 
 @cache

@@ -11,9 +11,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hasten.contract.errors import Failure, Refusal
+from hasten.contract.errors import RunError, ConfigurationError
 from hasten.contract.recipe import Recipe
-from hasten.contract.watch import Watch, silent
+from hasten.contract.watch import ProgressCallback, no_progress
 from hasten.diagnosis.replacements import BATCH_FACTOR, LARGER_BATCH
 from hasten.engine.find import cards_that_state
 from hasten.engine.tasks import TaskRef
@@ -31,7 +31,7 @@ STEPS_OF_A_LARGER_BATCH = 2 * WARM_UP_STEPS + 1 + LEAST_PAIRS  # what it takes a
 
 
 @dataclass
-class Headroom:
+class Ceilings:
     """Ceilings by name (a phase, or the method that was tried), and why others have none."""
 
     ceilings: dict[str, Ratio] = field(default_factory=dict)
@@ -43,9 +43,9 @@ class Headroom:
         return [name for name, share in shares.items() if share >= LEAST_SHARE]
 
 
-def take_away(
-    probe: Worker, shares: Mapping[str, float], *, count: int, step: float, extra: float, budget: float, watch: Watch = silent
-) -> Headroom:
+def measure_ceilings(
+    probe: Worker, shares: Mapping[str, float], *, count: int, step: float, extra: float, budget: float, watch: ProgressCallback = no_progress
+) -> Ceilings:
     """The ceilings of what can be taken away while the run goes on.
 
     Args:
@@ -54,7 +54,7 @@ def take_away(
         step: seconds that one takes.
         extra: seconds of evaluation for a sample, which stay.
     """
-    found, began = Headroom(), time.monotonic()
+    found, began = Ceilings(), time.monotonic()
     worth = found.worth(shares)
     for number, name in enumerate(worth):
         left = began + budget - time.monotonic()
@@ -64,12 +64,12 @@ def take_away(
             continue
         try:
             found.ceilings[name] = _switched(probe, name, count, extra, left / (len(worth) - number))
-        except Failure as error:  # a batch too large for the memory, a step that cannot do without its update
+        except RunError as error:  # a batch too large for the memory, a step that cannot do without its update
             found.not_measured[name] = str(error)
     return found
 
 
-def exchange_allocator(
+def measure_allocator_ceiling(
     task: TaskRef,
     recipe: Recipe,
     share: float,
@@ -79,15 +79,15 @@ def exchange_allocator(
     budget: float,
     plan: dict,
     processes: int = 1,
-    watch: Watch = silent,
-) -> Headroom:
+    watch: ProgressCallback = no_progress,
+) -> Ceilings:
     """What the method that saves system time gives, as far as ``budget`` seconds allow.
 
     Args:
         share: of the processors' time that the operating system takes.
         plan: of the plain run, with ``build_seconds``.
     """
-    found = Headroom()
+    found = Ceilings()
     name = next((name for name, card in cards_that_state("ceiling").items() if card.ceiling == SYSTEM_TIME), None)
     if name is None or name in recipe.methods or not found.worth({SYSTEM_TIME: share}):
         return found
@@ -101,7 +101,7 @@ def exchange_allocator(
         arms, among = (recipe, recipe.with_method(name)), (processes, processes)
         done = run_interleaved(task, *arms, budget=budget - building, device=device, processes=among, seed=seed, looks=LOOKS)
         found.ceilings[SYSTEM_TIME] = done.ratio
-    except (Failure, Refusal) as error:  # it found nothing to act on
+    except (RunError, ConfigurationError) as error:  # it found nothing to act on
         found.not_measured[SYSTEM_TIME] = str(error)
     return found
 

@@ -19,13 +19,13 @@ import numpy
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
-from hasten.contract.batch import map_tensors, size
-from hasten.contract.data import Batches, Samples
-from hasten.contract.errors import Failure
+from hasten.contract.batch import map_tensors, batch_size
+from hasten.contract.data import BatchSource, LoaderSpec
+from hasten.contract.errors import RunError
 from hasten.data.pipeline import Pipeline
-from hasten.data.running.runners import Here
+from hasten.data.running.runners import InlineRunner
 from hasten.data.source import BadRow, Source
-from hasten.engine.failures import explained
+from hasten.engine.failures import explain_error
 from hasten.engine.plan import Program
 
 BUDGET_SHARES = {"step_throughput": 0.25, "stages": 0.3, "copy": 0.1, "end_to_end": 0.35}
@@ -62,7 +62,7 @@ def measure_input(program: Program, budget: float) -> dict:
         try:
             return measure(*args)
         except Exception as error:
-            not_measured[name] = str(explained(error, f"measuring {name}", batch_size))
+            not_measured[name] = str(explain_error(error, f"measuring {name}", batch_size))
             return None
 
     seconds = {name: share * budget for name, share in BUDGET_SHARES.items()}
@@ -105,10 +105,10 @@ def _bottleneck(stages: dict, end_to_end: float, step: float, prefetched: bool) 
 def _is_prefetched(program: Program) -> bool | None:
     """Whether batches are computed while the step runs; None if a method reads the samples in a way of its own."""
     data, batches = program.task.train_data, program.train
-    if batches.samples is not None:
-        return batches.samples.workers > 0
-    if batches.by is not None:
-        return batches.crew.workers > 0
+    if batches.spec is not None:
+        return batches.spec.num_workers > 0
+    if batches.with_workers is not None:
+        return batches.workers.num_workers > 0
     dataset = data if isinstance(data, Pipeline) else getattr(data, "dataset", data)
     is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
     return getattr(data, "num_workers", 0) > 0 if is_stream and not isinstance(data, Pipeline) else None
@@ -117,10 +117,10 @@ def _is_prefetched(program: Program) -> bool | None:
 # ---- the training step and the whole input pipeline
 
 
-def _first_batch(batches: Batches):
+def _first_batch(batches: BatchSource):
     for batch in batches.epoch(0, 0):
         return batch
-    raise Failure("the training data gave no batch")
+    raise RunError("the training data gave no batch")
 
 
 def _step_throughput(program: Program, batch, seconds: float) -> float:
@@ -135,14 +135,14 @@ def _step_throughput(program: Program, batch, seconds: float) -> float:
 
     for _ in range(WARM_UP_STEPS):
         step()
-    return size(batch) * _calls_per_second(program, step, seconds)
+    return batch_size(batch) * _calls_per_second(program, step, seconds)
 
 
 def _copy_throughput(program: Program, batch, seconds: float) -> float | None:
     """Samples/s copied to the device; None on the CPU, where nothing is copied."""
     if program.run.device.type == "cpu":
         return None
-    return size(batch) * _calls_per_second(
+    return batch_size(batch) * _calls_per_second(
         program, lambda: map_tensors(lambda tensor: tensor.to(program.run.device), batch), seconds
     )
 
@@ -170,7 +170,7 @@ def _end_to_end(program: Program, seconds: float) -> tuple[float, float]:
             _synchronize(program)
             first = time.perf_counter() - began
             continue
-        samples += size(batch)
+        samples += batch_size(batch)
         if time.perf_counter() - began - first > seconds:
             break
     _synchronize(program)
@@ -186,7 +186,7 @@ def _synchronize(program: Program) -> None:
 
 
 def _stage_throughput(program: Program, seconds: float, not_measured: dict[str, str]) -> dict:
-    data, samples = program.task.train_data, program.train.samples
+    data, samples = program.task.train_data, program.train.spec
     if isinstance(data, Pipeline):
         return _pipeline_stages(data, program.loop.batch_size, seconds, not_measured)
     if samples is None:
@@ -206,7 +206,7 @@ def _pipeline_stages(pipeline: Pipeline, batch_size: int, seconds: float, not_me
         name: tuple(replace(each, function=maps_watch.time_calls(each.function)) for each in getattr(pipeline, name))
         for name in ("sample_maps", "batch_maps")
     }
-    timed = replace(pipeline, source=source, batch_size=batch_size, runner=Here(), device=None, **maps)
+    timed = replace(pipeline, source=source, batch_size=batch_size, runner=InlineRunner(), device=None, **maps)
     samples, total = _draw((timed.epoch(epoch) for epoch in count()), seconds)
     spent = source.seconds_by_stage() | {"map": maps_watch.seconds}
     if pipeline.sample_maps or pipeline.collate_fn:
@@ -214,13 +214,13 @@ def _pipeline_stages(pipeline: Pipeline, batch_size: int, seconds: float, not_me
     return {name: samples / each if each else None for name, each in spent.items()}
 
 
-def _dataset_stages(samples: Samples, seconds: float) -> dict:
+def _dataset_stages(samples: LoaderSpec, seconds: float) -> dict:
     watches = {"read": Stopwatch(), "batch": Stopwatch()}
     dataset = samples.dataset
     read = getattr(dataset, "__getitems__", None) or (lambda indices: [dataset[index] for index in indices])
     read = watches["read"].time_calls(read)
     collate = watches["batch"].time_calls(samples.collate or default_collate)
-    epochs = (map(collate, map(read, samples.order(epoch))) for epoch in count())
+    epochs = (map(collate, map(read, samples.batch_sampler(epoch))) for epoch in count())
     drawn, _ = _draw(epochs, seconds)
     return {name: drawn / watch.seconds for name, watch in watches.items()}
 
@@ -231,7 +231,7 @@ def _draw(epochs: Iterator[Iterator], seconds: float) -> tuple[int, float]:
     for epoch in epochs:
         began = time.perf_counter()
         for batch in epoch:
-            samples += size(batch)
+            samples += batch_size(batch)
             if total + time.perf_counter() - began > seconds:
                 return samples, total + time.perf_counter() - began
         total += time.perf_counter() - began
@@ -287,13 +287,13 @@ class TimedSource(Source):
         return self._timed_read(rows)
 
     def identity(self) -> dict:
-        return self.source.identity()
+        return self.source.fingerprint()
 
     def edges(self) -> numpy.ndarray:
-        return self.source.edges()
+        return self.source.chunk_offsets()
 
     def known_bad(self) -> list[BadRow]:
-        return self.source.known_bad()
+        return self.source.known_bad_rows()
 
     def prepare(self, runner, faults) -> None:
         self.source.prepare(runner, faults)

@@ -14,7 +14,7 @@ SAVED_BY_ROUNDING = 0.5  # the share of float32's bytes that 16 bits save
 READINGS = 3
 
 
-def worth_it(size: float, saved_share: float, codec_seconds: float, latency: float, bandwidth: float, exposed_seconds: float) -> float:
+def net_saving_s(size: float, saved_share: float, codec_seconds: float, latency: float, bandwidth: float, exposed_seconds: float) -> float:
     """Seconds that a step becomes shorter by; below zero: longer.
 
     Args:
@@ -33,7 +33,7 @@ def worth_it(size: float, saved_share: float, codec_seconds: float, latency: flo
     return min(exposed_seconds, before) - max(after - hidden, 0.0) - codec_seconds
 
 
-def pays_below(size: float, saved_share: float, codec_seconds: float) -> float:
+def break_even_bandwidth(size: float, saved_share: float, codec_seconds: float) -> float:
     """The bandwidth (bytes/s) below which it pays, where nothing of the exchange is hidden."""
     return math.inf if codec_seconds == 0 else size * saved_share / codec_seconds
 
@@ -50,13 +50,13 @@ def rounding_seconds(size: int, device: torch.device) -> float:
     return min(taken)
 
 
-def of_rounding(talk: dict, codec_seconds: float, step: float) -> tuple[float, str]:
+def cast_speedup(talk: dict, codec_seconds: float, step: float) -> tuple[float, str]:
     """(how many times faster a step of so many seconds would be, in words) if gradients were rounded.
 
     Args:
         talk: what ``communication_of`` told, where everything in it is known.
     """
-    saved = worth_it(talk["bytes"], SAVED_BY_ROUNDING, codec_seconds, 0.0, talk["bytes"] / talk["seconds"], talk["exposed"])
+    saved = net_saving_s(talk["bytes"], SAVED_BY_ROUNDING, codec_seconds, 0.0, talk["bytes"] / talk["seconds"], talk["exposed"])
     sent = 1e3 * SAVED_BY_ROUNDING * talk["seconds"]
     said = f"rounding {talk['bytes'] / 1e6:.3g} MB takes {1e3 * codec_seconds:.3g} ms, and half of them take {sent:.3g} ms to send"
     return step / max(

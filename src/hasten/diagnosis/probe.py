@@ -13,11 +13,11 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from hasten._torch_compat import TorchDispatchMode, host_read_op
-from hasten.contract.errors import Failure
+from hasten.contract.errors import RunError
 from hasten.diagnosis.facts import facts_of
 from hasten.diagnosis.flops import flops_a_sample, peak_flops
 from hasten.diagnosis.input_benchmark import measure_input
-from hasten.diagnosis.replacements import LARGER_BATCH, LargerBatch, outside_name, taken_away
+from hasten.diagnosis.replacements import LARGER_BATCH, LargerBatch, outside_name, disabled_phases
 from hasten.engine.folder import lines_of
 from hasten.engine.plan import build
 from hasten.engine.tasks import TaskRef
@@ -34,12 +34,12 @@ class Probe(Arm):
         """A block of steps as ``train`` gives it; ``away``: without that phase, or (larger_batch) of the run with larger batches."""
         if away == LARGER_BATCH:
             return self.larger.train(count)
-        switched_off = taken_away(self.program.run)
+        switched_off = disabled_phases(self.program.run)
         switched_off.update({away} if away else ())
         block = self.train(count)
         switched_off.clear()
         if not block["samples"]:
-            raise Failure("an earlier experiment ended the run")
+            raise RunError("an earlier experiment ended the run")
         return block
 
     @cached_property
@@ -49,7 +49,7 @@ class Probe(Arm):
 
     def _read_losses(self) -> list[float]:
         """And writes them down, as a run does, unless that is what is taken away."""
-        if "logging" in taken_away(self.program.run):
+        if "logging" in disabled_phases(self.program.run):
             self.unread.clear()
             return []
         losses = super()._read_losses()

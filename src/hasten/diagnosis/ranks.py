@@ -22,32 +22,32 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hasten._torch_compat import ddp_bucket_sizes
 from hasten.contract.card import Card
-from hasten.contract.errors import Failure, Refusal
-from hasten.contract.ranks import PATIENCE, SINGLE_PROCESS, ProcessGroupInfo
+from hasten.contract.errors import RunError, ConfigurationError
+from hasten.contract.ranks import DEFAULT_TIMEOUT_S, SINGLE_PROCESS, ProcessGroupInfo
 from hasten.contract.recipe import Recipe
-from hasten.contract.spans import budget_of
+from hasten.contract.spans import parse_budget
 from hasten.contract.task import Task
-from hasten.contract.watch import Watch, silent
+from hasten.contract.watch import ProgressCallback, no_progress
 from hasten.diagnosis.advise import advise
 from hasten.diagnosis.facts import facts_of
-from hasten.diagnosis.less_talk import SAVED_BY_ROUNDING, of_rounding, rounding_seconds
-from hasten.diagnosis.replacements import ReplayedBatch, outside_name, taken_away
-from hasten.diagnosis.skew import phases_of_the_slowest, ranks_of, skew_of, straggler_of
-from hasten.diagnosis.talk import communication_of, verdict_of
+from hasten.diagnosis.less_talk import SAVED_BY_ROUNDING, cast_speedup, rounding_seconds
+from hasten.diagnosis.replacements import ReplayedBatch, outside_name, disabled_phases
+from hasten.diagnosis.skew import phases_of_the_slowest, rank_phase_times, skew_of, find_straggler
+from hasten.diagnosis.talk import communication_cost, verdict_of
 from hasten.diagnosis.timeline import Timeline
-from hasten.engine.budget import threads_alone
+from hasten.engine.budget import single_process_threads
 from hasten.engine.composition import check_conflicts, sort_methods
 from hasten.engine.devices import pick_device
-from hasten.engine.failures import explained
-from hasten.engine.find import TOGETHER, alone, make_methods, method_class, method_names
+from hasten.engine.failures import explain_error
+from hasten.engine.find import DISTRIBUTED, drop_distributed, make_methods, method_class, method_names
 from hasten.engine.plan import Program
-from hasten.engine.ranks import joined, refuse_strangers
+from hasten.engine.ranks import init_process_group, check_ranks_agree
 from hasten.engine.tasks import TaskRef
 from hasten.engine.train import device_of, identity_of
-from hasten.launch.network import seconds_of, to_the_next, wire
+from hasten.launch.network import seconds_of, neighbor_latency, measure_link
 from hasten.measure.arm import Arm
 from hasten.measure.compare import RHYTHM_BUDGETS, block_steps, refuse_unfair_blocks
-from hasten.measure.noise import Noise
+from hasten.measure.noise import SystemNoise
 from hasten.measure.ratio import ERROR, Ratio, ratio_of, spread
 
 EXCHANGE, MEETING, INPUT = "exchange", "meeting", "input"
@@ -67,8 +67,8 @@ def diagnose_ranks(
     budget: float | str = 60.0,
     device: str | None = None,
     seed: int = 0,
-    watch: Watch = silent,
-    patience: float = PATIENCE,
+    watch: ProgressCallback = no_progress,
+    patience: float = DEFAULT_TIMEOUT_S,
 ) -> dict:
     """What the ranks of the job that this process is in lose to each other.
 
@@ -85,27 +85,27 @@ def diagnose_ranks(
     Raises:
         Refusal: a wrong request, or this process is alone. Failure: the task could not run.
     """
-    task, recipe, device, budget = TaskRef.of(task), Recipe.read(recipe), pick_device(device), budget_of(budget)
-    with joined(device, patience) as ranks:
+    task, recipe, device, budget = TaskRef.of(task), Recipe.coerce(recipe), pick_device(device), parse_budget(budget)
+    with init_process_group(device, patience) as ranks:
         if ranks.is_single_process:
-            raise Refusal(NOBODY_ELSE)
+            raise ConfigurationError(NOBODY_ELSE)
         check_conflicts(sort_methods(make_methods(recipe)))
         given = task.load()
         code = task.fingerprint() if task.given is None else None
-        refuse_strangers(ranks, identity_of(given, seed, code, recipe))
+        check_ranks_agree(ranks, identity_of(given, seed, code, recipe))
         without_metric = TaskRef.of(dataclasses.replace(given, validation_data=None))
         probe = RankProbe(without_metric, recipe, device_of(ranks, device), seed, ranks)
         try:
-            found = _diagnosed(probe, ranks, budget, watch if ranks.is_main_process else silent)
+            found = _diagnosed(probe, ranks, budget, watch if ranks.is_main_process else no_progress)
         except Exception as error:
-            raise explained(error, "the training", given.batch_size or 0) from error
+            raise explain_error(error, "the training", given.batch_size or 0) from error
         finally:
             probe.end()
     return {"kind": "diagnose_ranks", "task": str(task), "recipe": str(recipe), "device": device, **found}
 
 
-def _diagnosed(probe: RankProbe, ranks: ProcessGroupInfo, budget: float, watch: Watch) -> dict:
-    began, noise = time.monotonic(), Noise()
+def _diagnosed(probe: RankProbe, ranks: ProcessGroupInfo, budget: float, watch: ProgressCallback) -> dict:
+    began, noise = time.monotonic(), SystemNoise()
     watch("building the run", 0.0, None)
     plan = probe.build()
     plan |= {"step": ranks.all_reduce_max([plan["step"]])[0]}
@@ -114,16 +114,16 @@ def _diagnosed(probe: RankProbe, ranks: ProcessGroupInfo, budget: float, watch: 
     single, why_not = _single(probe, ranks)
     blocks, exchanges = _rounds(probe, single, count, ranks, began + budget, watch)
     told = [json.loads(each) for each in ranks.all_gather(json.dumps(blocks).encode())]
-    links = to_the_next(LINK_BYTES, ranks, wire(ranks))
+    links = neighbor_latency(LINK_BYTES, ranks, measure_link(ranks))
 
     paces = {kind: _of_the_slowest(told, kind, "pace") for kind in probe.kinds}
     step = median(_of_the_slowest(told, "whole", "step"))
     ceilings = {name: ratio_of(paces["whole"], paces[kind], ERROR) for name, kind in CEILINGS.items() if kind in paces}
     alone = [block["pace"] for block in told[0]["alone"]]
     speedup = ratio_of(alone, paces["whole"], ERROR) if alone else None
-    rows = ranks_of(told)
-    talk = communication_of(step, ceilings.get(EXCHANGE), probe.buckets(), exchanges)
-    straggler = straggler_of(rows, told, step, links, talk["exposed"])
+    rows = rank_phase_times(told)
+    talk = communication_cost(step, ceilings.get(EXCHANGE), probe.buckets(), exchanges)
+    straggler = find_straggler(rows, told, step, links, talk["exposed"])
     advice, against = _advice(probe, ceilings, phases_of_the_slowest(rows, step), talk, step)
     not_measured = ({} if EXCHANGE in ceilings else {EXCHANGE: NOT_SHARED_SO, "straggler": NOT_SHARED_SO}) | why_not
     return {
@@ -139,7 +139,7 @@ def _diagnosed(probe: RankProbe, ranks: ProcessGroupInfo, budget: float, watch: 
         ],
         "ceilings": {name: ratio.to_json() for name, ratio in ceilings.items()},
         "speedup": speedup and speedup.to_json(),
-        "threads": {"each": torch.get_num_threads(), "alone": threads_alone()},
+        "threads": {"each": torch.get_num_threads(), "alone": single_process_threads()},
         "efficiency": speedup and speedup.median / _times_as_much(probe, ranks),
         "not_measured": not_measured,
         "advice": advice,
@@ -178,7 +178,7 @@ class RankProbe(Arm):
     def block(self, count: int, switched: tuple[str, ...]) -> dict:
         """So many steps: seconds of one, of one sample of the whole batch, of each phase, of the processor, and of every wait."""
         run = self.program.run
-        tape, away = run.checkpoint_state["timeline"], taken_away(run)
+        tape, away = run.checkpoint_state["timeline"], disabled_phases(run)
         before = [weight.detach().clone() for weight in run.unwrapped_model.parameters()] if EXCHANGE in switched else []
         run.ranks.any(False)  # all begin together
         self.waits, self.waited = [], 0.0
@@ -191,7 +191,7 @@ class RankProbe(Arm):
             for weight, was in zip(run.unwrapped_model.parameters(), before, strict=bool(before)):  # the same again on all ranks
                 weight.copy_(was)
         if not block["samples"]:
-            raise Failure("the training ended within a block of steps")
+            raise RunError("the training ended within a block of steps")
         return {
             "pace": block["seconds"] / block["samples"],
             "step": block["seconds"] / count,
@@ -233,7 +233,7 @@ class RankProbe(Arm):
         pass  # where ranks meet is what is measured
 
     def _switchable(self, program: Program) -> Callable:
-        micro, away, ranks = program.forward_backward, taken_away(program.run), program.run.ranks
+        micro, away, ranks = program.forward_backward, disabled_phases(program.run), program.run.ranks
 
         def switchable(batch):
             if EXCHANGE not in away:
@@ -262,7 +262,7 @@ class RankProbe(Arm):
 
 
 def _rounds(
-    probe: RankProbe, single: Arm | None, count: int, ranks: ProcessGroupInfo, until: float, watch: Watch
+    probe: RankProbe, single: Arm | None, count: int, ranks: ProcessGroupInfo, until: float, watch: ProgressCallback
 ) -> tuple[dict[str, list[dict]], list[float]]:
     """Blocks of every kind, in turns, and seconds of each exchange by itself."""
     blocks: dict[str, list[dict]] = {kind: [] for kind in (*probe.kinds, "alone")}
@@ -292,8 +292,8 @@ def _single(probe: RankProbe, ranks: ProcessGroupInfo) -> tuple[Arm | None, dict
         needed = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * machines  # what is free here is a rank's part of this machine
         try:
             if probe.program.run.services.free_memory() < needed:
-                raise Failure("there may be too little memory to try one process")
-            single = Arm(probe.task, alone(probe.plain).methods, probe.device, probe.seed, SINGLE_PROCESS)
+                raise RunError("there may be too little memory to try one process")
+            single = Arm(probe.task, drop_distributed(probe.plain).methods, probe.device, probe.seed, SINGLE_PROCESS)
             with _threads_of_one():
                 single.build()
         except Exception as error:  # whatever a second copy of the task meets: the diagnosis is of the job
@@ -306,7 +306,7 @@ def _single(probe: RankProbe, ranks: ProcessGroupInfo) -> tuple[Arm | None, dict
 def _threads_of_one() -> Iterator[None]:
     """Inside, this rank has the threads that one process would have; the other ranks wait, and take none."""
     before = torch.get_num_threads()
-    torch.set_num_threads(threads_alone())
+    torch.set_num_threads(single_process_threads())
     try:
         yield
     finally:
@@ -316,7 +316,7 @@ def _threads_of_one() -> Iterator[None]:
 def _times_as_much(probe: RankProbe, ranks: ProcessGroupInfo) -> float:
     """How many times the devices, or the threads, of one process the job has."""
     on_cpu = probe.program.run.device.type == "cpu"
-    return ranks.world_size * (torch.get_num_threads() / threads_alone() if on_cpu else 1)
+    return ranks.world_size * (torch.get_num_threads() / single_process_threads() if on_cpu else 1)
 
 
 def _of_the_slowest(told: list[dict], kind: str, what: str) -> list[float]:
@@ -325,14 +325,14 @@ def _of_the_slowest(told: list[dict], kind: str, what: str) -> list[float]:
 
 def _talks_less(card: Card) -> bool:
     """Whether a method changes how gradients travel, rather than what a process keeps."""
-    return TOGETHER in card.applies_to and "backward" in card.accelerates and "full_weights" not in card.invalidates
+    return DISTRIBUTED in card.applies_to and "backward" in card.accelerates and "full_weights" not in card.invalidates
 
 
 def _goes_with(recipe: Recipe, name: str) -> bool:
     """Whether a method could be added: another strategy than the one in use would take its place, of which no phase of this one tells anything."""
     try:
         check_conflicts(make_methods(recipe.with_method(name)))
-    except Refusal:
+    except ConfigurationError:
         return False
     return True
 
@@ -349,7 +349,7 @@ def _advice(
     if rounding and talk["seconds"] and talk["exposed"] is not None:
         codec = rounding_seconds(talk["bytes"], probe.program.run.device)
         for name in rounding:
-            headroom[name], told[name] = of_rounding(talk, codec, step)
+            headroom[name], told[name] = cast_speedup(talk, codec, step)
     advice, against = advise(phases, headroom, facts_of(probe.program), cards)
     for row in (*advice, *against):
         row["why"] = told.get(row["method"], row["why"])

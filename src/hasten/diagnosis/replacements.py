@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from hasten.contract.batch import size
+from hasten.contract.batch import batch_size
 from hasten.contract.card import Card, Exactness, WrapOrder
-from hasten.contract.data import Batches
+from hasten.contract.data import BatchSource
 from hasten.contract.method import Method
 from hasten.contract.run_context import RunContext, TrainPlan
 from hasten.contract.types import StepFn
@@ -20,7 +20,7 @@ BATCH_FACTOR = 8
 LARGER_BATCH = "larger_batch"  # the ceiling (of the cards) that a larger batch gives
 
 
-def taken_away(run) -> set[str]:
+def disabled_phases(run) -> set[str]:
     """What of a run is switched off at the moment: "input" and "optimizer_step" here, "logging" by the probe."""
     return run.checkpoint_state.setdefault("taken away", set())
 
@@ -33,15 +33,15 @@ def _card(summary: str) -> Card:
 class ReplayedBatch(Method):
     card = _card("gives the same batch again and again: input costs nothing")
 
-    def data(self, batches: Batches, run: RunContext) -> Batches:
+    def data(self, batches: BatchSource, run: RunContext) -> BatchSource:
         if not batches.training:
             return batches
-        away, progress = taken_away(run), run.progress
+        away, progress = disabled_phases(run), run.progress
 
         def epoch(number, start):
             kept = None
             for batch in batches.epoch(number, start):
-                if kept is None or size(batch) > size(kept):  # the last of a pass may be short
+                if kept is None or batch_size(batch) > batch_size(kept):  # the last of a pass may be short
                     kept, counts = batch, (progress.global_batch_size, progress.loss_weight)
                 yield batch
                 while "input" in away:
@@ -55,7 +55,7 @@ class NoUpdate(Method):
     card = _card("leaves the weights as they are: the update costs nothing")
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
-        away = taken_away(run)
+        away = disabled_phases(run)
         return lambda: None if "optimizer_step" in away else optimizer_step()
 
 

@@ -22,7 +22,7 @@ PROCESSOR = {
 }
 
 
-def ranks_of(told: list[dict]) -> list[dict]:
+def rank_phase_times(told: list[dict]) -> list[dict]:
     """Of each rank, in seconds of a step, the middle one of its blocks.
 
     Returns:
@@ -55,7 +55,7 @@ def phases_of_the_slowest(rows: list[dict], step: float) -> dict[str, float]:
     return {name: min(1.0, seconds / step) for name, seconds in slowest.items()}
 
 
-def straggler_of(rows: list[dict], told: list[dict], step: float, links: list[float], exposed: float | None) -> dict | None:
+def find_straggler(rows: list[dict], told: list[dict], step: float, links: list[float], exposed: float | None) -> dict | None:
     """The rank that the others wait for: ``{rank, seconds, share, cause, why, sentence}``; None where there is none."""
     late = _late(rows, told, step)
     if late is None:

@@ -25,7 +25,7 @@ ARITHMETIC = (
 )
 
 
-def communication_of(step: float, ceiling: Ratio | None, buckets: list[int] | None, exchanges: list[float]) -> dict:
+def communication_cost(step: float, ceiling: Ratio | None, buckets: list[int] | None, exchanges: list[float]) -> dict:
     """Seconds of a step: ``seconds`` by itself, ``exposed`` (a step is so much longer), ``hidden`` (behind the backward pass); None: unknown."""
     exposed = ceiling and step * max(0.0, 1.0 - 1.0 / ceiling.median)
     alone = median(exchanges) if exchanges else None

@@ -13,7 +13,7 @@ from collections import Counter
 import torch
 
 from hasten.contract.card import Card, Exactness, WrapOrder
-from hasten.contract.data import Batches
+from hasten.contract.data import BatchSource
 from hasten.contract.method import Method
 from hasten.contract.run_context import RunContext
 from hasten.contract.types import BackwardFn, BatchFn, ForwardFn, OptimizerFactory, StepFn
@@ -22,7 +22,7 @@ from hasten.engine.find import method_names
 BACKWARD_OVER_FORWARD = 2.0  # two matrix products for every one of forward: used where a replayed graph hides which is which
 
 
-class Tape:
+class PhaseTimer:
     """Begin and end of every phase, written down while it runs and added up when it is read."""
 
     def __init__(self, device: torch.device):
@@ -81,10 +81,10 @@ class Timeline(Method):
         after=tuple(method_names()),  # outermost: what another method adds to a phase belongs to that phase
     )
 
-    def data(self, batches: Batches, run: RunContext) -> Batches:
+    def data(self, batches: BatchSource, run: RunContext) -> BatchSource:
         if not batches.training:
             return batches
-        tape = run.checkpoint_state["timeline"] = Tape(run.device)
+        tape = run.checkpoint_state["timeline"] = PhaseTimer(run.device)
 
         def epoch(number, start):
             began, end = tape.now(), object()
@@ -129,14 +129,14 @@ class Timeline(Method):
 class _TimedSchedule:
     """A schedule whose steps count as part of the update."""
 
-    def __init__(self, schedule, tape: Tape):
+    def __init__(self, schedule, tape: PhaseTimer):
         self.schedule, self.step = schedule, tape.timed("optimizer_step", schedule.step)
 
     def __getattr__(self, name: str):
         return getattr(self.schedule, name)
 
 
-def _tape(run) -> Tape:
+def _tape(run) -> PhaseTimer:
     return run.checkpoint_state["timeline"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hasten.diagnosis.advise import amdahl
-from hasten.diagnosis.anatomy import Anatomy
+from hasten.diagnosis.anatomy import StepProfile
 from hasten.diagnosis.replacements import BATCH_FACTOR, LARGER_BATCH
 
 LEAST_GAIN = 1.1  # below it a cause is not worth naming first
@@ -29,13 +29,13 @@ COST_OF_READING = {
 }
 
 
-def gains(anatomy: Anatomy, headroom: Mapping[str, float]) -> dict[str, float]:
+def gains(anatomy: StepProfile, headroom: Mapping[str, float]) -> dict[str, float]:
     """What every possible cause could give: as measured, or else as the timeline and the system time bound it."""
     bounds = {phase: amdahl(anatomy.phases[phase]) for phase in ("input", "optimizer_step", "evaluation")}
     return bounds | {"system_time": amdahl(anatomy.system_share) if anatomy.faults_show else 1.0} | dict(headroom)
 
 
-def verdict_of(anatomy: Anatomy, possible: Mapping[str, float]) -> str:
+def verdict_of(anatomy: StepProfile, possible: Mapping[str, float]) -> str:
     """One sentence that names the largest cause and what it could give.
 
     Args:

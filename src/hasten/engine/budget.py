@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from hasten.contract.errors import Notice
+from hasten.contract.errors import HastenWarning
 from hasten.engine.environment import cores
 
 OUR_THREADS = "HASTEN_THREADS"  # the environment's name for OMP_NUM_THREADS where we have said it, and not the user
@@ -31,18 +31,18 @@ def free_memory() -> int:
     return max(0, free) // _ranks()
 
 
-def usable_cores() -> int:
+def available_cpus() -> int:
     """Processors that this process may keep busy: its part of them, as with the memory; at least one."""
     return max(1, math.floor(min([cores(), *_quotas()])) // _ranks())
 
 
-def notice_turns(processes: int) -> None:
+def warn_oversubscribed(processes: int) -> None:
     """Says so where a machine has fewer cores than a job has processes on it."""
-    if processes > (there := usable_cores()):
-        warnings.warn(f"{processes} processes share {there} cores: they take turns", Notice, stacklevel=3)
+    if processes > (there := available_cpus()):
+        warnings.warn(f"{processes} processes share {there} cores: they take turns", HastenWarning, stacklevel=3)
 
 
-def threads_alone() -> int:
+def single_process_threads() -> int:
     """Threads that this process would have if it trained alone: as many as the user says, or all cores; torch asks no control group."""
     return cores() if OUR_THREADS in os.environ else torch.get_num_threads()
 

@@ -18,16 +18,16 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 
-from hasten.contract.batch import tensors
-from hasten.contract.data import Batches
-from hasten.contract.errors import Failure, Notice, one_line
+from hasten.contract.batch import batch_tensors
+from hasten.contract.data import BatchSource
+from hasten.contract.errors import RunError, HastenWarning, format_error
 from hasten.contract.ranks import ProcessGroupInfo
 from hasten.contract.run_context import ParallelContext, RunContext
-from hasten.contract.sharded import own_part, pieces, put_together, shared_out_like, whole
-from hasten.engine.failures import disk_trouble
-from hasten.engine.folder import GO_ON, write_whole
+from hasten.contract.sharded import to_local, local_shards, merge_shards, distribute_like, gather_full_state
+from hasten.engine.failures import translate_disk_errors
+from hasten.engine.folder import GO_ON, atomic_write
 from hasten.engine.plan import Program
-from hasten.engine.seeds import derived, random_state, restore_random_state, set_seeds, undisturbed
+from hasten.engine.seeds import derive_seed, get_rng_state, set_rng_state, set_seeds, preserve_rng_state
 
 SHARED_OUT = ("model", "optimizer", "checkpoint_state")  # what of a state ranks may have parts of
 OF_RANK = "-of-rank-"  # in the name of a file that holds another rank's part
@@ -45,7 +45,7 @@ class Checkpoints:
     def save(self, state: dict, rank: int = 0) -> None:
         """Writes a checkpoint, or a rank's part of it."""
         path = self.folder / _file_of(state["progress"]["step"], rank)
-        write_whole(path, lambda file: torch.save(state, file))
+        atomic_write(path, lambda file: torch.save(state, file))
         if not self.whole:
             self._warn_if_unloadable(path)
         kept = KEPT if state["parts"] == 1 else KEPT + 1  # of the newest, other ranks may still be writing their parts
@@ -67,12 +67,12 @@ class Checkpoints:
                     raise ValueError("it belongs to another run or to a longer log")
                 state = self._with_parts(state)
             except Exception as error:
-                warnings.warn(f"{path.name} is passed over: {one_line(error, 120)}", Notice, stacklevel=2)
+                warnings.warn(f"{path.name} is passed over: {format_error(error, 120)}", HastenWarning, stacklevel=2)
                 continue
             self.whole = [path]
             return state
         if found:
-            raise Failure(f"no checkpoint in {self.folder} can be used; choose another --out to start anew")
+            raise RunError(f"no checkpoint in {self.folder} can be used; choose another --out to start anew")
         return None
 
     def _with_parts(self, state: dict) -> dict:
@@ -85,13 +85,13 @@ class Checkpoints:
         parts = [loaded(path) for path in others]
         if any(part["save"] != state["save"] for part in parts):
             raise ValueError("its parts are of different saves")
-        return state | put_together([{name: part[name] for name in SHARED_OUT} for part in (state, *parts)])
+        return state | merge_shards([{name: part[name] for name in SHARED_OUT} for part in (state, *parts)])
 
     def _forget_all_but(self, kept: set[str]) -> None:
         """Takes away the files of other steps, whichever rank wrote them."""
         for other in self.folder.glob("step-*.pt"):
             if other.stem.partition(OF_RANK)[0] not in kept:
-                with disk_trouble(other, GO_ON):
+                with translate_disk_errors(other, GO_ON):
                     other.unlink(missing_ok=True)
 
     def _warn_if_unloadable(self, path: Path) -> None:
@@ -99,15 +99,15 @@ class Checkpoints:
         try:
             loaded(path)
         except Exception as error:
-            why = f"its state does not load without executing code: {one_line(error, 160)}"
-            warnings.warn(f"this run cannot be resumed: {why}", Notice, stacklevel=2)
+            why = f"its state does not load without executing code: {format_error(error, 160)}"
+            warnings.warn(f"this run cannot be resumed: {why}", HastenWarning, stacklevel=2)
 
 
 def _file_of(step: int | str, rank: int) -> str:
     return f"step-{step:0>10}{f'{OF_RANK}{rank}' if rank else ''}.pt"
 
 
-def seen_by_all(ranks: ProcessGroupInfo, folder: Path | None) -> Path | None:
+def find_shared_directory(ranks: ProcessGroupInfo, folder: Path | None) -> Path | None:
     """The first rank's folder, where every rank sees it on its own disk; None where one does not."""
     token = b"" if folder is None else json.dumps([str(folder), os.stat(folder).st_mtime_ns]).encode()
     place, changed = json.loads(ranks.broadcast(token) or b'["", 0]')
@@ -123,22 +123,22 @@ def loaded(path: Path) -> dict:
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def state_of(program: Program, in_parts: bool = False) -> dict:
+def get_state(program: Program, in_parts: bool = False) -> dict:
     """The part of a checkpoint that the program itself holds: as if one process had trained, and what each rank has of its own.
 
     All ranks have to ask at once. ``in_parts``: every rank gets what it has of tensors that are shared out; else the first one gets them whole.
     """
     run, ranks = program.run, program.run.ranks
     parallel = run.parallel or ParallelContext(ranks)
-    own = {"random": random_now(program.train), "rank_state": {name: thing.state_dict() for name, thing in parallel.rank_state.items()}}
-    everybodys = [own] if ranks.is_single_process else [unpacked(state) for state in ranks.gather(packed(own))]
+    own = {"random": rng_state(program.train), "rank_state": {name: thing.state_dict() for name, thing in parallel.rank_state.items()}}
+    everybodys = [own] if ranks.is_single_process else [deserialize(state) for state in ranks.gather(serialize(own))]
     shared_out = {
         "model": parallel.merge_rank_states(run.unwrapped_model.state_dict()),
         "optimizer": parallel.merge_rank_states(_optimizer_state(run)),
         "checkpoint_state": {name: thing.state_dict() for name, thing in run.checkpoint_state.items()},
     }
     if not ranks.is_single_process:
-        shared_out = pieces(shared_out, keep=ranks.is_main_process or parallel.is_model_parallel) if in_parts else gathered(shared_out, run)
+        shared_out = local_shards(shared_out, keep=ranks.is_main_process or parallel.is_model_parallel) if in_parts else gather_weights(shared_out, run)
     return shared_out | {
         "schedule": program.schedule.state_dict() if program.schedule is not None else None,
         "progress": {name: getattr(run.progress, name) for name in PLACE},
@@ -166,22 +166,22 @@ def _is_model_parallel(run: RunContext) -> bool:
 def is_shared_out(run: RunContext) -> bool:
     """Whether any rank has but a part of some weight, or of what the optimizer knows of it."""
     held = [*run.unwrapped_model.parameters(), *(weight for group in run.optimizer.param_groups for weight in group["params"])]
-    return _is_model_parallel(run) or any(own_part(weight) is not weight for weight in held)
+    return _is_model_parallel(run) or any(to_local(weight) is not weight for weight in held)
 
 
-def resting(run: RunContext) -> list[torch.Tensor]:
+def update_only_tensors(run: RunContext) -> list[torch.Tensor]:
     """What of a run's state nothing but the update changes. Weights that do not learn may follow others in the forward pass, unseen (``.data.mul_()``)."""
-    held = [*(weight for weight in run.unwrapped_model.parameters() if weight.requires_grad), *tensors(dict(run.optimizer.state))]
-    return [own_part(tensor).detach() for tensor in held if not tensor.is_meta]
+    held = [*(weight for weight in run.unwrapped_model.parameters() if weight.requires_grad), *batch_tensors(dict(run.optimizer.state))]
+    return [to_local(tensor).detach() for tensor in held if not tensor.is_meta]
 
 
-def gathered(state: dict, run: RunContext) -> dict:
+def gather_weights(state: dict, run: RunContext) -> dict:
     """A model's state, or anything of its weights, whole on the first rank; another has what it holds of it. All have to ask at once."""
     if not _is_model_parallel(run):
-        return whole(state, run.ranks.is_main_process)
-    told = packed(pieces(state)) if run.ranks.rank < run.parallel.model_parallel_size else b""  # the first copy is enough
-    parts = [unpacked(part) for part in run.ranks.gather(told) if part]
-    return put_together(parts) if parts else state
+        return gather_full_state(state, run.ranks.is_main_process)
+    told = serialize(local_shards(state)) if run.ranks.rank < run.parallel.model_parallel_size else b""  # the first copy is enough
+    parts = [deserialize(part) for part in run.ranks.gather(told) if part]
+    return merge_shards(parts) if parts else state
 
 
 def restore(program: Program, state: dict) -> None:
@@ -193,7 +193,7 @@ def restore(program: Program, state: dict) -> None:
     run = program.run
     try:
         there = run.unwrapped_model.state_dict()
-        run.unwrapped_model.load_state_dict({name: shared_out_like(value, there.get(name)) for name, value in state["model"].items()})
+        run.unwrapped_model.load_state_dict({name: distribute_like(value, there.get(name)) for name, value in state["model"].items()})
         optimizer = _for_parameters_of(run.optimizer, state["optimizer"])
         run.optimizer.load_state_dict(optimizer)
         _keep_types(run.optimizer, optimizer)
@@ -205,8 +205,8 @@ def restore(program: Program, state: dict) -> None:
                 thing.load_state_dict(state["checkpoint_state"][name])
         _restore_own(run, everybodys)
     except Exception as error:
-        raise Failure(
-            f"the checkpoint does not fit the task as it is now: {one_line(error)}; choose another --out to start anew"
+        raise RunError(
+            f"the checkpoint does not fit the task as it is now: {format_error(error)}; choose another --out to start anew"
         ) from error
     for name in PLACE:
         setattr(run.progress, name, state["progress"][name])
@@ -222,10 +222,10 @@ def _restore_own(run: RunContext, everybodys: list[dict]) -> None:
         told = (
             f"{len(everybodys)} processes trained this run and {run.ranks.world_size} go on with it: what each had of its own starts anew"
         )
-        warnings.warn(f"{told} ({', '.join(run.parallel.rank_state)})", Notice, stacklevel=2)
+        warnings.warn(f"{told} ({', '.join(run.parallel.rank_state)})", HastenWarning, stacklevel=2)
 
 
-def exported(weights: dict) -> bytes:
+def to_safetensors(weights: dict) -> bytes:
     """The state of a model in the safetensors format; tensors that are shared are stored once.
 
     ``safetensors.torch.load_model`` puts them back.
@@ -243,43 +243,43 @@ def exported(weights: dict) -> bytes:
     return save(kept, metadata=twins or None)
 
 
-def random_now(batches: Batches) -> dict:
+def rng_state(batches: BatchSource) -> dict:
     """Every random state that the run draws from, the task's own generators too."""
-    return {"process": random_state(), "generators": [generator.get_state() for generator in batches.generators]}
+    return {"process": get_rng_state(), "generators": [generator.get_state() for generator in batches.generators]}
 
 
-def restore_random(batches: Batches, state: dict) -> None:
-    restore_random_state(state["process"])
+def restore_rng_state(batches: BatchSource, state: dict) -> None:
+    set_rng_state(state["process"])
     for generator, own in zip(batches.generators, state["generators"], strict=True):
         generator.set_state(own)
 
 
-def taken_up(batches: Batches, start_of_pass: dict | None, now: dict) -> Callable[[int, int], Iterator]:
+def resume_epoch(batches: BatchSource, start_of_pass: dict | None, now: dict) -> Callable[[int, int], Iterator]:
     """``batches.epoch`` for the pass that was interrupted: its remaining batches, and every random state as it was."""
 
     def epoch(number: int, start: int) -> Iterator:
         if batches.seekable or start_of_pass is None or not start:
-            restore_random(batches, now)
+            restore_rng_state(batches, now)
             return batches.epoch(number, start)
-        restore_random(batches, start_of_pass)
+        restore_rng_state(batches, start_of_pass)
         iterator = iter(batches.epoch(number, 0))
         for _ in range(start):
             next(iterator, None)
-        restore_random(batches, now)
+        restore_rng_state(batches, now)
         return iterator
 
     return epoch
 
 
-def draw_alike(ranks: ProcessGroupInfo, batches: Batches) -> None:
+def sync_rng(ranks: ProcessGroupInfo, batches: BatchSource) -> None:
     """From here on all ranks draw what rank 0 draws, so that they read a source that cannot be sought in the same order."""
     if not ranks.is_single_process:
-        drawn = random_now(batches)
+        drawn = rng_state(batches)
         drawn["process"].pop("cuda", None)  # a source draws on the host; each rank's GPU goes on with what the model draws
-        restore_random(batches, unpacked(ranks.broadcast(packed(drawn))))
+        restore_rng_state(batches, deserialize(ranks.broadcast(serialize(drawn))))
 
 
-def random_of(run: RunContext, state: dict) -> dict:
+def rng_state_of(run: RunContext, state: dict) -> dict:
     """This rank's random state in a checkpoint; a rank that there was not then begins with one of its own. Those of one stage draw alike."""
     rank = run.ranks.rank - run.ranks.rank % (run.parallel.tp_size if run.parallel else 1)
     others = state.get("other ranks", [])
@@ -287,24 +287,24 @@ def random_of(run: RunContext, state: dict) -> dict:
         return [state["random"], *others][rank]
     if state["start of pass"] is not None:  # the source cannot be sought, and all draw alike from it
         return state["random"]
-    with undisturbed():
-        set_seeds(derived(run.seed, rank, state["progress"]["step"]))
-        return {"process": random_state(), "generators": state["random"]["generators"]}
+    with preserve_rng_state():
+        set_seeds(derive_seed(run.seed, rank, state["progress"]["step"]))
+        return {"process": get_rng_state(), "generators": state["random"]["generators"]}
 
 
-def packed(state) -> bytes:
+def serialize(state) -> bytes:
     """A state as bytes, for another rank."""
     file = io.BytesIO()
     torch.save(state, file)
     return file.getvalue()
 
 
-def unpacked(content: bytes):
+def deserialize(content: bytes):
     """What ``packed`` made; nothing in it is ever executed."""
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
-def read_again(batches: Batches, start_of_pass: dict | None, epoch: int, number: int) -> Iterator:
+def read_again(batches: BatchSource, start_of_pass: dict | None, epoch: int, number: int) -> Iterator:
     """The batches of a pass once more, from one of them on.
 
     Raises:
@@ -314,7 +314,7 @@ def read_again(batches: Batches, start_of_pass: dict | None, epoch: int, number:
         return batches.epoch(epoch, number)
     if start_of_pass is None or epoch != start_of_pass["epoch"]:
         raise LookupError("its pass is over")
-    return taken_up(batches, start_of_pass, random_now(batches))(epoch, number)
+    return resume_epoch(batches, start_of_pass, rng_state(batches))(epoch, number)
 
 
 def _numbered(optimizer, saved: dict) -> list[tuple[torch.Tensor, int]]:
@@ -327,7 +327,7 @@ def _numbered(optimizer, saved: dict) -> list[tuple[torch.Tensor, int]]:
 def _for_parameters_of(optimizer, saved: dict) -> dict:
     """The whole state of an optimizer, shared out as its parameters are now."""
     state = {
-        number: {name: shared_out_like(value, parameter) for name, value in saved["state"][number].items()}
+        number: {name: distribute_like(value, parameter) for name, value in saved["state"][number].items()}
         for parameter, number in _numbered(optimizer, saved)
         if number in saved["state"] and not parameter.is_meta
     }

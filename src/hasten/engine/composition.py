@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 from itertools import combinations
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 from hasten.contract.method import Method, required_traits
 from hasten.contract.run_context import RunContext
 
@@ -46,7 +46,7 @@ def sort_methods(methods: Sequence[Method]) -> list[Method]:
                     heapq.heappush(ready, (named[name].card.order, name))
     if len(ordered) < len(named):
         circle = sorted(name for name, before in waiting.items() if before)
-        raise Refusal(f"{' and '.join(circle)} each want to come after the other; leave one of them out")
+        raise ConfigurationError(f"{' and '.join(circle)} each want to come after the other; leave one of them out")
     return ordered
 
 
@@ -59,7 +59,7 @@ def check_conflicts(methods: Sequence[Method]) -> None:
     for a, b in combinations(methods, 2):
         continues = a.name in b.card.after or b.name in a.card.after  # one builds on what the other has made
         if not continues and (both := a.card.replaces & b.card.replaces):
-            raise Refusal(f"{a.name} and {b.name} both replace {', '.join(sorted(both))}; choose one of them")
+            raise ConfigurationError(f"{a.name} and {b.name} both replace {', '.join(sorted(both))}; choose one of them")
         for one, other in ((a, b), (b, a)):
             if lost := required_traits(one) & other.card.invalidates:
-                raise Refusal(f"{one.name} requires {', '.join(sorted(lost))}, which {other.name} invalidates; choose one of them")
+                raise ConfigurationError(f"{one.name} requires {', '.join(sorted(lost))}, which {other.name} invalidates; choose one of them")

@@ -2,7 +2,7 @@
 
 import torch
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 
 
 def pick_device(name: str | None = None) -> str:
@@ -16,9 +16,9 @@ def pick_device(name: str | None = None) -> str:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise Refusal(f"there is no device {name!r}; say cpu, cuda or cuda:1") from None
+        raise ConfigurationError(f"there is no device {name!r}; say cpu, cuda or cuda:1") from None
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
-        raise Refusal(f"there is no device {name!r} on this machine ({torch.cuda.device_count()} CUDA devices); say --device cpu")
+        raise ConfigurationError(f"there is no device {name!r} on this machine ({torch.cuda.device_count()} CUDA devices); say --device cpu")
     if device.type not in ("cpu", "cuda"):
-        raise Refusal(f"the device {name!r} is not supported; say cpu or cuda")
+        raise ConfigurationError(f"the device {name!r} is not supported; say cpu or cuda")
     return name

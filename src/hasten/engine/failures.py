@@ -9,20 +9,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hasten._torch_compat import autograd_error_kind, is_out_of_memory
-from hasten.contract.errors import Failure, Refusal, one_line
+from hasten.contract.errors import RunError, ConfigurationError, format_error
 from hasten.engine.find import remedies
 
 NOT_THE_USERS = ("/torch/", "/hasten/engine/", "/hasten/methods/", "/hasten/contract/", "/hasten/data/")
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def explained(error: Exception, where: str, batch_size: int) -> Failure | Refusal:
+def explain_error(error: Exception, where: str, batch_size: int) -> RunError | ConfigurationError:
     """``error``, raised at ``where`` (as "step 12 (pass 1, batch 12)"), in one line; what is clear already stays as it is."""
-    if isinstance(error, (Failure, Refusal)):
+    if isinstance(error, (RunError, ConfigurationError)):
         return error
     text = str(error)
     if is_out_of_memory(error):
-        return Failure(f"out of memory at {where} with batches of {batch_size}; take smaller batches, or add {remedies('out_of_memory')}")
+        return RunError(f"out of memory at {where} with batches of {batch_size}; take smaller batches, or add {remedies('out_of_memory')}")
     hint = ""
     mistake = autograd_error_kind(error)
     if mistake == "index_out_of_bounds":
@@ -36,16 +36,16 @@ def explained(error: Exception, where: str, batch_size: int) -> Failure | Refusa
         hint = "; Task(loss=) must return one number, such as the mean over the batch"
     if isinstance(error, TypeError) and "takes" in text and "positional argument" in text and ".forward()" in text:
         hint = "; a batch (a, b, ..., target) calls model(a, b, ...), and with loss=None, for a model that returns its own loss, all of it"
-    return Failure(f"{where} failed: {one_line(error)}{_in_users_code(error)}{hint}")
+    return RunError(f"{where} failed: {format_error(error)}{_in_users_code(error)}{hint}")
 
 
-def place(step: int, epoch: int, batch: int) -> str:
+def format_position(step: int, epoch: int, batch: int) -> str:
     """Where in a run something happened, as people count: from 1. ``epoch`` and ``batch`` as the progress does, from 0."""
     return f"step {step} (pass {epoch + 1}, batch {batch + 1})"
 
 
 @contextmanager
-def disk_trouble(path: Path, advice: str) -> Iterator[None]:
+def translate_disk_errors(path: Path, advice: str) -> Iterator[None]:
     """What the file system refuses inside becomes one line with ``advice``."""
     try:
         yield
@@ -56,7 +56,7 @@ def disk_trouble(path: Path, advice: str) -> Iterator[None]:
         if cause is None:
             raise
         full = "the disk is full" if cause.errno in FULL else cause.strerror or str(cause)
-        raise Failure(f"cannot write {path}: {full}; {advice}") from error
+        raise RunError(f"cannot write {path}: {full}; {advice}") from error
 
 
 @contextmanager
@@ -70,8 +70,8 @@ def writable(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno not in FULL:
-            raise Refusal(f"cannot write to {path}: {error.strerror or error}; choose another --out") from None
-        with disk_trouble(path, "make room, and start again"):
+            raise ConfigurationError(f"cannot write to {path}: {error.strerror or error}; choose another --out") from None
+        with translate_disk_errors(path, "make room, and start again"):
             raise
 
 

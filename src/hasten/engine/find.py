@@ -22,12 +22,12 @@ from pathlib import Path
 
 import hasten.methods
 from hasten.contract.card import Card
-from hasten.contract.errors import Refusal, nearest, one_line
+from hasten.contract.errors import ConfigurationError, suggest, format_error
 from hasten.contract.method import HOOKS, Method, validate_options
 from hasten.contract.recipe import Recipe
 
 ENTRY_POINTS = "hasten.methods"
-TOGETHER = "distributed"  # the fact that methods rely on which change what these are to each other
+DISTRIBUTED = "distributed"  # the fact that methods rely on which change what these are to each other
 DATA = {bool, int, float, str, type(None)}  # what a setting may be
 
 
@@ -48,7 +48,7 @@ def method_class(name: str) -> type[Method]:
     if point := _installed().get(name):
         return _checked(name, _imported(name, point.load))
     if name not in method_names():
-        raise Refusal(f"no method is called {name!r}{nearest(name, method_names())}")
+        raise ConfigurationError(f"no method is called {name!r}{suggest(name, method_names())}")
     module = importlib.import_module(f"hasten.methods.{name}")
     return _only_method_in(module)
 
@@ -86,8 +86,8 @@ def make_method(name: str, settings: dict | None = None) -> Method:
     checked = {}
     for key, value in (settings or {}).items():
         if key not in fields:
-            hint = nearest(key, fields) if fields else " (it has no settings)"
-            raise Refusal(f"{name} has no setting {key!r}{hint}")
+            hint = suggest(key, fields) if fields else " (it has no settings)"
+            raise ConfigurationError(f"{name} has no setting {key!r}{hint}")
         checked[key] = _fitting(f"{name}:{key}", value, types[key])
     try:
         method = cls(**checked)
@@ -95,21 +95,21 @@ def make_method(name: str, settings: dict | None = None) -> Method:
             validate_options(method)  # a __post_init__ of its own may have replaced ours
         return method
     except ValueError as error:
-        raise Refusal(f"{name}: {error}") from None
+        raise ConfigurationError(f"{name}: {error}") from None
     except TypeError as error:  # a setting without a default was not given
-        raise Refusal(f"{name} cannot be made: {one_line(error)}") from None
+        raise ConfigurationError(f"{name} cannot be made: {format_error(error)}") from None
 
 
 def make_methods(recipe: Recipe) -> list[Method]:
     return [make_method(name, settings) for name, settings in recipe.methods.items()]
 
 
-def alone(recipe: Recipe) -> Recipe:
+def drop_distributed(recipe: Recipe) -> Recipe:
     """What one process can take of a recipe for several."""
-    return recipe.without(*(name for name in recipe.methods if TOGETHER in method_class(name).card.applies_to))
+    return recipe.drop(*(name for name in recipe.methods if DISTRIBUTED in method_class(name).card.applies_to))
 
 
-def settings_of(cls: type[Method]) -> dict[str, object]:
+def options_of(cls: type[Method]) -> dict[str, object]:
     """A method's settings with their defaults."""
     return {field.name: field.default for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
 
@@ -118,7 +118,7 @@ def import_file(path: Path):
     """A user's Python file as a module; its own error, shortened, if it does not import."""
     path = path.resolve()
     if not path.is_file():
-        raise Refusal(f"there is no file {path}")
+        raise ConfigurationError(f"there is no file {path}")
     name = f"hasten_file_{re.sub(r'[^0-9a-zA-Z]', '_', path.stem)}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -129,7 +129,7 @@ def import_file(path: Path):
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise Refusal(f"{path.name} does not import: {one_line(error)}{line_in(error, path)}") from None
+        raise ConfigurationError(f"{path.name} does not import: {format_error(error)}{line_in(error, path)}") from None
     finally:
         sys.path.remove(str(path.parent))
     return module
@@ -146,7 +146,7 @@ def _from_outside(name: str) -> type[Method]:
         classes = [
             key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, Method) and value is not Method
         ]
-        raise Refusal(f"{where} has no class {class_name!r}{nearest(class_name, classes) if classes else ' and no method at all'}")
+        raise ConfigurationError(f"{where} has no class {class_name!r}{suggest(class_name, classes) if classes else ' and no method at all'}")
     return _checked(name, found)
 
 
@@ -154,21 +154,21 @@ def _imported(name: str, load: Callable):
     """What ``load`` finds; somebody else's code may raise anything while it is imported."""
     try:
         return load()
-    except Refusal:
+    except ConfigurationError:
         raise
     except (Exception, SystemExit) as error:
-        raise Refusal(f"the method {name} cannot be imported: {one_line(error)}") from None
+        raise ConfigurationError(f"the method {name} cannot be imported: {format_error(error)}") from None
 
 
 def _checked(name: str, cls) -> type[Method]:
     if not (isinstance(cls, type) and issubclass(cls, Method)):
-        raise Refusal(f"{name} is not a method: it must be a class that derives from hasten.Method")
+        raise ConfigurationError(f"{name} is not a method: it must be a class that derives from hasten.Method")
     if not isinstance(getattr(cls, "card", None), Card):
-        raise Refusal(f"{name} has no card; give it `card = Card(summary=..., exactness=Exactness....)`")
+        raise ConfigurationError(f"{name} has no card; give it `card = Card(summary=..., exactness=Exactness....)`")
     own = {key for klass in cls.__mro__[:-1] if klass is not Method for key in vars(klass)}
     for word in sorted(own - set(HOOKS)):
         if not word.startswith("_") and callable(getattr(cls, word)) and get_close_matches(word, HOOKS, cutoff=0.85):
-            raise Refusal(f"{name}.{word} is no hook{nearest(word, HOOKS)}; a helper of a like name begins with _")
+            raise ConfigurationError(f"{name}.{word} is no hook{suggest(word, HOOKS)}; a helper of a like name begins with _")
     cls.name = name
     return cls
 
@@ -186,16 +186,16 @@ def _fitting(what: str, value, kind):
     kinds = typing.get_args(kind) or (kind,)
     if typing.get_origin(kind) is typing.Literal:
         if not any(type(value) is type(known) and value == known for known in kinds):
-            raise Refusal(f"{what} must be one of {', '.join(map(str, kinds))}, not {value!r}")
+            raise ConfigurationError(f"{what} must be one of {', '.join(map(str, kinds))}, not {value!r}")
         return value
     if not DATA.issuperset(kinds):
-        raise Refusal(f"{what} is a {kind}; settings are numbers, texts, true or false")
+        raise ConfigurationError(f"{what} is a {kind}; settings are numbers, texts, true or false")
     if isinstance(value, bool) and bool not in kinds:
-        raise Refusal(f"{what} must be {_names(kinds)}, not {value!r}")
+        raise ConfigurationError(f"{what} must be {_names(kinds)}, not {value!r}")
     if isinstance(value, int) and not isinstance(value, bool) and float in kinds and int not in kinds:
         return float(value)
     if not isinstance(value, tuple(kinds)):
-        raise Refusal(f"{what} must be {_names(kinds)}, not {value!r}")
+        raise ConfigurationError(f"{what} must be {_names(kinds)}, not {value!r}")
     return value
 
 

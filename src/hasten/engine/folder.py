@@ -21,16 +21,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from hasten.contract.errors import Failure, Refusal
+from hasten.contract.errors import RunError, ConfigurationError
 from hasten.contract.recipe import Recipe
-from hasten.engine.failures import disk_trouble
+from hasten.engine.failures import translate_disk_errors
 
 BEFORE_IT_BEGINS = {"recipe.toml", "log.jsonl", "times.jsonl", "checkpoints"}  # the last three empty: environment.json makes it a run
 TEMPORARY = ".part"
 GO_ON = "what was saved before is whole; free the disk and go on with --resume"
 
 
-class RunFolder:
+class RunDirectory:
     """The files of one run."""
 
     def __init__(self, path: str | Path, identity: dict, recipe: Recipe | None, resume: bool, essence: Callable[[Recipe], Recipe]):
@@ -43,7 +43,7 @@ class RunFolder:
         Raises:
             Refusal: the folder holds something else, or a run that must not be gone on with.
         """
-        self.path, self.essence = Path(path), essence
+        self.path, self.resume_key = Path(path), essence
         self.identity, self.recipe = identity, recipe or Recipe()
         self.written = self.recipe  # what recipe.toml says
         self.environment: dict = {}  # of the run that is gone on with
@@ -52,11 +52,11 @@ class RunFolder:
             self.begun = begun = "environment.json" in found
             strange = not begun and any(map(self._is_strange, found))
         except OSError as error:
-            raise Refusal(f"cannot use {self.path} as a run's folder: {error.strerror}; choose another --out") from None
+            raise ConfigurationError(f"cannot use {self.path} as a run's folder: {error.strerror}; choose another --out") from None
         if strange:
-            raise Refusal(f"{self.path} is not empty and holds no run; choose another --out")
+            raise ConfigurationError(f"{self.path} is not empty and holds no run; choose another --out")
         if begun and not resume:
-            raise Refusal(f"{self.path} already holds a run; go on with it with --resume, or choose another --out")
+            raise ConfigurationError(f"{self.path} already holds a run; go on with it with --resume, or choose another --out")
         if begun:
             self._go_on_with(recipe)
         self.identity = {**identity, "recipe": essence(self.recipe).methods}
@@ -78,12 +78,12 @@ class RunFolder:
             for half_written in (*self.path.glob(f"*{TEMPORARY}"), *(self.path / "checkpoints").glob(f"*{TEMPORARY}")):
                 half_written.unlink()
         except BlockingIOError:
-            raise Refusal(f"another process is training in {self.path}; wait for it or choose another --out") from None
+            raise ConfigurationError(f"another process is training in {self.path}; wait for it or choose another --out") from None
         except OSError as error:
-            raise Refusal(f"cannot write to {self.path}: {error.strerror}; choose another --out") from None
+            raise ConfigurationError(f"cannot write to {self.path}: {error.strerror}; choose another --out") from None
         if not self.begun:
             if (self.path / "environment.json").exists():  # since we looked, another process has begun, and may have ended
-                raise Refusal(f"{self.path} already holds a run; go on with it with --resume, or choose another --out")
+                raise ConfigurationError(f"{self.path} already holds a run; go on with it with --resume, or choose another --out")
             self.write("recipe.toml", self.recipe.to_toml())
             self.write("environment.json", json.dumps({**self.identity, "recipe": self.recipe.methods, **environment}, indent=2) + "\n")
 
@@ -97,20 +97,20 @@ class RunFolder:
 
     def logged(self) -> int:
         """The log's length in bytes, after it has reached the disk."""
-        with disk_trouble(self.path / "log.jsonl", GO_ON):
+        with translate_disk_errors(self.path / "log.jsonl", GO_ON):
             os.fsync(self._log.fileno())
             return os.fstat(self._log.fileno()).st_size
 
     def cut_log(self, length: int) -> None:
         """Forgets what was logged after a checkpoint."""
-        with disk_trouble(self.path / "log.jsonl", GO_ON):
+        with translate_disk_errors(self.path / "log.jsonl", GO_ON):
             os.ftruncate(self._log.fileno(), length)
 
     def write(self, name: str, text: str) -> None:
-        write_whole(self.path / name, lambda file: file.write(text.encode()))
+        atomic_write(self.path / name, lambda file: file.write(text.encode()))
 
-    def forget(self, name: str) -> None:
-        with disk_trouble(self.path / name, GO_ON):
+    def remove(self, name: str) -> None:
+        with translate_disk_errors(self.path / name, GO_ON):
             (self.path / name).unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class RunFolder:
 
     def _append(self, file: BinaryIO, records: list[dict]) -> None:
         left = lines_of(records).encode()
-        with disk_trouble(Path(file.name), GO_ON):
+        with translate_disk_errors(Path(file.name), GO_ON):
             while left:
                 left = left[file.write(left) :]
 
@@ -137,21 +137,21 @@ class RunFolder:
             found = self.written = Recipe.load(self.path / "recipe.toml")
             begun = _recipe_of(then, found)
         except (OSError, ValueError, RecursionError) as error:
-            raise Failure(f"the run in {self.path} cannot be read: {error}; choose another --out") from None
+            raise RunError(f"the run in {self.path} cannot be read: {error}; choose another --out") from None
         if recipe is None or recipe == found:  # what runs is what the folder says
             named = recipe.methods if recipe else {}
             if any(":" in name and name not in named for name in (begun | found).methods):
-                raise Refusal(f"the run in {self.path} was begun with code from outside; if you trust it, name it again: --with '{begun}'")
+                raise ConfigurationError(f"the run in {self.path} was begun with code from outside; if you trust it, name it again: --with '{begun}'")
             self.recipe = begun
-        if self.essence(self.recipe) != self.essence(begun):
+        if self.resume_key(self.recipe) != self.resume_key(begun):
             raise self._another("recipe", begun, self.recipe)
         for name, now in self.identity.items():
             if (before := then.get(name)) != now:
                 raise self._another(name, before, now)
 
-    def _another(self, what: str, there, here) -> Refusal:
+    def _another(self, what: str, there, here) -> ConfigurationError:
         what = f"another {what.replace('_', ' ')}: {_shown(there)} there, {_shown(here)} here"
-        return Refusal(f"the run in {self.path} has {what}; say the same or choose another --out")
+        return ConfigurationError(f"the run in {self.path} has {what}; say the same or choose another --out")
 
 
 def _recipe_of(environment: dict, found: Recipe) -> Recipe:
@@ -171,14 +171,14 @@ def lines_of(records: list[dict]) -> str:
     return json.dumps(records, allow_nan=False)[1:-1].replace("}, {", "}\n{") + "\n" if records else ""
 
 
-def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
+def atomic_write(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Writes a file beside and renames it into place: at any instant there is the old one, or the new one, whole.
 
     Raises:
         Failure: the disk is full, the folder cannot be written to.
     """
     beside = path.with_name(path.name + TEMPORARY)
-    with disk_trouble(path, GO_ON):
+    with translate_disk_errors(path, GO_ON):
         try:
             with open(beside, "wb") as file:
                 write(file)

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 
 from hasten.contract import batch as batches
-from hasten.contract.errors import Failure
+from hasten.contract.errors import RunError
 from hasten.contract.run_context import TrainProgress
 from hasten.contract.types import Batch, ForwardFn, LossFn
 
@@ -20,7 +20,7 @@ def forward_of(model: torch.nn.Module, loss: LossFn, own: bool) -> ForwardFn:
     def forward(batch):
         if type(batch) in (list, tuple) and len(batch) == 2:  # the usual case, without a detour
             return loss(model(batch[0]), batch[1])
-        inputs, named, target = batches.split(batch)
+        inputs, named, target = batches.split_inputs_target(batch)
         return loss(model(*inputs, **named), target)
 
     return forward
@@ -29,7 +29,7 @@ def forward_of(model: torch.nn.Module, loss: LossFn, own: bool) -> ForwardFn:
 def call_model(model: torch.nn.Module, batch, own: bool):
     """(output, target) of a batch; ``own``: the model gets the whole batch and returns its own loss."""
     if not own:
-        inputs, named, target = batches.split(batch)
+        inputs, named, target = batches.split_inputs_target(batch)
         return model(*inputs, **named), target
     if isinstance(batch, dict) or hasattr(batch, "keys"):
         return model(**batch), batches.target_of(batch)
@@ -50,7 +50,7 @@ def own_loss(output, target=None) -> torch.Tensor:
     elif isinstance(output, (tuple, list)):
         loss = output[0] if output else None
     if not isinstance(loss, torch.Tensor):
-        raise Failure(
+        raise RunError(
             f"Task(loss=None) is for a model that returns its own loss; this one returned {_shown(loss)}: give it the labels, or give a loss"
         )
     return loss
@@ -58,7 +58,7 @@ def own_loss(output, target=None) -> torch.Tensor:
 
 def refuse_loss(loss) -> NoReturn:
     """Says why training cannot go backward from what Task(loss=) returned."""
-    raise Failure(f"Task(loss=) must return a tensor that remembers how it was computed, not {_shown(loss)}; leave out float() and .item()")
+    raise RunError(f"Task(loss=) must return a tensor that remembers how it was computed, not {_shown(loss)}; leave out float() and .item()")
 
 
 def _shown(loss) -> str:
@@ -73,11 +73,11 @@ def accumulate_gradients(forward_backward: ForwardFn, microbatches: int, progres
     """
 
     def accumulated(batch: Batch) -> Any:
-        samples, loss = batches.size(batch), 0.0
+        samples, loss = batches.batch_size(batch), 0.0
         fewest = samples if progress.global_batch_size < readers else progress.global_batch_size // readers
-        pieces = batches.pieces(batch, min(microbatches, fewest))
+        pieces = batches.chunk_batch(batch, min(microbatches, fewest))
         for index, piece in enumerate(pieces, 1):
-            progress.microbatch_fraction, progress.is_last_microbatch = batches.size(piece) / samples, index == len(pieces)
+            progress.microbatch_fraction, progress.is_last_microbatch = batches.batch_size(piece) / samples, index == len(pieces)
             loss = loss + forward_backward(piece).detach() * progress.microbatch_fraction
         return loss
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from hasten.contract.batch import tensors
-from hasten.contract.data import Batches
-from hasten.contract.errors import Failure
-from hasten.contract.sharded import own_part
+from hasten.contract.batch import batch_tensors
+from hasten.contract.data import BatchSource
+from hasten.contract.errors import RunError
+from hasten.contract.sharded import to_local
 from hasten.engine.find import remedies
-from hasten.engine.seeds import undisturbed
+from hasten.engine.seeds import preserve_rng_state
 
 
 def _calmer() -> str:
@@ -21,29 +21,29 @@ def _calmer() -> str:
 
 def weights_are_finite(model: torch.nn.Module) -> bool:
     """Whether all trained parameters of this rank are finite; frozen ones may be masks."""
-    trained = [own_part(parameter) for parameter in model.parameters() if parameter.requires_grad and not parameter.is_meta]
+    trained = [to_local(parameter) for parameter in model.parameters() if parameter.requires_grad and not parameter.is_meta]
     return not trained or bool(torch.stack([parameter.isfinite().all() for parameter in trained]).all())
 
 
-def refuse_bad_weights(model: torch.nn.Module, step: int) -> None:
+def check_weights_finite(model: torch.nn.Module, step: int) -> None:
     if not weights_are_finite(model):
-        raise Failure(f"the weights are not finite after step {step}: the training diverged; {_calmer()}")
+        raise RunError(f"the weights are not finite after step {step}: the training diverged; {_calmer()}")
 
 
-def refuse_bad_metric(metric: float, step: int, validation: Batches) -> None:
+def check_metric_finite(metric: float, step: int, validation: BatchSource) -> None:
     """Raises a Failure for a NaN metric; an infinite metric is allowed unless the validation data are not finite."""
     told = f"the metric is {metric} after step {step}"
-    with undisturbed():
+    with preserve_rng_state():
         bad = next((i for i, batch in enumerate(validation.epoch(0, 0), 1) if not _finite(batch)), None)
     if bad:
-        raise Failure(f"{told}: batch {bad} of the validation data holds NaN or infinity; clean the data")
+        raise RunError(f"{told}: batch {bad} of the validation data holds NaN or infinity; clean the data")
     if math.isnan(metric):
-        raise Failure(f"{told}: the validation data are finite; {_calmer()}")
+        raise RunError(f"{told}: the validation data are finite; {_calmer()}")
 
 
-def bad_loss(loss: float, where: str, read_again: Callable[[], Iterator]) -> Failure:
+def non_finite_loss_error(loss: float, where: str, read_again: Callable[[], Iterator]) -> RunError:
     """The error for a loss that is not finite. ``read_again()`` yields its batch first."""
-    return Failure(f"the loss is {loss} at {where}: {_why_not_finite(read_again)}")
+    return RunError(f"the loss is {loss} at {where}: {_why_not_finite(read_again)}")
 
 
 def _why_not_finite(read_again: Callable[[], Iterator]) -> str:
@@ -58,4 +58,4 @@ def _why_not_finite(read_again: Callable[[], Iterator]) -> str:
 
 
 def _finite(batch) -> bool:
-    return all(bool(tensor.isfinite().all()) for tensor in tensors(batch))
+    return all(bool(tensor.isfinite().all()) for tensor in batch_tensors(batch))

@@ -16,13 +16,13 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from hasten._torch_compat import contains_worker_traceback, sample_being_fetched, worker_error_text, workers_started
-from hasten.contract.data import Batches, Samples
-from hasten.contract.errors import Failure, Refusal, one_line
-from hasten.engine.seeds import derived, drawing_from, undisturbed
-from hasten.engine.sharing import Part
+from hasten.contract.data import BatchSource, LoaderSpec
+from hasten.contract.errors import RunError, ConfigurationError, format_error
+from hasten.engine.seeds import derive_seed, seeded_rng, preserve_rng_state
+from hasten.engine.sharing import IndexShard
 
 
-def from_samples(samples: Samples) -> Batches:
+def from_spec(samples: LoaderSpec) -> BatchSource:
     """Batches read sample by sample through a torch DataLoader: what the textbook does."""
     dataset = _Fetched(samples.dataset, samples.seed, samples.loader is None)
     loaders: dict[str, DataLoader] = {}  # a loader with persistent workers is made once
@@ -35,23 +35,23 @@ def from_samples(samples: Samples) -> Batches:
             dataset,
             batch_sampler=_Order(order),
             collate_fn=samples.collate,
-            num_workers=samples.workers,
-            prefetch_factor=samples.prefetch if samples.workers else None,
-            pin_memory=samples.pin,
-            persistent_workers=samples.persistent and samples.workers > 0,
+            num_workers=samples.num_workers,
+            prefetch_factor=samples.prefetch_factor if samples.num_workers else None,
+            pin_memory=samples.pin_memory,
+            persistent_workers=samples.persistent_workers and samples.num_workers > 0,
             worker_init_fn=partial(_begun, samples.loader and samples.loader.worker_init_fn),
-            generator=torch.Generator().manual_seed(derived(samples.seed, number)),  # its base seed; the run's own stream stays untouched
+            generator=torch.Generator().manual_seed(derive_seed(samples.seed, number)),  # its base seed; the run's own stream stays untouched
         )
         if made.persistent_workers:
             loaders["kept"] = made
         return made
 
     def epoch(epoch: int, start: int = 0) -> Iterator:
-        keyed = ((epoch, number, indices) for number, indices in enumerate(samples.order(epoch)))
+        keyed = ((epoch, number, indices) for number, indices in enumerate(samples.batch_sampler(epoch)))
         return _with_clear_errors(iter(loader(islice(keyed, start, None), epoch)))
 
-    return Batches(
-        epoch=epoch, length=samples.length, samples=samples, training=samples.training,
+    return BatchSource(
+        epoch=epoch, length=samples.length, spec=samples, training=samples.training,
         seekable=samples.loader is None, generators=_generators_of(samples.loader),
     )  # fmt: skip
 
@@ -64,7 +64,7 @@ def _begun(init: Callable[[int], None] | None, worker: int) -> None:
         os._exit(1)
 
 
-def from_loader(loader: DataLoader, task_size: int | None, batch_size: int, seed: int, training: bool) -> Batches:
+def from_loader(loader: DataLoader, task_size: int | None, batch_size: int, seed: int, training: bool) -> BatchSource:
     """A ready DataLoader, iterated as the user's own loop would; its samples are shown where they are indexed."""
     samples = _samples_of(loader, seed, training)
     if samples is not None and loader.batch_size is not None and batch_size != loader.batch_size and training:
@@ -76,32 +76,32 @@ def from_loader(loader: DataLoader, task_size: int | None, batch_size: int, seed
         )  # fmt: skip
         samples = _samples_of(loader, seed, training)
     elif training and batch_size != (loader.batch_size or task_size or 1):
-        raise Refusal("the batch size of this DataLoader cannot be changed: it has a sampler of its own")
+        raise ConfigurationError("the batch size of this DataLoader cannot be changed: it has a sampler of its own")
 
     def epoch(epoch: int, start: int = 0) -> Iterator:
         if epoch and loader.persistent_workers and not workers_started(loader):  # resumed: kept workers draw their seed once
-            with undisturbed(*_generators_of(loader)):
+            with preserve_rng_state(*_generators_of(loader)):
                 iter(loader)
         in_workers = samples is not None and loader.num_workers > 0
         find = _finder(samples, epoch) if in_workers else _finds_none  # before iter(loader) draws
         return islice(_with_clear_errors(iter(loader), find), start, None)
 
-    return Batches(
-        epoch=epoch, length=length_of(loader), samples=samples, training=training,
+    return BatchSource(
+        epoch=epoch, length=length_of(loader), spec=samples, training=training,
         seekable=False, generators=_generators_of(loader),
     )  # fmt: skip
 
 
-def from_stream(data, batch_size: int, training: bool, seed: int) -> Batches:
+def from_iterable_dataset(data, batch_size: int, training: bool, seed: int) -> BatchSource:
     """An iterable dataset, batched in the order in which it comes."""
 
     def epoch(number: int, start: int = 0) -> Iterator:
-        with undisturbed(), drawing_from(derived(seed, number)):
+        with preserve_rng_state(), seeded_rng(derive_seed(seed, number)):
             iterator = iter(DataLoader(_Stream(data), batch_size=batch_size))
         return islice(_drawing_by_position(_with_clear_errors(iterator), seed, number), start, None)
 
     length = length_of(data)
-    return Batches(epoch=epoch, length=length and -(-length // batch_size), training=training, seekable=False)
+    return BatchSource(epoch=epoch, length=length and -(-length // batch_size), training=training, seekable=False)
 
 
 def length_of(data) -> int | None:
@@ -114,14 +114,14 @@ def length_of(data) -> int | None:
         return len(data)
     except TypeError:
         return None
-    except Refusal:
+    except ConfigurationError:
         raise
     except (ValueError, OverflowError) as error:
         wanted = "__len__ must give a whole number from 0 on"
-        raise Refusal(f"the {type(data).__name__} cannot tell how long it is: {one_line(error)}; {wanted}") from None
+        raise ConfigurationError(f"the {type(data).__name__} cannot tell how long it is: {format_error(error)}; {wanted}") from None
 
 
-def _samples_of(loader: DataLoader, seed: int, training: bool) -> Samples | None:
+def _samples_of(loader: DataLoader, seed: int, training: bool) -> LoaderSpec | None:
     standard = isinstance(loader.batch_sampler, BatchSampler) and isinstance(loader.sampler, (RandomSampler, SequentialSampler))
     if not standard or isinstance(loader.dataset, IterableDataset):
         return None
@@ -131,10 +131,10 @@ def _samples_of(loader: DataLoader, seed: int, training: bool) -> Samples | None
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         return iter(loader.batch_sampler)
 
-    return Samples(
-        dataset=loader.dataset, order=order, length=len(loader), collate=loader.collate_fn, training=training, seed=seed,
-        workers=loader.num_workers, prefetch=loader.prefetch_factor or 2, pin=loader.pin_memory,
-        persistent=loader.persistent_workers, loader=loader, build=from_samples,
+    return LoaderSpec(
+        dataset=loader.dataset, batch_sampler=order, length=len(loader), collate=loader.collate_fn, training=training, seed=seed,
+        num_workers=loader.num_workers, prefetch_factor=loader.prefetch_factor or 2, pin_memory=loader.pin_memory,
+        persistent_workers=loader.persistent_workers, loader=loader, build=from_spec,
     )  # fmt: skip
 
 
@@ -161,9 +161,9 @@ class _Fetched(torch.utils.data.Dataset):
 
     def __getitems__(self, keyed) -> list:
         epoch, number, indices = keyed
-        if not self.seeded and not isinstance(indices, Part):
+        if not self.seeded and not isinstance(indices, IndexShard):
             return self._read(indices)
-        with drawing_from(derived(self.seed, epoch, number, *([first] if (first := getattr(indices, "first", 0)) else []))):
+        with seeded_rng(derive_seed(self.seed, epoch, number, *([first] if (first := getattr(indices, "first", 0)) else []))):
             return self._read(indices)
 
     def _read(self, indices: list[int]) -> list:
@@ -181,7 +181,7 @@ class _Fetched(torch.utils.data.Dataset):
             try:
                 read.append(self.dataset[index])
             except Exception as error:
-                raise Failure(f"the dataset raised at sample {index}: {one_line(error)}") from error
+                raise RunError(f"the dataset raised at sample {index}: {format_error(error)}") from error
         return read
 
 
@@ -196,14 +196,14 @@ class _Stream(IterableDataset):
 def _drawing_by_position(iterator: Iterator, seed: int, epoch: int) -> Iterator:
     """The same batches; the random numbers drawn for each are a function of its position, so a replay draws the same."""
     for number in count():
-        with drawing_from(derived(seed, epoch, number)):
+        with seeded_rng(derive_seed(seed, epoch, number)):
             batch = next(iterator, None)
         if batch is None:
             return
         yield batch
 
 
-def _finder(samples: Samples, epoch: int) -> Callable[[int, str], int | None]:
+def _finder(samples: LoaderSpec, epoch: int) -> Callable[[int, str], int | None]:
     """Finds the sample that a worker failed at, in the pass that begins now: the user's loader does not tell which samples a batch has.
 
     The order of the pass is drawn once more and the batch's samples are read here, one by one; the one that raises the same is it.
@@ -212,10 +212,10 @@ def _finder(samples: Samples, epoch: int) -> Callable[[int, str], int | None]:
     states = [generator.get_state() for generator in generators]
 
     def find(number: int, words: str) -> int | None:
-        with undisturbed(*generators[1:]):
+        with preserve_rng_state(*generators[1:]):
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
-            for index in next(islice(samples.order(epoch), number, None), []):
+            for index in next(islice(samples.batch_sampler(epoch), number, None), []):
                 try:
                     samples.dataset[index]
                 except Exception as error:
@@ -241,21 +241,21 @@ def _with_clear_errors(iterator: Iterator, find: Callable[[int, str], int | None
         for batch in iterator:
             whole += 1
             yield batch
-    except Failure as error:  # from a worker, torch has put the whole traceback into the message
+    except RunError as error:  # from a worker, torch has put the whole traceback into the message
         lines = [line for line in str(error).splitlines() if "the dataset raised at sample" in line]
-        raise Failure(lines[-1].split("Failure: ")[-1] if lines else str(error)) from error
+        raise RunError(lines[-1].split("Failure: ")[-1] if lines else str(error)) from error
     except Exception as error:
         words = _own_words(error)
         sample = sample_being_fetched(error)
         if sample is None and contains_worker_traceback(error):  # not of a worker that died: so might this process
             sample = find(whole, words)
         named = "" if sample is None else f", sample {sample}"
-        raise Failure(f"the data raised at batch {whole + 1} of the pass{named}: {words}") from error
+        raise RunError(f"the data raised at batch {whole + 1} of the pass{named}: {words}") from error
 
 
 def _own_words(error: Exception) -> str:
     """``KeyError: 'x'``; from a worker, torch has put the whole traceback into the message, which ends with these words."""
     if not contains_worker_traceback(error):
-        return one_line(error)
+        return format_error(error)
     kind, colon, text = worker_error_text(error).partition(": ")
     return f"{kind.rpartition('.')[2]}{colon}{text}"[:300]

@@ -11,37 +11,37 @@ from collections.abc import Iterator
 
 import torch
 
-from hasten.contract.batch import map_tensors, size
-from hasten.contract.errors import Failure
+from hasten.contract.batch import map_tensors, batch_size
+from hasten.contract.errors import RunError
 from hasten.engine.forward import call_model, own_loss
-from hasten.engine.metrics import Measured, metric_of
+from hasten.engine.metrics import EvaluationResult, MetricAccumulator
 from hasten.engine.plan import Program
-from hasten.engine.seeds import undisturbed
+from hasten.engine.seeds import preserve_rng_state
 
 
-def steps(program: Program) -> Iterator[torch.Tensor]:
+def train_steps(program: Program) -> Iterator[torch.Tensor]:
     """Trains from the current progress to the end of the plan; yields each step's loss: a number, but still on the device."""
-    while not finished(program):
+    while not is_finished(program):
         before = program.run.progress.step
-        yield from rest_of_pass(program)
+        yield from train_epoch(program)
         if program.run.progress.step == before:
-            raise no_batch(program.run.progress.epoch)
+            raise empty_data_error(program.run.progress.epoch)
 
 
-def no_batch(number: int) -> Failure:
+def empty_data_error(number: int) -> RunError:
     """What there is to say about a pass, counted from 1, over data that gave nothing."""
     if number == 1:
-        return Failure("the training data gave no batch: they are empty, or a generator that was read before; give a dataset or a function")
-    return Failure(f"the training data gave no batch in pass {number}; a generator can be read only once, give a dataset or a function")
+        return RunError("the training data gave no batch: they are empty, or a generator that was read before; give a dataset or a function")
+    return RunError(f"the training data gave no batch in pass {number}; a generator can be read only once, give a dataset or a function")
 
 
-def finished(program: Program) -> bool:
+def is_finished(program: Program) -> bool:
     """Whether the plan has been carried out."""
     progress, plan = program.run.progress, program.plan
     return progress.epoch >= plan.epochs or (plan.steps is not None and progress.step >= plan.steps)
 
 
-def rest_of_pass(program: Program) -> Iterator[torch.Tensor]:
+def train_epoch(program: Program) -> Iterator[torch.Tensor]:
     """As ``steps``, to the end of the current epoch."""
     progress, plan, schedule = program.run.progress, program.plan, program.schedule
     to_device, forward_backward, grad_transform = program.to_device, program.forward_backward, program.grad_transform
@@ -58,7 +58,7 @@ def rest_of_pass(program: Program) -> Iterator[torch.Tensor]:
             schedule.step()
         progress.step += 1
         progress.batch += 1
-        progress.samples += progress.global_batch_size or size(batch)
+        progress.samples += progress.global_batch_size or batch_size(batch)
         yield loss.detach()
         if progress.step >= last_step:
             return
@@ -66,7 +66,7 @@ def rest_of_pass(program: Program) -> Iterator[torch.Tensor]:
     progress.batch = 0
 
 
-def evaluate(program: Program) -> Measured:
+def evaluate(program: Program) -> EvaluationResult:
     """The metric over the validation data, by the exported model; leaves no trace on the run.
 
     All ranks have to ask at once. The first one measures and tells the others, unless the model computes only where all ranks do.
@@ -79,7 +79,7 @@ def evaluate(program: Program) -> Measured:
     return (
         measured
         if ranks.is_single_process
-        else Measured(**json.loads(ranks.broadcast(json.dumps(vars(measured)).encode() if ranks.is_main_process else b"")))
+        else EvaluationResult(**json.loads(ranks.broadcast(json.dumps(vars(measured)).encode() if ranks.is_main_process else b"")))
     )
 
 
@@ -88,9 +88,9 @@ def _all_ranks_evaluate(program: Program) -> bool:
     return parallel is not None and parallel.eval_needs_all_ranks
 
 
-def _measured(program: Program, model: torch.nn.Module) -> Measured:
+def _measured(program: Program, model: torch.nn.Module) -> EvaluationResult:
     task = program.task
-    metric, own = metric_of(task), task.loss is None
+    metric, own = MetricAccumulator(task), task.loss is None
     modes = [(module, module.training) for module in model.modules()]  # parts may be frozen in evaluation mode
     loss_of, device = own_loss if own else task.loss, program.run.device
     # a sharded model gathers weights, and trains on with them: not in inference mode
@@ -101,11 +101,11 @@ def _measured(program: Program, model: torch.nn.Module) -> Measured:
 
     model.eval()
     try:
-        with undisturbed(), without_gradients():
+        with preserve_rng_state(), without_gradients():
             for batch in program.validation.epoch(0, 0):
                 batch = map_tensors(to_device, batch)  # not program.to_device: that one may augment
                 output, target = call_model(model, batch, own)
-                metric.update(output, target, loss_of(output, target), size(batch))
+                metric.update(output, target, loss_of(output, target), batch_size(batch))
         return metric.result()
     finally:
         for module, training in modes:

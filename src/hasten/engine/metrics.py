@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from hasten.contract.batch import TARGET_NAMES
-from hasten.contract.errors import Failure, Refusal, nearest
+from hasten.contract.errors import RunError, ConfigurationError, suggest
 from hasten.contract.task import Task
 
 
 @dataclass(frozen=True)
-class Measured:
+class EvaluationResult:
     """One evaluation: the metric and the loss beside it."""
 
     metric: float
@@ -33,7 +33,7 @@ class Known:
 
 def _logits(output):
     if isinstance(output, dict) and "logits" not in output:
-        raise Refusal(
+        raise ConfigurationError(
             f"the model's output holds {', '.join(map(str, output))} but no logits; give Task(metric=) a function of it and the target"
         )
     return output["logits"] if isinstance(output, dict) else getattr(output, "logits", output)
@@ -42,7 +42,7 @@ def _logits(output):
 def _shaped(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """One score a target, in the target's shape: nothing is broadcast."""
     if scores.numel() != target.numel():
-        raise Failure(f"scores of shape {tuple(scores.shape)} cannot be compared with targets of shape {tuple(target.shape)}")
+        raise RunError(f"scores of shape {tuple(scores.shape)} cannot be compared with targets of shape {tuple(target.shape)}")
     return scores.reshape(target.shape)
 
 
@@ -89,7 +89,7 @@ def higher_is_better(task: Task) -> bool:
     Raises:
         Refusal: nobody says.
     """
-    metric_of(task)  # an unknown name is the better reason
+    MetricAccumulator(task)  # an unknown name is the better reason
     if task.higher_is_better is not None:
         return task.higher_is_better
     direction = (
@@ -98,11 +98,11 @@ def higher_is_better(task: Task) -> bool:
         else getattr(task.metric, "higher_is_better", None)
     )
     if direction is None:
-        raise Refusal(f"nobody says whether a higher {name_of(task)} is better; set Task(higher_is_better=True) or False")
+        raise ConfigurationError(f"nobody says whether a higher {name_of(task)} is better; set Task(higher_is_better=True) or False")
     return direction
 
 
-class metric_of:
+class MetricAccumulator:
     """An accumulator for the task's metric and its loss."""
 
     def __init__(self, task: Task):
@@ -111,7 +111,7 @@ class metric_of:
         self.samples = 0
         if isinstance(self.metric, str):
             if self.metric not in METRICS:
-                raise Refusal(f"no metric is called {self.metric!r}{nearest(self.metric, METRICS)}")
+                raise ConfigurationError(f"no metric is called {self.metric!r}{suggest(self.metric, METRICS)}")
             self.known = METRICS[self.metric]
             self.per_batch = self.known.per_batch
             self.compares = self.per_batch is not _loss
@@ -123,13 +123,13 @@ class metric_of:
             self.known, self.compares = Known(True, None), False
             self.per_batch = lambda output, target, loss: self.metric(output, target)
         else:
-            raise Refusal(
+            raise ConfigurationError(
                 f"Task(metric=) must be one of {', '.join(METRICS)}, a torchmetrics metric or a function, not {type(self.metric).__name__}"
             )
 
     def update(self, output, target, loss: torch.Tensor, samples: int) -> None:
         if target is None and self.compares:
-            raise Refusal(f"the metric {self.name} needs a target, but the batch names none among {', '.join(TARGET_NAMES)}")
+            raise ConfigurationError(f"the metric {self.name} needs a target, but the batch names none among {', '.join(TARGET_NAMES)}")
         self.samples += samples
         self.loss += loss.detach().double() * samples
         if self.per_batch is None:
@@ -137,21 +137,21 @@ class metric_of:
         else:
             self.sum += self._number(self.per_batch(output, target, loss)) * samples
 
-    def result(self) -> Measured:
+    def result(self) -> EvaluationResult:
         if not self.samples:
-            raise Failure("the validation data gave no batch, so there is no metric")
+            raise RunError("the validation data gave no batch, so there is no metric")
         value = self.metric.compute() if self.per_batch is None else self.sum / self.samples
         value = float(self._number(value))
         if self.per_batch is not None:
             value = self.known.finish(value) if math.isfinite(value) else value
-        return Measured(_without_rounding_dust(value), float(self.loss / self.samples))
+        return EvaluationResult(_without_rounding_dust(value), float(self.loss / self.samples))
 
     def _number(self, value):
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             return value.detach().double()
         if isinstance(value, (int, float)):
             return value
-        raise Refusal(f"the metric {self.name} must give one number; it gave {value!r:.80} ({type(value).__name__})")
+        raise ConfigurationError(f"the metric {self.name} must give one number; it gave {value!r:.80} ({type(value).__name__})")
 
 
 def _without_rounding_dust(value: float) -> float:

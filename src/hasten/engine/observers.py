@@ -17,7 +17,7 @@ from time import perf_counter
 
 import torch
 
-from hasten.contract.watch import Watch
+from hasten.contract.watch import ProgressCallback
 
 Observer = Callable[[list[dict]], None]
 PROGRESS_EVERY = 0.1  # seconds
@@ -35,7 +35,7 @@ def number_or_none(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def progress(watch: Watch, share: Callable[[], float]) -> Callable[[], None]:
+def progress(watch: ProgressCallback, share: Callable[[], float]) -> Callable[[], None]:
     """A function to call now and then: it tells ``watch`` the share done and the seconds left, ten times a second at most."""
     began, first, last = perf_counter(), share(), 0.0
 

@@ -10,7 +10,7 @@ from hasten.engine.metrics import higher_is_better, name_of
 from hasten.engine.observers import number_or_none
 
 
-def outcome(task: Task, run: RunContext, history: list[Evaluation], seconds_at: list[float]) -> dict:
+def run_summary(task: Task, run: RunContext, history: list[Evaluation], seconds_at: list[float]) -> dict:
     """The metrics of a run and when its target was reached.
 
     Args:
@@ -20,7 +20,7 @@ def outcome(task: Task, run: RunContext, history: list[Evaluation], seconds_at: 
     target, higher = task.target, higher_is_better(task)
     metrics = [number_or_none(evaluation.metric) for evaluation in history]
     known = [metric for metric in metrics if metric is not None]
-    at = reached_at(metrics, target, higher)
+    at = first_sustained_target(metrics, target, higher)
     return {
         "metric": metrics[-1] if metrics else None,
         "metric_name": name_of(task),
@@ -43,7 +43,7 @@ def outcome(task: Task, run: RunContext, history: list[Evaluation], seconds_at: 
     }
 
 
-def reached_at(metrics: Sequence[float | None], target: float | None, higher: bool) -> int | None:
+def first_sustained_target(metrics: Sequence[float | None], target: float | None, higher: bool) -> int | None:
     """The first evaluation that reaches the target and whose successor holds it; the last one needs no successor."""
     if target is None:
         return None

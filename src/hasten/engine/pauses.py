@@ -14,14 +14,14 @@ from time import perf_counter
 from hasten.contract.run_context import RunContext
 from hasten.engine.observers import PROGRESS_EVERY
 
-STEPS_BETWEEN_LOGS = 1000
-SECONDS_BETWEEN_LOGS = 1.0
+LOG_EVERY_STEPS = 1000
+LOG_EVERY_S = 1.0
 MOST_AHEAD = 100  # steps to the next pause of several ranks; steps may become slower meanwhile
 SHARE_FOR_CHECKPOINTS = SHARE_FOR_WORDS = 0.01  # of the run's time
 
 
 @dataclass(frozen=True)
-class Wishes:
+class PauseActions:
     """What the run does in a pause."""
 
     stop: bool
@@ -29,7 +29,7 @@ class Wishes:
     save: bool
 
 
-class Pauses:
+class PauseSchedule:
     """When one run pauses.
 
     Args:
@@ -50,22 +50,22 @@ class Pauses:
         """Whether to pause now, while ``unread`` losses are still on the device."""
         if self.together:
             return self.progress.step >= self.next_step
-        return bool(self.asked) or unread >= STEPS_BETWEEN_LOGS or perf_counter() >= self.next
+        return bool(self.asked) or unread >= LOG_EVERY_STEPS or perf_counter() >= self.next
 
-    def wishes(self, unread: int) -> Wishes:
+    def wishes(self, unread: int) -> PauseActions:
         """What to do in this pause; all ranks stop where one is asked to."""
         now, asked = perf_counter(), self.is_asked()
-        log = unread >= STEPS_BETWEEN_LOGS or now >= self.logged + SECONDS_BETWEEN_LOGS
+        log = unread >= LOG_EVERY_STEPS or now >= self.logged + LOG_EVERY_S
         save = self.keeps and (asked or now >= self._next_save())
         if not self.together:
-            return Wishes(asked, log, save)
+            return PauseActions(asked, log, save)
         first = (log, save, self._steps_ahead(now)) if self.ranks.is_main_process else (False, False, 0)
         began = perf_counter()
         stop, log, save, steps = self.ranks.all_reduce_max([asked, *first])
         self.word = min(self.word or math.inf, perf_counter() - began)
         self.latest, self.latest_step = now, self.progress.step
         self.next_step = self.progress.step + int(steps)
-        return Wishes(stop > 0, log > 0, self.keeps and (stop > 0 or save > 0))
+        return PauseActions(stop > 0, log > 0, self.keeps and (stop > 0 or save > 0))
 
     def is_asked(self) -> bool:
         """Whether this process is asked to stop, or its launcher is gone."""

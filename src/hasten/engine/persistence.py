@@ -11,15 +11,15 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from hasten.contract.errors import Notice, Refusal
+from hasten.contract.errors import HastenWarning, ConfigurationError
 from hasten.contract.recipe import Recipe
 from hasten.contract.run_context import Evaluation
 from hasten.contract.types import Batch, StepFn
 from hasten.engine import checkpoint, health, skipping
-from hasten.engine.folder import RunFolder, write_whole
+from hasten.engine.folder import RunDirectory, atomic_write
 from hasten.engine.plan import Program
-from hasten.engine.ranks import by_the_first
-from hasten.engine.saving import Saving
+from hasten.engine.ranks import on_main_process
+from hasten.engine.saving import AsyncCheckpointer
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Persistence:
         program: the program with training batches and an optimizer step that resuming and saving rely on.
     """
 
-    def __init__(self, program: Program, recipe: Recipe, folder: RunFolder | None, record: RunRecord) -> None:
+    def __init__(self, program: Program, recipe: Recipe, folder: RunDirectory | None, record: RunRecord) -> None:
         self.run, self.ranks, self.recipe, self.folder, self.record = program.run, program.run.ranks, recipe, folder, record
         self.out = self.ranks.broadcast(b"" if folder is None else str(folder.path).encode()).decode()
         self.keeps_checkpoints = bool(self.out)
@@ -72,14 +72,14 @@ class Persistence:
         self.train, self.source = program.train, program.source
         self.skipped: list[dict[str, Any]] = []  # rows that the run directory lists
         self.saved_recipe = folder.written if folder else recipe
-        self.writer = Saving()
+        self.writer = AsyncCheckpointer()
         self._choose_checkpoint_writers()
         self.program = dataclasses.replace(
             program,
             train=dataclasses.replace(program.train, epoch=self._epoch),
             optimizer_step=self._after_copy(program.optimizer_step),
         )
-        skipping.remember(program.task, [])  # not the rows that another run with the same data skipped
+        skipping.restore_skipped_rows(program.task, [])  # not the rows that another run with the same data skipped
         if self.keeps_checkpoints:
             self._resume()
 
@@ -94,11 +94,11 @@ class Persistence:
         self.writer.finish()  # on all ranks, before any begins the next
         if self.ranks.any(not health.weights_are_finite(self.run.model)):
             return 0.0  # the next loss will report it; the newest good checkpoint stays
-        state = checkpoint.state_of(self.program, self.sharded)
+        state = checkpoint.get_state(self.program, self.sharded)
         if self.folder:
             state |= self._main_process_state()
         if self.checkpoints:
-            self.writer.begin(state, checkpoint.resting(self.run), partial(self.checkpoints.save, rank=self.ranks.rank))
+            self.writer.begin(state, checkpoint.update_only_tensors(self.run), partial(self.checkpoints.save, rank=self.ranks.rank))
             if wait:
                 self.writer.finish()
         stalled = perf_counter() - began
@@ -109,10 +109,10 @@ class Persistence:
 
     def finish(self) -> None:
         """Writes the exported model, after the last checkpoint is on the disk."""
-        weights = checkpoint.gathered(self.program.export().state_dict(), self.run)
+        weights = checkpoint.gather_weights(self.program.export().state_dict(), self.run)
         self.writer.finish()
         if self.folder:
-            write_whole(self.folder.path / "model.safetensors", lambda file: file.write(checkpoint.exported(weights)))
+            atomic_write(self.folder.path / "model.safetensors", lambda file: file.write(checkpoint.to_safetensors(weights)))
 
     def write_result(self, result: dict[str, Any]) -> None:
         if self.folder:
@@ -132,7 +132,7 @@ class Persistence:
 
     def list_skipped(self) -> int:
         """Writes the rows that were skipped into the run directory, if there are new ones; returns how many there are."""
-        now = skipping.left_out(self.program.task)
+        now = skipping.skipped_rows(self.program.task)
         if self.folder and now != self.skipped:
             self.folder.write(skipping.FILE, "".join(f"{json.dumps(row)}\n" for row in now))
             self.skipped = now
@@ -154,7 +154,7 @@ class Persistence:
         folder = self.folder and self.folder.path / "checkpoints"
         self.sharded = False
         if self.keeps_checkpoints and self.ranks.any(checkpoint.is_shared_out(self.run)):
-            seen = checkpoint.seen_by_all(self.ranks, folder)
+            seen = checkpoint.find_shared_directory(self.ranks, folder)
             folder, self.sharded = seen or folder, seen is not None
         self.checkpoints = checkpoint.Checkpoints(folder) if folder else None
 
@@ -176,8 +176,8 @@ class Persistence:
             rest, self.rest_of_interrupted_epoch = self.rest_of_interrupted_epoch, None
             return rest(epoch, start)
         if not self.train.seekable:
-            checkpoint.draw_alike(self.ranks, self.train)
-            self.start_of_epoch = {"epoch": epoch, **checkpoint.random_now(self.train)}
+            checkpoint.sync_rng(self.ranks, self.train)
+            self.start_of_epoch = {"epoch": epoch, **checkpoint.rng_state(self.train)}
         return self.train.epoch(epoch, start)
 
     def _main_process_state(self) -> dict[str, Any]:
@@ -193,29 +193,29 @@ class Persistence:
 
     def _resume(self) -> None:
         """Restores the newest whole checkpoint; the run starts at step 0 where there is none."""
-        state = by_the_first(self.ranks, self._newest)
+        state = on_main_process(self.ranks, self._newest)
         if not self.ranks.is_single_process:
-            state = checkpoint.unpacked(self.ranks.broadcast(checkpoint.packed(state)))
+            state = checkpoint.deserialize(self.ranks.broadcast(checkpoint.serialize(state)))
         if not state:
             return
         checkpoint.restore(self.program, state)
         self.record.load_state_dict(state)
-        skipping.remember(self.program.task, state["skipped"])
+        skipping.restore_skipped_rows(self.program.task, state["skipped"])
         self.list_skipped()
         tuned = {name: found for name, found in state["tuned_settings"].items() if name in self.recipe.methods}  # the strategy may differ
         self.run.tuned_settings |= tuned | self.run.tuned_settings
         self.start_of_epoch = state["start of pass"]
-        random_state = checkpoint.random_of(self.run, state)
-        self.rest_of_interrupted_epoch = checkpoint.taken_up(self.train, self.start_of_epoch, random_state)
+        random_state = checkpoint.rng_state_of(self.run, state)
+        self.rest_of_interrupted_epoch = checkpoint.resume_epoch(self.train, self.start_of_epoch, random_state)
 
     def _newest(self) -> dict[str, Any] | None:
         """The newest whole checkpoint in the run directory, whose log is cut to the step of that checkpoint."""
         length, identity = self.folder.logged(), self.folder.identity
         state = self.checkpoints.newest(lambda state: state["identity"] == identity and state["log"] <= length)
         self.folder.cut_log(state["log"] if state else 0)
-        self.folder.forget(skipping.FILE)  # the checkpoint knows the rows that were skipped before it
+        self.folder.remove(skipping.FILE)  # the checkpoint knows the rows that were skipped before it
         if not state and self.folder.begun:
-            warnings.warn("no checkpoint was written yet; the run starts over at step 0", Notice, stacklevel=2)
+            warnings.warn("no checkpoint was written yet; the run starts over at step 0", HastenWarning, stacklevel=2)
         if state:
             self._refuse_other_data(state["samples of a pass"])
         return state
@@ -224,7 +224,7 @@ class Persistence:
         """A position in other data means other samples; recognized by the number of samples, which any data have."""
         now = self.run.plan.samples
         if before is not None and now is not None and before != now:
-            raise Refusal(
+            raise ConfigurationError(
                 f"the training data have {now} samples, and the run in {self.folder.path} was training on {before}: "
                 "give it those data again, or start anew in another --out"
             )

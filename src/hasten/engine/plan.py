@@ -14,21 +14,21 @@ from typing import Any
 import torch
 
 from hasten.contract import batch as batches
-from hasten.contract.data import Batches
-from hasten.contract.errors import Refusal
+from hasten.contract.data import BatchSource
+from hasten.contract.errors import ConfigurationError
 from hasten.contract.method import Method, hooks_of
 from hasten.contract.ranks import SINGLE_PROCESS, ProcessGroupInfo
 from hasten.contract.run_context import EngineServices, ParallelContext, RunContext, TrainPlan
 from hasten.contract.task import Task, optimizer_and_schedule, takes_steps
 from hasten.contract.types import BackwardFn, Batch, BatchFn, ContextFactory, ForwardFn, OptimizerFactory, StepFn
-from hasten.contract.unmade import unmade
+from hasten.contract.unmade import deferred_init
 from hasten.engine import sources
-from hasten.engine.budget import free_memory, usable_cores
+from hasten.engine.budget import free_memory, available_cpus
 from hasten.engine.composition import applicable_methods
 from hasten.engine.forward import accumulate_gradients, forward_of, own_loss, refuse_loss
 from hasten.engine.metrics import higher_is_better
-from hasten.engine.seeds import derived, set_seeds, undisturbed
-from hasten.engine.sharing import Notes, same_in_a_copy, weighed
+from hasten.engine.seeds import derive_seed, set_seeds, preserve_rng_state
+from hasten.engine.sharing import ShardLog, check_replica_inputs, with_loss_weights
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Program:
     run: RunContext
     plan: TrainPlan
     process_context: ContextFactory
-    train: Batches
-    source: Batches
-    validation: Batches | None
+    train: BatchSource
+    source: BatchSource
+    validation: BatchSource | None
     to_device: BatchFn
     forward: ForwardFn
     forward_backward: ForwardFn
@@ -77,7 +77,7 @@ def build(
         Refusal: methods that conflict, or a task whose parts do not fit together.
     """
     parallel = None if ranks.is_single_process else ParallelContext(ranks)
-    services = EngineServices(partial(higher_is_better, task), usable_cores, free_memory)
+    services = EngineServices(partial(higher_is_better, task), available_cpus, free_memory)
     run = RunContext(torch.device(device), task, seed=seed, parallel=parallel, services=services)
     methods = applicable_methods(methods, run)
     fold = partial(_fold, methods, run)
@@ -87,9 +87,9 @@ def build(
     process_context = fold("process_context", _device_context(run.device))
     with process_context():
         set_seeds(seed)
-        task = sources.opened(task)
-        plan = run.plan = fold("plan", sources.plan_of(task))
-        log = Notes()
+        task = sources.load_data(task)
+        plan = run.plan = fold("plan", sources.initial_plan(task))
+        log = ShardLog()
         source, validation = _build_data(task, methods, run, log)
         run.unwrapped_model = _build_model(task, fold, run)
         model = run.model = fold("parallelize", run.unwrapped_model)
@@ -130,15 +130,15 @@ def _device_context(device: torch.device) -> ContextFactory:
     return partial(torch.cuda.device, device) if device.type == "cuda" else nullcontext
 
 
-def _build_data(task: Task, methods: Sequence[Method], run: RunContext, log: Notes) -> tuple[Batches, Batches | None]:
+def _build_data(task: Task, methods: Sequence[Method], run: RunContext, log: ShardLog) -> tuple[BatchSource, BatchSource | None]:
     """(training, validation) batches. Completes the plan's number of steps, and lets methods look at a batch from here on."""
     plan, pp_size = run.plan, run.parallel.pp_size if run.parallel else 1
     train = sources.training(task, plan.batch_size, run.seed, _readers(run), log, pp_size)
-    validation = sources.validation(task, sources.plan_of(task).batch_size, run.seed)  # in the task's own batch size, always
-    with undisturbed():  # a method may read samples to inspect them
+    validation = sources.validation(task, sources.initial_plan(task).batch_size, run.seed)  # in the task's own batch size, always
+    with preserve_rng_state():  # a method may read samples to inspect them
         for method in methods:
             if "data" in hooks_of(method):
-                train, validation = (each if each is None else sources.rewrapped(method, each, run) for each in (train, validation))
+                train, validation = (each if each is None else sources.apply_data_hook(method, each, run) for each in (train, validation))
     if plan.steps is None and train.length is not None:
         plan.steps = max(1, round(plan.epochs * train.length))
     run.services.peek_batch = lambda: _copy_to_device(run.device, sources.first_batch(train, validation))
@@ -150,7 +150,7 @@ def _build_model(task: Task, fold: Callable, run: RunContext) -> torch.nn.Module
     make = partial(_make_model, task, partial(fold, "model"))
     init_device = run.parallel.init_device if run.parallel else "device"
     if init_device == "meta":
-        model, run.parallel.materialize = unmade(make)
+        model, run.parallel.materialize = deferred_init(make)
         return model
     return make().to(run.device) if init_device == "device" else make()
 
@@ -158,9 +158,9 @@ def _build_model(task: Task, fold: Callable, run: RunContext) -> torch.nn.Module
 def _make_model(task: Task, surgery: Callable) -> torch.nn.Module:
     model = task.model()
     if not isinstance(model, torch.nn.Module):
-        raise Refusal(f"Task(model=) must return an nn.Module; it returned a {type(model).__name__}")
+        raise ConfigurationError(f"Task(model=) must return an nn.Module; it returned a {type(model).__name__}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise Refusal("the model has no parameters to train")
+        raise ConfigurationError("the model has no parameters to train")
     return surgery(model)
 
 
@@ -169,11 +169,11 @@ def _build_optimizer(task: Task, fold: Callable, run: RunContext) -> tuple[torch
     make = fold("optimizer", _with_steps(task.optimizer, run.plan.steps))
     optimizer, schedule = optimizer_and_schedule(make(run.unwrapped_model))
     if not (hasattr(optimizer, "step") and hasattr(optimizer, "zero_grad") and hasattr(optimizer, "param_groups")):
-        raise Refusal(f"Task(optimizer=) must return a torch optimizer, or (optimizer, schedule); it returned a {type(optimizer).__name__}")
+        raise ConfigurationError(f"Task(optimizer=) must return a torch optimizer, or (optimizer, schedule); it returned a {type(optimizer).__name__}")
     if schedule is not None and not hasattr(schedule, "step"):
-        raise Refusal(f"Task(optimizer=) may return (optimizer, schedule); it returned a {type(schedule).__name__} as the schedule")
+        raise ConfigurationError(f"Task(optimizer=) may return (optimizer, schedule); it returned a {type(schedule).__name__} as the schedule")
     if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise Refusal("ReduceLROnPlateau waits for a metric, but a schedule steps after every optimizer step; choose one that counts steps")
+        raise ConfigurationError("ReduceLROnPlateau waits for a metric, but a schedule steps after every optimizer step; choose one that counts steps")
     return optimizer, schedule
 
 
@@ -182,7 +182,7 @@ def _with_steps(make_optimizer: Callable, steps: int | None) -> OptimizerFactory
     if not takes_steps(make_optimizer):
         return make_optimizer
     if steps is None:
-        raise Refusal("the optimizer's schedule needs the number of steps, but the training data has no length; give the dataset a __len__")
+        raise ConfigurationError("the optimizer's schedule needs the number of steps, but the training data has no length; give the dataset a __len__")
     return lambda model: make_optimizer(model, steps)
 
 
@@ -207,22 +207,22 @@ def _build_forward_backward(forward: ForwardFn, fold: Callable, run: RunContext)
     return wrapped if microbatches == 1 else accumulate_gradients(wrapped, microbatches, progress, _readers(run).world_size)
 
 
-def _seed_model_randomness(run: RunContext, train: Batches) -> None:
+def _seed_model_randomness(run: RunContext, train: BatchSource) -> None:
     """Gives ranks that compute different samples different random numbers, where the source of batches does not draw from them."""
     if run.parallel is None:
         return
     index = run.ranks.rank // run.parallel.tp_size
     if index and train.seekable:
-        set_seeds(derived(run.seed, index))
+        set_seeds(derive_seed(run.seed, index))
     elif index and run.device.type == "cuda":  # a source draws on the host only
-        torch.cuda.manual_seed(derived(run.seed, index))
+        torch.cuda.manual_seed(derive_seed(run.seed, index))
 
 
-def _shard_batches(source: Batches, methods: Sequence[Method], run: RunContext, log: Notes) -> Batches:
+def _shard_batches(source: BatchSource, methods: Sequence[Method], run: RunContext, log: ShardLog) -> BatchSource:
     """The batches of this rank, with what the ranks tell each other about them before every step."""
     size = run.parallel.model_parallel_size if run.parallel else 1
     replicas_differ = any("replicated_weights" in method.card.invalidates for method in methods)
-    return same_in_a_copy(weighed(source, _readers(run), run.plan, run.progress, log, replicas_differ), run.ranks, size)
+    return check_replica_inputs(with_loss_weights(source, _readers(run), run.plan, run.progress, log, replicas_differ), run.ranks, size)
 
 
 def _readers(run: RunContext) -> ProcessGroupInfo:

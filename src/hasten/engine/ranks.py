@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 
 from hasten._torch_compat import default_process_group_timeout, peer_failure
-from hasten.contract.errors import Aftermath, Failure, Refusal, Silence, one_line
-from hasten.contract.ranks import PATIENCE, ProcessGroupInfo
+from hasten.contract.errors import PeerFailure, RunError, ConfigurationError, CollectiveTimeout, format_error
+from hasten.contract.ranks import DEFAULT_TIMEOUT_S, ProcessGroupInfo
 
-LEFT_ALONE = "another rank has ended without a word"
+PEER_GONE = "another rank has ended without a word"
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @contextmanager
-def joined(device: str, patience: float = PATIENCE) -> Iterator[ProcessGroupInfo]:
+def init_process_group(device: str, patience: float = DEFAULT_TIMEOUT_S) -> Iterator[ProcessGroupInfo]:
     """The ranks of the job that this process was started in; itself alone where there is none.
 
     Args:
@@ -41,14 +41,14 @@ def joined(device: str, patience: float = PATIENCE) -> Iterator[ProcessGroupInfo
         yield ProcessGroupInfo()
         return
     own_group = not dist.is_initialized()
-    with _ended_at_once(), _told_as_ours(patience):
+    with _default_signal_handlers(), _translate_peer_errors(patience):
         if own_group:
-            _join(device, patience)
-        group = _reached(lambda: dist.new_group(backend="gloo", timeout=timedelta(seconds=patience)))
+            _init(device, patience)
+        group = _connect(lambda: dist.new_group(backend="gloo", timeout=timedelta(seconds=patience)))
     well = False
     try:
-        with _told_as_ours(patience), default_process_group_timeout(patience):
-            yield _ranks(group)
+        with _translate_peer_errors(patience), default_process_group_timeout(patience):
+            yield _process_group_info(group)
         well = True
     finally:
         with suppress(RuntimeError, ValueError):  # of a group whose other ranks are gone
@@ -57,7 +57,7 @@ def joined(device: str, patience: float = PATIENCE) -> Iterator[ProcessGroupInfo
             dist.destroy_process_group()
 
 
-def by_the_first(ranks: ProcessGroupInfo, make: Callable):
+def on_main_process(ranks: ProcessGroupInfo, make: Callable):
     """What ``make()`` gives on rank 0, None elsewhere; what is refused there ends all of them.
 
     Raises:
@@ -67,17 +67,17 @@ def by_the_first(ranks: ProcessGroupInfo, make: Callable):
     if ranks.is_main_process:
         try:
             made = make()
-        except (Refusal, Failure) as error:
+        except (ConfigurationError, RunError) as error:
             trouble = error
     told = ranks.broadcast(b"" if trouble is None else (str(trouble) or type(trouble).__name__).encode()).decode()
     if trouble is not None:
         raise trouble
     if told:
-        raise Aftermath(told)
+        raise PeerFailure(told)
     return made
 
 
-def refuse_strangers(ranks: ProcessGroupInfo, told: dict[str, str]) -> None:
+def check_ranks_agree(ranks: ProcessGroupInfo, told: dict[str, str]) -> None:
     """Makes sure that all ranks are about to do the same.
 
     Args:
@@ -90,50 +90,50 @@ def refuse_strangers(ranks: ProcessGroupInfo, told: dict[str, str]) -> None:
     for rank, answer in enumerate(answers):
         for what, here in answers[0].items():
             if answer[what] != here:
-                raise Refusal(
+                raise ConfigurationError(
                     f"rank {rank} has another {what} than rank 0: {answer[what]:.80} instead of {here:.80}; start all ranks alike"
                 )
 
 
-def tells_of_another(error: BaseException) -> bool:
+def is_peer_failure(error: BaseException) -> bool:
     """Whether an error says no more than that another rank has gone, or says nothing."""
     return peer_failure(error) is not None
 
 
 @contextmanager
-def _told_as_ours(patience: float) -> Iterator[None]:
+def _translate_peer_errors(patience: float) -> Iterator[None]:
     """What gloo or NCCL say of another rank, in our words."""
     try:
         yield
     except Exception as error:
         if peer_failure(error) == "timeout":
-            raise Silence(patience) from error
+            raise CollectiveTimeout(patience) from error
         if peer_failure(error) == "gone":
-            raise Aftermath(LEFT_ALONE) from error
+            raise PeerFailure(PEER_GONE) from error
         raise
 
 
-def _join(device: str, patience: float) -> None:
+def _init(device: str, patience: float) -> None:
     if missing := [name for name in NAMES if name not in os.environ]:
-        raise Refusal(
+        raise ConfigurationError(
             f"WORLD_SIZE says that this is one process of several, but {missing[0]} is not set; start them with hasten or torchrun"
         )
     backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
-    _reached(lambda: dist.init_process_group(backend, timeout=timedelta(seconds=patience)))
+    _connect(lambda: dist.init_process_group(backend, timeout=timedelta(seconds=patience)))
 
 
-def _reached(connect: Callable):
+def _connect(connect: Callable):
     """What ``connect()`` gives, for which all ranks have to be there."""
     try:
         return connect()
     except Exception as error:
         if peer_failure(error) == "timeout":
             raise
-        raise Aftermath(f"rank {os.environ['RANK']} does not reach the others: {one_line(error)}") from None
+        raise PeerFailure(f"rank {os.environ['RANK']} does not reach the others: {format_error(error)}") from None
 
 
 @contextmanager
-def _ended_at_once() -> Iterator[None]:
+def _default_signal_handlers() -> Iterator[None]:
     """Inside, a signal ends this process as if nobody minded: it waits for others, maybe in vain, and has nothing to save."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -146,7 +146,7 @@ def _ended_at_once() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _ranks(group: dist.ProcessGroup) -> ProcessGroupInfo:
+def _process_group_info(group: dist.ProcessGroup) -> ProcessGroupInfo:
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def reduced(numbers: Sequence[float], how: dist.ReduceOp) -> list[float]:

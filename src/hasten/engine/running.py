@@ -11,17 +11,17 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from hasten.contract.errors import Aftermath, Stopped
+from hasten.contract.errors import PeerFailure, RunInterrupted
 from hasten.contract.recipe import Recipe
 from hasten.contract.run_context import Evaluation
-from hasten.contract.watch import Watch
+from hasten.contract.watch import ProgressCallback
 from hasten.engine import health
-from hasten.engine.failures import explained, place
-from hasten.engine.folder import RunFolder
-from hasten.engine.loop import evaluate, finished, no_batch, rest_of_pass
+from hasten.engine.failures import explain_error, format_position
+from hasten.engine.folder import RunDirectory
+from hasten.engine.loop import evaluate, is_finished, empty_data_error, train_epoch
 from hasten.engine.observers import Observer, number_or_none, numbers_of, progress
-from hasten.engine.outcome import outcome
-from hasten.engine.pauses import Pauses
+from hasten.engine.outcome import run_summary
+from hasten.engine.pauses import PauseSchedule
 from hasten.engine.persistence import Persistence, RunRecord
 from hasten.engine.plan import Program
 
@@ -44,9 +44,9 @@ class Trainer:
         self,
         program: Program,
         recipe: Recipe,
-        folder: RunFolder | None,
+        folder: RunDirectory | None,
         observers: Sequence[Observer],
-        watch: Watch,
+        watch: ProgressCallback,
         every: float,
         asked: list[Any],
         began: float,
@@ -59,7 +59,7 @@ class Trainer:
         self.pending: list[tuple] = []  # (loss on the device, epoch, batch, weight) since the last log point
         self.stopped = False
         self.report_progress = progress(watch, self._fraction_done)
-        self.pauses = Pauses(self.context, asked, every, self.persistence.keeps_checkpoints)
+        self.pauses = PauseSchedule(self.context, asked, every, self.persistence.keeps_checkpoints)
         self.next_evaluation = self._next_evaluation()
         self.record.split["start"] += perf_counter() - began
 
@@ -67,15 +67,15 @@ class Trainer:
         """Trains from the current progress to the end of the plan; returns the result."""
         progress = self.context.progress
         self.persistence.note_time("start")
-        while not finished(self.program) and not self.stopped:
+        while not is_finished(self.program) and not self.stopped:
             before = progress.step, progress.batch
             self._train_epoch()
             self._fetch_losses()
             if before == (progress.step, 0):
-                raise no_batch(progress.epoch)
+                raise empty_data_error(progress.epoch)
             if not self.stopped and self.context.plan.evaluate_every is None:
                 self._evaluate()
-        health.refuse_bad_weights(self.context.model, progress.step)
+        health.check_weights_finite(self.context.model, progress.step)
         if not self.record.evaluations or self.record.evaluations[-1].step != progress.step:
             self._evaluate()
         return self._finish()
@@ -87,7 +87,7 @@ class Trainer:
 
     def _train_epoch(self) -> None:
         progress, pending, is_time = self.context.progress, self.pending, self.pauses.is_time
-        advance = rest_of_pass(self.program).__next__
+        advance = train_epoch(self.program).__next__
         while True:
             epoch, batch = progress.epoch, progress.batch
             try:
@@ -95,7 +95,7 @@ class Trainer:
             except StopIteration:
                 return
             except Exception as error:
-                raise explained(error, place(progress.step + 1, epoch, batch), self.context.plan.batch_size) from error
+                raise explain_error(error, format_position(progress.step + 1, epoch, batch), self.context.plan.batch_size) from error
             pending.append((loss, epoch, batch, progress.loss_weight))
             if progress.samples >= self.next_evaluation:
                 self._evaluate()
@@ -118,7 +118,7 @@ class Trainer:
                 self.pauses.saved, self.pauses.saving = perf_counter(), seconds
         if wishes.stop:
             steps = self.context.plan.steps or "an unknown number"
-            raise Stopped(f"stopped at step {self.context.progress.step} of {steps}{self._how_to_resume()}")
+            raise RunInterrupted(f"stopped at step {self.context.progress.step} of {steps}{self._how_to_resume()}")
         self.pauses.over()
 
     def _fetch_losses(self) -> None:
@@ -131,17 +131,17 @@ class Trainer:
         try:
             local = numbers_of([loss for loss, *_ in pending])
         except Exception as error:  # CUDA reports a failed kernel only when the host waits for it
-            raise explained(error, f"{place(step + 1, epoch, batch)} or just before", batch_size) from error
+            raise explain_error(error, f"{format_position(step + 1, epoch, batch)} or just before", batch_size) from error
         first = step - len(pending) + 1
         losses = local if self.ranks.is_single_process else self._mean_over_ranks(local)
         good = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
         self._observe([{"step": first + i, "loss": loss} for i, loss in enumerate(losses[:good])])
         if good < len(losses):
             _, epoch, batch, _ = pending[good]
-            where = place(first + good, epoch, batch)
+            where = format_position(first + good, epoch, batch)
             if number_or_none(local[good]) is not None:
-                raise Aftermath(f"the loss of another rank is {losses[good]} at {where}")
-            raise health.bad_loss(local[good], where, partial(self.persistence.read_again, epoch, batch))
+                raise PeerFailure(f"the loss of another rank is {losses[good]} at {where}")
+            raise health.non_finite_loss_error(local[good], where, partial(self.persistence.read_again, epoch, batch))
         pending.clear()
         self.persistence.note_time("steps")
 
@@ -159,9 +159,9 @@ class Trainer:
         try:
             measured = evaluate(self.program)
         except Exception as error:
-            raise explained(error, f"the evaluation after step {progress.step}", plan.batch_size) from error
+            raise explain_error(error, f"the evaluation after step {progress.step}", plan.batch_size) from error
         if number_or_none(measured.metric) is None:
-            health.refuse_bad_metric(measured.metric, progress.step, self.program.validation)
+            health.check_metric_finite(measured.metric, progress.step, self.program.validation)
         record.split["evaluation"] += perf_counter() - began
         record.evaluations.append(Evaluation(progress.step, progress.samples, measured.metric))
         record.seconds_at.append(record.seconds())
@@ -175,7 +175,7 @@ class Trainer:
         """Writes the model and the result."""
         self.persistence.finish()
         seconds, split = self.record.seconds(), self.record.split
-        result = outcome(self.program.task, self.context, self.record.evaluations, self.record.seconds_at) | {
+        result = run_summary(self.program.task, self.context, self.record.evaluations, self.record.seconds_at) | {
             "seconds": seconds,
             "split": {**split, "training": seconds - sum(split.values())},
             "stopped": self.stopped,

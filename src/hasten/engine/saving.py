@@ -17,12 +17,12 @@ import torch
 
 from hasten._torch_compat import in_place_version
 from hasten.contract.batch import map_tensors
-from hasten.contract.errors import Notice, one_line
+from hasten.contract.errors import HastenWarning, format_error
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # other classes may store their values elsewhere
 
 
-class Saving:
+class AsyncCheckpointer:
     """Writes checkpoints one after the other; of two that overlap, the later waits.
 
     Attributes:
@@ -81,7 +81,7 @@ class Saving:
         """Ends the thread; a checkpoint that could not be written is only a notice, since the run may have failed already."""
         self.thread.shutdown()
         if self.running is not None and (error := self.running.exception()):
-            warnings.warn(f"the newest checkpoint is missing: {one_line(error)}", Notice, stacklevel=2)
+            warnings.warn(f"the newest checkpoint is missing: {format_error(error)}", HastenWarning, stacklevel=2)
 
     def _save(self, later: dict, versions: list[int], copy: dict, write: Callable[[dict], None]) -> None:
         began = thread_time()

@@ -17,12 +17,12 @@ def set_seeds(seed: int) -> None:
     numpy.random.seed(seed % 2**32)
 
 
-def derived(*parts: int) -> int:
+def derive_seed(*parts: int) -> int:
     """A 63-bit seed that is a function of several integers, such as (seed, epoch, batch)."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
-def random_state() -> dict:
+def get_rng_state() -> dict:
     """Everything that draws random numbers, as tensors and plain lists (safe to load without executing code)."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = numpy.random.get_state()
@@ -36,7 +36,7 @@ def random_state() -> dict:
     return state
 
 
-def restore_random_state(state: dict) -> None:
+def set_rng_state(state: dict) -> None:
     torch.set_rng_state(state["torch"])
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
@@ -47,19 +47,19 @@ def restore_random_state(state: dict) -> None:
 
 
 @contextmanager
-def undisturbed(*generators: torch.Generator):
+def preserve_rng_state(*generators: torch.Generator):
     """Whatever draws random numbers inside, from the process's generators or from ``generators``, outside nothing has happened."""
-    state, own = random_state(), [generator.get_state() for generator in generators]
+    state, own = get_rng_state(), [generator.get_state() for generator in generators]
     try:
         yield
     finally:
-        restore_random_state(state)
+        set_rng_state(state)
         for generator, before in zip(generators, own, strict=True):
             generator.set_state(before)
 
 
 @contextmanager
-def drawing_from(seed: int):
+def seeded_rng(seed: int):
     """Inside, every generator starts from ``seed``; torch's goes on afterwards as if nothing had happened.
 
     Python's and NumPy's are left where they are: saving them costs more than reading a small batch, and

@@ -16,30 +16,30 @@ from zlib import crc32
 import numpy
 import torch
 
-from hasten.contract.batch import map_tensors, size, tensors
-from hasten.contract.data import Batches
-from hasten.contract.errors import Failure, Notice, Refusal
+from hasten.contract.batch import map_tensors, batch_size, batch_tensors
+from hasten.contract.data import BatchSource
+from hasten.contract.errors import RunError, HastenWarning, ConfigurationError
 from hasten.contract.ranks import ProcessGroupInfo
 from hasten.contract.run_context import TrainPlan, TrainProgress
-from hasten.engine.seeds import derived
+from hasten.engine.seeds import derive_seed
 
 
 @dataclass(frozen=True)
-class Whole:
+class GlobalBatchInfo:
     """A batch that this rank has a part of: how many samples it has, and what tells it from others."""
 
     samples: int
     mark: int
 
 
-class Part(list):
+class IndexShard(list):
     """A rank's indices of a batch, the first of which is sample ``first`` of it."""
 
     first = 0
 
 
 @dataclass
-class Notes:
+class ShardLog:
     """What this rank knows of the batches that its parts belong to.
 
     Attributes:
@@ -48,11 +48,11 @@ class Notes:
     """
 
     plans: dict[int, tuple[list[int], int]] = field(default_factory=dict)
-    wholes: dict[tuple[int, int], Whole] = field(default_factory=dict)
+    wholes: dict[tuple[int, int], GlobalBatchInfo] = field(default_factory=dict)
     order: Callable | None = None  # whose plans these are
 
 
-def part_of(batches: Batches, ranks: ProcessGroupInfo, notes: Notes, stages: int = 1) -> Batches:
+def shard_batches(batches: BatchSource, ranks: ProcessGroupInfo, notes: ShardLog, stages: int = 1) -> BatchSource:
     """This rank's part of every batch; of one that has fewer samples than there are ranks, all of it.
 
     Samples that are read by index are not even read by the others; a stream, and a DataLoader with a sampler of its own, is read whole by
@@ -61,20 +61,20 @@ def part_of(batches: Batches, ranks: ProcessGroupInfo, notes: Notes, stages: int
     """
     if ranks.is_single_process and (stages == 1 or batches.seekable):
         return batches
-    if batches.samples is not None:
-        notes.order = _parts(batches.samples.order, ranks, notes)
-        return batches.with_samples(order=notes.order)
+    if batches.spec is not None:
+        notes.order = _parts(batches.spec.batch_sampler, ranks, notes)
+        return batches.with_spec(order=notes.order)
     if not batches.seekable:  # else they draw by position already
-        batches = batches.mapped(_drawn_apart)
+        batches = batches.map_iterator(_drawn_apart)
     if ranks.is_single_process:
         return batches
 
     def epoch(epoch: int, start: int = 0) -> Iterator:
         for number, batch in enumerate(batches.epoch(epoch, start), start):
             # only of the first: what belongs to a whole batch may by chance be as long as the last one
-            if number == start and _holds_more_than_tensors(batch, size(batch)):
-                raise Failure(NO_TENSORS)
-            notes.wholes[epoch, number] = Whole(size(batch), _mark(batch))
+            if number == start and _holds_more_than_tensors(batch, batch_size(batch)):
+                raise RunError(NO_TENSORS)
+            notes.wholes[epoch, number] = GlobalBatchInfo(batch_size(batch), _fingerprint(batch))
             yield _cut(batch, ranks)
 
     return dataclasses.replace(batches, epoch=epoch, by=None)
@@ -83,7 +83,7 @@ def part_of(batches: Batches, ranks: ProcessGroupInfo, notes: Notes, stages: int
 def _drawn_apart(iterator: Iterator) -> Iterator:
     """The same batches, which draw random numbers as if nobody else did meanwhile; what else the process draws until their end are others."""
     state = torch.get_rng_state()
-    torch.default_generator.manual_seed(derived(int(torch.empty((), dtype=torch.int64).random_())))
+    torch.default_generator.manual_seed(derive_seed(int(torch.empty((), dtype=torch.int64).random_())))
     return _drawing_from(state, iterator)
 
 
@@ -103,9 +103,9 @@ def _drawing_from(state: torch.Tensor, iterator: Iterator) -> Iterator:
     torch.set_rng_state(state)
 
 
-def weighed(
-    batches: Batches, ranks: ProcessGroupInfo, plan: TrainPlan, progress: TrainProgress, notes: Notes, apart: bool = False
-) -> Batches:
+def with_loss_weights(
+    batches: BatchSource, ranks: ProcessGroupInfo, plan: TrainPlan, progress: TrainProgress, notes: ShardLog, apart: bool = False
+) -> BatchSource:
     """The same batches; before each, the progress is told how many samples all ranks have in it, and what this rank's part counts.
 
     Where all follow from an order that is known, the ranks compare it once a pass; else they tell each other before every step, which
@@ -117,10 +117,10 @@ def weighed(
     """
     if ranks.is_single_process:
         return batches
-    refuse_too_many(ranks.world_size, plan.batch_size)
-    in_order = batches.samples is not None and batches.samples.order is notes.order
+    check_batch_divisible(ranks.world_size, plan.batch_size)
+    in_order = batches.spec is not None and batches.spec.batch_sampler is notes.order
     if apart and not in_order and ranks.is_main_process:
-        warnings.warn(MEETS_ALWAYS, Notice, stacklevel=3)
+        warnings.warn(MEETS_ALWAYS, HastenWarning, stacklevel=3)
 
     def epoch(epoch: int, start: int = 0) -> Iterator:
         notes.plans.clear()
@@ -130,7 +130,7 @@ def weighed(
         planned = _planned(epoch, ranks, notes) if in_order else None
         for number, batch in enumerate(_and_then(held, iterator), start):
             where = f"batch {number + 1} of pass {epoch + 1}"
-            own = 0 if batch is None else size(batch)
+            own = 0 if batch is None else batch_size(batch)
             if planned is not None:
                 whole, everybodys = _of_plan(planned, number, own, where, ranks)
             else:
@@ -145,13 +145,13 @@ def weighed(
     return dataclasses.replace(batches, epoch=epoch)
 
 
-def refuse_too_many(processes: int, samples: int) -> None:
+def check_batch_divisible(processes: int, samples: int) -> None:
     """
     Raises:
         Refusal: there are more ranks than samples in a batch.
     """
     if processes > samples:
-        raise Refusal(f"{processes} processes cannot share a batch of {samples} samples; take fewer, or larger batches")
+        raise ConfigurationError(f"{processes} processes cannot share a batch of {samples} samples; take fewer, or larger batches")
 
 
 SAME = 1e-6  # relative difference of sums, which other processors may add up otherwise
@@ -174,38 +174,38 @@ def _and_then(held: list, iterator: Iterator) -> Iterator:
         yield batch
 
 
-def _planned(epoch: int, ranks: ProcessGroupInfo, notes: Notes) -> list[int] | None:
+def _planned(epoch: int, ranks: ProcessGroupInfo, notes: ShardLog) -> list[int] | None:
     """The sizes of the batches of a pass, which is the same on all ranks; None where somebody does not know them."""
     sizes, mark = notes.plans.get(epoch, ([], -1))
     most, least = ranks.all_reduce_max([mark, -mark])
     if most != -least and least < 1:
-        raise Failure(f"the ranks read pass {epoch + 1} in another order: {ALIKE}")
+        raise RunError(f"the ranks read pass {epoch + 1} in another order: {ALIKE}")
     return sizes if least < 1 else None
 
 
-def _noted(notes: Notes, epoch: int, number: int) -> Whole | None:
+def _noted(notes: ShardLog, epoch: int, number: int) -> GlobalBatchInfo | None:
     """What is known of a batch: as it was read, or as it was planned."""
     sizes, mark = notes.plans.get(epoch, ([], 0))
-    return notes.wholes.pop((epoch, number), None) or (Whole(sizes[number], mark) if number < len(sizes) else None)
+    return notes.wholes.pop((epoch, number), None) or (GlobalBatchInfo(sizes[number], mark) if number < len(sizes) else None)
 
 
 def _of_plan(sizes: list[int], number: int, own: int, where: str, ranks: ProcessGroupInfo) -> tuple[int, int]:
     """(samples of the batch, samples of all parts of it) as was planned."""
     whole = sizes[number] if number < len(sizes) else 0
     if own != _share(whole, ranks):
-        raise Failure(f"rank {ranks.rank} has {own} samples of {where}, and {_share(whole, ranks)} were expected: {ALIKE}")
+        raise RunError(f"rank {ranks.rank} has {own} samples of {where}, and {_share(whole, ranks)} were expected: {ALIKE}")
     return whole, whole
 
 
-def _told(known: Whole | None, own: int, where: str, ranks: ProcessGroupInfo) -> tuple[int, int]:
+def _told(known: GlobalBatchInfo | None, own: int, where: str, ranks: ProcessGroupInfo) -> tuple[int, int]:
     """(samples of the batch, samples of all parts of it) as the ranks tell each other."""
     known = known if known is not None and own == _share(known.samples, ranks) else None  # a method may have made others of them
     mark = 0 if known is None else known.mark
     most, least, *owns = ranks.all_reduce_max([mark, -mark, *(own if rank == ranks.rank else 0 for rank in range(ranks.world_size))])
     if any(owns) and not all(owns):
-        raise Failure(f"rank {owns.index(0)} has no {where}, and others have: {ALIKE}")
+        raise RunError(f"rank {owns.index(0)} has no {where}, and others have: {ALIKE}")
     if most != -least:
-        raise Failure(f"the ranks read other data as {where}: {ALIKE}; {DRAWN}")
+        raise RunError(f"the ranks read other data as {where}: {ALIKE}; {DRAWN}")
     return (int(sum(owns)) if known is None else known.samples), int(sum(owns))
 
 
@@ -214,15 +214,15 @@ def _share(samples: int, ranks: ProcessGroupInfo) -> int:
     return samples if samples < ranks.world_size else end - first
 
 
-def _parts(order: Callable, ranks: ProcessGroupInfo, notes: Notes) -> Callable:
+def _parts(order: Callable, ranks: ProcessGroupInfo, notes: ShardLog) -> Callable:
     """``(epoch) -> this rank's indices of each batch``."""
 
-    def parts(epoch: int) -> Iterator[Part]:
+    def parts(epoch: int) -> Iterator[IndexShard]:
         batches = list(order(epoch))
         notes.plans[epoch] = [len(indices) for indices in batches], crc32(repr((batches[:8], batches[-1:], len(batches))).encode())
         for indices in batches:
             first, end = (0, len(indices)) if len(indices) < ranks.world_size else ranks.shard_bounds(len(indices))
-            part = Part(indices[first:end])
+            part = IndexShard(indices[first:end])
             part.first = first
             yield part
 
@@ -230,9 +230,9 @@ def _parts(order: Callable, ranks: ProcessGroupInfo, notes: Notes) -> Callable:
 
 
 def _cut(batch, ranks: ProcessGroupInfo):
-    samples = size(batch)
-    if any(tensor.ndim and tensor.shape[0] != samples for tensor in tensors(batch)):
-        raise Failure(NO_TENSORS)
+    samples = batch_size(batch)
+    if any(tensor.ndim and tensor.shape[0] != samples for tensor in batch_tensors(batch)):
+        raise RunError(NO_TENSORS)
     if samples < ranks.world_size:
         return batch
     first, end = ranks.shard_bounds(samples)
@@ -246,20 +246,20 @@ def _holds_more_than_tensors(batch, samples: int) -> bool:
     if isinstance(batch, Mapping):
         return any(_holds_more_than_tensors(value, samples) for value in batch.values())
     if isinstance(batch, (list, tuple)):
-        bare = len(batch) == samples and not any(tensor.ndim for tensor in tensors(batch))
+        bare = len(batch) == samples and not any(tensor.ndim for tensor in batch_tensors(batch))
         return bare or any(_holds_more_than_tensors(item, samples) for item in batch)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         return any(_holds_more_than_tensors(getattr(batch, field.name), samples) for field in dataclasses.fields(batch))
     return False
 
 
-def _mark(batch) -> int:
+def _fingerprint(batch) -> int:
     """What tells the samples of a batch from others.
 
     One whole number a sample, as labels are, whatever an unseeded generator may have made of the inputs; else all whole numbers, as token ids are;
     else the last tensor, if that is a table, as targets are.
     """
-    held = tensors(batch)
+    held = batch_tensors(batch)
     whole = [tensor for tensor in held if tensor.dtype in (torch.int32, torch.int64)]
     labels = [tensor for tensor in whole if tensor.ndim == 1]
     targets = [tensor for tensor in held[-1:] if tensor.ndim <= 2]
@@ -269,7 +269,7 @@ def _mark(batch) -> int:
     return mark
 
 
-def same_in_a_copy(batches: Batches, ranks: ProcessGroupInfo, replica: int) -> Batches:
+def check_replica_inputs(batches: BatchSource, ranks: ProcessGroupInfo, replica: int) -> BatchSource:
     """The same batches; the first of each pass is compared by those ranks that hold one copy of the model between them, and have to see the same.
 
     Raises:
@@ -285,7 +285,7 @@ def same_in_a_copy(batches: Batches, ranks: ProcessGroupInfo, replica: int) -> B
         own = seen[ranks.rank // replica * replica :][:replica]
         if other := next((rank for rank, sums in enumerate(own) if not _alike(sums, own[0])), None):
             first_of_all = ranks.rank // replica * replica
-            raise Failure(
+            raise RunError(
                 f"rank {first_of_all + other} was given other samples than rank {first_of_all}, and both compute parts of one model: {DRAWN}"
             )
         if first is not None:
@@ -298,7 +298,7 @@ def same_in_a_copy(batches: Batches, ranks: ProcessGroupInfo, replica: int) -> B
 
 def _sums(batch) -> list[list[float]]:
     """Of each tensor its sum, and that of its sizes: enough to tell samples, and not what machines of two kinds make of one."""
-    held = [tensor.detach().double() for tensor in tensors(batch) if not tensor.is_complex()]
+    held = [tensor.detach().double() for tensor in batch_tensors(batch) if not tensor.is_complex()]
     return [[tensor.sum().item(), tensor.abs().sum().item()] for tensor in held]
 
 

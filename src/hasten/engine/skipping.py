@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 from hasten.contract.task import Task
-from hasten.engine.sources import made_later
+from hasten.engine.sources import is_factory
 
 FILE = "skipped.jsonl"
 
 
-def tolerant(task: Task, at_most: int) -> Task:
+def with_bad_row_limit(task: Task, at_most: int) -> Task:
     """The task with data that skip up to ``at_most`` rows that cannot be read. Validation data that are no pipeline stay as they are.
 
     Raises:
@@ -25,25 +25,25 @@ def tolerant(task: Task, at_most: int) -> Task:
     return replace(task, train_data=_tolerant(task.train_data, at_most, must=True), validation_data=validation)
 
 
-def left_out(task: Task) -> list[dict]:
+def skipped_rows(task: Task) -> list[dict]:
     """The rows skipped so far: [{"data": "train" or "validation", "row", "where", "why"}], in order."""
     return [{"data": name, **row} for name, faults in _faults(task).items() for row in faults.listed()]
 
 
-def remember(task: Task, rows: list[dict]) -> None:
+def restore_skipped_rows(task: Task, rows: list[dict]) -> None:
     """Restores the rows that ``left_out`` returned in an earlier process of the run."""
     for name, faults in _faults(task).items():
         faults.recall({key: value for key, value in row.items() if key != "data"} for row in rows if row["data"] == name)
 
 
 def _tolerant(data: Any, at_most: int, must: bool) -> Any:
-    if made_later(data):
+    if is_factory(data):
         return lambda: _tolerant(data(), at_most, must)
     if hasattr(data, "skip_bad"):
         return data.skip_bad(at_most)
     if must:
         what = f"Task(train_data=) is a {type(data).__name__}"
-        raise Refusal(f"{what}, and only a pipeline of hasten.data can leave bad rows out; leave --skip-bad out")
+        raise ConfigurationError(f"{what}, and only a pipeline of hasten.data can leave bad rows out; leave --skip-bad out")
     return data
 
 

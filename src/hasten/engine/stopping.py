@@ -13,7 +13,7 @@ ONE_WISH = 1.0  # seconds: who presses Ctrl-C twice in a row means one thing
 
 
 @contextmanager
-def stop_requests() -> Iterator[list[int]]:
+def catch_stop_signals() -> Iterator[list[int]]:
     """Inside, SIGINT, SIGTERM and SIGHUP are noted in the list, not acted upon; one that comes ``ONE_WISH`` after the first interrupts at once."""
     asked: list[int] = []
     since = 0.0

@@ -20,10 +20,10 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from hasten.contract.errors import Failure, Refusal, nearest, one_line
+from hasten.contract.errors import RunError, ConfigurationError, suggest, format_error
 from hasten.contract.task import Task
 from hasten.engine.find import import_file, line_in
-from hasten.engine.seeds import set_seeds, undisturbed
+from hasten.engine.seeds import set_seeds, preserve_rng_state
 
 ENTRY_POINTS = "hasten.workloads"
 FEW = 8  # functions of a file that a line names
@@ -71,7 +71,7 @@ class TaskRef:
             return _ref_of_text(str(what).strip())
         if callable(what):
             return TaskRef(getattr(what, "__name__", type(what).__name__), given=what)
-        raise Refusal(
+        raise ConfigurationError(
             f"a task is a workload's name, path/to/file.py:function, a hasten.Task or a function that returns one, not {type(what).__name__}"
         )
 
@@ -84,7 +84,7 @@ class TaskRef:
         if isinstance(self.given, Task):
             return self.given
         function = self.function()
-        with _drawing_the_same():
+        with _with_same_rng():
             return _called(function, self.name).named(self.name)
 
     def function(self) -> Callable[[], Task]:
@@ -94,8 +94,8 @@ class TaskRef:
             Refusal: there is none: a Task that was handed over as an object, a file that does not import, ...
         """
         if isinstance(self.given, Task):
-            raise Refusal(f"the task {self.name} was given as an object; no function returns it")
-        with _drawing_the_same():
+            raise ConfigurationError(f"the task {self.name} was given as an object; no function returns it")
+        with _with_same_rng():
             return self.given or (self._from_file() if self.file else _workload(self.name))
 
     def to_json(self) -> str:
@@ -136,8 +136,8 @@ class TaskRef:
         function = getattr(module, name, None)
         if not callable(function):
             there = _functions_in(module)
-            hint = nearest(name, there) if there else ", and no other function without arguments either"
-            raise Refusal(f"{Path(self.file).name} has no function {name!r}{hint}")
+            hint = suggest(name, there) if there else ", and no other function without arguments either"
+            raise ConfigurationError(f"{Path(self.file).name} has no function {name!r}{hint}")
         return function
 
 
@@ -146,22 +146,22 @@ def _ref_of_text(text: str) -> TaskRef:
     if colon and where.endswith(".py"):
         path = Path(where).expanduser().resolve()
         if not path.is_file():
-            raise Refusal(f"{path} is no regular file" if path.exists() else f"there is no file {path}")
+            raise ConfigurationError(f"{path} is no regular file" if path.exists() else f"there is no file {path}")
         if not function.isidentifier():
-            raise Refusal(f"cannot read {text!r}; write {path.name}:function{_which(path)}")
+            raise ConfigurationError(f"cannot read {text!r}; write {path.name}:function{_which(path)}")
         return TaskRef(f"{path.name}:{function}", str(path))
     if text.endswith(".py"):
         path = Path(text).expanduser().resolve()
-        raise Refusal(f"say which function of {path.name} returns the task{_which(path)}")
+        raise ConfigurationError(f"say which function of {path.name} returns the task{_which(path)}")
     if text not in workload_names():
-        raise Refusal(f"no workload is called {text!r}{nearest(text, workload_names())}; a task of your own is path/to/file.py:function")
+        raise ConfigurationError(f"no workload is called {text!r}{suggest(text, workload_names())}; a task of your own is path/to/file.py:function")
     return TaskRef(text)
 
 
 @contextmanager
-def _drawing_the_same():
+def _with_same_rng():
     """Data that a task's file or function draws are the same for every arm of a comparison and every resumption, whatever the seed."""
-    with undisturbed():
+    with preserve_rng_state():
         set_seeds(0)
         yield
 
@@ -171,7 +171,7 @@ def _workload(name: str) -> Callable:
         try:
             return point.load()
         except Exception as error:
-            raise Refusal(f"the workload {name} cannot be imported: {one_line(error)}") from None
+            raise ConfigurationError(f"the workload {name} cannot be imported: {format_error(error)}") from None
     return getattr(importlib.import_module(f"hasten.workloads.{name}"), name)
 
 
@@ -184,13 +184,13 @@ def _imported_from(folder: Path) -> list[Path]:
 def _called(function: Callable, name: str) -> Task:
     try:
         task = function()
-    except (Refusal, Failure):
+    except (ConfigurationError, RunError):
         raise
     except (Exception, SystemExit) as error:
         code = getattr(inspect.unwrap(function), "__code__", None)
-        raise Refusal(f"{name} raised {one_line(error)}{line_in(error, code.co_filename) if code else ''}") from None
+        raise ConfigurationError(f"{name} raised {format_error(error)}{line_in(error, code.co_filename) if code else ''}") from None
     if not isinstance(task, Task):
-        raise Refusal(f"{name} must return a hasten.Task; it returned {'nothing' if task is None else type(task).__name__}")
+        raise ConfigurationError(f"{name} must return a hasten.Task; it returned {'nothing' if task is None else type(task).__name__}")
     return task
 
 
@@ -222,6 +222,6 @@ def _pickled(thing) -> str:
     try:
         return base64.b64encode(cloudpickle.dumps(thing)).decode()
     except Exception as error:
-        raise Refusal(
-            f"the task cannot be handed to a measuring process: {one_line(error)}; put it into a file and name it path/to/file.py:function"
+        raise ConfigurationError(
+            f"the task cannot be handed to a measuring process: {format_error(error)}; put it into a file and name it path/to/file.py:function"
         ) from None

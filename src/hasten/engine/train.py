@@ -15,25 +15,25 @@ from time import perf_counter
 import torch
 
 from hasten.contract.card import Exactness
-from hasten.contract.errors import Notice, Refusal, Stopped
+from hasten.contract.errors import HastenWarning, ConfigurationError, RunInterrupted
 from hasten.contract.method import Method
-from hasten.contract.ranks import PATIENCE, ProcessGroupInfo
+from hasten.contract.ranks import DEFAULT_TIMEOUT_S, ProcessGroupInfo
 from hasten.contract.recipe import Recipe
 from hasten.contract.task import Task
-from hasten.contract.watch import Watch, silent
+from hasten.contract.watch import ProgressCallback, no_progress
 from hasten.engine.composition import check_conflicts, sort_methods
 from hasten.engine.devices import pick_device
 from hasten.engine.environment import environment, own_code
-from hasten.engine.failures import explained
+from hasten.engine.failures import explain_error
 from hasten.engine.find import default_methods, make_method, make_methods, method_class
-from hasten.engine.folder import RunFolder
+from hasten.engine.folder import RunDirectory
 from hasten.engine.metrics import higher_is_better
 from hasten.engine.observers import Observer
 from hasten.engine.plan import build
-from hasten.engine.ranks import by_the_first, joined, refuse_strangers
+from hasten.engine.ranks import on_main_process, init_process_group, check_ranks_agree
 from hasten.engine.running import Trainer
-from hasten.engine.skipping import tolerant
-from hasten.engine.stopping import stop_requests
+from hasten.engine.skipping import with_bad_row_limit
+from hasten.engine.stopping import catch_stop_signals
 from hasten.engine.tasks import TaskRef
 
 NO_LENGTH = (
@@ -51,10 +51,10 @@ def train(
     device: str | None = None,
     seed: int = 0,
     skip_bad: int | None = None,
-    watch: Watch = silent,
+    watch: ProgressCallback = no_progress,
     checkpoint_seconds: float = 30.0,
     observers: Sequence[Observer] = (),
-    patience: float = PATIENCE,
+    patience: float = DEFAULT_TIMEOUT_S,
     begun: Callable[[str | None], None] | None = None,
 ) -> dict:
     """Trains a task under a recipe and says how it went.
@@ -85,7 +85,7 @@ def train(
     """
     began = perf_counter()
     device = pick_device(device)
-    with joined(device, patience) as ranks:
+    with init_process_group(device, patience) as ranks:
         device = device_of(ranks, device)
         return _train(task, recipe, out, resume, device, seed, skip_bad, watch, checkpoint_seconds, observers, began, begun, ranks)
 
@@ -96,21 +96,21 @@ def _train(
     ref = TaskRef.of(task)
     task = ref.load()
     if skip_bad is not None and not ranks.is_single_process:
-        raise Refusal("skip_bad is for one process: several would count their bad rows apart; leave it out, or mend the data")
-    task = task if skip_bad is None else tolerant(task, skip_bad)
-    recipe = None if recipe is None else Recipe.read(recipe)
+        raise ConfigurationError("skip_bad is for one process: several would count their bad rows apart; leave it out, or mend the data")
+    task = task if skip_bad is None else with_bad_row_limit(task, skip_bad)
+    recipe = None if recipe is None else Recipe.coerce(recipe)
     higher_is_better(task)  # refused now rather than after the first pass
     if recipe is not None:
         check_conflicts(sort_methods(make_methods(recipe)))  # now, or what the folder has to complain about would hide it
     identity = {"task": task.name, "seed": seed, "batch_size": task.batch_size, "epochs": task.epochs, "skip_bad": skip_bad}
     code = ref.fingerprint() if ref.given is None else None
     if not ranks.is_single_process:
-        refuse_strangers(ranks, identity_of(task, seed, code, recipe))
-    folder = by_the_first(ranks, lambda: None if out is None else RunFolder(out, identity, recipe, resume, without_strategy))
+        check_ranks_agree(ranks, identity_of(task, seed, code, recipe))
+    folder = on_main_process(ranks, lambda: None if out is None else RunDirectory(out, identity, recipe, resume, without_strategy))
     recipe = folder.recipe if folder else recipe or Recipe()
     result = folder.finished() if folder else None
     if not ranks.is_single_process:
-        recipe, result, out = of_the_first(ranks, recipe, result, out)
+        recipe, result, out = single_process_recipe(ranks, recipe, result, out)
     if result:
         _notice(ranks, f"the run in {out} had come to its end, with {result['recipe']}: this is its result, and nothing was trained")
         return result
@@ -118,14 +118,14 @@ def _train(
         _notice(ranks, f"{ref} has been edited since the run in {out} began; what is trained from here on is the new one")
     if folder and resume and not folder.begun:
         _notice(ranks, f"there is no run in {out} to go on with; it starts anew")
-    with stop_requests() as asked:
+    with catch_stop_signals() as asked:
         try:
             program = build(task, with_strategy(make_methods(recipe), ranks), device=device, seed=seed, ranks=ranks)
         except Exception as error:
-            raise explained(error, "building the run", task.batch_size or 0) from error
+            raise explain_error(error, "building the run", task.batch_size or 0) from error
         if program.plan.steps is None:
             _notice(ranks, NO_LENGTH)
-        by_the_first(ranks, lambda: folder and folder.begin(environment(device) | {"code": code, "processes": ranks.world_size}))
+        on_main_process(ranks, lambda: folder and folder.begin(environment(device) | {"code": code, "processes": ranks.world_size}))
         if begun:
             begun(out)
         try:
@@ -136,7 +136,7 @@ def _train(
                 finally:
                     trainer.close()
         except KeyboardInterrupt:
-            raise Stopped(f"stopped at once{'; go on from the newest checkpoint with --resume' if folder else ''}") from None
+            raise RunInterrupted(f"stopped at once{'; go on from the newest checkpoint with --resume' if folder else ''}") from None
         finally:
             if folder:
                 folder.close()
@@ -145,7 +145,7 @@ def _train(
 def _notice(ranks: ProcessGroupInfo, what: str) -> None:
     """Tells it once, where a user of ``train`` sees it."""
     if ranks.is_main_process:
-        warnings.warn(what, Notice, stacklevel=4)
+        warnings.warn(what, HastenWarning, stacklevel=4)
 
 
 def identity_of(task: Task, seed: int, code: str | None, recipe: Recipe | None) -> dict[str, str]:
@@ -172,9 +172,9 @@ def device_of(ranks: ProcessGroupInfo, device: str) -> str:
     if ranks.is_single_process or not device.startswith("cuda"):
         return device
     if device != "cuda":
-        raise Refusal(f"several processes cannot share {device}; say --device cuda, and each gets a GPU of its own")
+        raise ConfigurationError(f"several processes cannot share {device}; say --device cuda, and each gets a GPU of its own")
     if ranks.local_rank >= (there := torch.cuda.device_count()):
-        raise Refusal(f"there are {there} GPUs for {ranks.local_rank + 1} processes or more; take fewer processes, or --device cpu")
+        raise ConfigurationError(f"there are {there} GPUs for {ranks.local_rank + 1} processes or more; take fewer processes, or --device cpu")
     return f"cuda:{ranks.local_rank}"
 
 
@@ -189,10 +189,10 @@ def without_strategy(recipe: Recipe) -> Recipe:
     """What stays of a recipe when other processes go on with its run, in another way: all but a strategy that trains what one process trains."""
     cards = {name: method_class(name).card for name in recipe.methods if ":" not in name}  # code from outside is not loaded for this
     exact = (Exactness.BIT_EXACT, Exactness.EQUIVALENT_MATH)
-    return recipe.without(*(name for name, card in cards.items() if "parallelize" in card.replaces and card.exactness in exact))
+    return recipe.drop(*(name for name, card in cards.items() if "parallelize" in card.replaces and card.exactness in exact))
 
 
-def of_the_first(
+def single_process_recipe(
     ranks: ProcessGroupInfo, recipe: Recipe, result: dict | None, out: str | Path | None
 ) -> tuple[Recipe, dict | None, str | None]:
     """The recipe and the result that rank 0 found in the run's folder, which is its alone; and which folder that is."""

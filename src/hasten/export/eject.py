@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import hasten
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 from hasten.contract.method import Method
 from hasten.contract.recipe import Recipe
 from hasten.contract.run_context import RunContext
@@ -26,7 +26,7 @@ from hasten.contract.task import Task
 from hasten.engine import metrics, sources, tasks
 from hasten.engine.composition import applicable_methods
 from hasten.engine.devices import pick_device
-from hasten.engine.failures import explained
+from hasten.engine.failures import explain_error
 from hasten.engine.find import make_methods
 from hasten.engine.plan import build
 from hasten.export.inline_imports import InlinedScript, inline_imports
@@ -56,7 +56,7 @@ def eject(task, recipe=None, *, device: str | None = None) -> str:
     function = _function_behind(ref)
     loaded = ref.load()
     metrics.higher_is_better(loaded)
-    recipe, device_now = Recipe.read(recipe), pick_device(device)
+    recipe, device_now = Recipe.coerce(recipe), pick_device(device)
     methods = applicable_methods(make_methods(recipe), RunContext(torch.device(device_now), loaded))
     copied = {function.__module__, *(type(method).__module__ for method in methods)}
 
@@ -66,7 +66,7 @@ def eject(task, recipe=None, *, device: str | None = None) -> str:
     try:
         program = build(loaded, methods, device=device_now)
     except Exception as error:
-        raise explained(error, "building the run", loaded.batch_size or 0) from error
+        raise explain_error(error, "building the run", loaded.batch_size or 0) from error
     _refuse_others_workers(program.task, methods)
     script = inline_imports(generate_script(function, loaded, program, methods, device), inline, _smaller_parts(loaded, methods))
     return _script(script, f"{ref} under {recipe}", function)
@@ -74,20 +74,20 @@ def eject(task, recipe=None, *, device: str | None = None) -> str:
 
 def _refuse_others_workers(task: Task, methods: list[Method]) -> None:
     """A hasten.data pipeline states its own workers, and a script cannot change them: refuses methods that would."""
-    pipeline = not isinstance(task.train_data, DataLoader) and sources.makes_batches(task.train_data)
+    pipeline = not isinstance(task.train_data, DataLoader) and sources.is_prebatched(task.train_data)
     if pipeline and (names := [method.name for method in methods if "workers" in method.card.applies_to]):
         instead = 'end the pipeline with .prefetch(processes=2) or .prefetch("auto") and leave the method out'
-        raise Refusal(f"{names[0]} cannot be written out for a pipeline of hasten.data; {instead}")
+        raise ConfigurationError(f"{names[0]} cannot be written out for a pipeline of hasten.data; {instead}")
 
 
 def _function_behind(ref: tasks.TaskRef):
     """The function that returns the task; it must be defined at the top level of a file."""
     if isinstance(ref.given, Task):
-        raise Refusal(f"the Task {ref.name} is an object without source; eject a workload's name or path/to/file.py:function")
+        raise ConfigurationError(f"the Task {ref.name} is an object without source; eject a workload's name or path/to/file.py:function")
     function = ref.function()
     module = sys.modules.get(getattr(function, "__module__", None))
     if getattr(module, getattr(function, "__qualname__", ""), None) is not function or not getattr(module, "__file__", None):
-        raise Refusal(f"{ref.name} does not stand at the top level of a file, so its source cannot be written out")
+        raise ConfigurationError(f"{ref.name} does not stand at the top level of a file, so its source cannot be written out")
     return function
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 from hasten.export.module_source import MAIN, ModuleSource, Symbol, is_library
 
 ANY = "typing", "Any"
@@ -83,7 +83,7 @@ class _Gathered:
         try:
             text = inspect.getsource(importlib.import_module(name))
         except (OSError, TypeError):
-            raise Refusal(f"the source of {name} cannot be found, so it cannot be written out") from None
+            raise ConfigurationError(f"the source of {name} cannot be found, so it cannot be written out") from None
         replacements = {symbol[1]: other for symbol, other in self.instead.items() if symbol[0] == name}
         return self.read(name, ModuleSource(name, text, self.inline).replaced(replacements) if replacements else text)
 
@@ -140,7 +140,7 @@ class _Gathered:
             return symbol
         if name in source.imports:
             return self.resolved(source.imports[name])
-        raise Refusal(f"{module}.{name} has no source of its own, so it cannot be written out")
+        raise ConfigurationError(f"{module}.{name} has no source of its own, so it cannot be written out")
 
 
 def _names(gathered: _Gathered) -> dict[Symbol, str]:

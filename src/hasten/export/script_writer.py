@@ -181,15 +181,15 @@ def _data_lines(task: Task, users: list[tuple[str, Method]]) -> list[str]:
 
 def _plan(task: Task) -> str:
     """Returns the training plan of the task, before any method changes it."""
-    plan, data = sources.plan_of(task), "task.train_data.dataset" if sources.makes_batches(task.train_data) else "task.train_data"
+    plan, data = sources.initial_plan(task), "task.train_data.dataset" if sources.is_prebatched(task.train_data) else "task.train_data"
     known = f", samples=len({data})" if plan.samples is not None else ""
     return f"TrainPlan(batch_size={plan.batch_size}, epochs={plan.epochs!r}, evaluate_every={plan.evaluate_every!r}{known})"
 
 
 def _batches(which: str, data, task: Task) -> list[str]:
     """Returns the lines that define one batch source. Map-style data are written out; other kinds call ``engine/sources.py``."""
-    size = "plan.batch_size" if which == "train" else sources.plan_of(task).batch_size  # judged in the task's own batches
-    if sources.makes_batches(data) and not isinstance(data, DataLoader):
+    size = "plan.batch_size" if which == "train" else sources.initial_plan(task).batch_size  # judged in the task's own batches
+    if sources.is_prebatched(data) and not isinstance(data, DataLoader):
         training = f"training={which == 'train'}"
         return [
             f"data = task.{which}_data.batches({size}, options.seed, {training})",

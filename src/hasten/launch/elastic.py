@@ -37,21 +37,21 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from hasten._torch_compat_elastic import ElasticAgent
-from hasten.contract.errors import Notice, Refusal
-from hasten.launch.endings import GOES_ON, Ending, folder_of_the_run, forget, left
+from hasten.contract.errors import HastenWarning, ConfigurationError
+from hasten.launch.endings import GOES_ON, RankResult, run_directory, forget, read_results
 
-GRACE = 60  # seconds that ranks have to save and to end when they are asked to
-TO_OWN_UP = 3.0  # seconds in which all but the rank that hangs report that they have waited in vain
-SIGN_OF_LIFE = 5.0  # seconds from one to the next
-SILENCE = 90.0  # seconds without one, after which a machine is given up; TCP takes twice as long as a cable was out
-FAREWELL = 5.0  # seconds for the other machines to read that the job is over
+SHUTDOWN_GRACE_S = 60  # seconds that ranks have to save and to end when they are asked to
+HANG_REPORT_S = 3.0  # seconds in which all but the rank that hangs report that they have waited in vain
+HEARTBEAT_INTERVAL_S = 5.0  # seconds from one to the next
+HEARTBEAT_TIMEOUT_S = 90.0  # seconds without one, after which a machine is given up; TCP takes twice as long as a cable was out
+GOODBYE_S = 5.0  # seconds for the other machines to read that the job is over
 WAIT_LIST = 1.5  # seconds until a new machine is surely seen: torch asks the store once a second
 ENDED = (WorkerState.FAILED, WorkerState.UNHEALTHY)
 SHAPE, OUT, CAME, GONE, ALIVE, DONE = (f"hasten/{name}" for name in ("shape", "out", "came", "gone", "alive", "done"))  # in the store
 COME = "another machine has come; all save, and go on together"
 
 
-class Agent(ElasticAgent):
+class ElasticAgent(ElasticAgent):
     """The ranks of this machine, from the first start to the last end.
 
     Args:
@@ -60,7 +60,7 @@ class Agent(ElasticAgent):
     """
 
     def __init__(self, spec, logs_specs, folder: str, store: dist.Store):
-        super().__init__(spec, logs_specs, shutdown_timeout=GRACE)
+        super().__init__(spec, logs_specs, shutdown_timeout=SHUTDOWN_GRACE_S)
         self.folder, self.store = folder, store
         self.done: set[int] = set()  # machines on which all ranks have come to their end, when we looked last
         self.looked, self.heard = 0.0, {}  # when we looked for signs of life; (machine, sign) -> when it was first seen
@@ -75,7 +75,7 @@ class Agent(ElasticAgent):
 
     def close_workers(self, close: Callable[[signal.Signals], None], signal_number: signal.Signals) -> None:
         """Ends the ranks that are left. Where some have waited in vain, one that still reports nothing hangs: it is killed soon."""
-        until = time.monotonic() + TO_OWN_UP
+        until = time.monotonic() + HANG_REPORT_S
         while self._some_waited() and self.workers_running():
             if time.monotonic() > until:
                 return close(signal.SIGKILL)
@@ -83,7 +83,7 @@ class Agent(ElasticAgent):
         close(signal_number)
 
     def _some_waited(self) -> bool:
-        return any(ending.waited for ending in left(self.folder).values())
+        return any(ending.waited for ending in read_results(self.folder).values())
 
     def monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = self._looked_after(worker_group)
@@ -91,22 +91,22 @@ class Agent(ElasticAgent):
             time.sleep(worker_group.spec.monitor_interval)
             result = self._looked_after(worker_group)
         if result.state in ENDED:
-            endings = left(self.folder)
+            endings = read_results(self.folder)
             by_its_own_fault = any(ending.line and not ending.aftermath for ending in endings.values())
             alone = worker_group.group_world_size == 1
-            if by_its_own_fault or self._are_done(worker_group) or (alone and waited_for_each_other(endings, codes_of(result))):
+            if by_its_own_fault or self._are_done(worker_group) or (alone and is_mutual_timeout(endings, exit_codes(result))):
                 self.remaining_restarts = 0
             elif worker_group.spec.rdzv_handler.is_closed():
                 raise RendezvousClosedError
             elif not alone and self._makes_room(worker_group, endings):
                 self.remaining_restarts += 1  # which torch is about to take away
-                warnings.warn(COME, Notice, stacklevel=2)
+                warnings.warn(COME, HastenWarning, stacklevel=2)
             elif self.remaining_restarts:
                 elsewhere = "a rank was asked to end" if alone else "ranks of another machine were lost"
-                lost = how_lost(endings, codes_of(result)) or elsewhere
+                lost = describe_lost_rank(endings, exit_codes(result)) or elsewhere
                 most = worker_group.spec.max_restarts
                 which = f"restart {most - self.remaining_restarts + 1} of {most}"
-                warnings.warn(f"{lost}; all meet again to go on from the newest checkpoint, {which}", Notice, stacklevel=2)
+                warnings.warn(f"{lost}; all meet again to go on from the newest checkpoint, {which}", HastenWarning, stacklevel=2)
         return result
 
     def _looked_after(self, worker_group: WorkerGroup) -> RunResult:
@@ -129,13 +129,13 @@ class Agent(ElasticAgent):
 
     def stop_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY:
-            warnings.warn(COME, Notice, stacklevel=2)
+            warnings.warn(COME, HastenWarning, stacklevel=2)
         super().stop_workers(worker_group)
         self._hand_on()
 
     def _hand_on(self) -> None:
         """Whoever meets us next is to know which run it goes on with."""
-        if out := folder_of_the_run(self.folder):
+        if out := run_directory(self.folder):
             self.store.set(OUT, out)
 
     def exit_barrier(self) -> None:
@@ -159,7 +159,7 @@ class Agent(ElasticAgent):
         self.done = {machine for machine in range(worker_group.group_world_size) if store.check([f"{DONE}/{machine}"])}
         return self.done
 
-    def _makes_room(self, worker_group: WorkerGroup, endings: dict[int, Ending]) -> bool:
+    def _makes_room(self, worker_group: WorkerGroup, endings: dict[int, RankResult]) -> bool:
         """Whether the ranks have ended because another agent, which saw a new machine first, has asked them to."""
         if not endings or not all(ending.stopped for ending in endings.values()):
             return False
@@ -170,7 +170,7 @@ class Agent(ElasticAgent):
 
     def _misses_a_machine(self, worker_group: WorkerGroup) -> bool:
         """Whether one of the machines has not been heard of for long: it went without closing its connections."""
-        if worker_group.group_world_size == 1 or time.monotonic() < self.looked + SIGN_OF_LIFE:
+        if worker_group.group_world_size == 1 or time.monotonic() < self.looked + HEARTBEAT_INTERVAL_S:
             return False
         store = worker_group.store
         store.add(f"{ALIVE}/{worker_group.group_rank}", 1)
@@ -178,10 +178,10 @@ class Agent(ElasticAgent):
         signs = [(machine, store.add(f"{ALIVE}/{machine}", 0)) for machine in at_work]
         self.looked = time.monotonic()  # through a broken cable this takes as long as it is broken
         self.heard = {sign: self.heard.get(sign, self.looked) for sign in signs}
-        return any(self.looked - first > SILENCE for first in self.heard.values())
+        return any(self.looked - first > HEARTBEAT_TIMEOUT_S for first in self.heard.values())
 
 
-def refuse_another_shape(store: dist.Store, shape: dict[str, str]) -> None:
+def check_same_launch_options(store: dist.Store, shape: dict[str, str]) -> None:
     """Makes sure that all machines were given the same numbers, before they wait for each other in vain.
 
     Raises:
@@ -190,19 +190,19 @@ def refuse_another_shape(store: dist.Store, shape: dict[str, str]) -> None:
     first = json.loads(store.compare_set(SHAPE, "", json.dumps(shape)))
     for option, here in shape.items():
         if first[option] != here:
-            raise Refusal(f"this machine was given {option} {here}, and another one {option} {first[option]}; say the same on all of them")
+            raise ConfigurationError(f"this machine was given {option} {here}, and another one {option} {first[option]}; say the same on all of them")
 
 
-def say_farewell(store: dist.Store, stays: bool) -> None:
+def leave_rendezvous(store: dist.Store, stays: bool) -> None:
     """This machine goes. ``stays``: it has the store, the job is over, and all that came are to know before it is gone."""
-    until = time.monotonic() + FAREWELL
+    until = time.monotonic() + GOODBYE_S
     with suppress(RuntimeError):  # it is gone with its machine
         store.add(GONE, 1)
         while stays and store.add(GONE, 0) < store.add(CAME, 0) and time.monotonic() < until:
             time.sleep(0.05)
 
 
-def how_lost(endings: dict[int, Ending], codes: dict[int, int]) -> str | None:
+def describe_lost_rank(endings: dict[int, RankResult], codes: dict[int, int]) -> str | None:
     """Which rank ended without a word, and how; not by the SIGTERM with which the agent ends the others."""
     waited = max((ending.waited for ending in endings.values()), default=0)
     silent = sorted(rank for rank, code in codes.items() if rank not in endings and code == -signal.SIGKILL)
@@ -216,12 +216,12 @@ def how_lost(endings: dict[int, Ending], codes: dict[int, int]) -> str | None:
     return None
 
 
-def waited_for_each_other(endings: dict[int, Ending], codes: dict[int, int]) -> bool:
+def is_mutual_timeout(endings: dict[int, RankResult], codes: dict[int, int]) -> bool:
     """Whether all ranks were there, and none has heard what it waited for: they did not do the same."""
-    return any(ending.waited for ending in endings.values()) and how_lost(endings, codes) is None
+    return any(ending.waited for ending in endings.values()) and describe_lost_rank(endings, codes) is None
 
 
-def codes_of(result: RunResult) -> dict[int, int]:
+def exit_codes(result: RunResult) -> dict[int, int]:
     """The exit codes of the ranks that failed, by rank; first those that failed first, last those that had to be ended."""
     in_order = sorted(result.failures.items(), key=lambda each: (each[1].timestamp, each[0]))
     return {rank: failure.exitcode for rank, failure in in_order}

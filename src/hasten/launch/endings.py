@@ -42,7 +42,7 @@ _error_file = os.environ.pop(ERROR_FILE, None) if _parent else None
 
 
 @dataclass(frozen=True)
-class Ending:
+class RankResult:
     """What came of one rank.
 
     Attributes:
@@ -62,22 +62,22 @@ class Ending:
     when: float = 0.0
 
 
-def is_rank() -> bool:
+def is_managed_rank() -> bool:
     """Whether this process is one of a job that ``start`` has started."""
     return _error_file is not None
 
 
 def in_job() -> bool:
     """Whether this process is one of several, whoever started them."""
-    return is_rank() or os.environ.get("WORLD_SIZE", "1") != "1"
+    return is_managed_rank() or os.environ.get("WORLD_SIZE", "1") != "1"
 
 
-def speaks() -> bool:
+def is_main_process() -> bool:
     """Whether this process has the word: it is alone, or rank 0, whoever started it."""
     return not in_job() or os.environ.get("RANK", "0") == "0"
 
 
-def end_with_the_parent() -> None:
+def die_with_parent() -> None:
     """Asks the system for SIGTERM when whoever started this rank is gone: nobody would be left to tell, or to end it."""
     with suppress(OSError, AttributeError):  # not Linux
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
@@ -85,12 +85,12 @@ def end_with_the_parent() -> None:
         os._exit(1)
 
 
-def leave(ending: Ending) -> None:
+def write_result(ending: RankResult) -> None:
     """Writes how this rank has ended into its error file."""
     write_ending(Path(_error_file), int(os.environ["RANK"]), ending)
 
 
-def write_ending(error_file: Path, rank: int, ending: Ending) -> None:
+def write_ending(error_file: Path, rank: int, ending: RankResult) -> None:
     """Writes an error file of torchrun, all at once: the agent and other ranks may read it at any time."""
     extra = {**vars(ending), "when": time.time(), "rank": rank}
     unfinished = error_file.with_suffix(".unfinished")
@@ -99,12 +99,12 @@ def write_ending(error_file: Path, rank: int, ending: Ending) -> None:
     unfinished.rename(error_file)
 
 
-def trouble_of_the_others() -> str | None:
+def peer_error() -> str | None:
     """What another rank of this machine has to say that could not go on, as soon as all of them have ended, or none of them well."""
     job = _job_folder()
     others, until = int(os.environ["LOCAL_WORLD_SIZE"]) - 1, time.monotonic() + LAST_MOMENT
     while time.monotonic() < until:
-        endings = left(job)
+        endings = read_results(job)
         if lines := [ending.line for ending in endings.values() if ending.line]:
             return lines[0]
         if len(endings) >= others:
@@ -118,13 +118,13 @@ def note_run(out: str) -> None:
     Path(_job_folder(), "run").write_text(str(out))
 
 
-def run_to_go_on_with() -> str | None:
+def resume_directory() -> str | None:
     """The folder of the run, where the ranks of this job were started before and some were lost."""
     return _goes_on
 
 
 @contextmanager
-def folder_of_a_job() -> Iterator[str]:
+def job_directory() -> Iterator[str]:
     """A folder for what ranks leave, which we have as long as we live. Those of jobs that were killed are taken away."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError):
@@ -150,7 +150,7 @@ def _is_nobodys(path: Path) -> bool:
     return True
 
 
-def folder_of_the_run(folder: str) -> str | None:
+def run_directory(folder: str) -> str | None:
     """What ``note_run`` has noted."""
     path = Path(folder, "run")
     return path.read_text() if path.exists() else None
@@ -162,11 +162,11 @@ def forget(folder: str) -> None:
         path.unlink()
 
 
-def left(folder: str) -> dict[int, Ending]:
+def read_results(folder: str) -> dict[int, RankResult]:
     """How the ranks of this machine have ended, by rank; those that are missing still run, or ended without a word."""
     texts = [path.read_text() for path in Path(folder).glob(ERROR_FILES)]
     found = [json.loads(text)["message"]["extraInfo"]["ending"] for text in texts]
-    return {ending.pop("rank"): Ending(**ending) for ending in found}
+    return {ending.pop("rank"): RankResult(**ending) for ending in found}
 
 
 def _job_folder() -> Path:

@@ -12,26 +12,26 @@ import warnings
 
 import psutil
 
-from hasten.contract.errors import Failure, Progress, Refusal
+from hasten.contract.errors import RunError, ProgressWarning, ConfigurationError
 
 HERE = "127.0.0.1"
 PATIENCE = 60.0  # seconds until somebody has to answer there
 TOLD_EVERY = 10.0  # seconds
 
 
-def own_address(place: str) -> str:
+def local_address(place: str) -> str:
     """The address by which whoever is at HOST:PORT reaches this machine.
 
     Raises:
         Refusal: no machine is called so, or no way leads there.
     """
-    host, port = apart(place)
+    host, port = split_host_port(place)
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sent_nothing:
             sent_nothing.connect((host, port))
             return sent_nothing.getsockname()[0]
     except OSError as error:
-        raise Refusal(
+        raise ConfigurationError(
             f"the machines cannot meet at {place}: {error.strerror}; name a machine of the job by an address that all of them reach"
         ) from None
 
@@ -42,13 +42,13 @@ def interface_of(address: str) -> str | None:
     return next((name for name, all_of_it in known if any(each.address == address for each in all_of_it)), None)
 
 
-def is_host(place: str, patience: float = PATIENCE) -> bool:
+def hosts_rendezvous(place: str, patience: float = PATIENCE) -> bool:
     """Whether this process is to answer at HOST:PORT. Where another machine is, somebody is waited for to answer there.
 
     Raises:
         Failure: nobody does.
     """
-    host, port = apart(place)
+    host, port = split_host_port(place)
     begun = told = time.monotonic()
     while True:
         try:
@@ -59,9 +59,9 @@ def is_host(place: str, patience: float = PATIENCE) -> bool:
         if _is_here(host):
             return True
         if now - begun > patience:
-            raise Failure(f"nobody has answered at {place} for {patience:.0f} s; start the same command on {host}, or mend the way there")
+            raise RunError(f"nobody has answered at {place} for {patience:.0f} s; start the same command on {host}, or mend the way there")
         if now - told > TOLD_EVERY:
-            warnings.warn(f"waiting for {place} since {now - begun:.0f} s", Progress, stacklevel=2)
+            warnings.warn(f"waiting for {place} since {now - begun:.0f} s", ProgressWarning, stacklevel=2)
             told = now
         time.sleep(0.2)
 
@@ -74,7 +74,7 @@ def _is_here(host: str) -> bool:
         return False
 
 
-def apart(place: str) -> tuple[str, int]:
+def split_host_port(place: str) -> tuple[str, int]:
     """HOST and PORT."""
     host, _, port = place.rpartition(":")
     return host, int(port)

@@ -18,11 +18,11 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from hasten.contract.errors import Refusal
-from hasten.contract.ranks import PATIENCE, ProcessGroupInfo
-from hasten.contract.watch import Watch, silent
+from hasten.contract.errors import ConfigurationError
+from hasten.contract.ranks import DEFAULT_TIMEOUT_S, ProcessGroupInfo
+from hasten.contract.watch import ProgressCallback, no_progress
 from hasten.engine.devices import pick_device
-from hasten.engine.ranks import joined
+from hasten.engine.ranks import init_process_group
 from hasten.engine.train import device_of
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000, 4_000_000, 16_000_000, 64_000_000)  # bytes that each rank gives
@@ -32,7 +32,7 @@ TOO_LONG = 0.5  # seconds of a call, after which no larger one is tried
 MOST = 1000  # calls of one
 
 
-def network(device: str | None = None, sizes: tuple[int, ...] = SIZES, watch: Watch = silent, patience: float = PATIENCE) -> dict:
+def bench_comm(device: str | None = None, sizes: tuple[int, ...] = SIZES, watch: ProgressCallback = no_progress, patience: float = DEFAULT_TIMEOUT_S) -> dict:
     """Measures the collectives among the ranks of the job that this process is in.
 
     Returns:
@@ -43,19 +43,19 @@ def network(device: str | None = None, sizes: tuple[int, ...] = SIZES, watch: Wa
         Refusal: this process is alone.
     """
     device = pick_device(device)
-    with joined(device, patience) as ranks:
+    with init_process_group(device, patience) as ranks:
         if ranks.is_single_process:
-            raise Refusal("one process has nobody to talk to; say --processes 2, or more")
+            raise ConfigurationError("one process has nobody to talk to; say --processes 2, or more")
         device_of(ranks, device)  # or one without a GPU of its own is refused
-        return _measured(ranks, wire(ranks), sizes, watch)
+        return _measured(ranks, measure_link(ranks), sizes, watch)
 
 
-def wire(ranks: ProcessGroupInfo) -> torch.device:
+def measure_link(ranks: ProcessGroupInfo) -> torch.device:
     """Where tensors have to be to be sent."""
     return torch.device("cuda", ranks.local_rank) if dist.get_backend() != "gloo" else torch.device("cpu")
 
 
-def _measured(ranks: ProcessGroupInfo, device: torch.device, sizes: tuple[int, ...], watch: Watch) -> dict:
+def _measured(ranks: ProcessGroupInfo, device: torch.device, sizes: tuple[int, ...], watch: ProgressCallback) -> dict:
     calls, repeats = {}, {}
     for name, make in COLLECTIVES.items():
         for size in sizes:
@@ -73,14 +73,14 @@ def _measured(ranks: ProcessGroupInfo, device: torch.device, sizes: tuple[int, .
     found = {}
     for name in COLLECTIVES:
         rows = [(size, seconds) for (of, size), seconds in taken.items() if of == name]
-        latency, bandwidth = fitted([(size, median(seconds)) for size, seconds in rows])
+        latency, bandwidth = fit_alpha_beta([(size, median(seconds)) for size, seconds in rows])
         readings = [{"bytes": size, "seconds": {"median": median(s), "low": min(s), "high": max(s)}} for size, s in rows]
         found[name] = {"latency": latency, "bandwidth": bandwidth, "sizes": readings}
     nodes = ranks.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
     return {"processes": ranks.world_size, "nodes": nodes, "backend": dist.get_backend(), "device": str(device), "collectives": found}
 
 
-def fitted(points: list[tuple[int, float]]) -> tuple[float, float]:
+def fit_alpha_beta(points: list[tuple[int, float]]) -> tuple[float, float]:
     """(latency in seconds, bandwidth in bytes/s) by least squares of the relative error."""
     sizes = torch.tensor([size for size, _ in points], dtype=torch.float64)
     seconds = torch.tensor([taken for _, taken in points], dtype=torch.float64)
@@ -89,7 +89,7 @@ def fitted(points: list[tuple[int, float]]) -> tuple[float, float]:
     return max(latency, 0.0), 1 / max(a_byte, 1e-15)
 
 
-def to_the_next(size: int, ranks: ProcessGroupInfo, device: torch.device) -> list[float]:
+def neighbor_latency(size: int, ranks: ProcessGroupInfo, device: torch.device) -> list[float]:
     """Seconds that so many bytes take from each rank to the next one, and from the last to the first: one pair after the other."""
     given = _given(size, ranks, device)
 

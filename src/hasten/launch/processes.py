@@ -29,14 +29,14 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, create_handler
 
-from hasten.contract.errors import Failure, Notice, Refusal
+from hasten.contract.errors import RunError, HastenWarning, ConfigurationError
 from hasten.contract.method import Method
-from hasten.engine.budget import OUR_THREADS, free_memory, notice_turns, usable_cores
-from hasten.engine.sources import refuse_processes
+from hasten.engine.budget import OUR_THREADS, free_memory, warn_oversubscribed, available_cpus
+from hasten.engine.sources import check_process_count
 from hasten.engine.tasks import TaskRef
-from hasten.launch.elastic import CAME, ENDED, Agent, codes_of, how_lost, refuse_another_shape, say_farewell, waited_for_each_other
-from hasten.launch.endings import GOES_ON, PARENT, folder_of_a_job, left
-from hasten.launch.meeting import HERE, PATIENCE, interface_of, is_host, own_address
+from hasten.launch.elastic import CAME, ENDED, ElasticAgent, exit_codes, describe_lost_rank, check_same_launch_options, leave_rendezvous, is_mutual_timeout
+from hasten.launch.endings import GOES_ON, PARENT, job_directory, read_results
+from hasten.launch.meeting import HERE, PATIENCE, interface_of, hosts_rendezvous, local_address
 
 MEETING = 900  # seconds that the machines have to find each other, and a machine that was lost to come back
 OF_A_RANK = 200_000_000  # bytes of a process that has imported torch
@@ -48,7 +48,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # whic
 LOST = (RendezvousConnectionError, dist.DistError)  # whoever has the store is gone
 
 
-def start(words: list[str], processes: int, nodes: tuple[int, int] = (1, 1), rendezvous: str | None = None, restarts: int = 0) -> int:
+def launch(words: list[str], processes: int, nodes: tuple[int, int] = (1, 1), rendezvous: str | None = None, restarts: int = 0) -> int:
     """Runs ``hasten WORDS`` in so many processes on this machine, and on as many of each other node; the exit code of the command.
 
     Args:
@@ -61,8 +61,8 @@ def start(words: list[str], processes: int, nodes: tuple[int, int] = (1, 1), ren
     """
     _refuse_what_does_not_fit(processes)
     _silence_the_agent()
-    address = HERE if rendezvous is None else own_address(rendezvous)
-    with folder_of_a_job() as folder, _environment(processes, address), _ended_by_signals(folder):
+    address = HERE if rendezvous is None else local_address(rendezvous)
+    with job_directory() as folder, _environment(processes, address), _ended_by_signals(folder):
         patience = PATIENCE
         shape = {
             "--nodes": ":".join(map(str, nodes)),
@@ -70,27 +70,27 @@ def start(words: list[str], processes: int, nodes: tuple[int, int] = (1, 1), ren
             "--restarts": str(restarts),
         }  # as given, however many are left
         while True:
-            hosts = rendezvous is None or is_host(rendezvous, patience)
+            hosts = rendezvous is None or hosts_rendezvous(rendezvous, patience)
             try:
                 result = _elastic(words, processes, nodes, rendezvous, restarts, address, hosts, folder, shape)
                 break
             except LOST:
                 if restarts == 0:
                     how = "its machine, where all meet, is gone, and no restart is left; start the same command on all again, with --resume"
-                    raise Failure(f"{rendezvous} does not answer any more: {how}") from None
+                    raise RunError(f"{rendezvous} does not answer any more: {how}") from None
             restarts, patience = restarts - 1, MEETING
             warnings.warn(
-                f"{rendezvous} does not answer any more; waiting for the same command there, to go on together", Notice, stacklevel=2
+                f"{rendezvous} does not answer any more; waiting for the same command there, to go on together", HastenWarning, stacklevel=2
             )
         if result is None:
-            warnings.warn("the job is over; it had all the machines that it takes, and did without this one", Notice, stacklevel=2)
+            warnings.warn("the job is over; it had all the machines that it takes, and did without this one", HastenWarning, stacklevel=2)
             return 0
         if result.state in ENDED:
-            raise _verdict(folder, codes_of(result), here_alone=nodes[1] == 1)
-        return max((ending.code for ending in left(folder).values()), default=0)
+            raise _verdict(folder, exit_codes(result), here_alone=nodes[1] == 1)
+        return max((ending.code for ending in read_results(folder).values()), default=0)
 
 
-def refuse_in_time(task: str, processes: int, methods: Iterable[Method], machines: int = 1) -> None:
+def preflight_check(task: str, processes: int, methods: Iterable[Method], machines: int = 1) -> None:
     """Where more processes than cores begin one after the other, what they would find at last is found before any begins.
 
     Raises:
@@ -98,20 +98,20 @@ def refuse_in_time(task: str, processes: int, methods: Iterable[Method], machine
     """
     _refuse_what_does_not_fit(processes)
     named = TaskRef.of(task)
-    if processes <= usable_cores():
+    if processes <= available_cpus():
         return
     try:
         loaded = named.load()
-    except (Refusal, Failure):  # it may ask which rank it is in, and only a rank has an answer
+    except (ConfigurationError, RunError):  # it may ask which rank it is in, and only a rank has an answer
         return
-    refuse_processes(loaded, processes * machines, methods)
-    notice_turns(processes)
+    check_process_count(loaded, processes * machines, methods)
+    warn_oversubscribed(processes)
 
 
 def _refuse_what_does_not_fit(processes: int) -> None:
     """So many that the machine would be lost before any of them could say that a batch has fewer samples."""
     if processes * OF_A_RANK > (free := free_memory()):
-        raise Refusal(
+        raise ConfigurationError(
             f"{processes} processes take {processes * OF_A_RANK / 1e9:.3g} GB before they begin, and {free / 1e9:.3g} are free; "
             f"take {free // OF_A_RANK} or fewer"
         )
@@ -125,12 +125,12 @@ def _elastic(
         "c10d", rendezvous or f"{HERE}:0", "hasten", *nodes, address, is_host=hosts, join_timeout=MEETING, last_call_timeout=LAST_CALL
     )
     backend, store = _backend(parameters)
-    refuse_another_shape(store, shape)
+    check_same_launch_options(store, shape)
     handler = create_handler(store, backend, parameters)
     spec = WorkerSpec(
         "hasten", processes, handler, entrypoint=sys.executable, args=("-m", "hasten", *words), max_restarts=restarts, monitor_interval=0.1
     )
-    agent = Agent(spec, DefaultLogsSpecs(log_dir=folder, redirects=dict.fromkeys(range(1, processes), Std.ALL)), folder, store)
+    agent = ElasticAgent(spec, DefaultLogsSpecs(log_dir=folder, redirects=dict.fromkeys(range(1, processes), Std.ALL)), folder, store)
     store.add(CAME, 1)
     ends_the_job, there = True, True
     try:
@@ -144,13 +144,13 @@ def _elastic(
     except RendezvousClosedError:
         raise _verdict(folder, {}, "the job has ended on another machine") from None
     except RendezvousTimeoutError:
-        raise Failure(f"fewer than {nodes[0]} machines have come to {rendezvous} for {MEETING} s; start the same command on all") from None
+        raise RunError(f"fewer than {nodes[0]} machines have come to {rendezvous} for {MEETING} s; start the same command on all") from None
     finally:
         ends_the_job &= hosts or agent.get_worker_group().group_world_size is not None  # not who has only waited
         if there and ends_the_job:
             handler.shutdown()
         if there:
-            say_farewell(store, stays=hosts and ends_the_job)
+            leave_rendezvous(store, stays=hosts and ends_the_job)
 
 
 def _backend(parameters: RendezvousParameters) -> tuple[RendezvousBackend, dist.Store]:
@@ -176,30 +176,30 @@ def _backend(parameters: RendezvousParameters) -> tuple[RendezvousBackend, dist.
         return made.result(ANSWER)
     except (RendezvousConnectionError, TimeoutError):
         advice = "choose another port, the same on all machines"
-        raise Refusal(f"the machines cannot meet at {parameters.endpoint}: another program has that port; {advice}") from None
+        raise ConfigurationError(f"the machines cannot meet at {parameters.endpoint}: another program has that port; {advice}") from None
     finally:
         thread.join(LET_GO)
 
 
 def _verdict(folder: str, codes: dict[int, int], otherwise: str = "the ranks ended without a word", here_alone: bool = False) -> Exception:
     """What the rank has to say that failed first, by its own fault; of one that could not speak, how it ended."""
-    endings = left(folder)
+    endings = read_results(folder)
     failed = [(rank, ending) for rank, ending in endings.items() if ending.line]
     by_itself = any(not ending.aftermath for _, ending in failed)
-    if not by_itself and (lost := how_lost(endings, codes)):
-        return Failure(f"{lost}; the other ranks were ended")
-    if not by_itself and here_alone and waited_for_each_other(endings, codes):
+    if not by_itself and (lost := describe_lost_rank(endings, codes)):
+        return RunError(f"{lost}; the other ranks were ended")
+    if not by_itself and here_alone and is_mutual_timeout(endings, codes):
         waited = max(ending.waited for ending in endings.values())
-        return Failure(f"the ranks have waited for each other for {waited:g} s: {NOT_ALIKE}")
+        return RunError(f"the ranks have waited for each other for {waited:g} s: {NOT_ALIKE}")
     if not failed:
-        return Failure(otherwise)
+        return RunError(otherwise)
     rank, first = min(failed, key=lambda each: (each[1].aftermath, each[1].when) if by_itself else each[0])
     if not by_itself:  # they were all asked to end
-        return Failure(first.line)
+        return RunError(first.line)
     if first.code == 2:  # most often what all were asked for
         alone = [ending.line for _, ending in failed].count(first.line) == 1
-        return Refusal(f"{first.line} (rank {rank})" if rank and alone else first.line)
-    return Failure(f"rank {rank}: {first.line}")
+        return ConfigurationError(f"{first.line} (rank {rank})" if rank and alone else first.line)
+    return RunError(f"rank {rank}: {first.line}")
 
 
 def _silence_the_agent() -> None:
@@ -246,7 +246,7 @@ def _environment(processes: int, address: str) -> Iterator[None]:
     os.environ[PARENT] = str(os.getpid())
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch keeps the address of a store even after its machine was lost
     if "OMP_NUM_THREADS" not in os.environ:
-        os.environ["OMP_NUM_THREADS"] = os.environ[OUR_THREADS] = str(max(1, usable_cores() // processes))
+        os.environ["OMP_NUM_THREADS"] = os.environ[OUR_THREADS] = str(max(1, available_cpus() // processes))
     if interface := interface_of(address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # a machine's own name may lead elsewhere
     try:

@@ -13,19 +13,19 @@ from itertools import islice
 
 import torch
 
-from hasten.contract.errors import Aftermath, Failure, Refusal
+from hasten.contract.errors import PeerFailure, RunError, ConfigurationError
 from hasten.contract.ranks import ProcessGroupInfo
 from hasten.contract.recipe import Recipe
 from hasten.contract.task import Task
 from hasten.engine import checkpoint
-from hasten.engine.failures import place
+from hasten.engine.failures import format_position
 from hasten.engine.find import make_methods
-from hasten.engine.health import bad_loss
-from hasten.engine.loop import evaluate, steps
+from hasten.engine.health import non_finite_loss_error
+from hasten.engine.loop import evaluate, train_steps
 from hasten.engine.observers import numbers_of
-from hasten.engine.pauses import STEPS_BETWEEN_LOGS
+from hasten.engine.pauses import LOG_EVERY_STEPS
 from hasten.engine.plan import Program, build
-from hasten.engine.ranks import joined
+from hasten.engine.ranks import init_process_group
 from hasten.engine.tasks import TaskRef
 from hasten.engine.train import device_of, with_strategy
 from hasten.measure.job import COLLECTIVE_TIMEOUT_S, start_workers
@@ -56,17 +56,17 @@ class Arm:
         task = self.task.load()
         self.context = ExitStack()  # never closed: the process ends with the arm
         if self.ranks is None:
-            self.ranks = self.context.enter_context(joined(self.device, COLLECTIVE_TIMEOUT_S))
+            self.ranks = self.context.enter_context(init_process_group(self.device, COLLECTIVE_TIMEOUT_S))
             self.device = device_of(self.ranks, self.device)
         self._meet()
         began = time.perf_counter()
         program = self.program_of(task)
         if program.run.no_effect:
-            raise Failure("; ".join(f"{method} has nothing to act on: {why}" for method, why in program.run.no_effect))
+            raise RunError("; ".join(f"{method} has nothing to act on: {why}" for method, why in program.run.no_effect))
         self.context.enter_context(program.process_context())
         self.source = program.train
         self.program = _without_end(program, self._epoch)
-        self.steps = steps(self.program)
+        self.steps = train_steps(self.program)
         built = time.perf_counter() - began
 
         first = self.train(WARM_UP_STEPS)["seconds"]
@@ -112,7 +112,7 @@ class Arm:
         for _ in range(count):
             loss = next(self.steps)  # may call _read_losses, between two epochs
             self.unread.append((loss, progress.epoch, progress.batch - 1))
-            if len(self.unread) >= STEPS_BETWEEN_LOGS:  # as a run does
+            if len(self.unread) >= LOG_EVERY_STEPS:  # as a run does
                 self._read_losses()
         self._synchronize()
         seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
@@ -132,7 +132,7 @@ class Arm:
     def _evaluate(self, batches: int | None) -> float:
         program = self.program
         if batches is not None:
-            part = program.validation.mapped(lambda iterator: islice(iterator, batches))
+            part = program.validation.map_iterator(lambda iterator: islice(iterator, batches))
             program = dataclasses.replace(program, validation=part)
         self._synchronize()
         began = time.perf_counter()
@@ -162,10 +162,10 @@ class Arm:
         everywhere = -int(self.ranks.all_reduce_max([-good])[0])  # a NaN reaches all ranks a step later
         if everywhere < len(losses):
             _, epoch, batch = unread[everywhere]
-            where = place(self.program.run.progress.step - len(unread) + 1 + everywhere, epoch, batch)
+            where = format_position(self.program.run.progress.step - len(unread) + 1 + everywhere, epoch, batch)
             if everywhere < good:
-                raise Aftermath(f"the loss of another rank is not finite at {where}")
-            raise bad_loss(
+                raise PeerFailure(f"the loss of another rank is not finite at {where}")
+            raise non_finite_loss_error(
                 losses[good],
                 where,
                 partial(checkpoint.read_again, self.program.source, self.start_of_pass, epoch, batch),
@@ -179,8 +179,8 @@ class Arm:
         """
         self._read_losses()
         if not self.source.seekable:
-            checkpoint.draw_alike(self.ranks, self.source)
-            self.start_of_pass = {"epoch": number, **checkpoint.random_now(self.source)}
+            checkpoint.sync_rng(self.ranks, self.source)
+            self.start_of_pass = {"epoch": number, **checkpoint.rng_state(self.source)}
         return self.source.epoch(number, start)
 
     def _synchronize(self) -> None:
@@ -217,7 +217,7 @@ def estimate(task: TaskRef, device: str, seed: int = 0, processes: int = 1, pati
             plan["evaluation"] = min(plan["evaluation"], *(worker.call("evaluate") for _ in range(WARM_UP_ROUNDS)))
     samples = plan["samples_a_pass"]
     if samples is None:
-        raise Refusal(
+        raise ConfigurationError(
             "the training data has no length, so nobody can say how long a run is; give the dataset a __len__"
         )
     samples *= plan["epochs"]

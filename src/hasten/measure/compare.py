@@ -14,18 +14,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import fmean, median_high
 
-from hasten.contract.errors import Failure
+from hasten.contract.errors import RunError
 from hasten.contract.recipe import Recipe
-from hasten.contract.spans import budget_of
-from hasten.contract.watch import Watch, silent
-from hasten.engine.budget import notice_turns
+from hasten.contract.spans import parse_budget
+from hasten.contract.watch import ProgressCallback, no_progress
+from hasten.engine.budget import warn_oversubscribed
 from hasten.engine.composition import check_conflicts, sort_methods
 from hasten.engine.devices import pick_device
 from hasten.engine.find import make_methods
-from hasten.engine.sources import refuse_processes
+from hasten.engine.sources import check_process_count
 from hasten.engine.tasks import TaskRef
 from hasten.measure.job import WorkerGroup, start_workers
-from hasten.measure.noise import Noise
+from hasten.measure.noise import SystemNoise
 from hasten.measure.ratio import ERROR, LOOKS, SAME, UNSURE, Ratio, ratio_of, spread, verdict_of, with_evaluations
 from hasten.measure.workers import Worker, mark_warnings_shown, reset_shown_warnings
 from hasten.reporting.result_schema import CompareResult
@@ -123,7 +123,7 @@ def compare(
     patience: float | None = None,
     device: str | None = None,
     seed: int = 0,
-    watch: Watch = silent,
+    watch: ProgressCallback = no_progress,
 ) -> dict:
     """Which of two recipes trains a task faster, and by how much.
 
@@ -142,14 +142,14 @@ def compare(
         Refusal: a wrong request. Failure: an arm that could not run.
     """
     reset_shown_warnings()
-    task, budget = TaskRef.of(task), budget_of(budget)
-    recipes = Recipe.read(a), Recipe.read(b)
+    task, budget = TaskRef.of(task), parse_budget(budget)
+    recipes = Recipe.coerce(a), Recipe.coerce(b)
     if processes > 1:
         with mark_warnings_shown():
             loaded = task.load()
             for recipe in recipes:
-                refuse_processes(loaded, processes, make_methods(recipe))
-            notice_turns(processes)
+                check_process_count(loaded, processes, make_methods(recipe))
+            warn_oversubscribed(processes)
     comparison = run_interleaved(
         task,
         *recipes,
@@ -175,7 +175,7 @@ def run_interleaved(
     looks: Iterable[int] = LOOKS,
     patience: float = PATIENCE,
     longest: float | None = None,
-    watch: Watch = silent,
+    watch: ProgressCallback = no_progress,
 ) -> Comparison:
     """The measurement behind ``compare``.
 
@@ -189,7 +189,7 @@ def run_interleaved(
     """
     for recipe in (a, b):  # a wrong request is refused before anything is started
         check_conflicts(sort_methods(make_methods(recipe)))
-    began, noise, looks, timeout = time.monotonic(), Noise(), sorted(looks), patience + budget
+    began, noise, looks, timeout = time.monotonic(), SystemNoise(), sorted(looks), patience + budget
     with ExitStack() as stack:
         arms: list[Worker | WorkerGroup] = []
         samples: list[ArmSamples] = []
@@ -246,7 +246,7 @@ def _time_block(arm: Worker | WorkerGroup, steps: int, timeout: float) -> dict:
         seen = time.monotonic() - began
         if block["samples"] > 0 and CLOCKS_AGREE * seen - 0.05 <= block["seconds"] <= seen + 0.05:
             return block
-    raise Failure(
+    raise RunError(
         f"the arm says {block['seconds']:.2f} s for {block['samples']} samples, the clock beside it {seen:.2f} s:"
         " not to be believed"
     )
@@ -260,12 +260,12 @@ def refuse_unfair_blocks(recipe: Recipe, plan: dict, steps: int, longest: float,
     """
     seconds = fewest * steps * plan["step"]
     if plan["prelude"]:
-        raise Failure(
+        raise RunError(
             f"the first {plan['prelude']} steps of {recipe} are other ones, and blocks of steps cannot show a whole run;"
             " leave start out"
         )
     if plan["rhythm"] > 1 and seconds > longest:
-        raise Failure(
+        raise RunError(
             f"{recipe} repeats itself every {plan['rhythm']} steps, so that {fewest} fair blocks take {seconds:.0f} s,"
             f" and the budget allows {longest:.0f}; give a larger one"
         )

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import torch
 
 from hasten.contract.card import Exactness
-from hasten.contract.errors import Failure, Refusal, one_line
+from hasten.contract.errors import RunError, ConfigurationError, format_error
 from hasten.contract.ranks import SINGLE_PROCESS, ProcessGroupInfo
 from hasten.contract.recipe import Recipe
 from hasten.contract.task import Task
@@ -106,10 +106,10 @@ def check_exactness(
                 return judge(*evidence)
             return _not_passed("rank 0 judges, which has all weights")
     except Exception as error:
-        known = isinstance(error, (Failure, Refusal))
-        why = str(error) if known else f"the proof could not be run: {one_line(error)}"
+        known = isinstance(error, (RunError, ConfigurationError))
+        why = str(error) if known else f"the proof could not be run: {format_error(error)}"
         if not ranks.is_single_process:
-            raise Failure(why) from error
+            raise RunError(why) from error
         return _not_passed(why)
 
 

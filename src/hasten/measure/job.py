@@ -15,8 +15,8 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from hasten.contract.errors import Aftermath, Failure, Refusal
-from hasten.contract.watch import Watch, silent
+from hasten.contract.errors import PeerFailure, RunError, ConfigurationError
+from hasten.contract.watch import ProgressCallback, no_progress
 from hasten.launch.meeting import HERE, interface_of
 from hasten.measure.workers import ERRORS, Worker, forward_message, timeout_error
 
@@ -54,7 +54,7 @@ class WorkerGroup:
             ]
             self.stack = stack.pop_all()
 
-    def call(self, method: str, *, timeout: float | None = None, watch: Watch = silent, **arguments: Any) -> Any:
+    def call(self, method: str, *, timeout: float | None = None, watch: ProgressCallback = no_progress, **arguments: Any) -> Any:
         """Calls a method on all ranks and returns the result of rank 0.
 
         Raises:
@@ -69,7 +69,7 @@ class WorkerGroup:
             self.kill()
             raise
 
-    def _collect_results(self, timeout: float | None, watch: Watch) -> Any:
+    def _collect_results(self, timeout: float | None, watch: ProgressCallback) -> Any:
         results: dict[int, Any] = {}
         errors: dict[int, Exception] = {}
         while len(results) < len(self.ranks):
@@ -100,8 +100,8 @@ class WorkerGroup:
             rank = pending[connection]
             try:
                 kind, content = self.ranks[rank].recv()
-            except Failure as death:
-                kind, content = Failure.__name__, str(death)
+            except RunError as death:
+                kind, content = RunError.__name__, str(death)
             if kind == "result":
                 results[rank] = content
             elif kind in ERRORS:
@@ -113,14 +113,14 @@ class WorkerGroup:
         """The error behind the first ones, which may come from ranks that only noticed the end of another."""
         began = time.monotonic()
         while True:
-            causes = [rank for rank, error in errors.items() if not isinstance(error, Aftermath)]
+            causes = [rank for rank, error in errors.items() if not isinstance(error, PeerFailure)]
             left = began + (SAME_ERROR_WAIT_S if causes else ROOT_CAUSE_WAIT_S) - time.monotonic()
             if left <= 0 or not self._recv(results, errors, left):
                 break
         rank = causes[0] if causes else min(errors)
         error = errors[rank]
         all_the_same = len(errors) == len(self.ranks) and len({str(other) for other in errors.values()}) == 1
-        return error if all_the_same or isinstance(error, Refusal) else Failure(f"rank {rank}: {error}")
+        return error if all_the_same or isinstance(error, ConfigurationError) else RunError(f"rank {rank}: {error}")
 
     def suspend(self) -> None:
         for rank in self.ranks:

@@ -16,21 +16,21 @@ import torch
 from torch.utils.data import DataLoader
 
 from hasten._torch_compat import Dropout
-from hasten.contract.batch import map_tensors, tensors
+from hasten.contract.batch import map_tensors, batch_tensors
 from hasten.contract.card import Card, Exactness, WrapOrder
-from hasten.contract.errors import Failure
+from hasten.contract.errors import RunError
 from hasten.contract.method import Method
 from hasten.contract.ranks import SINGLE_PROCESS, ProcessGroupInfo
 from hasten.contract.recipe import Recipe
 from hasten.contract.run_context import RunContext, TrainPlan
-from hasten.contract.sharded import own_part
+from hasten.contract.sharded import to_local
 from hasten.contract.task import Task
 from hasten.contract.types import BatchFn
-from hasten.engine.checkpoint import gathered
+from hasten.engine.checkpoint import gather_weights
 from hasten.engine.find import make_methods
-from hasten.engine.loop import steps as training_steps
+from hasten.engine.loop import train_steps as training_steps
 from hasten.engine.plan import Program, build
-from hasten.engine.seeds import undisturbed
+from hasten.engine.seeds import preserve_rng_state
 from hasten.engine.train import with_strategy
 
 GRADIENT_BATCHES = 3
@@ -80,7 +80,7 @@ class EquivalenceCase:
     def refuse_idle(self, program: Program) -> None:
         for name, why in program.run.no_effect:
             if name in self.added:
-                raise Failure(f"{name} has nothing to act on: {why}")
+                raise RunError(f"{name} has nothing to act on: {why}")
 
 
 @dataclass(frozen=True)
@@ -151,17 +151,17 @@ def _run(case: EquivalenceCase, recipe: Recipe, extra: tuple[Method, ...], steps
                 break
         weights = _exported_weights(program)
     if done < min(steps, FEWEST_STEPS) and not in_time:
-        raise Failure(f"only {done} steps could be done in the time, too few to tell; it needs {FEWEST_STEPS}")
+        raise RunError(f"only {done} steps could be done in the time, too few to tell; it needs {FEWEST_STEPS}")
     if case.exactness is not Exactness.REDUCED_PRECISION:  # has no effect in float64; ``first_gradients`` checks it
         case.refuse_idle(program)
     if bad := [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]:
-        raise Failure(f"{bad[0]} is not finite after {done} steps of {recipe}")
+        raise RunError(f"{bad[0]} is not finite after {done} steps of {recipe}")
     return EquivalenceRun(done, start, weights, _plan(program.plan), validation, dropout, in_time)
 
 
 def _exported_weights(program: Program) -> dict[str, torch.Tensor]:
     """Complete on rank 0, which judges; on another rank only what it holds."""
-    return _to_cpu(gathered(program.export().state_dict(), program.run))
+    return _to_cpu(gather_weights(program.export().state_dict(), program.run))
 
 
 def _to_cpu(state: dict[str, torch.Tensor | None], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
@@ -175,9 +175,9 @@ def _digest(program: Program) -> list[tuple[int, str]] | None:
     if program.validation is None:
         return None
     rows, hashes = Counter(), {}
-    with undisturbed():
+    with preserve_rng_state():
         for batch in program.validation.epoch(0, 0):
-            for index, tensor in enumerate(tensors(batch)):
+            for index, tensor in enumerate(batch_tensors(batch)):
                 rows[index] += tensor.shape[0] if tensor.ndim else 1
                 values = tensor.detach().cpu().float().contiguous().numpy()
                 hashes.setdefault(index, sha256()).update(values.tobytes())
@@ -247,11 +247,11 @@ def first_gradients(
             program.forward_backward(program.to_device(batch))
             program.grad_transform()
             gradients = {name: weight.grad for name, weight in parameters.items() if weight.grad is not None}
-            overflowed = case.ranks.any(any(not own_part(grad).isfinite().all() for grad in gradients.values()))
+            overflowed = case.ranks.any(any(not to_local(grad).isfinite().all() for grad in gradients.values()))
             named = {_parameter_name(name): gradient for name, gradient in gradients.items()}
-            gathered_gradients = _to_cpu(gathered(named, program.run), torch.float64)
+            gathered_gradients = _to_cpu(gather_weights(named, program.run), torch.float64)
             program.optimizer_step()
-            changed = (not torch.equal(own_part(weight), own_part(start[name])) for name, weight in parameters.items())
+            changed = (not torch.equal(to_local(weight), to_local(start[name])) for name, weight in parameters.items())
             was_used = case.ranks.any(any(changed))
             program.zero_grad()
             model.load_state_dict(start)
@@ -262,7 +262,7 @@ def first_gradients(
                 break
     case.refuse_idle(program)
     if not used_batches:
-        raise Failure(f"no batch of the first {len(found)} gave finite gradients")
+        raise RunError(f"no batch of the first {len(found)} gave finite gradients")
     return found, used_batches
 
 

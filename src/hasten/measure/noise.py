@@ -9,7 +9,7 @@ from pathlib import Path
 STEAL = 7  # index in /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal
 
 
-class Noise:
+class SystemNoise:
     """Starts when it is created; ``summary`` gives the figures since then."""
 
     def __init__(self):

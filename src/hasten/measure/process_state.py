@@ -7,18 +7,18 @@ from contextlib import contextmanager
 
 import torch
 
-from hasten.contract.data import same
-from hasten.engine.seeds import random_state, restore_random_state
+from hasten.contract.data import bitwise_equal
+from hasten.engine.seeds import get_rng_state, set_rng_state
 
 
 def process_state() -> dict[str, object]:
     """Global state that outlives a run, by name: flags, threads, environment variables, random number generators."""
-    return {name: read() for name, (read, _) in _SETTINGS.items()} | {"random numbers": random_state()}
+    return {name: read() for name, (read, _) in _SETTINGS.items()} | {"random numbers": get_rng_state()}
 
 
 def differences(before: dict[str, object], after: dict[str, object]) -> list[str]:
     """Names of the entries that differ."""
-    return [name for name in before if not same(before[name], after[name])]
+    return [name for name in before if not bitwise_equal(before[name], after[name])]
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def restored():
         for name, (read, write) in _SETTINGS.items():
             if read() != before[name]:
                 write(before[name])
-        restore_random_state(before["random numbers"])
+        set_rng_state(before["random numbers"])
 
 
 def _set_environment(variables: dict[str, str]) -> None:

@@ -43,11 +43,11 @@ from typing import Any
 import torch
 
 from hasten._torch_compat import LAZILY_IMPORTED_MODULES, is_out_of_memory
-from hasten.contract.errors import Aftermath, Failure, Notice, Progress, Refusal
-from hasten.contract.watch import Watch, silent
-from hasten.engine.budget import usable_cores
-from hasten.engine.failures import explained
-from hasten.engine.ranks import LEFT_ALONE, tells_of_another
+from hasten.contract.errors import PeerFailure, RunError, HastenWarning, ProgressWarning, ConfigurationError
+from hasten.contract.watch import ProgressCallback, no_progress
+from hasten.engine.budget import available_cpus
+from hasten.engine.failures import explain_error
+from hasten.engine.ranks import PEER_GONE, is_peer_failure
 
 RANK_VARIABLES = (
     "RANK",
@@ -58,7 +58,7 @@ RANK_VARIABLES = (
 PR_SET_PDEATHSIG = 1  # prctl(2)
 STDOUT, STDERR = 1, 2  # file descriptors
 PRELOAD = ("torch", *LAZILY_IMPORTED_MODULES, "hasten.measure.arm")
-ERRORS = {kind.__name__: kind for kind in (Refusal, Aftermath, Failure)}  # a subclass before its base class
+ERRORS = {kind.__name__: kind for kind in (ConfigurationError, PeerFailure, RunError)}  # a subclass before its base class
 LARGEST_REQUEST = 1 << 20  # bytes, for the fork server
 
 
@@ -95,7 +95,7 @@ class Worker:
             self.__exit__()
             raise
 
-    def call(self, method: str, *, timeout: float | None = None, watch: Watch = silent, **arguments: Any) -> Any:
+    def call(self, method: str, *, timeout: float | None = None, watch: ProgressCallback = no_progress, **arguments: Any) -> Any:
         """Calls a method of the object and returns its result. Forwards progress to ``watch``, and warnings.
 
         Args:
@@ -135,7 +135,7 @@ class Worker:
         try:
             yield
         except (EOFError, ConnectionError):
-            raise Failure(_describe_exit(self.server.exit_code(self.pid))) from None
+            raise RunError(_describe_exit(self.server.exit_code(self.pid))) from None
 
     def suspend(self) -> None:
         """Stops the process and its children, such as loader workers, until ``resume`` or the next ``send``."""
@@ -194,7 +194,7 @@ class ForkServer:
         """Waits for the end of a worker: its exit code, -N if signal N ended it, None if the server is gone."""
         try:
             return self._request({"wait_for": pid})
-        except (OSError, Failure):
+        except (OSError, RunError):
             return None
 
     def _request(self, request: dict, descriptors: Sequence[int] = ()) -> int:
@@ -205,7 +205,7 @@ class ForkServer:
             self.process.kill()
             raise
         if not reply:
-            raise Failure("the measuring processes could not be started")
+            raise RunError("the measuring processes could not be started")
         return int(reply)
 
 
@@ -240,7 +240,7 @@ def mark_warnings_shown() -> Iterator[None]:
         show = warnings.showwarning
 
         def show_and_mark(message, category, *where) -> None:
-            if issubclass(category, Notice):
+            if issubclass(category, HastenWarning):
                 _shown_warnings.add(_without_numbers(str(message)))
             show(message, category, *where)
 
@@ -248,7 +248,7 @@ def mark_warnings_shown() -> Iterator[None]:
         yield
 
 
-def forward_message(kind: str, content, watch: Watch) -> None:
+def forward_message(kind: str, content, watch: ProgressCallback) -> None:
     """Repeats a worker's message in this process: progress, a warning (once, whatever its numbers) or an error.
 
     Raises:
@@ -264,18 +264,18 @@ def forward_message(kind: str, content, watch: Watch) -> None:
 
 def _forward_warning(text: str, is_progress: bool, filename: str, lineno: int) -> None:
     if is_progress:
-        warnings.warn_explicit(text, Progress, filename, lineno)
+        warnings.warn_explicit(text, ProgressWarning, filename, lineno)
     elif (key := _without_numbers(text)) not in _shown_warnings:
         _shown_warnings.add(key)
-        warnings.warn_explicit(text, Notice, filename, lineno)
+        warnings.warn_explicit(text, HastenWarning, filename, lineno)
 
 
 def _without_numbers(text: str) -> str:
     return re.sub(r"\d+", "", text)
 
 
-def timeout_error(seconds: float) -> Failure:
-    return Failure(f"took longer than {seconds:.0f} s and was ended")
+def timeout_error(seconds: float) -> RunError:
+    return RunError(f"took longer than {seconds:.0f} s and was ended")
 
 
 def _describe_exit(code: int | None) -> str:
@@ -360,7 +360,7 @@ def _set_up_worker(request: dict) -> None:
     sys.path[:] = request["path"]
     os.environ.update(request["environment"])
     if "LOCAL_WORLD_SIZE" in request["environment"] and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(usable_cores())  # the server imported torch without knowing that ranks share the machine
+        torch.set_num_threads(available_cpus())  # the server imported torch without knowing that ranks share the machine
     with contextlib.suppress(OSError):
         os.chdir(request["directory"])
     tempfile.tempdir = None
@@ -369,15 +369,15 @@ def _set_up_worker(request: dict) -> None:
 def _describe_error(error: BaseException) -> tuple[str, str]:
     """(key of ``ERRORS``, text) of what a method has raised."""
     if isinstance(error, SystemExit):
-        return Failure.__name__, "the task's own code ended the process (sys.exit)"
-    if isinstance(error, (Refusal, Failure)):
-        error = Aftermath(error) if tells_of_another(error) else error
+        return RunError.__name__, "the task's own code ended the process (sys.exit)"
+    if isinstance(error, (ConfigurationError, RunError)):
+        error = PeerFailure(error) if is_peer_failure(error) else error
         return next(name for name, kind in ERRORS.items() if isinstance(error, kind)), str(error)
-    if tells_of_another(error):
-        return Aftermath.__name__, LEFT_ALONE
+    if is_peer_failure(error):
+        return PeerFailure.__name__, PEER_GONE
     if isinstance(error, MemoryError) or is_out_of_memory(error):
-        return Failure.__name__, "ran out of memory"
-    return Failure.__name__, str(explained(error, "the training", 0))
+        return RunError.__name__, "ran out of memory"
+    return RunError.__name__, str(explain_error(error, "the training", 0))
 
 
 def _sender(connection: Connection) -> Callable[[str, object], None]:
@@ -389,12 +389,12 @@ def _sender(connection: Connection) -> Callable[[str, object], None]:
             connection.send((kind, content))
 
     def send_notice(message, category, filename, lineno, *rest) -> None:
-        if not issubclass(category, Notice):
+        if not issubclass(category, HastenWarning):
             show(message, category, filename, lineno, *rest)
         elif os.getpid() == pid:  # loader workers inherit this connection and must not write between our messages
-            send("notice", (str(message), issubclass(category, Progress), filename, lineno))
+            send("notice", (str(message), issubclass(category, ProgressWarning), filename, lineno))
 
-    warnings.simplefilter("default", Notice)  # whatever the environment sets for other warnings
+    warnings.simplefilter("default", HastenWarning)  # whatever the environment sets for other warnings
     warnings.showwarning = send_notice
     return send
 

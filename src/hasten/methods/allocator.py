@@ -17,7 +17,7 @@ DEFAULTS = {M_MMAP_MAX: 65536, M_TRIM_THRESHOLD: MIB // 8, M_TOP_PAD: MIB // 8}
 
 
 @dataclass(frozen=True)
-class Allocator(Method):
+class MallocTuning(Method):
     """By default a large tensor is fresh memory from the kernel, a page fault for every 4 KiB, and given back when it is freed.
 
     Here it stays with the process: memory may peak half as high again. Afterwards glibc's defaults hold, except

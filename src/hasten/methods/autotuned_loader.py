@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from hasten.contract.card import Card, Exactness, WrapOrder
-from hasten.contract.climbing import AHEAD, NO_WAIT, Choices, Climber, usual_room
-from hasten.contract.data import Batches, Crew
-from hasten.contract.errors import Notice, Refusal
+from hasten.contract.climbing import DEFAULT_PREFETCH, WAIT_TOLERANCE, SearchSpace, LoaderAutotuner, default_memory_budget
+from hasten.contract.data import BatchSource, WorkerConfig
+from hasten.contract.errors import HastenWarning, ConfigurationError
 from hasten.contract.method import Method, option
 from hasten.contract.run_context import RunContext
 
 
 @dataclass(frozen=True)
-class AutotunedLoader(Method):
+class AutotuneLoader(Method):
     """Climbs on what real steps wait for real batches, and settles as soon as none waits, or nothing helps within the budgets.
 
     What it found is told, stands in result.json under "chosen", and in the recipe of the run's folder as ``threads``, ``processes``,
@@ -34,7 +34,7 @@ class AutotunedLoader(Method):
 
     threads: int | None = option(None, at_least=0, at_most=256)
     processes: int | None = option(None, at_least=0, at_most=256)
-    ahead: int | None = option(None, at_least=0, at_most=1024)  # batches
+    prefetch: int | None = option(None, at_least=0, at_most=1024)  # batches
     cache: str | None = option(None, one_of=("no", "memory", "disk"))
     cores: int | None = option(None, at_least=1, at_most=256)  # workers at most
     gigabytes: float | None = option(None, above=0)  # of batches on their way and of samples that are kept in memory
@@ -57,123 +57,123 @@ class AutotunedLoader(Method):
         if (self.cores or 0) > 0 and (self.threads or self.processes or 0) > self.cores:
             raise ValueError(f"{self.threads or self.processes} workers are more than cores={self.cores}")
 
-    def data(self, batches: Batches, run: RunContext) -> Batches:
+    def data(self, batches: BatchSource, run: RunContext) -> BatchSource:
         if not batches.training:
             return self._validation(batches, run)
         if why_not := self._obstacle(batches):
             run.report_no_effect(self, why_not)
             return batches
-        climber = run.checkpoint_state[self.name] = Climber(
+        climber = run.checkpoint_state[self.name] = LoaderAutotuner(
             self._start(present(batches)),
             cores=self.cores or run.services.available_cpus(),
-            room=usual_room(self.gigabytes, run.services.free_memory),
+            room=default_memory_budget(self.gigabytes, run.services.free_memory),
             cache=self.cache,
             passes=run.plan.epochs,
-            told=self._telling(run.tuned_settings, by_index=batches.samples is not None),
+            told=self._telling(run.tuned_settings, by_index=batches.spec is not None),
             of=kind(batches),
         )
-        return batches.by(climber) if batches.samples is None else climbed(pinned(batches, run), climber)
+        return batches.with_workers(climber) if batches.spec is None else climbed(pinned(batches, run), climber)
 
-    def _validation(self, batches: Batches, run: RunContext) -> Batches:
+    def _validation(self, batches: BatchSource, run: RunContext) -> BatchSource:
         """Read by the crew that the climber is at when an evaluation begins, where it is one for these."""
         climber = run.checkpoint_state.get(self.name)
-        if climber is None or climber.of != kind(batches) or present(batches).workers or draws_by_worker(batches):
+        if climber is None or climber.of != kind(batches) or present(batches).num_workers or draws_by_worker(batches):
             return batches
-        by = batches.by if batches.samples is None else hiring(pinned(batches, run))
+        by = batches.with_workers if batches.spec is None else hiring(pinned(batches, run))
 
         def epoch(number: int, start: int = 0) -> Iterator:
             try:
                 found = by(climber.crew)
-            except Refusal:  # of threads: something in these is the user's own
+            except ConfigurationError:  # of threads: something in these is the user's own
                 found = batches
             return found.epoch(number, start)
 
         return replace(batches, epoch=epoch, samples=None, by=None)
 
-    def _obstacle(self, batches: Batches) -> str | None:
-        if batches.samples is None:
-            return None if batches.by else "nobody else can compute these batches"
+    def _obstacle(self, batches: BatchSource) -> str | None:
+        if batches.spec is None:
+            return None if batches.with_workers else "nobody else can compute these batches"
         if self.threads or self.cache in ("memory", "disk"):
-            raise Refusal(f"{self.name}: threads and cache are for pipelines of hasten.data; say processes, or add cache_dataset")
+            raise ConfigurationError(f"{self.name}: threads and cache are for pipelines of hasten.data; say processes, or add cache_dataset")
         if draws_by_worker(batches):
             return (
                 "the samples are random, and this DataLoader's workers draw from streams of their own; give Task(train_data=) its dataset"
             )
         return None
 
-    def _start(self, now: Crew) -> Crew:
+    def _start(self, now: WorkerConfig) -> WorkerConfig:
         """The crew that the settings name, or the present one."""
         said = self.threads is not None or self.processes is not None
-        crew = Crew(self.threads or 0, self.processes or 0, AHEAD) if said else now
-        most = self.cores or crew.workers
-        ahead = crew.ahead if self.ahead is None else self.ahead
-        return Crew(min(crew.threads, most), min(crew.processes, most), ahead)
+        crew = WorkerConfig(self.threads or 0, self.processes or 0, DEFAULT_PREFETCH) if said else now
+        most = self.cores or crew.num_workers
+        ahead = crew.prefetch if self.prefetch is None else self.prefetch
+        return WorkerConfig(min(crew.threads, most), min(crew.processes, most), ahead)
 
-    def _telling(self, chosen: dict[str, dict], by_index: bool) -> Callable[[Climber], None]:
+    def _telling(self, chosen: dict[str, dict], by_index: bool) -> Callable[[LoaderAutotuner], None]:
         """What is done when it has settled. It must not hold the run, which holds it: workers would outlive it."""
         unsaid = {name: 0 for name in ("threads", "processes") if getattr(self, name)}
         hint = "; batched_fetch or cache_dataset would keep the samples in memory" if by_index else ""
 
-        def told(climber: Climber) -> None:
-            chosen[self.name] = unsaid | climber.chosen
-            before = f", {climber.waited_first:.0%} at first" if climber.waited_first is not None else ""
+        def told(climber: LoaderAutotuner) -> None:
+            chosen[self.name] = unsaid | climber.tuned_settings
+            before = f", {climber.initial_wait_fraction:.0%} at first" if climber.initial_wait_fraction is not None else ""
             kept = f", samples kept ({climber.cache})" if climber.cache in ("memory", "disk") else ""
-            waits = f"a step waits for data {climber.waits:.1%} of its time{before}"
-            text = f"{self.name} has settled at {climber.crew}{kept}: {waits}{hint if climber.waits > NO_WAIT else ''}"
-            warnings.warn(text, Notice, stacklevel=2)
+            waits = f"a step waits for data {climber.wait_fraction:.1%} of its time{before}"
+            text = f"{self.name} has settled at {climber.workers}{kept}: {waits}{hint if climber.wait_fraction > WAIT_TOLERANCE else ''}"
+            warnings.warn(text, HastenWarning, stacklevel=2)
 
         return told
 
 
-def climbed(batches: Batches, climber: Climber) -> Batches:
+def climbed(batches: BatchSource, climber: LoaderAutotuner) -> BatchSource:
     """Batches of samples that are read by index, by the worker processes that the climber finds.
 
     What a ready DataLoader draws for the order of a pass is drawn once a pass, as by hand; its samples must not be random.
     """
-    samples, drawn = batches.samples, {}
-    by = hiring(batches if samples.loader is None else batches.with_samples(order=lambda epoch: drawn["order"]))
-    choices = Choices(("processes",), climber.cores, lambda: min(climber.room(), shared_memory()))
+    samples, drawn = batches.spec, {}
+    by = hiring(batches if samples.loader is None else batches.with_spec(order=lambda epoch: drawn["order"]))
+    choices = SearchSpace(("processes",), climber.cores, lambda: min(climber.memory_budget(), shared_memory()))
 
     def epoch(number: int, start: int = 0) -> Iterator:
         if samples.loader is not None:
-            drawn["order"] = list(samples.order(number))
-        return climber.over(lambda crew, done: by(crew).epoch(number, start + done), choices)
+            drawn["order"] = list(samples.batch_sampler(number))
+        return climber.iterate(lambda crew, done: by(crew).epoch(number, start + done), choices)
 
     return replace(batches, epoch=epoch, samples=None, by=None)
 
 
-def hiring(batches: Batches) -> Callable[[Crew], Batches]:
+def hiring(batches: BatchSource) -> Callable[[WorkerConfig], BatchSource]:
     """``crew -> batches``: the same, read by that crew's processes, which stay until another crew is asked for."""
     hired = {}
 
-    def by(crew: Crew) -> Batches:
+    def by(crew: WorkerConfig) -> BatchSource:
         if crew not in hired:
             hired.clear()  # ends its workers before others begin
-            hired[crew] = batches.with_samples(workers=crew.processes, prefetch=crew.each, persistent=crew.processes > 0)
+            hired[crew] = batches.with_spec(workers=crew.processes, prefetch=crew.prefetch_factor, persistent=crew.processes > 0)
         return hired[crew]
 
     return by
 
 
-def kind(batches: Batches) -> type | None:
+def kind(batches: BatchSource) -> type | None:
     """What tells whether a crew that was found for some batches is for others, too; None where nobody else can compute them."""
-    if batches.samples is None:
-        return Batches if batches.by else None
-    return type(batches.samples.dataset)
+    if batches.spec is None:
+        return BatchSource if batches.with_workers else None
+    return type(batches.spec.dataset)
 
 
-def present(batches: Batches) -> Crew:
+def present(batches: BatchSource) -> WorkerConfig:
     """Who computes them as it is."""
-    return batches.crew if batches.samples is None else batches.samples.crew
+    return batches.workers if batches.spec is None else batches.spec.workers_config
 
 
-def pinned(batches: Batches, run: RunContext) -> Batches:
-    return batches.with_samples(pin=True) if run.device.type == "cuda" else batches
+def pinned(batches: BatchSource, run: RunContext) -> BatchSource:
+    return batches.with_spec(pin=True) if run.device.type == "cuda" else batches
 
 
-def draws_by_worker(batches: Batches) -> bool:
+def draws_by_worker(batches: BatchSource) -> bool:
     """Whether samples depend on who reads them: the random ones of a ready DataLoader."""
-    return batches.samples is not None and batches.samples.loader is not None and not batches.samples.fixed()
+    return batches.spec is not None and batches.spec.loader is not None and not batches.spec.is_deterministic()
 
 
 def shared_memory() -> float:

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 
 from hasten.contract.card import Card, Exactness
-from hasten.contract.data import Batches
-from hasten.contract.errors import Refusal
+from hasten.contract.data import BatchSource
+from hasten.contract.errors import ConfigurationError
 from hasten.contract.method import Method, option
 from hasten.contract.run_context import RunContext, TrainPlan
 from hasten.contract.task import optimizer_and_schedule, scale_learning_rates
@@ -46,10 +46,10 @@ class BatchSize(Method):
         plan.batch_size *= self.factor
         return plan
 
-    def data(self, batches: Batches, run: RunContext) -> Batches:
-        if batches.training and batches.samples is not None and len(batches.samples.dataset) < run.plan.batch_size:
-            samples, size = len(batches.samples.dataset), run.plan.batch_size
-            raise Refusal(f"a batch of {size} is larger than the training data ({samples} samples); choose a factor below {self.factor}")
+    def data(self, batches: BatchSource, run: RunContext) -> BatchSource:
+        if batches.training and batches.spec is not None and len(batches.spec.dataset) < run.plan.batch_size:
+            samples, size = len(batches.spec.dataset), run.plan.batch_size
+            raise ConfigurationError(f"a batch of {size} is larger than the training data ({samples} samples); choose a factor below {self.factor}")
         return batches
 
     def optimizer(self, make: OptimizerFactory, run: RunContext) -> OptimizerFactory:
@@ -64,7 +64,7 @@ class BatchSize(Method):
         if not self.warmup or self.scale == 1:
             return optimizer_step
         if run.plan.steps is None:
-            raise Refusal("the warm-up of batch_size is a share of the steps, but the training data has no length; say warmup=0")
+            raise ConfigurationError("the warm-up of batch_size is a share of the steps, but the training data has no length; say warmup=0")
         steps, progress, groups = round(self.warmup * run.plan.steps), run.progress, run.optimizer.param_groups
 
         def warmed_up():

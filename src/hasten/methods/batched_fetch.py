@@ -18,10 +18,10 @@ import numpy
 import torch
 from torch.utils.data import TensorDataset, default_collate
 
-from hasten.contract.batch import map_tensors, tensors
+from hasten.contract.batch import map_tensors, batch_tensors
 from hasten.contract.card import Card, Exactness, WrapOrder
-from hasten.contract.data import Batches, Samples
-from hasten.contract.errors import Failure, one_line
+from hasten.contract.data import BatchSource, LoaderSpec
+from hasten.contract.errors import RunError, format_error
 from hasten.contract.method import Method, option
 from hasten.contract.run_context import RunContext
 
@@ -32,7 +32,7 @@ ALIGNED = 64  # bytes: where torch lets a tensor's memory begin, and so has ever
 
 
 @dataclass(frozen=True)
-class BatchedFetch(Method):
+class InMemoryBatches(Method):
     """Stacks all samples once, at the first use, if they fit into ``gigabytes`` (training and validation each)."""
 
     gigabytes: float = option(2.0, above=0)
@@ -49,12 +49,12 @@ class BatchedFetch(Method):
         replaces={"data"},
     )
 
-    def data(self, batches: Batches, run: RunContext) -> Batches:
-        if why_not := self._obstacle(batches.samples):
+    def data(self, batches: BatchSource, run: RunContext) -> BatchSource:
+        if why_not := self._obstacle(batches.spec):
             if batches.training:
                 run.report_no_effect(self, why_not)
             return batches
-        samples, ring = batches.samples, cycle([Slot(pinned=run.device.type == "cuda") for _ in range(RING)])
+        samples, ring = batches.spec, cycle([Slot(pinned=run.device.type == "cuda") for _ in range(RING)])
 
         ahead = TOGETHER if batches.seekable else 0  # a sampler that draws as it goes is asked for one batch at a time
 
@@ -62,14 +62,14 @@ class BatchedFetch(Method):
         def fields():
             try:
                 return stacked(samples)
-            except (Failure, RuntimeError) as error:  # a sample like no other: read them one by one after all
-                return run.report_no_effect(self, f"the samples cannot be stacked: {one_line(error)}")
+            except (RunError, RuntimeError) as error:  # a sample like no other: read them one by one after all
+                return run.report_no_effect(self, f"the samples cannot be stacked: {format_error(error)}")
 
         def epoch(number: int, start: int = 0) -> Iterator:
             if fields() is None:
                 yield from batches.epoch(number, start)
                 return
-            for several in together(islice(samples.order(number), start, None), fields(), ahead):
+            for several in together(islice(samples.batch_sampler(number), start, None), fields(), ahead):
                 slot = next(ring) if batches.training else Slot()  # an evaluation may keep its batches
                 try:
                     yield from slot.fetch(fields(), several)
@@ -78,7 +78,7 @@ class BatchedFetch(Method):
 
         return replace(batches, epoch=epoch, samples=None)
 
-    def _obstacle(self, samples: Samples | None) -> str | None:
+    def _obstacle(self, samples: LoaderSpec | None) -> str | None:
         """Why these samples cannot be stacked, or None."""
         if samples is None:
             return "the data are not read sample by sample"
@@ -86,16 +86,16 @@ class BatchedFetch(Method):
             return "the task brings a collate function of its own"
         if ready_tensors(samples.dataset):
             return None
-        if not samples.fixed():
+        if not samples.is_deterministic():
             return "the samples are random: they differ each time they are read"
         try:
-            some = samples.some()
+            some = samples.probe()
             fields = default_collate(some)
         except (RuntimeError, TypeError):
             return "the samples have unequal shapes, or hold something that is no tensor"
         if not all_tensors(fields):
             return "the samples hold something that is no tensor"
-        need = sum(field.nbytes for field in tensors(fields)) / len(some) * len(samples.dataset) / 1e9
+        need = sum(field.nbytes for field in batch_tensors(fields)) / len(some) * len(samples.dataset) / 1e9
         return f"the samples need {need:.1f} GB, more than gigabytes={self.gigabytes:g}" if need > self.gigabytes else None
 
 
@@ -105,7 +105,7 @@ def ready_tensors(dataset) -> list[torch.Tensor] | None:
     return list(dataset.tensors) if plain else None
 
 
-def stacked(samples: Samples):
+def stacked(samples: LoaderSpec):
     """All samples of the dataset in order, collated: every field a tensor of shape (samples, ...).
 
     Raises:
@@ -121,7 +121,7 @@ def stacked(samples: Samples):
     for indices, chunk in zip(chunks, reading.epoch(0, 0), strict=True):
         if whole is None:
             whole = map_tensors(lambda part: part.new_empty((total, *part.shape[1:])), chunk)
-        for field, part in zip(tensors(whole), tensors(chunk), strict=True):
+        for field, part in zip(batch_tensors(whole), batch_tensors(chunk), strict=True):
             if part.dtype != field.dtype or part.shape[1:] != field.shape[1:]:
                 raise RuntimeError(f"samples {indices[0]} to {indices[-1]} are {part.dtype} of shape {tuple(part.shape[1:])}")
             field[indices[0] : indices[-1] + 1] = part
@@ -130,7 +130,7 @@ def stacked(samples: Samples):
 
 def together(order: Iterable[list[int]], fields, nbytes: int) -> Iterator[list[list[int]]]:
     """The indices of batches, several in a list until they fill ``nbytes``, as long as each begins at an aligned place."""
-    rows = [field[0].nbytes for field in tensors(fields)]
+    rows = [field[0].nbytes for field in batch_tensors(fields)]
     most, unit = nbytes // max(1, sum(rows)), math.lcm(*(ALIGNED // math.gcd(ALIGNED, row) for row in rows))
     several, count = [], 0
     for indices in order:
@@ -168,10 +168,10 @@ class Slot:
         sizes = [*map(len, several)]
         index, total = torch.from_numpy(numpy.array([*chain.from_iterable(several)])), sum(sizes)  # torch.tensor takes eight times as long
         if not self.buffers or len(self.buffers[0]) < total:
-            self.buffers = [self._buffer(total, field) for field in tensors(fields)]
+            self.buffers = [self._buffer(total, field) for field in batch_tensors(fields)]
         fetched = [
             torch.index_select(field, 0, index.to(field.device), out=buffer.narrow(0, 0, total)).split_with_sizes(sizes)
-            for field, buffer in zip(tensors(fields), self.buffers, strict=True)
+            for field, buffer in zip(batch_tensors(fields), self.buffers, strict=True)
         ]
         return [map_tensors(lambda _, parts=parts: next(parts), fields) for parts in map(iter, zip(*fetched, strict=True))]
 

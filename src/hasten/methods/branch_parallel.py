@@ -30,15 +30,15 @@ from torch.fx import Node
 
 from hasten._torch_compat import in_place_version, inside_backward
 from hasten.contract import batch as batches
-from hasten.contract.branches import Block, blocks_of, graphs_of, held_by, key_of, nodes_of, outputs_of, rewritten, shared_out, taken_out
+from hasten.contract.branches import BranchBlock, find_branch_blocks, graphs_of, tensors_used_by, key_of, nodes_of, outputs_of, replace_blocks, assign_branches, extract_branch
 from hasten.contract.card import Card, Exactness, WrapOrder
-from hasten.contract.errors import Failure, Progress, Refusal
-from hasten.contract.headers import HEADER, header_of, room_for, told_by
+from hasten.contract.errors import RunError, ProgressWarning, ConfigurationError
+from hasten.contract.headers import HEADER, encode_meta, empty_from_meta, decode_meta
 from hasten.contract.method import Method, option
-from hasten.contract.proof import Way, called, proven
-from hasten.contract.replicas import averaged_over_copies, hold_between, make_alike, mesh_of, notice_batch_norm
+from hasten.contract.proof import PartitionPlan, call_traced_model, verify_partition
+from hasten.contract.replicas import reduce_over_replicas, assign_mesh_dim, broadcast_module, get_device_mesh, warn_local_batch_norm
 from hasten.contract.run_context import RunContext
-from hasten.contract.sharded import forget
+from hasten.contract.sharded import move_to_meta
 from hasten.contract.types import StepFn
 
 LOOKED_FOR = (
@@ -62,31 +62,31 @@ class BranchParallel(Method):
         replaces={"parallelize"},
     )
     degree: int = option(0, at_least=0)  # processes that hold one copy of the model between them; 0: all
-    places: str = ""  # the process of each branch, as 0-1-1-0; unless said, as the measured times share out evenly
+    assignment: str = ""  # the process of each branch, as 0-1-1-0; unless said, as the measured times share out evenly
 
     def setup(self, run: RunContext) -> None:
-        hold_between(self, run, "shards")
+        assign_mesh_dim(self, run, "shards")
 
     def parallelize(self, model: nn.Module, run: RunContext) -> nn.Module:
         if run.parallel.model_parallel_size < run.ranks.world_size:
-            notice_batch_norm(model)
-        make_alike(model)
+            warn_local_batch_norm(model)
+        broadcast_module(model)
         graphs = dict(graphs_of(model))
         seconds, drawing = _watched(model, graphs, run)
         graphs = {name: graph for name, graph in graphs.items() if all(key_of(name, node) in seconds for node in graph.nodes)}
-        found, doubts = blocks_of(model, graphs, drawing, run.parallel.model_parallel_size)
-        by_itself = Way(lambda model, blocks: _cut(model, graphs, blocks, _by_itself))
-        exchanged = Way(lambda model, blocks: _cut(model, graphs, blocks, _by_turns(blocks, run)), everywhere=False)
-        blocks, more = proven(model, found, [by_itself, exchanged], self.name, run)
+        found, doubts = find_branch_blocks(model, graphs, drawing, run.parallel.model_parallel_size)
+        by_itself = PartitionPlan(lambda model, blocks: _cut(model, graphs, blocks, _by_itself))
+        exchanged = PartitionPlan(lambda model, blocks: _cut(model, graphs, blocks, _by_turns(blocks, run)), everywhere=False)
+        blocks, more = verify_partition(model, found, [by_itself, exchanged], self.name, run)
         doubts += more
         if not blocks:
-            raise Refusal(
+            raise ConfigurationError(
                 f"branch_parallel finds no branches in this model for {run.parallel.model_parallel_size} processes. It looked for {LOOKED_FOR}; "
                 f"{'; '.join(doubts[:3]) or 'there are none'}"
             )
         costs = [[sum(seconds[key_of(block.part, node)] for node in branch) for branch in block.branches] for block in blocks]
         places = (
-            self._asked(blocks, run.parallel.model_parallel_size) if self.places else shared_out(costs, run.parallel.model_parallel_size)
+            self._asked(blocks, run.parallel.model_parallel_size) if self.assignment else assign_branches(costs, run.parallel.model_parallel_size)
         )
         run.tuned_settings[self.name] = {"places": "-".join(str(place) for each in places for place in each)}
         if run.ranks.is_main_process:
@@ -95,38 +95,38 @@ class BranchParallel(Method):
         self._keep_own(model, blocks, places, run)
         return model
 
-    def _asked(self, blocks: list[Block], processes: int) -> list[list[int]]:
+    def _asked(self, blocks: list[BranchBlock], processes: int) -> list[list[int]]:
         """The places that somebody asked for.
 
         Raises:
             Refusal: they are not so many, no processes, or leave a block to one of them.
         """
-        words, count = self.places.split("-"), sum(len(block.branches) for block in blocks)
+        words, count = self.assignment.split("-"), sum(len(block.branches) for block in blocks)
         rest = iter(int(word) if word.isdecimal() and int(word) < processes else None for word in words)
         places = [list(islice(rest, len(block.branches))) for block in blocks]
         if len(words) != count or any(None in each or len(set(each)) < 2 for each in places):
             usual = "-".join(str(number % 2) for block in blocks for number in range(len(block.branches)))
-            raise Refusal(
-                f"branch_parallel:places={self.places} must be a process for each of {count} branches, from 0 to {processes - 1}, "
+            raise ConfigurationError(
+                f"branch_parallel:places={self.assignment} must be a process for each of {count} branches, from 0 to {processes - 1}, "
                 f"and two or more for each block, such as {usual}"
             )
         return places
 
-    def _keep_own(self, model, blocks: list[Block], places: list[list[int]], run: RunContext) -> None:
+    def _keep_own(self, model, blocks: list[BranchBlock], places: list[list[int]], run: RunContext) -> None:
         """Forgets the branches of other processes. What all have the first one counts."""
         held = {place: [] for place in range(run.parallel.model_parallel_size)}
         for block, of_block in zip(blocks, places, strict=True):
             part = model.get_submodule(block.part)
             for place, branch in zip(of_block, block.branches, strict=True):
-                held[place] += [tensor for node in branch for tensor in held_by(node, part)]
+                held[place] += [tensor for node in branch for tensor in tensors_used_by(node, part)]
         own = run.ranks.rank % run.parallel.model_parallel_size
-        forget(model, [tensor for place, tensors in held.items() if place != own for tensor in tensors])
+        move_to_meta(model, [tensor for place, tensors in held.items() if place != own for tensor in tensors])
         run.parallel.eval_needs_all_ranks, run.parallel.num_parameter_owners = True, run.parallel.tp_size
         ours = {id(tensor) for tensor in held[own]}
         run.parallel.replicated_params = frozenset(weight for weight in model.parameters() if not weight.is_meta and id(weight) not in ours)
 
     def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
-        return averaged_over_copies(grad_transform, run)
+        return reduce_over_replicas(grad_transform, run)
 
 
 def _watched(model: nn.Module, graphs: dict, run: RunContext) -> tuple[dict[str, float], set[str]]:
@@ -144,7 +144,7 @@ def _watched(model: nn.Module, graphs: dict, run: RunContext) -> tuple[dict[str,
         with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []), torch.no_grad():
             for _ in range(MEASUREMENTS):
                 tries.append(Counter())
-                called(watched, batch, run.task.loss is None)
+                call_traced_model(watched, batch, run.task.loss is None)
         told = json.dumps([{key: min(each[key] for each in tries) for key in tries[0]}, sorted(drawing)]).encode()
     seconds, drawing = json.loads(run.ranks.broadcast(told))
     return seconds, set(drawing)
@@ -182,21 +182,21 @@ def _random_states() -> list[torch.Tensor]:
     return [torch.get_rng_state(), torch.cuda.get_rng_state()]
 
 
-def _tell(model, blocks: list[Block], places: list[list[int]], doubts: list[str], processes: int) -> None:
+def _tell(model, blocks: list[BranchBlock], places: list[list[int]], doubts: list[str], processes: int) -> None:
     lines = []
     for block, at in zip(blocks, places, strict=True):
-        branches = (f"{block.told(branch)} on process {place}" for branch, place in zip(block.branches, at, strict=True))
+        branches = (f"{block.describe(branch)} on process {place}" for branch, place in zip(block.branches, at, strict=True))
         lines.append(f"{', '.join(branches)}; they meet in {block.outer(block.join.name)}")
-    shared = {id(t): t.numel() for block in blocks for node in nodes_of(block) for t in held_by(node, model.get_submodule(block.part))}
+    shared = {id(t): t.numel() for block in blocks for node in nodes_of(block) for t in tensors_used_by(node, model.get_submodule(block.part))}
     total = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
     idle = processes - len({place for at in places for place in at})
     lines += [f"left whole: {doubt}" for doubt in doubts]
     lines += [f"{idle} of {processes} processes have no branch"] if idle else []
     for line in [*lines, f"{sum(shared.values()) / total:.0%} of the weights are shared out"]:
-        warnings.warn(f"branch_parallel: {line}", Progress, stacklevel=4)
+        warnings.warn(f"branch_parallel: {line}", ProgressWarning, stacklevel=4)
 
 
-def _cut(model, graphs: dict, blocks: list[Block], how: Callable[[Block, list[torch.fx.GraphModule]], Callable]) -> None:
+def _cut(model, graphs: dict, blocks: list[BranchBlock], how: Callable[[BranchBlock, list[torch.fx.GraphModule]], Callable]) -> None:
     """Lets the parts of a model compute their blocks in another way, in place.
 
     Args:
@@ -204,12 +204,12 @@ def _cut(model, graphs: dict, blocks: list[Block], how: Callable[[Block, list[to
     """
     for name, graph in graphs.items():
         of_part, part = [block for block in blocks if block.part == name], model.get_submodule(name)
-        meetings = {block: how(block, [taken_out(part, block, branch) for branch in block.branches]) for block in of_part}
+        meetings = {block: how(block, [extract_branch(part, block, branch) for branch in block.branches]) for block in of_part}
         if meetings:
-            part.forward = rewritten(part, graph, meetings).forward
+            part.forward = replace_blocks(part, graph, meetings).forward
 
 
-def _by_itself(block: Block, branches: list[torch.fx.GraphModule]) -> Callable:
+def _by_itself(block: BranchBlock, branches: list[torch.fx.GraphModule]) -> Callable:
     """All branches on this process, which have to leave what they are given as it is, and to end in what can be told to others."""
 
     def computed(*given):
@@ -219,11 +219,11 @@ def _by_itself(block: Block, branches: list[torch.fx.GraphModule]) -> Callable:
             before = _versions(given)
             outputs += branch(*given)
             if _versions(given) != before:  # a process that has another branch would not see it
-                raise Failure(f"{block.told(nodes)} changes in place what others read")
+                raise RunError(f"{block.describe(nodes)} changes in place what others read")
         for output in outputs:
-            header_of(output)
+            encode_meta(output)
             if not output.requires_grad:
-                raise Failure("a branch ends in a tensor without a gradient")
+                raise RunError("a branch ends in a tensor without a gradient")
         return outputs
 
     return computed
@@ -231,27 +231,27 @@ def _by_itself(block: Block, branches: list[torch.fx.GraphModule]) -> Callable:
 
 def _versions(given: tuple) -> list[int]:
     """How often each tensor was changed in place."""
-    return [in_place_version(tensor) for tensor in batches.tensors(given)]
+    return [in_place_version(tensor) for tensor in batches.batch_tensors(given)]
 
 
 def _refuse_again() -> None:
     """Refuses to compute branches once more in the backward pass, as checkpointing does: the processes would come there at different times."""
     if inside_backward():
-        raise Failure("branch_parallel cannot compute branches again in the backward pass; leave out activation checkpointing")
+        raise RunError("branch_parallel cannot compute branches again in the backward pass; leave out activation checkpointing")
 
 
-def _by_turns(blocks: list[Block], run: RunContext) -> Callable:
+def _by_turns(blocks: list[BranchBlock], run: RunContext) -> Callable:
     """Exchanged, with as many branches here as there."""
-    places = shared_out([[1.0] * len(block.branches) for block in blocks], run.parallel.model_parallel_size)
+    places = assign_branches([[1.0] * len(block.branches) for block in blocks], run.parallel.model_parallel_size)
     return partial(_exchanged, places=dict(zip(blocks, places, strict=True)), run=run)
 
 
-def _exchanged(block: Block, branches: list[torch.fx.GraphModule], places: dict[Block, list[int]], run: RunContext) -> Callable:
+def _exchanged(block: BranchBlock, branches: list[torch.fx.GraphModule], places: dict[BranchBlock, list[int]], run: RunContext) -> Callable:
     """The branches that are this process's own, and the outputs of the others from where they are computed.
 
     A process knows how large those will be: they were told when it was given the like for the first time.
     """
-    group, own = mesh_of(run)["shards"].get_group(), run.ranks.rank % run.parallel.model_parallel_size
+    group, own = get_device_mesh(run)["shards"].get_group(), run.ranks.rank % run.parallel.model_parallel_size
     sources = [place for place, branch in zip(places[block], block.branches, strict=True) for _ in outputs_of(branch)]
     mine = [branch if place == own else None for place, branch in zip(places[block], branches, strict=True)]
     counts = [len(outputs_of(branch)) for branch in block.branches]
@@ -264,14 +264,14 @@ def _exchanged(block: Block, branches: list[torch.fx.GraphModule], places: dict[
         outputs = []
         for branch, count in zip(mine, counts, strict=True):
             outputs += branch(*given) if branch else [None] * count
-        alike = torch.is_autocast_enabled(run.device.type), *((tensor.shape, tensor.dtype) for tensor in batches.tensors(given))
+        alike = torch.is_autocast_enabled(run.device.type), *((tensor.shape, tensor.dtype) for tensor in batches.batch_tensors(given))
         if alike not in headers:
             headers[alike] = _told(outputs, run.device, group)
         waiting = []
         for number, (output, header, source) in enumerate(zip(outputs, headers[alike], sources, strict=True)):
-            tensor = room_for(header, run.device) if output is None else output.detach()
-            if output is not None and (output.shape, output.dtype) != told_by(header):
-                raise Failure(f"branch_parallel: {block} end in tensors of other sizes for inputs of the same; take another strategy")
+            tensor = empty_from_meta(header, run.device) if output is None else output.detach()
+            if output is not None and (output.shape, output.dtype) != decode_meta(header):
+                raise RunError(f"branch_parallel: {block} end in tensors of other sizes for inputs of the same; take another strategy")
             waiting.append(dist.broadcast(tensor, group=group, group_src=source, async_op=True))
             outputs[number] = Received.apply(way_back, [tensor]) if output is None else output
         for each in waiting:
@@ -283,14 +283,14 @@ def _exchanged(block: Block, branches: list[torch.fx.GraphModule], places: dict[
 
 def _entered(given: tuple, edge: torch.Tensor, group) -> tuple[torch.Tensor, tuple]:
     """What the branches are given, so that its gradients come from all of them, and a way back there for processes that have none."""
-    way_back, *entered = Entered.apply(group, edge, *(tensor for tensor in batches.tensors(given) if tensor.requires_grad))
+    way_back, *entered = Entered.apply(group, edge, *(tensor for tensor in batches.batch_tensors(given) if tensor.requires_grad))
     rest = iter(entered)
     return way_back, batches.map_tensors(lambda tensor: next(rest) if tensor.requires_grad else tensor, given)
 
 
 def _told(outputs: list[torch.Tensor | None], device, group) -> torch.Tensor:
     """The headers of all outputs, on the processor, for all who have some of them."""
-    rows = [torch.zeros(HEADER, dtype=torch.int64, device=device) if output is None else header_of(output) for output in outputs]
+    rows = [torch.zeros(HEADER, dtype=torch.int64, device=device) if output is None else encode_meta(output) for output in outputs]
     headers = torch.stack(rows)
     dist.all_reduce(headers, group=group)
     return headers.cpu()

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from hasten.contract.batch import map_tensors
 from hasten.contract.card import Card, Exactness, WrapOrder
-from hasten.contract.data import Batches
+from hasten.contract.data import BatchSource
 from hasten.contract.method import Method, option
 from hasten.contract.run_context import RunContext
 
@@ -35,21 +35,21 @@ class CacheDataset(Method):
         replaces={"data"},
     )
 
-    def data(self, batches: Batches, run: RunContext) -> Batches:
+    def data(self, batches: BatchSource, run: RunContext) -> BatchSource:
         if why_not := self._obstacle(batches):
             if batches.training:
                 run.report_no_effect(self, why_not)
             return batches
-        remembering = Remembering(batches.samples.dataset, int(self.gigabytes * 1e9))
-        cached = batches.with_samples(dataset=remembering, workers=0)  # a worker's memory would die with the worker
+        remembering = Remembering(batches.spec.dataset, int(self.gigabytes * 1e9))
+        cached = batches.with_spec(dataset=remembering, workers=0)  # a worker's memory would die with the worker
         return dataclasses.replace(cached, samples=None)
 
-    def _obstacle(self, batches: Batches) -> str | None:
-        if batches.samples is None:
+    def _obstacle(self, batches: BatchSource) -> str | None:
+        if batches.spec is None:
             return "the data are not read sample by sample"
-        if type(batches.samples.dataset) is TensorDataset:
+        if type(batches.spec.dataset) is TensorDataset:
             return "the samples are in memory already"
-        return None if batches.samples.fixed() else "the samples are random: they differ each time they are read"
+        return None if batches.spec.is_deterministic() else "the samples are random: they differ each time they are read"
 
 
 class Remembering(torch.utils.data.Dataset):

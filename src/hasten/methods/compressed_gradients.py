@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.contract.card import Card, Exactness
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 from hasten.contract.method import Method, option
 from hasten.contract.run_context import RunContext
 
@@ -20,7 +20,7 @@ FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
-class CompressedGradients(Method):
+class HalfPrecisionAllreduce(Method):
     card = Card(
         summary="gradients rounded to 16 bits on their way between the processes",
         exactness=Exactness.REDUCED_PRECISION,
@@ -32,17 +32,17 @@ class CompressedGradients(Method):
         presets=({"format": "bf16"}, {"format": "fp16"}),
         gradient_bytes_saved=0.5,
     )
-    format: str = option("bf16", one_of=tuple(FORMATS))
+    reduce_dtype: str = option("bf16", one_of=tuple(FORMATS))
 
     def parallelize(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         if not isinstance(model, DistributedDataParallel):
-            raise Refusal(
+            raise ConfigurationError(
                 "compressed_gradients rounds what ddp sends (or zero:stage=1), and another strategy was chosen; leave one of them out"
             )
         if all(weight.dtype.itemsize <= 2 for weight in model.parameters()):
             run.report_no_effect(self, "the gradients have 16 bits already")
             return model
-        model.register_comm_hook(FORMATS[self.format], _summed)
+        model.register_comm_hook(FORMATS[self.reduce_dtype], _summed)
         return model
 
 

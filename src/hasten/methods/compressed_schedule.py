@@ -7,7 +7,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from hasten._torch_compat import chained_schedulers
 from hasten.contract.card import Card, Exactness
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 from hasten.contract.method import Method, option
 from hasten.contract.run_context import RunContext, TrainPlan
 from hasten.contract.task import optimizer_and_schedule, scale_learning_rates, takes_steps
@@ -17,7 +17,7 @@ DECAYS = {"linear": lambda left: left, "cosine": lambda left: (1 - cos(pi * left
 
 
 @dataclass(frozen=True)
-class CompressedSchedule(Method):
+class BudgetedSchedule(Method):
     """``factor`` times the epochs, at ``peak`` times the learning rate.
 
     A task with a schedule keeps its shape, in less time. A task without one gets ``decay``: the rate climbs over the
@@ -53,7 +53,7 @@ class CompressedSchedule(Method):
 
     def optimizer(self, make: OptimizerFactory, run: RunContext) -> OptimizerFactory:
         if run.plan.steps is None:
-            raise Refusal("compressed_schedule cannot tell where the run ends: the training data has no length; give the dataset a __len__")
+            raise ConfigurationError("compressed_schedule cannot tell where the run ends: the training data has no length; give the dataset a __len__")
 
         def squeezed(model):
             optimizer, schedule = optimizer_and_schedule(make(model))

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from hasten._torch_compat import foreach_zero_
-from hasten.contract.batch import map_tensors, size, tensors
+from hasten.contract.batch import map_tensors, batch_size, batch_tensors
 from hasten.contract.card import Card, Exactness, WrapOrder
-from hasten.contract.errors import Failure, one_line
+from hasten.contract.errors import RunError, format_error
 from hasten.contract.method import Method
 from hasten.contract.run_context import RunContext
 from hasten.contract.types import ForwardFn, StepFn
@@ -49,7 +49,7 @@ class CudaGraph(Method):
         def replayed(batch):
             share = run.progress.microbatch_fraction
             if share not in graphs:
-                if round(size(batch) / share) < run.plan.batch_size:  # a resumed run may begin with the short batch
+                if round(batch_size(batch) / share) < run.plan.batch_size:  # a resumed run may begin with the short batch
                     return forward_backward(batch).detach()  # a graph that is alive would be in the way of the recording
                 graphs[share] = _shapes(batch), _recorded(forward_backward, batch, run)
             shapes, replay = graphs[share]
@@ -102,12 +102,12 @@ def _recorded(micro, batch, run: RunContext):
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise Failure(
-            f"cuda_graph: the step cannot be recorded, a .item() or a copy to the CPU in the model is the usual cause ({one_line(error)})"
+        raise RunError(
+            f"cuda_graph: the step cannot be recorded, a .item() or a copy to the CPU in the model is the usual cause ({format_error(error)})"
         ) from error
 
     def replay(batch):
-        for buffer, value in zip(tensors(buffers), tensors(batch), strict=True):
+        for buffer, value in zip(batch_tensors(buffers), batch_tensors(batch), strict=True):
             buffer.copy_(value, non_blocking=True)
         graph.replay()
         return loss.clone()  # the next replay writes over it
@@ -116,4 +116,4 @@ def _recorded(micro, batch, run: RunContext):
 
 
 def _shapes(batch) -> tuple:
-    return tuple((tensor.shape, tensor.dtype) for tensor in tensors(batch))
+    return tuple((tensor.shape, tensor.dtype) for tensor in batch_tensors(batch))

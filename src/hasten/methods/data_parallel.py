@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from hasten.contract.card import Card, Exactness, WrapOrder
-from hasten.contract.errors import Notice, Refusal
+from hasten.contract.errors import HastenWarning, ConfigurationError
 from hasten.contract.method import Method
-from hasten.contract.replicas import notice_batch_norm
+from hasten.contract.replicas import warn_local_batch_norm
 from hasten.contract.run_context import RunContext
 
 WARNING = (
@@ -36,14 +36,14 @@ class DataParallel(Method):
 
     def parallelize(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         if run.parallel is not None:
-            raise Refusal("data_parallel is for one process; with several take ddp")
+            raise ConfigurationError("data_parallel is for one process; with several take ddp")
         if why := _nothing(run):
             run.report_no_effect(self, why)
             return model
         if run.task.loss is None:
-            raise Refusal("data_parallel gathers outputs, not the losses that models return themselves; give Task(loss=), or take ddp")
-        warnings.warn(WARNING, Notice, stacklevel=2)
-        notice_batch_norm(model, part="each GPU's part of a batch")
+            raise ConfigurationError("data_parallel gathers outputs, not the losses that models return themselves; give Task(loss=), or take ddp")
+        warnings.warn(WARNING, HastenWarning, stacklevel=2)
+        warn_local_batch_norm(model, part="each GPU's part of a batch")
         return torch.nn.DataParallel(model, device_ids=[run.device, *_others(run.device)])
 
     def export(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:

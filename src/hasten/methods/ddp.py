@@ -10,9 +10,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.contract.card import Card, Exactness, WrapOrder
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 from hasten.contract.method import Method, option
-from hasten.contract.replicas import notice_batch_norm, talking_last
+from hasten.contract.replicas import warn_local_batch_norm, sync_on_last_microbatch
 from hasten.contract.run_context import RunContext
 from hasten.contract.types import ForwardFn
 
@@ -32,26 +32,26 @@ class DDP(Method):
         default_for={"distributed"},
         remedy_for={"unused_parameters": {"find_unused": True}},
     )
-    bucket_megabytes: float = option(25.0, above=0)  # gradients that travel together
+    bucket_cap_mb: float = option(25.0, above=0)  # gradients that travel together
     static_graph: bool = False  # the same parameters are used in every step, which spares a search
-    find_unused: bool = False  # looks in each step which parameters have no gradient
+    find_unused_parameters: bool = False  # looks in each step which parameters have no gradient
 
     def parallelize(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         if self.static_graph and run.plan.microbatches > 1:
-            raise Refusal("ddp:static_graph=true wants every backward pass alike; of a batch in several pieces only the last one talks")
-        notice_batch_norm(model, remedy="; sync_batch_norm gives that")
+            raise ConfigurationError("ddp:static_graph=true wants every backward pass alike; of a batch in several pieces only the last one talks")
+        warn_local_batch_norm(model, remedy="; sync_batch_norm gives that")
         return DistributedDataParallel(
             model,
-            bucket_cap_mb=self.bucket_megabytes,
+            bucket_cap_mb=self.bucket_cap_mb,
             static_graph=self.static_graph,
-            find_unused_parameters=self.find_unused,
+            find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=True,
         )
 
     def forward_backward(self, forward_backward: ForwardFn, run: RunContext) -> ForwardFn:
         if run.plan.microbatches == 1:
             return forward_backward
-        return talking_last(forward_backward, run.progress, run.model.no_sync)
+        return sync_on_last_microbatch(forward_backward, run.progress, run.model.no_sync)
 
     def export(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         return model.module

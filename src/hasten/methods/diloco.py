@@ -15,7 +15,7 @@ import torch
 from hasten._torch_compat import foreach_add_, foreach_copy_, foreach_mul_, foreach_sub
 from hasten.contract.card import Card, Exactness, WrapOrder
 from hasten.contract.method import Method, option
-from hasten.contract.replicas import average, let_copies_differ, make_alike, mean_model, notice_batch_norm, refuse_never_to_meet
+from hasten.contract.replicas import all_reduce_mean, allow_divergent_replicas, broadcast_module, average_model, warn_local_batch_norm, check_sync_period
 from hasten.contract.run_context import RunContext
 from hasten.contract.types import StepFn
 
@@ -35,33 +35,33 @@ class DiLoCo(Method):
         presets=({"period": 50}, {"period": 500}),
         trial_priority=4,
     )
-    period: int = option(100, at_least=1)  # steps
-    rate: float = option(0.7, above=0)
-    momentum: float = option(0.9, at_least=0, below=1)
+    sync_every: int = option(100, at_least=1)  # steps
+    outer_lr: float = option(0.7, above=0)
+    outer_momentum: float = option(0.9, at_least=0, below=1)
 
     def parallelize(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
-        refuse_never_to_meet(run, self.name, self.period)
-        notice_batch_norm(model)
-        make_alike(model)
-        let_copies_differ(run, self.name)
-        run.parallel.sync_period = self.period
+        check_sync_period(run, self.name, self.sync_every)
+        warn_local_batch_norm(model)
+        broadcast_module(model)
+        allow_divergent_replicas(run, self.name)
+        run.parallel.sync_period = self.sync_every
         return model
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
         weights, progress = [weight for weight in run.unwrapped_model.parameters() if weight.requires_grad], run.progress
-        outer = run.checkpoint_state[self.name] = Outer(weights, self.rate, self.momentum)
+        outer = run.checkpoint_state[self.name] = Outer(weights, self.outer_lr, self.outer_momentum)
 
         def followed():
             outer.begin()
             optimizer_step()
-            if (progress.step + 1) % self.period == 0:
-                average(weights)
+            if (progress.step + 1) % self.sync_every == 0:
+                all_reduce_mean(weights)
                 outer.step()
 
         return followed
 
     def export(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
-        return mean_model(model)
+        return average_model(model)
 
 
 class Outer:

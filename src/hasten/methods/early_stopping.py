@@ -14,7 +14,7 @@ class EarlyStopping(Method):
     The decision is a function of the evaluations so far, which travel in the checkpoint: so does the patience.
     """
 
-    hold: int = option(2, at_least=1)  # looks
+    target_patience: int = option(2, at_least=1)  # looks
     patience: int = option(10, at_least=1)  # looks
     min_delta: float = option(0.0, at_least=0)  # in the metric's unit
 
@@ -45,8 +45,8 @@ class EarlyStopping(Method):
         return plan
 
     def _target_held(self, scores: list[float], target: float | None) -> bool:
-        last = scores[-self.hold :]
-        return target is not None and len(last) == self.hold and min(last) >= target
+        last = scores[-self.target_patience :]
+        return target is not None and len(last) == self.target_patience and min(last) >= target
 
     def _no_progress(self, scores: list[float]) -> bool:
         """Whether the last ``patience`` looks brought nothing that beats the best before them by ``min_delta``."""

@@ -21,7 +21,7 @@ import torch
 
 from hasten._torch_compat import foreach_mul_
 from hasten.contract.card import Card, Exactness, WrapOrder
-from hasten.contract.errors import Failure
+from hasten.contract.errors import RunError
 from hasten.contract.method import Method, option
 from hasten.contract.run_context import RunContext
 from hasten.contract.types import BackwardFn, ForwardFn, StepFn
@@ -103,7 +103,7 @@ class Scale:
         """After every step: halve after an overflow, double after a long time without one."""
         self.good, self.bad = (0, self.bad + 1) if self.overflow else (self.good + 1, 0)
         if self.bad == GIVE_UP_AFTER:
-            raise Failure(
+            raise RunError(
                 f"float16: the gradients overflowed {self.bad} steps in a row; use bfloat16, or check the data and the loss for NaN"
             )
         if self.dynamic and self.overflow:

@@ -25,14 +25,14 @@ class GradientAccumulation(Method):
         presets=({}, {"pieces": 4}),
         remedy_for={"out_of_memory": {}},
     )
-    pieces: int = option(2, at_least=1)
+    accumulation_steps: int = option(2, at_least=1)
 
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         """Sets the microbatches here and not in ``plan``: whether pieces give the same gradient depends on the model."""
         if any(isinstance(part, BatchNorm) for part in model.modules()):
             run.report_no_effect(self, "the model has batch normalisation, which would see every piece alone: not the same formula")
-        elif min(self.pieces, run.plan.batch_size) < 2:
+        elif min(self.accumulation_steps, run.plan.batch_size) < 2:
             run.report_no_effect(self, "the batch stays in one piece")
         else:
-            run.plan.microbatches = self.pieces
+            run.plan.microbatches = self.accumulation_steps
         return model

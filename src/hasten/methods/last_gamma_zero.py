@@ -24,7 +24,7 @@ ADDITIONS = {operator.add, operator.iadd, torch.add, "add", "add_"}
 
 
 @dataclass(frozen=True)
-class LastGammaZero(Method):
+class ZeroInitResidual(Method):
     card = Card(
         summary="the last batch normalisation of each residual block starts with a scale of zero",
         exactness=Exactness.CHANGES_TRAINING,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from hasten.contract.card import Card, Exactness, WrapOrder
-from hasten.contract.data import Batches, Crew
+from hasten.contract.data import BatchSource, WorkerConfig
 from hasten.contract.method import Method, option
 from hasten.contract.run_context import RunContext
 
@@ -18,10 +18,10 @@ class LoaderWorkers(Method):
     from one pass to the next. A pipeline of hasten.data is computed by processes of its own, to which these two mean nothing.
     """
 
-    workers: int = option(2, at_least=0, at_most=64)  # more only take memory and starting time
-    prefetch: int = option(2, at_least=1, at_most=1024)  # batches a worker
-    pin: bool = True
-    persistent: bool = True
+    num_workers: int = option(2, at_least=0, at_most=64)  # more only take memory and starting time
+    prefetch_factor: int = option(2, at_least=1, at_most=1024)  # batches a worker
+    pin_memory: bool = True
+    persistent_workers: bool = True
 
     card = Card(
         summary="read samples in worker processes",
@@ -36,27 +36,27 @@ class LoaderWorkers(Method):
         strong_baseline=True,
     )
 
-    def data(self, batches: Batches, run: RunContext) -> Batches:
-        if batches.samples is None:
+    def data(self, batches: BatchSource, run: RunContext) -> BatchSource:
+        if batches.spec is None:
             return self._whole_batches(batches, run)
         wanted = replace(
-            batches.samples,
-            workers=self.workers,
-            prefetch=self.prefetch,
-            pin=self.pin and run.device.type == "cuda",
-            persistent=self.persistent and self.workers > 0,
+            batches.spec,
+            workers=self.num_workers,
+            prefetch=self.prefetch_factor,
+            pin=self.pin_memory and run.device.type == "cuda",
+            persistent=self.persistent_workers and self.num_workers > 0,
         )
-        if wanted == batches.samples:
+        if wanted == batches.spec:
             return self._idle(batches, run, "the data are read in this way already")
         return wanted.build(wanted)
 
-    def _whole_batches(self, batches: Batches, run: RunContext) -> Batches:
-        crew = Crew(processes=self.workers, ahead=self.workers * (self.prefetch - 1))
-        if batches.by is None:
+    def _whole_batches(self, batches: BatchSource, run: RunContext) -> BatchSource:
+        crew = WorkerConfig(processes=self.num_workers, prefetch=self.num_workers * (self.prefetch_factor - 1))
+        if batches.with_workers is None:
             return self._idle(batches, run, "the data are not read sample by sample")
-        return self._idle(batches, run, "the batches are computed in this way already") if crew == batches.crew else batches.by(crew)
+        return self._idle(batches, run, "the batches are computed in this way already") if crew == batches.workers else batches.with_workers(crew)
 
-    def _idle(self, batches: Batches, run: RunContext, why: str) -> Batches:
+    def _idle(self, batches: BatchSource, run: RunContext, why: str) -> BatchSource:
         if batches.training:
             run.report_no_effect(self, why)
         return batches

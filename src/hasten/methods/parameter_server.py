@@ -28,9 +28,9 @@ import torch
 import torch.distributed as dist
 
 from hasten.contract.card import Card, Exactness, WrapOrder
-from hasten.contract.errors import Aftermath
+from hasten.contract.errors import PeerFailure
 from hasten.contract.method import Method, option
-from hasten.contract.replicas import Gradients, make_alike, notice_batch_norm, refuse_sparse
+from hasten.contract.replicas import GradientBucket, broadcast_module, warn_local_batch_norm, check_no_sparse_gradients
 from hasten.contract.run_context import RunContext
 from hasten.contract.types import ContextFactory, StepFn
 
@@ -66,9 +66,9 @@ class ParameterServer(Method):
         return connected
 
     def parallelize(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
-        refuse_sparse(model, self.name)
-        notice_batch_norm(model)
-        make_alike(model)
+        check_no_sparse_gradients(model, self.name)
+        warn_local_batch_norm(model)
+        broadcast_module(model)
         run.parallel.merge_rank_states = run.checkpoint_state[self.name].settled
         return model
 
@@ -134,7 +134,7 @@ class Server:
             if self.failure:
                 raise self.failure
             if self.version < updates:
-                raise Aftermath(f"rank {min(self._missing(updates))} has ended without a word")
+                raise PeerFailure(f"rank {min(self._missing(updates))} has ended without a word")
             return self.newest
 
     def lose(self, worker: int) -> None:
@@ -179,7 +179,7 @@ class Line:
         if self.group is None:
             self._open()
         weights = trained(self.run.unwrapped_model)
-        gradients = Gradients(weights)
+        gradients = GradientBucket(weights)
         message = flat([*gradients.tensors, gradients.shares])
         if self.leads:
             settings = [{name: value for name, value in group.items() if name != "params"} for group in self.run.optimizer.param_groups]

@@ -28,22 +28,22 @@ from torch import nn
 
 from hasten.contract import batch as batches
 from hasten.contract.card import Card, Exactness, WrapOrder
-from hasten.contract.chain import chain_of, keep, only_input, part_of, refuse_shared_weights
-from hasten.contract.cuts import agreed_cuts, bytes_held, ends_of, seconds
-from hasten.contract.errors import Progress, Refusal
-from hasten.contract.headers import HEADER, header_of, room_for
+from hasten.contract.chain import find_split_points, materialize_local_stages, single_tensor_input, extract_stage, check_no_shared_weights
+from hasten.contract.cuts import balance_on_main_process, estimate_segment_memory, parse_split_sizes, profile_segments
+from hasten.contract.errors import ProgressWarning, ConfigurationError
+from hasten.contract.headers import HEADER, encode_meta, empty_from_meta
 from hasten.contract.method import Method, option
 from hasten.contract.replicas import (
-    averaged_over_copies,
-    give_firsts,
-    hold_between,
-    make_alike,
-    mesh_of,
-    normalises_alone,
-    notice_batch_norm,
+    reduce_over_replicas,
+    broadcast_tensors,
+    assign_mesh_dim,
+    broadcast_module,
+    get_device_mesh,
+    has_local_batch_norm,
+    warn_local_batch_norm,
 )
 from hasten.contract.run_context import RunContext
-from hasten.contract.tracing import evaluating
+from hasten.contract.tracing import eval_mode
 from hasten.contract.types import ForwardFn, LossFn, StepFn
 
 SCHEDULES = {  # torch's name for it, and how many stages each process has
@@ -73,66 +73,66 @@ class Pipeline(Method):
     schedule: str = option("1f1b", one_of=tuple(SCHEDULES))
     microbatches: int = option(0, at_least=0)  # pieces that a batch passes in; 0: twice the degree
     degree: int = option(0, at_least=0)  # processes one after the other, of one copy; 0: all, or as many as tensor_parallel leaves
-    cuts: str = ""  # how many members of the chain each stage has, as 2-1-3; unless said, as ``place`` wants it
-    place: str = option("time", one_of=("time", "memory"))  # what is shared out evenly; with memory nobody ever has the whole model
+    split_sizes: str = ""  # how many members of the chain each stage has, as 2-1-3; unless said, as ``place`` wants it
+    balance: str = option("time", one_of=("time", "memory"))  # what is shared out evenly; with memory nobody ever has the whole model
 
     def setup(self, run: RunContext) -> None:
-        hold_between(self, run, "stages")
+        assign_mesh_dim(self, run, "stages")
         if "shards" not in run.parallel.mesh_dim_owner:
-            run.parallel.init_device = "meta" if self.place == "memory" else "cpu"
-        elif self.place == "memory":
-            raise Refusal(
+            run.parallel.init_device = "meta" if self.balance == "memory" else "cpu"
+        elif self.balance == "memory":
+            raise ConfigurationError(
                 "pipeline:place=memory does not go with tensor_parallel, which proves its cuts on the whole model; leave one of them out"
             )
 
     def parallelize(self, model: nn.Module, run: RunContext) -> nn.Module:
         pieces = self.microbatches or 2 * run.parallel.pp_size
         self._refuse_what_cannot_be(pieces, run)
-        full = normalises_alone(model)
+        full = has_local_batch_norm(model)
         if pieces > 1:
             remedy = f"; a batch passes in the greatest number of pieces up to {pieces} that divides it"
-            notice_batch_norm(model, remedy, "each piece of a batch")
+            warn_local_batch_norm(model, remedy, "each piece of a batch")
         elif run.parallel.model_parallel_size < run.ranks.world_size:
-            notice_batch_norm(model)
-        if self.place == "time" and run.parallel.tp_size == 1:  # else it was made alike before its layers were cut
-            make_alike(model, run.device)
+            warn_local_batch_norm(model)
+        if self.balance == "time" and run.parallel.tp_size == 1:  # else it was made alike before its layers were cut
+            broadcast_module(model, run.device)
         count = run.parallel.pp_size * SCHEDULES[self.schedule][1]
-        graph, members = chain_of(model, count, run.services.peek_batch)
+        graph, members = find_split_points(model, count, run.services.peek_batch)
         ends, loads = self._ends(model, graph, members, count, pieces, run)
         run.tuned_settings[self.name] = {"cuts": "-".join(str(end - first) for first, end in pairwise([0, *ends]))}
-        parts = [part_of(model, graph, members[first:end]) for first, end in pairwise([0, *ends])]
-        refuse_shared_weights(model, parts)
-        ring = mesh_of(run)["stages"]
+        parts = [extract_stage(model, graph, members[first:end]) for first, end in pairwise([0, *ends])]
+        check_no_shared_weights(model, parts)
+        ring = get_device_mesh(run)["stages"]
         own = ring.get_local_rank()
         if run.ranks.is_main_process:
             _tell(parts, loads)
         stages = {number: part for number, part in enumerate(parts) if number % run.parallel.pp_size == own}
-        kept = keep(model, list(stages.values()), parts, keeps_unused=own == 0, run=run)
-        if self.place == "memory":
-            give_firsts(kept, mesh_of(run)["copies"].get_group())
+        kept = materialize_local_stages(model, list(stages.values()), parts, keeps_unused=own == 0, run=run)
+        if self.balance == "memory":
+            broadcast_tensors(kept, get_device_mesh(run)["copies"].get_group())
         run.parallel.eval_needs_all_ranks, run.parallel.num_parameter_owners = True, run.parallel.pp_size
         return Piped(model, stages, count, ring, SCHEDULES[self.schedule][0], pieces, full, run)
 
     def _ends(self, model, graph, members: list, count: int, pieces: int, run: RunContext) -> tuple[list[int], list[int]]:
         """Where the stages end, and the bytes that each holds where these were counted."""
-        if self.cuts:
-            return ends_of(self.cuts, count, len(members), f"{self.name}:cuts"), []
-        if self.place == "time":
-            return agreed_cuts(lambda: [seconds(model, graph, members, run.services.peek_batch(), run.device)] * count, run)[0], []
+        if self.split_sizes:
+            return parse_split_sizes(self.split_sizes, count, len(members), f"{self.name}:cuts"), []
+        if self.balance == "time":
+            return balance_on_main_process(lambda: [profile_segments(model, graph, members, run.services.peek_batch(), run.device)] * count, run)[0], []
         under_way = [pieces if self.schedule == "gpipe" else min(pieces, count - stage) for stage in range(count)]
-        return agreed_cuts(lambda: bytes_held(model, graph, members, run.services.peek_batch(), pieces, under_way), run)
+        return balance_on_main_process(lambda: estimate_segment_memory(model, graph, members, run.services.peek_batch(), pieces, under_way), run)
 
     def _refuse_what_cannot_be(self, pieces: int, run: RunContext):
         if run.task.loss is None:
-            raise Refusal("pipeline needs the loss apart from the model, on the last process; give Task(loss=)")
+            raise ConfigurationError("pipeline needs the loss apart from the model, on the last process; give Task(loss=)")
         if self.schedule != "gpipe" and pieces < run.parallel.pp_size:
-            raise Refusal(
+            raise ConfigurationError(
                 f"pipeline:microbatches={pieces} leaves some of {run.parallel.pp_size} processes idle with schedule={self.schedule}; take {run.parallel.pp_size}"
             )
         rounds = max(1, pieces // run.parallel.pp_size)
         if SCHEDULES[self.schedule][1] > 1 and pieces % rounds:
             more = -(-pieces // run.parallel.pp_size) * run.parallel.pp_size
-            raise Refusal(f"pipeline:microbatches={pieces} does not fill rounds of schedule={self.schedule}; take {more}")
+            raise ConfigurationError(f"pipeline:microbatches={pieces} does not fill rounds of schedule={self.schedule}; take {more}")
 
     def loss(self, loss: LossFn, run: RunContext) -> LossFn:
         run.model.loss = loss
@@ -142,7 +142,7 @@ class Pipeline(Method):
         return run.model.step
 
     def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
-        return grad_transform if run.parallel.tp_size > 1 else averaged_over_copies(grad_transform, run)  # who cuts layers has it done
+        return grad_transform if run.parallel.tp_size > 1 else reduce_over_replicas(grad_transform, run)  # who cuts layers has it done
 
     def export(self, model: nn.Module, run: RunContext) -> nn.Module:
         return run.unwrapped_model
@@ -168,7 +168,7 @@ class Piped(nn.Module):
 
     def forward(self, *given, **named) -> torch.Tensor:
         """The output of a batch, on all ranks that hold this copy; forward only."""
-        outputs = [output for _, _, output in self._relayed(only_input(given, named))]
+        outputs = [output for _, _, output in self._relayed(single_tensor_input(given, named))]
         return _broadcast(outputs[-1], self.last, self.group, self.device)
 
     def _relayed(self, value) -> Iterator[tuple]:
@@ -187,8 +187,8 @@ class Piped(nn.Module):
 
     def step(self, batch) -> torch.Tensor:
         """Forward and backward of a batch, in pieces; the loss of it all."""
-        inputs, named, target = batches.split(batch)
-        rows, given = batches.size(batch), only_input(inputs, named)
+        inputs, named, target = batches.split_inputs_target(batch)
+        rows, given = batches.batch_size(batch), single_tensor_input(inputs, named)
         pieces = _most_full(rows, self.pieces, len(self.ranks)) if self.full else self.pieces
         places = _places(rows, pieces).to(self.device)
         weight = self.progress.microbatch_fraction * self.progress.loss_weight
@@ -228,7 +228,7 @@ class Piped(nn.Module):
     def _new_schedule(self, piece: torch.Tensor, pieces: int):
         from torch.distributed import pipelining  # half a second, which only a run that has stages should pay
 
-        with torch.no_grad(), evaluating(*(stage for _, stage in self.stages)):
+        with torch.no_grad(), eval_mode(*(stage for _, stage in self.stages)):
             edges = {number: (_like(value), _like(output)) for number, value, output in self._relayed(piece)}
         stages = [
             pipelining.PipelineStage(
@@ -250,7 +250,7 @@ def _tell(parts: list, loads: list[int]) -> None:
         share = sum(weight.numel() for weight in part.parameters()) / total
         told = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         held = f", {loads[number - 1] / 1e6:.3g} MB with gradients, an optimizer as Adam and the pieces under way" if loads else ""
-        warnings.warn(f"pipeline: stage {number} of {len(parts)} is {told}, {share:.0%} of the weights{held}", Progress, stacklevel=4)
+        warnings.warn(f"pipeline: stage {number} of {len(parts)} is {told}, {share:.0%} of the weights{held}", ProgressWarning, stacklevel=4)
 
 
 def _most_full(rows: int, most: int, degree: int) -> int:
@@ -273,14 +273,14 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _send(tensor: torch.Tensor, to: int, group) -> None:
-    dist.send(header_of(tensor), to, group=group)
+    dist.send(encode_meta(tensor), to, group=group)
     dist.send(tensor.detach().contiguous(), to, group=group)
 
 
 def _received(source: int, group, device) -> torch.Tensor:
     header = torch.empty(HEADER, dtype=torch.int64, device=device)
     dist.recv(header, source, group=group)
-    tensor = room_for(header, device)
+    tensor = empty_from_meta(header, device)
     dist.recv(tensor, source, group=group)
     return tensor
 
@@ -288,8 +288,8 @@ def _received(source: int, group, device) -> torch.Tensor:
 def _broadcast(tensor: torch.Tensor | None, source: int, group, device) -> torch.Tensor:
     """What the rank ``source`` has, on all."""
     leads = dist.get_rank() == source
-    header = header_of(tensor) if leads else torch.empty(HEADER, dtype=torch.int64, device=device)
+    header = encode_meta(tensor) if leads else torch.empty(HEADER, dtype=torch.int64, device=device)
     dist.broadcast(header, source, group=group)
-    tensor = tensor.detach().contiguous() if leads else room_for(header, device)
+    tensor = tensor.detach().contiguous() if leads else empty_from_meta(header, device)
     dist.broadcast(tensor, source, group=group)
     return tensor

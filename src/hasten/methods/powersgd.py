@@ -21,14 +21,14 @@ import torch.distributed as dist
 from hasten.contract.card import Card, Exactness, WrapOrder
 from hasten.contract.method import Method, option
 from hasten.contract.replicas import (
-    Gradients,
-    average,
-    average_gradients,
-    give_firsts,
-    make_alike,
-    notice_batch_norm,
-    refuse_sparse,
-    sent_together,
+    GradientBucket,
+    all_reduce_mean,
+    all_reduce_gradients,
+    broadcast_tensors,
+    broadcast_module,
+    warn_local_batch_norm,
+    check_no_sparse_gradients,
+    coalesced,
 )
 from hasten.contract.run_context import RunContext
 from hasten.contract.types import StepFn
@@ -49,33 +49,33 @@ class PowerSGD(Method):
         presets=({"rank": 4}, {"rank": 2}, {"rank": 1}),
         trial_priority=3,
     )
-    rank: int = option(2, at_least=1)
-    start: int = option(0, at_least=0)  # so many steps at first send whole gradients
-    saves: float = option(2.0, above=0)  # a matrix that would not become so many times shorter travels whole
+    matrix_approximation_rank: int = option(2, at_least=1)
+    start_powerSGD_iter: int = option(0, at_least=0)  # so many steps at first send whole gradients
+    min_compression_rate: float = option(2.0, above=0)  # a matrix that would not become so many times shorter travels whole
 
     def parallelize(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         if not any(self._shortens(weight) for weight in model.parameters()):
-            run.report_no_effect(self, f"no matrix of the model becomes {self.saves:g} times shorter by rank {self.rank}")
-        if run.plan.steps is not None and self.start >= run.plan.steps:
-            run.report_no_effect(self, f"it begins after {self.start} steps, and the run has {run.plan.steps}")
-        refuse_sparse(model, self.name)
-        notice_batch_norm(model, remedy="; sync_batch_norm gives that")
-        make_alike(model)
-        run.parallel.warmup_steps = self.start
+            run.report_no_effect(self, f"no matrix of the model becomes {self.min_compression_rate:g} times shorter by rank {self.matrix_approximation_rank}")
+        if run.plan.steps is not None and self.start_powerSGD_iter >= run.plan.steps:
+            run.report_no_effect(self, f"it begins after {self.start_powerSGD_iter} steps, and the run has {run.plan.steps}")
+        check_no_sparse_gradients(model, self.name)
+        warn_local_batch_norm(model, remedy="; sync_batch_norm gives that")
+        broadcast_module(model)
+        run.parallel.warmup_steps = self.start_powerSGD_iter
         return model
 
     def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
         weights, progress = [weight for weight in run.unwrapped_model.parameters() if weight.requires_grad], run.progress
         short = [number for number, weight in enumerate(weights) if self._shortens(weight)]
-        bases = run.checkpoint_state[self.name] = Tensors([_basis(weights[number], self.rank, run.seed + number) for number in short])
+        bases = run.checkpoint_state[self.name] = Tensors([_basis(weights[number], self.matrix_approximation_rank, run.seed + number) for number in short])
         rests = run.parallel.rank_state[self.name] = Tensors([torch.zeros_like(_matrix(weights[number])) for number in short])
 
         def exchanged():
             grad_transform()
-            if progress.step < self.start or not short:
-                average_gradients(weights)
+            if progress.step < self.start_powerSGD_iter or not short:
+                all_reduce_gradients(weights)
             else:
-                _exchange(Gradients(weights), short, bases, rests)
+                _exchange(GradientBucket(weights), short, bases, rests)
 
         return exchanged
 
@@ -83,24 +83,24 @@ class PowerSGD(Method):
         if weight.ndim < 2 or not weight.numel() or not weight.requires_grad or weight.is_complex():
             return False
         rows, columns = len(weight), weight.numel() // len(weight)
-        return rows * columns >= self.saves * min(self.rank, rows, columns) * (rows + columns)
+        return rows * columns >= self.min_compression_rate * min(self.matrix_approximation_rank, rows, columns) * (rows + columns)
 
 
 @torch.no_grad()
-def _exchange(gradients: Gradients, short: list[int], bases: "Tensors", rests: "Tensors") -> None:
+def _exchange(gradients: GradientBucket, short: list[int], bases: "Tensors", rests: "Tensors") -> None:
     """Averages the gradients of all ranks, those of the ``short`` ones approximately."""
     chosen = [gradients.tensors[number] for number in short]
     whole = [gradient for number, gradient in enumerate(gradients.tensors) if number not in set(short)]
     matrices = [_matrix(gradient) + rest for gradient, rest in zip(chosen, rests.tensors, strict=True)]
     seen = [matrix @ basis for matrix, basis in zip(matrices, bases.tensors, strict=True)]
-    average([*whole, gradients.shares, *seen])
+    all_reduce_mean([*whole, gradients.shares, *seen])
     if not all(columns.isfinite().all() for columns in seen):  # on every rank, and never to be remembered
-        average(chosen)
-        return gradients.handed_back()
+        all_reduce_mean(chosen)
+        return gradients.write_back()
     spans = [_orthonormal(columns) if dist.get_rank() == 0 else columns for columns in seen]
-    sent_together(spans, lambda numbers: give_firsts([numbers]))
+    coalesced(spans, lambda numbers: broadcast_tensors([numbers]))
     bases.tensors = [matrix.T @ span for matrix, span in zip(matrices, spans, strict=True)]
-    average(bases.tensors)
+    all_reduce_mean(bases.tensors)
     used = [gradients.shares[number] > 0 for number in short]
     for has_one, gradient, matrix, span, basis, rest in zip(used, chosen, matrices, spans, bases.tensors, rests.tensors, strict=True):
         if not has_one:
@@ -108,7 +108,7 @@ def _exchange(gradients: Gradients, short: list[int], bases: "Tensors", rests: "
         sent = span @ basis.T
         torch.sub(matrix, sent, out=rest)
         gradient.copy_(sent.view_as(gradient))
-    gradients.handed_back()
+    gradients.write_back()
 
 
 def _orthonormal(columns: torch.Tensor) -> torch.Tensor:

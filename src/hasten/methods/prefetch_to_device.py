@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from hasten.contract.ahead import one_ahead
+from hasten.contract.ahead import prefetch_to_cuda
 from hasten.contract.card import Card, Exactness, WrapOrder
-from hasten.contract.data import Batches
+from hasten.contract.data import BatchSource
 from hasten.contract.method import Method
 from hasten.contract.run_context import RunContext
 
@@ -23,9 +23,9 @@ class PrefetchToDevice(Method):
         order=WrapOrder.LAST,  # it wraps finished batches, wherever they come from
     )
 
-    def data(self, batches: Batches, run: RunContext) -> Batches:
+    def data(self, batches: BatchSource, run: RunContext) -> BatchSource:
         if run.device.type != "cuda":
             if batches.training:
                 run.report_no_effect(self, "the run is on the CPU: there is nothing to copy")
             return batches
-        return batches.mapped(lambda inner: one_ahead(inner, run.device))
+        return batches.map_iterator(lambda inner: prefetch_to_cuda(inner, run.device))

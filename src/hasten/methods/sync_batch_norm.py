@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from hasten._torch_compat import BatchNorm
-from hasten.contract.batch_norm import Parts, over_all
+from hasten.contract.batch_norm import SyncGroup, convert_sync_batchnorm
 from hasten.contract.card import Card, Exactness, WrapOrder
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 from hasten.contract.method import Method
 from hasten.contract.run_context import RunContext
 
@@ -35,19 +35,19 @@ class SyncBatchNorm(Method):
         if not found:
             run.report_no_effect(self, "the model has no batch normalisation")
         elif unknown := sorted({type(norm).__name__ for norm in found} - {type(norm).__name__ for norm in norms}):
-            raise Refusal(f"sync_batch_norm knows BatchNorm1d, 2d and 3d, and the model has {', '.join(unknown)}; leave it out")
+            raise ConfigurationError(f"sync_batch_norm knows BatchNorm1d, 2d and 3d, and the model has {', '.join(unknown)}; leave it out")
         elif run.parallel.pp_size > 1:
-            raise Refusal(
+            raise ConfigurationError(
                 "pipeline normalises each piece of a batch by itself, and sync_batch_norm cannot change that; leave the latter out"
             )
         elif run.parallel.model_parallel_size == run.ranks.world_size:
             run.report_no_effect(self, "every process sees the whole batch already")
         elif run.parallel.model_parallel_size > 1:
-            raise Refusal(
+            raise ConfigurationError(
                 "sync_batch_norm is not for copies of the model that several processes hold each; leave it out, or make degree the number of processes"
             )
         else:
-            parts = Parts(run.progress, run.ranks.world_size)
+            parts = SyncGroup(run.progress, run.ranks.world_size)
             for norm in norms:
-                over_all(norm, parts)
+                convert_sync_batchnorm(norm, parts)
         return model

@@ -27,12 +27,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from hasten._torch_compat import Dropout, cpu_attention_ops, has_forward_hooks, own_parameters
 from hasten.contract.card import Card, Exactness, WrapOrder
-from hasten.contract.errors import Progress, Refusal
+from hasten.contract.errors import ProgressWarning, ConfigurationError
 from hasten.contract.method import Method, option
-from hasten.contract.proof import Way, proven
-from hasten.contract.replicas import averaged_over_copies, hold_between, make_alike, mesh_of, notice_batch_norm
+from hasten.contract.proof import PartitionPlan, verify_partition
+from hasten.contract.replicas import reduce_over_replicas, assign_mesh_dim, broadcast_module, get_device_mesh, warn_local_batch_norm
 from hasten.contract.run_context import RunContext
-from hasten.contract.tracing import draws, is_number, traced
+from hasten.contract.tracing import is_random_op, is_shape_value, try_trace
 from hasten.contract.types import OptimizerFactory, StepFn
 
 FUNCTIONS = nn.functional
@@ -80,18 +80,18 @@ class TensorParallel(Method):
     degree: int = option(0, at_least=0)  # processes that layers are cut among; 0: all, or as many as a pipeline leaves
 
     def setup(self, run: RunContext) -> None:
-        hold_between(self, run, "shards")
+        assign_mesh_dim(self, run, "shards")
 
     def parallelize(self, model: nn.Module, run: RunContext) -> nn.Module:
         if run.parallel.model_parallel_size < run.ranks.world_size and run.parallel.pp_size == 1:  # else the stages tell
-            notice_batch_norm(model)
-        make_alike(model)
-        mesh = mesh_of(run)["shards"]
+            warn_local_batch_norm(model)
+        broadcast_module(model)
+        mesh = get_device_mesh(run)["shards"]
         found, doubts = blocks_of(model, run.parallel.tp_size)
-        blocks, more = proven(model, found, [Way(partial(_cut, mesh=mesh))], self.name, run)
+        blocks, more = verify_partition(model, found, [PartitionPlan(partial(_cut, mesh=mesh))], self.name, run)
         doubts += more
         if not blocks:
-            raise Refusal(
+            raise ConfigurationError(
                 f"tensor_parallel can cut no layer of this model among {run.parallel.tp_size} processes. It looked for {LOOKED_FOR}, of sizes that "
                 f"{run.parallel.tp_size} divides; {'; '.join(doubts[:3]) or 'there are none'}"
             )
@@ -104,13 +104,13 @@ class TensorParallel(Method):
     def optimizer(self, make: OptimizerFactory, run: RunContext) -> OptimizerFactory:
 
         def of_parts(model):
-            with _as_parts(model, mesh_of(run)["shards"]):
+            with _as_parts(model, get_device_mesh(run)["shards"]):
                 return make(model)
 
         return of_parts
 
     def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
-        return averaged_over_copies(grad_transform, run)
+        return reduce_over_replicas(grad_transform, run)
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
         parts = [part for group in run.optimizer.param_groups for part in group["params"] if hasattr(part, "whole")]
@@ -165,7 +165,7 @@ def _with(prefix: str, block: Block) -> tuple:
 
 def _graphs(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module, torch.fx.Graph]]:
     """The graphs of a model; of one that cannot be traced, those of its parts."""
-    graph = traced(module)
+    graph = try_trace(module)
     if graph is not None:
         yield prefix, module, graph
         return
@@ -183,18 +183,18 @@ def _ending_at(last: torch.fx.Node, modules: dict) -> Block | None:
     first, between, waiting = [], [], list(last.all_input_nodes)
     while waiting:
         node = waiting.pop()
-        if node in first or node in between or is_number(node):
+        if node in first or node in between or is_shape_value(node):
             continue
         if _is_linear(node, modules):
             first.append(node)
-        elif (node.op == "call_module" and _is_whole(modules[node.target])) or node.op not in COMPUTES or draws(node):
+        elif (node.op == "call_module" and _is_whole(modules[node.target])) or node.op not in COMPUTES or is_random_op(node):
             return None
         else:
             between.append(node)
             waiting += node.all_input_nodes
     inside = {*first, *between, last}
     elementwise = all(_what(node, modules) in ELEMENTWISE for node in between)
-    known = inside if elementwise else inside | {user for node in inside for user in node.users if is_number(user)}
+    known = inside if elementwise else inside | {user for node in inside for user in node.users if is_shape_value(user)}
     alike = len({modules[node.target].out_features for node in first} | {modules[last.target].in_features}) == 1
     if not first or any(user not in known for node in (*first, *between) for user in node.users) or (elementwise and not alike):
         return None
@@ -217,7 +217,7 @@ def _tell(model, blocks: list[Block], doubts: list[str]) -> None:
     total = sum(weight.numel() for weight in model.parameters())
     cut = sum(model.get_submodule(name).weight.numel() for block in blocks for name in block.layers)
     for line in [*blocks, *(f"left whole: {doubt}" for doubt in doubts), f"{cut / total:.0%} of the weights are cut"]:
-        warnings.warn(f"tensor_parallel: {line}", Progress, stacklevel=4)
+        warnings.warn(f"tensor_parallel: {line}", ProgressWarning, stacklevel=4)
 
 
 def _cut(model, blocks: list[Block], mesh) -> None:

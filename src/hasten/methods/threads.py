@@ -13,7 +13,7 @@ from hasten.contract.types import ContextFactory
 
 
 @dataclass(frozen=True)
-class Threads(Method):
+class NumThreads(Method):
     """``count`` threads inside operations. Sums are split among them, so another count may round differently."""
 
     count: int = option(1, at_least=1)

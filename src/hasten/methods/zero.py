@@ -27,14 +27,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.contract.card import Card, Exactness, WrapOrder
-from hasten.contract.errors import Failure, Refusal
+from hasten.contract.errors import RunError, ConfigurationError
 from hasten.contract.method import Method, option
-from hasten.contract.replicas import buckets, give_firsts, make_alike, notice_batch_norm, talking_last
+from hasten.contract.replicas import buckets, broadcast_tensors, broadcast_module, warn_local_batch_norm, sync_on_last_microbatch
 from hasten.contract.run_context import RunContext
-from hasten.contract.sharded import own_part, part_like, refuse_unshareable
+from hasten.contract.sharded import to_local, local_shard_like, check_optimizer_supports_dtensor
 from hasten.contract.task import optimizer_and_schedule
 from hasten.contract.types import BackwardFn, ForwardFn, OptimizerFactory, StepFn
-from hasten.contract.unmade import tensors_of
+from hasten.contract.unmade import module_tensors
 
 DIFFERENT = "the data lead the ranks through different layers, and stages 2 and 3 of zero gather those together; take ddp:find_unused=true"
 FEWEST = 10_000  # numbers that a block has; smaller ones travel with the whole
@@ -55,40 +55,40 @@ class Zero(Method):
         presets=({"stage": 1}, {"stage": 2}, {"stage": 3}),
     )
     stage: int = option(2, at_least=1, at_most=3)
-    shards: int = option(0, at_least=0)  # processes that share one copy (hybrid sharding, of stages 2 and 3); 0: all of them
-    place: str = option("whole", one_of=("whole", "memory"))  # memory: no process ever makes the whole model (stages 2 and 3)
-    offload: bool = False  # weights and the optimizer's state wait in the memory of the host (stages 2 and 3, on a GPU)
+    hybrid_shard_size: int = option(0, at_least=0)  # processes that share one copy (hybrid sharding, of stages 2 and 3); 0: all of them
+    init: str = option("whole", one_of=("whole", "memory"))  # memory: no process ever makes the whole model (stages 2 and 3)
+    cpu_offload: bool = False  # weights and the optimizer's state wait in the memory of the host (stages 2 and 3, on a GPU)
 
     def setup(self, run: RunContext) -> None:
-        if self.place == "memory":
+        if self.init == "memory":
             run.parallel.init_device = "meta"
 
     def parallelize(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         self._refuse_what_cannot_be(run)
-        notice_batch_norm(model, remedy="; sync_batch_norm gives that")
+        warn_local_batch_norm(model, remedy="; sync_batch_norm gives that")
         if self.stage == 1:
             return DistributedDataParallel(model, gradient_as_bucket_view=True)
         if scalar := next((name for name, weight in model.named_parameters() if not weight.ndim), None):
-            raise Refusal(
+            raise ConfigurationError(
                 f"the weight {scalar} has no dimension, and stages 2 and 3 cut along the first; give it the shape (1,), or take stage 1"
             )
         if len(types := {str(weight.dtype).removeprefix("torch.") for weight in model.parameters()}) > 1:
-            raise Refusal(f"the weights are of several types ({', '.join(sorted(types))}), and stages 2 and 3 want one; take stage 1")
+            raise ConfigurationError(f"the weights are of several types ({', '.join(sorted(types))}), and stages 2 and 3 want one; take stage 1")
         run.parallel.eval_needs_all_ranks = True
-        share_out = partial(_sharded, mesh=_mesh(run, self.shards), keep_whole=self.stage == 2, offload=self.offload)
-        if self.place == "memory":
-            return _shared_out_unmade(model, share_out, "cpu" if self.offload else run.device, run)
-        make_alike(model)
+        share_out = partial(_sharded, mesh=_mesh(run, self.hybrid_shard_size), keep_whole=self.stage == 2, offload=self.cpu_offload)
+        if self.init == "memory":
+            return _shared_out_unmade(model, share_out, "cpu" if self.cpu_offload else run.device, run)
+        broadcast_module(model)
         return share_out(model)
 
     def _refuse_what_cannot_be(self, run: RunContext):
         world = run.ranks.world_size
-        if self.shards and (self.stage == 1 or world % self.shards):
-            raise Refusal(f"zero:shards={self.shards} is for stages 2 and 3, and has to divide the {world} processes")
-        if self.place == "memory" and self.stage == 1:
-            raise Refusal("zero:place=memory is for stages 2 and 3, since stage 1 keeps the whole model; leave it out")
-        if self.offload and (self.stage == 1 or run.device.type == "cpu"):
-            raise Refusal("zero:offload=true is for stages 2 and 3 on a GPU; leave it out")
+        if self.hybrid_shard_size and (self.stage == 1 or world % self.hybrid_shard_size):
+            raise ConfigurationError(f"zero:shards={self.hybrid_shard_size} is for stages 2 and 3, and has to divide the {world} processes")
+        if self.init == "memory" and self.stage == 1:
+            raise ConfigurationError("zero:place=memory is for stages 2 and 3, since stage 1 keeps the whole model; leave it out")
+        if self.cpu_offload and (self.stage == 1 or run.device.type == "cpu"):
+            raise ConfigurationError("zero:offload=true is for stages 2 and 3 on a GPU; leave it out")
 
     def optimizer(self, make: OptimizerFactory, run: RunContext) -> OptimizerFactory:
         mesh = _mesh(run) if self.stage == 1 else None  # in the other stages the weights are parts already
@@ -97,7 +97,7 @@ class Zero(Method):
             optimizer, schedule = optimizer_and_schedule(make(model))
             for group in optimizer.param_groups if mesh else ():
                 group["params"] = [_own_part_of(weight, mesh, optimizer.state) for weight in group["params"]]
-            refuse_unshareable(optimizer, self.name)
+            check_optimizer_supports_dtensor(optimizer, self.name)
             return optimizer if schedule is None else (optimizer, schedule)
 
         return of_own_parts
@@ -115,7 +115,7 @@ class Zero(Method):
             gathered.clear()
             most, least = run.ranks.all_reduce_max([told, -told])
             if most != -least:
-                raise Failure(DIFFERENT)
+                raise RunError(DIFFERENT)
             backward(loss)
 
         return backward_of_the_same
@@ -123,7 +123,7 @@ class Zero(Method):
     def forward_backward(self, forward_backward: ForwardFn, run: RunContext) -> ForwardFn:
         if self.stage > 1 or run.plan.microbatches == 1:
             return forward_backward  # of a batch in several pieces, stages 2 and 3 share out the gradients of each: whole ones are what they spare
-        return talking_last(forward_backward, run.progress, run.model.no_sync)
+        return sync_on_last_microbatch(forward_backward, run.progress, run.model.no_sync)
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
         if self.stage > 1:
@@ -173,17 +173,17 @@ def _sharded(model, mesh, keep_whole, offload):
 @torch.no_grad()
 def _shared_out_unmade(model, share_out, device, run: RunContext):
     """Shares out a model without numbers, and makes its tensors, the largest of which is all that is ever whole."""
-    held = list(tensors_of(model))
+    held = list(module_tensors(model))
     wanted = list({id(tensor): tensor for *_, tensor in held}.values())
     model = share_out(model).to_empty(device=device)
     for number, tensor in run.parallel.materialize(wanted):
-        give_firsts([tensor], device=run.device)
+        broadcast_tensors([tensor], device=run.device)
         for module, name in ((module, name) for module, name, unmade in held if unmade is wanted[number]):
             there = getattr(module, name)
             if there.is_meta:  # neither a weight nor a buffer
                 setattr(module, name, tensor.clone())
             else:
-                own_part(there).copy_(part_like(tensor, there))
+                to_local(there).copy_(local_shard_like(tensor, there))
         del tensor  # or it would be there beside the next one
     return model
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 from hasten.contract.recipe import Recipe
 from hasten.reporting import charts, figures, words
 from hasten.reporting.result_schema import Fact, coerce, read_json, read_result
@@ -40,7 +40,7 @@ def report(folder: str | Path) -> Path:
     except OSError as error:
         with suppress(OSError):
             beside.unlink(missing_ok=True)
-        raise Refusal(f"cannot write {path}: {error.strerror}") from None
+        raise ConfigurationError(f"cannot write {path}: {error.strerror}") from None
     return path
 
 
@@ -178,7 +178,7 @@ def _recipe(folder: Path, result: dict) -> dict:
     try:
         return {"recipe": recipe.to_toml().strip() if recipe else "", "recipe_file": str(path), "command": command}
     except (TypeError, ValueError):
-        raise Refusal(f"{folder / 'result.json'}: its recipe cannot be written as TOML") from None
+        raise ConfigurationError(f"{folder / 'result.json'}: its recipe cannot be written as TOML") from None
 
 
 def _unbroken(say):

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, TypedDict, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 
 # The metadata is how an error message calls the type, and what ``coerce`` decides by.
 Number = Annotated[float | None, "a number"]
@@ -247,10 +247,10 @@ def read_result(folder: str | Path) -> dict:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise Refusal(f"there is no folder {folder}; name one that `hasten tune` or `hasten train` has written")
+        raise ConfigurationError(f"there is no folder {folder}; name one that `hasten tune` or `hasten train` has written")
     path = folder / "result.json"
     if not path.is_file():
-        raise Refusal(f"{folder} holds no result.json; the run has not finished, or this is not its folder")
+        raise ConfigurationError(f"{folder} holds no result.json; the run has not finished, or this is not its folder")
     return validate(read_json(path), str(path))
 
 
@@ -261,10 +261,10 @@ def validate(result: dict, where: str = "the result") -> dict:
         Refusal: not a result, or a value of the wrong type. The message begins with ``where`` and names the key.
     """
     if not isinstance(result, dict):
-        raise Refusal(f"{where} holds no result of hasten: it must be an object with a verdict or evaluations")
+        raise ConfigurationError(f"{where} holds no result of hasten: it must be an object with a verdict or evaluations")
     kind = result.get("kind") or _guess_kind(result)
     if not isinstance(kind, str) or kind not in SCHEMAS:
-        raise Refusal(f"{where} holds no result that hasten knows; it must come from tune, train, compare or diagnose")
+        raise ConfigurationError(f"{where} holds no result that hasten knows; it must come from tune, train, compare or diagnose")
     return coerce(result, SCHEMAS[kind], where) | {"kind": kind}
 
 
@@ -276,14 +276,14 @@ def read_json(path: Path) -> Any:
     """
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise Refusal(f"{path} is larger than {MAX_FILE_BYTES} bytes; that is no result of hasten")
+            raise ConfigurationError(f"{path} is larger than {MAX_FILE_BYTES} bytes; that is no result of hasten")
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise Refusal(f"cannot read {path}: {error.strerror}") from None
-    except Refusal:
+        raise ConfigurationError(f"cannot read {path}: {error.strerror}") from None
+    except ConfigurationError:
         raise
     except (ValueError, RecursionError):
-        raise Refusal(
+        raise ConfigurationError(
             f"{path} is not whole JSON (cut short while it was written?); run the command that wrote it again"
         ) from None
 
@@ -307,7 +307,7 @@ def coerce(value: Any, schema: Any, where: str) -> Any:
     if isinstance(value, tuple):  # not read from a file
         value = list(value)
     if not isinstance(value, expected):
-        raise Refusal(f"{where} must be {_type_name(expected())}, not {_type_name(value)}")
+        raise ConfigurationError(f"{where} must be {_type_name(expected())}, not {_type_name(value)}")
     if is_typeddict(schema):
         return {key: coerce(value.get(key), inner, f"{where}: {key}") for key, inner in _keys(schema).items()}
     inner = get_args(schema)[-1]
@@ -330,11 +330,11 @@ def _coerce_scalar(value: Any, schema: Any, where: str) -> float | bool | str | 
         return value
     if isinstance(value, (int, float)) and not isinstance(value, bool) and schema in (Number, Amount, Option, Fact):
         if schema == Amount and value < 0:
-            raise Refusal(f"{where} must be {schema.__metadata__[0]}, not below it")
+            raise ConfigurationError(f"{where} must be {schema.__metadata__[0]}, not below it")
         return _limit(value)
     if schema == Fact:
         return None
-    raise Refusal(f"{where} must be {schema.__metadata__[0]}, not {_type_name(value)}")
+    raise ConfigurationError(f"{where} must be {schema.__metadata__[0]}, not {_type_name(value)}")
 
 
 def _limit(value: float) -> float | None:

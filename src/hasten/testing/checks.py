@@ -16,15 +16,15 @@ import torch
 from safetensors.torch import load_file
 
 from hasten.contract.card import Exactness
-from hasten.contract.data import same
-from hasten.contract.errors import Refusal, one_line
+from hasten.contract.data import bitwise_equal
+from hasten.contract.errors import ConfigurationError, format_error
 from hasten.contract.method import Method, hooks_of
 from hasten.contract.recipe import Recipe
 from hasten.contract.task import Task
-from hasten.engine.find import cards_that_state, make_method, make_methods, method_class, settings_of
-from hasten.engine.loop import evaluate, steps
+from hasten.engine.find import cards_that_state, make_method, make_methods, method_class, options_of
+from hasten.engine.loop import evaluate, train_steps
 from hasten.engine.plan import Program, build
-from hasten.engine.seeds import random_state
+from hasten.engine.seeds import get_rng_state
 from hasten.engine.train import train
 from hasten.measure.exactness import check_exactness
 from hasten.measure.process_state import differences, process_state, restored
@@ -57,7 +57,7 @@ def check_method(what: str | type[Method], task: Task | None = None, **settings)
         except AssertionError as error:
             broken.append(f"{check.__name__}: {error}")
         except Exception as error:
-            broken.append(f"{check.__name__}: {one_line(error)}")
+            broken.append(f"{check.__name__}: {format_error(error)}")
     assert not broken, f"{subject.name} breaks the contract of methods: " + "; ".join(broken)
     return results
 
@@ -110,7 +110,7 @@ def trained(task: Task, recipe: Recipe, seed: int = 0) -> Program:
     """The program of a finished run."""
     program = build(task, make_methods(recipe), seed=seed)
     with program.process_context():
-        for loss in steps(program):
+        for loss in train_steps(program):
             assert math.isfinite(loss.item()), f"the loss is {loss.item()} under {recipe}"
     return program
 
@@ -127,7 +127,7 @@ def has_a_complete_card(subject: Subject) -> None:
 
 
 def has_settings_that_are_data(subject: Subject) -> None:
-    defaults = settings_of(subject.method)
+    defaults = options_of(subject.method)
     for key, value in defaults.items():
         assert value is not dataclasses.MISSING, f"the setting {key} has no default"
         assert value is None or isinstance(value, (bool, int, float, str)), (
@@ -151,9 +151,9 @@ def leaves_no_trace(subject: Subject) -> None:
         changed = [name for name in differences(before, process_state()) if name != "random numbers"]  # which every run seeds
         assert not changed, f"it leaves the process changed: {', '.join(changed)}"
         if subject.method.card.exactness in (Exactness.BIT_EXACT, Exactness.EQUIVALENT_MATH):
-            after = random_state()
+            after = get_rng_state()
             trained(subject.task, Recipe())
-            assert torch.equal(random_state()["torch"], after["torch"]), "it draws random numbers of its own"
+            assert torch.equal(get_rng_state()["torch"], after["torch"]), "it draws random numbers of its own"
 
 
 def _companions() -> dict[str, dict]:
@@ -171,7 +171,7 @@ def is_the_same_in_any_order(subject: Subject) -> None:
             pair = [(subject.name, subject.settings), (companion, settings)]
             try:
                 first, second = (weights(trained(subject.task, Recipe(dict(order)))) for order in (pair, pair[::-1]))
-            except Refusal:  # the cards say that they do not go together
+            except ConfigurationError:  # the cards say that they do not go together
                 continue
             assert _same_bits(first, second), f"it matters whether {subject.name} or {companion} is typed first"
 
@@ -198,7 +198,7 @@ def survives_a_checkpoint(subject: Subject) -> None:
         assert new.keys() == old.keys(), f"a new run keeps {sorted(new)}, the old one kept {sorted(old)}"
         for name, kept in new.items():
             kept.load_state_dict(loaded[name])
-            assert same(kept.state_dict(), saved[name]), f"what is kept as {name} does not come back as it was saved"
+            assert bitwise_equal(kept.state_dict(), saved[name]), f"what is kept as {name} does not come back as it was saved"
 
 
 def goes_on_where_it_stopped(subject: Subject) -> None:

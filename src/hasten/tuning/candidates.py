@@ -9,9 +9,9 @@ from hashlib import sha256
 from pathlib import Path
 
 from hasten.contract.card import Exactness
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 from hasten.contract.recipe import Recipe
-from hasten.engine.find import TOGETHER, cards_that_state, make_methods, method_class
+from hasten.engine.find import DISTRIBUTED, cards_that_state, make_methods, method_class
 from hasten.tuning.search import EXACT, Candidate, candidate
 
 MUCH_TALK = 1.5  # times as fast without: then talking less is tried first
@@ -25,18 +25,18 @@ class Candidates:
     systems: list[Candidate] = field(default_factory=list)
     training: list[Candidate] = field(default_factory=list)
     not_tried: list[tuple[str, str]] = field(default_factory=list)
-    less_talk: list[Candidate] = field(default_factory=list)  # where ranks talk for so long that every later trial gets shorter by it
+    communication: list[Candidate] = field(default_factory=list)  # where ranks talk for so long that every later trial gets shorter by it
 
 
 @dataclass(frozen=True)
-class Wanted:
+class MethodSelection:
     """What the user said about methods: ``only`` these (None: all), and ``offered`` ones from outside."""
 
     only: Recipe | None
     offered: Recipe
 
     @staticmethod
-    def of(consider: Iterable[str] | None, extra: Iterable[str]) -> Wanted:
+    def of(consider: Iterable[str] | None, extra: Iterable[str]) -> MethodSelection:
         """Checks every name and setting before anything is measured.
 
         Raises:
@@ -46,7 +46,7 @@ class Wanted:
         for recipe in (only or Recipe(), offered):
             make_methods(recipe)
             _refuse_other_steps_at_first(recipe)
-        return Wanted(only, offered)
+        return MethodSelection(only, offered)
 
     def codes(self) -> dict[str, str]:
         """Fingerprints of the files that outside methods come from: another code is another trial."""
@@ -57,14 +57,14 @@ class Wanted:
 
 def _refuse_other_steps_at_first(recipe: Recipe) -> None:
     for name, settings in recipe.methods.items():
-        if settings.get("start") and TOGETHER in method_class(name).card.applies_to:
-            raise Refusal(
+        if settings.get("start") and DISTRIBUTED in method_class(name).card.applies_to:
+            raise ConfigurationError(
                 f"the steps before {name}:start={settings['start']} are other ones, and a search compares blocks of steps; leave start out, "
                 "or train whole runs with it and compare these"
             )
 
 
-def candidates_for(story: dict, wanted: Wanted) -> Candidates:
+def candidates_for(story: dict, wanted: MethodSelection) -> Candidates:
     """Candidates from a diagnosis: those with room to pay, cheapest proofs and highest bounds first.
 
     Args:
@@ -97,10 +97,10 @@ def candidates_for(story: dict, wanted: Wanted) -> Candidates:
 def _list_for(each: Candidate, found: Candidates) -> list[Candidate]:
     if each.card.exactness is not Exactness.CHANGES_TRAINING:
         return found.systems
-    return found.less_talk if "parallelize" in each.card.replaces and (each.bound or 1.0) >= MUCH_TALK else found.training
+    return found.communication if "parallelize" in each.card.replaces and (each.bound or 1.0) >= MUCH_TALK else found.training
 
 
-def competent_recipes(device: str, cores: int) -> list[Recipe]:
+def strong_baselines(device: str, cores: int) -> list[Recipe]:
     """What a competent user sets by hand, in its usual forms: a fused optimizer and TF32, with loader workers or without."""
     cards = cards_that_state("strong_baseline")
     by_hand, workers = Recipe(), Recipe()

@@ -19,8 +19,8 @@ from hasten.contract.card import Exactness
 from hasten.contract.recipe import Recipe
 from hasten.measure.ratio import LOOKS as PACE_LOOKS
 from hasten.measure.ratio import Ratio
-from hasten.tuning.gate import FEWEST_SEEDS, LOOKS, Gate, confidence_of, proven, quality_gate
-from hasten.tuning.search import EXACT, Baseline, Ladder
+from hasten.tuning.gate import FEWEST_SEEDS, LOOKS, NonInferiorityResult, confidence_of, equal_by_construction, quality_gate
+from hasten.tuning.search import EXACT, Baseline, Incumbents
 from hasten.tuning.study import OutOfBudget, Study, exactness_of
 
 SEED_STEP = 1000
@@ -36,11 +36,11 @@ ERROR = 0.05
 
 
 @dataclass
-class Confirmed:
+class Confirmation:
     """What fresh seeds say about a recipe. ``over``: more of them would not change it."""
 
     recipe: Recipe
-    gate: Gate
+    gate: NonInferiorityResult
     speedup: Ratio | None = None
     blocks: Ratio | None = None  # the same as the interleaved comparison promises it
     stopwatch: Ratio | None = None  # and by the paired runs' own seconds
@@ -61,15 +61,15 @@ class Confirmed:
         return [seed for seed in self.baseline_runs if seed in self.tuned_runs]
 
     @property
-    def held(self) -> bool:
+    def passed(self) -> bool:
         """As good for certain, and faster for certain."""
         return self.gate.passed and self.speedup is not None and self.speedup.low > SURELY_FASTER
 
 
-def confirm(study: Study, ladder: Ladder, baseline: Baseline, pace_seconds: float) -> Confirmed | None:
+def confirm(study: Study, ladder: Incumbents, baseline: Baseline, pace_seconds: float) -> Confirmation | None:
     """The fastest recipe of the ladder that holds; else the fastest that was attempted, or None. Every attempt is noted."""
-    fastest = _put_forward(ladder.rungs)
-    attempts = [Confirmed(recipe, Gate(None, None, baseline.margin, None, [], False, False, "no seed was run")) for recipe in fastest]
+    fastest = _finalists(ladder.recipes)
+    attempts = [Confirmation(recipe, NonInferiorityResult(None, None, baseline.margin, None, [], False, False, "no seed was run")) for recipe in fastest]
     try:
         while (number := _next(attempts)) is not None:
             _look(study, attempts[number], number, baseline, pace_seconds)
@@ -80,15 +80,15 @@ def confirm(study: Study, ladder: Ladder, baseline: Baseline, pace_seconds: floa
         if attempt.pace and not attempt.over:
             why = ended if _worth_proving(number, attempts) else "another that holds is as fast, or nearly"
             attempt.why = f"{why}: {attempt.why or attempt.gate.why}"
-    winner = max((attempt for attempt in attempts if attempt.held), key=lambda attempt: attempt.speedup.median, default=None)
+    winner = max((attempt for attempt in attempts if attempt.passed), key=lambda attempt: attempt.speedup.median, default=None)
     for attempt in attempts:
-        verdict = "won" if attempt is winner else "slower" if attempt.held else "refused" if attempt.why else "not tried"
+        verdict = "won" if attempt is winner else "slower" if attempt.passed else "refused" if attempt.why else "not tried"
         why = attempt.why or ("a faster one holds" if winner else "the budget ended before it was tried")
         study.note(str(attempt.recipe), "confirmation", verdict, why, ratio=attempt.speedup and attempt.speedup.to_json())
     return winner or next(iter(attempts), None)
 
 
-def _put_forward(rungs: list[Recipe]) -> list[Recipe]:
+def _finalists(rungs: list[Recipe]) -> list[Recipe]:
     """The fastest recipes, the fastest first, and among them the fastest that is exact, if there is one.
 
     Of inexact ones with the same suspects there is the fastest alone: their quality stands and falls together.
@@ -96,30 +96,30 @@ def _put_forward(rungs: list[Recipe]) -> list[Recipe]:
     fastest: dict[str, Recipe] = {}
     for recipe in reversed(rungs):
         if recipe:
-            fastest.setdefault(str(_suspects(recipe) or recipe), recipe)
+            fastest.setdefault(str(_quality_risks(recipe) or recipe), recipe)
     several = list(fastest.values())
-    first, exact = several[:MOST_ATTEMPTS], next((recipe for recipe in several if not _suspects(recipe)), None)
+    first, exact = several[:MOST_ATTEMPTS], next((recipe for recipe in several if not _quality_risks(recipe)), None)
     return first if exact is None or exact in first else [*first[:-1], exact]
 
 
-def _suspects(recipe: Recipe) -> Recipe:
+def _quality_risks(recipe: Recipe) -> Recipe:
     """The members that may cost quality: all but ours that are exact. The card of one from outside is a claim."""
-    return recipe.without(*(name for name in recipe.methods if ":" not in name and exactness_of(name) in EXACT))
+    return recipe.drop(*(name for name in recipe.methods if ":" not in name and exactness_of(name) in EXACT))
 
 
-def _next(attempts: list[Confirmed]) -> int | None:
+def _next(attempts: list[Confirmation]) -> int | None:
     """Who is looked at next: the fastest first; then whoever is close to holding; then what is exact; then the rest, least-looked-at first."""
 
     def turn(number: int) -> tuple:
         attempt = attempts[number]
         first = number == 0 and not attempt.looks
-        return (not first, not _promising(attempt), attempt.looks, bool(_suspects(attempt.recipe)), number)
+        return (not first, not _promising(attempt), attempt.looks, bool(_quality_risks(attempt.recipe)), number)
 
     able = [n for n, each in enumerate(attempts) if not each.over and each.looks < len(LOOKS) and _worth_proving(n, attempts)]
     return min(able, key=turn, default=None)
 
 
-def _promising(attempt: Confirmed) -> bool:
+def _promising(attempt: Confirmation) -> bool:
     """Whether the next look would find it as good, if what was seen so far stays as it is."""
     gate, seen = attempt.gate, attempt.gate.difference
     if gate.passed or not seen or not 0 < attempt.looks < len(LOOKS):
@@ -128,14 +128,14 @@ def _promising(attempt: Confirmed) -> bool:
     return seen["mean"] - reach > -gate.margin
 
 
-def _worth_proving(number: int, attempts: list[Confirmed]) -> bool:
+def _worth_proving(number: int, attempts: list[Confirmation]) -> bool:
     """Not any more if a faster one holds already, or a slower one that is nearly as fast."""
     speedup = attempts[number].speedup
-    surely = max((other.speedup.median for other in attempts if other.held), default=0.0)
-    return not any(faster.held for faster in attempts[:number]) and (speedup is None or speedup.median > WORTH_PROVING * surely)
+    surely = max((other.speedup.median for other in attempts if other.passed), default=0.0)
+    return not any(faster.passed for faster in attempts[:number]) and (speedup is None or speedup.median > WORTH_PROVING * surely)
 
 
-def _look(study: Study, done: Confirmed, number: int, baseline: Baseline, pace_seconds: float) -> None:
+def _look(study: Study, done: Confirmation, number: int, baseline: Baseline, pace_seconds: float) -> None:
     """Asks the gate after more paired seeds; what they show is judged also where the budget ends among them."""
     pairs = LOOKS[done.looks]
     done.pace = _pace(study, done, pace_seconds)
@@ -162,11 +162,11 @@ def _fewest(proof: dict) -> int:
     return PAIRS_OF_THE_EXACT if proof.get("passed") else FEWEST_SEEDS
 
 
-def _pace(study: Study, done: Confirmed, seconds: float) -> dict:
-    return study.pace(Recipe(), done.recipe, looks=PACE_LOOKS, seconds=seconds, salt="confirmation")
+def _pace(study: Study, done: Confirmation, seconds: float) -> dict:
+    return study.compare_speed(Recipe(), done.recipe, looks=PACE_LOOKS, seconds=seconds, salt="confirmation")
 
 
-def _judge(study: Study, done: Confirmed, number: int, baseline: Baseline, proof: dict) -> None:
+def _judge(study: Study, done: Confirmation, number: int, baseline: Baseline, proof: dict) -> None:
     """Over, once the quality is settled and, where it is as good, the speed as well."""
     if not done.paired:
         return
@@ -175,25 +175,25 @@ def _judge(study: Study, done: Confirmed, number: int, baseline: Baseline, proof
     if len(done.paired) > 1:
         _clock(done, same_steps=exact)
         if exact:
-            done.gate = proven(done.gate, proof, PAIRS_OF_THE_EXACT if _agrees(done) else FEWEST_SEEDS)
+            done.gate = equal_by_construction(done.gate, proof, PAIRS_OF_THE_EXACT if _agrees(done) else FEWEST_SEEDS)
         slow = done.speedup.high < SURELY_FASTER
         of_pace_alone = exact and not done.by_stopwatch  # then no seed makes the speed surer
-        done.over = done.held or slow or (done.gate.settled and (of_pace_alone or not done.gate.passed))
+        done.over = done.passed or slow or (done.gate.settled and (of_pace_alone or not done.gate.passed))
         told = f"; the blocks promised {done.blocks.median:.2f}x, the stopwatch saw less and is what counts" if done.by_stopwatch else ""
         done.why = f"{done.gate.why}{told}"
-        if done.gate.passed and not done.held:
+        if done.gate.passed and not done.passed:
             done.why = f"as good, but {'not' if slow else 'not surely'} faster: {done.speedup}; {done.why}"
     else:
         done.why = done.gate.why
 
 
-def _agrees(done: Confirmed) -> bool:
+def _agrees(done: Confirmation) -> bool:
     """Whether nothing in the runs of what was proven exact speaks against the proof or the blocks: then two pairs are enough."""
     as_good = done.gate.difference is not None and done.gate.difference["mean"] > -done.gate.margin
     return as_good and done.stopwatch.median >= AGREEMENT * done.blocks.median
 
 
-def _run(study: Study, done: Confirmed, pairs: int, baseline: Baseline) -> str | None:
+def _run(study: Study, done: Confirmation, pairs: int, baseline: Baseline) -> str | None:
     """Both arms on so many seeds, then the recipe alone on further ones if that is cheap; why the recipe is out, or None."""
     for seed in fresh_seeds(study.seed, pairs):
         if seed not in done.paired and (why := _paired_run(study, done, seed, baseline)):
@@ -215,7 +215,7 @@ def further_seeds(seed: int, count: int) -> list[int]:
     return [seed + FIRST_FURTHER_SEED + SEED_STEP * number for number in range(count)]
 
 
-def _further_a_pair(done: Confirmed) -> int:
+def _further_a_pair(done: Confirmation) -> int:
     """Runs of the recipe alone that each pair is worth: what is cheap to know better need not be as dear as the original.
 
     None of a recipe that is exact: there a seed has to be held against the same seed.
@@ -227,7 +227,7 @@ def _further_a_pair(done: Confirmed) -> int:
     return min(MOST_FURTHER, int(SHARE_OF_FURTHER * ratio))
 
 
-def _paired_run(study: Study, done: Confirmed, seed: int, baseline: Baseline) -> str | None:
+def _paired_run(study: Study, done: Confirmation, seed: int, baseline: Baseline) -> str | None:
     """Both arms on one seed, in turns which goes first; why the recipe is out, or None."""
     arms = [(done.recipe, done.tuned_runs), (Recipe(), done.baseline_runs)]
     for recipe, runs in arms if len(done.paired) % 2 == 0 else reversed(arms):
@@ -243,23 +243,23 @@ def _paired_run(study: Study, done: Confirmed, seed: int, baseline: Baseline) ->
 
 def _same_bits(study: Study, recipe: Recipe) -> bool:
     """Whether every run of the recipe has to be the original's: a GPU does not repeat even itself."""
-    return study.device == "cpu" and not _suspects(recipe) and _exactness_of(recipe) is Exactness.BIT_EXACT
+    return study.device == "cpu" and not _quality_risks(recipe) and _exactness_of(recipe) is Exactness.BIT_EXACT
 
 
 def _metrics(run: dict) -> list[float]:
     return [look["metric"] for look in run["evaluations"]]
 
 
-def _ended(done: Confirmed, why: str) -> None:
+def _ended(done: Confirmation, why: str) -> None:
     done.over, done.why = True, why
 
 
 def _proof(study: Study, recipe: Recipe) -> dict:
     """That the whole recipe is exact, where every member is ours and says so: then the seeds need only not contradict."""
-    return {} if _suspects(recipe) else study.proof(Recipe(), recipe, _exactness_of(recipe))
+    return {} if _quality_risks(recipe) else study.proof(Recipe(), recipe, _exactness_of(recipe))
 
 
-def _gate(done: Confirmed, baseline: Baseline, number: int) -> Gate:
+def _gate(done: Confirmation, baseline: Baseline, number: int) -> NonInferiorityResult:
     return quality_gate(
         {seed: run["metric"] for seed, run in done.baseline_runs.items()},
         {seed: run["metric"] for seed, run in done.tuned_runs.items()},
@@ -275,7 +275,7 @@ def _exactness_of(recipe: Recipe) -> Exactness:
     return max((exactness_of(name) for name in recipe.methods), key=list(Exactness).index)
 
 
-def _clock(done: Confirmed, same_steps: bool) -> None:
+def _clock(done: Confirmation, same_steps: bool) -> None:
     """Times to the target: samples from the paired runs, seconds a sample from the interleaved comparison.
 
     ``same_steps``: it was proven that both arms take the same. Rounding may still carry a seed across the target a look earlier
@@ -293,7 +293,7 @@ def _clock(done: Confirmed, same_steps: bool) -> None:
     _check_by_stopwatch(done, [(original["seconds"], tuned["seconds"]) for original, tuned in looks])
 
 
-def _check_by_stopwatch(done: Confirmed, times: list[tuple[float, float]]) -> None:
+def _check_by_stopwatch(done: Confirmation, times: list[tuple[float, float]]) -> None:
     """Holds the model (start + samples x pace) against the seconds that the paired runs really took.
 
     Where the stopwatch saw clearly less, something is paid for inside a run that no block showed (a first pass
@@ -328,12 +328,12 @@ def _look_at(run: dict, samples: int | None) -> dict | None:
     return next((look for look in run["evaluations"] if look["samples"] == samples), None)
 
 
-def against_competent(study: Study, done: Confirmed, competent: Recipe, pace_seconds: float) -> None:
+def against_competent(study: Study, done: Confirmation, competent: Recipe, pace_seconds: float) -> None:
     """The same against the competent baseline, which needs the original's samples; nothing where that cannot be measured."""
     if not competent:
         done.over_competent, done.seconds["competent"] = done.speedup, done.seconds["baseline"]
         return
-    pace = study.pace(competent, done.recipe, looks=PACE_LOOKS, seconds=pace_seconds, salt="confirmation")
+    pace = study.compare_speed(competent, done.recipe, looks=PACE_LOOKS, seconds=pace_seconds, salt="confirmation")
     if "failed" not in pace:
         modelled, *_, tuned = time_to_target(pace, done.samples)
         less = min(1.0, tuned / done.seconds["tuned"]) if done.by_stopwatch else 1.0  # what the stopwatch took away

@@ -21,7 +21,7 @@ FEWEST_SEEDS = LOOKS[0]
 
 
 @dataclass(frozen=True)
-class Gate:
+class NonInferiorityResult:
     """What the seeds say so far. ``settled``: more seeds would not change it."""
 
     baseline: float | None
@@ -37,7 +37,7 @@ class Gate:
         return asdict(self)
 
 
-def stated_margin(metric: float, margin: float | None) -> float:
+def resolve_margin(metric: float, margin: float | None) -> float:
     """The margin in the metric's own unit: the user's, or a share of what the baseline reaches."""
     return margin if margin is not None else RELATIVE_MARGIN * abs(metric)
 
@@ -55,7 +55,7 @@ def quality_gate(
     higher_is_better: bool,
     more_baseline: list[float] = (),
     confidence: float | None = None,
-) -> Gate:
+) -> NonInferiorityResult:
     """Is the tuned metric not worse than the baseline's by more than the margin?
 
     Args:
@@ -78,7 +78,7 @@ def quality_gate(
     mean = sign * (fmean(after) - fmean(before))
     known = before + list(more_baseline)
     if len(after) < 2 or len(known) < 2:
-        return Gate(fmean(before), fmean(after), margin, None, seeds, False, False, "one seed tells nothing about the spread")
+        return NonInferiorityResult(fmean(before), fmean(after), margin, None, seeds, False, False, "one seed tells nothing about the spread")
     error, freedom = _standard_error(known, after, len(before))
     if not error:
         return _not_passed(
@@ -96,7 +96,7 @@ def quality_gate(
         chance = float(stdtr(freedom, (mean + margin) / error))
         words += f"; the chance that it stays inside is {chance:.0%}, and {confidence:.1%} is asked"
     difference = {"mean": mean, "low": low, "high": high}
-    return Gate(fmean(before), fmean(after), margin, difference, seeds, passed, passed or hopeless, words)
+    return NonInferiorityResult(fmean(before), fmean(after), margin, difference, seeds, passed, passed or hopeless, words)
 
 
 def _standard_error(baseline: list[float], tuned: list[float], fresh: int) -> tuple[float, float]:
@@ -111,7 +111,7 @@ def _standard_error(baseline: list[float], tuned: list[float], fresh: int) -> tu
     return math.sqrt(sum(of_means)), sum(of_means) ** 2 / doubt if doubt else 1.0
 
 
-def proven(gate: Gate, proof: dict, fewest: int = FEWEST_SEEDS) -> Gate:
+def equal_by_construction(gate: NonInferiorityResult, proof: dict, fewest: int = FEWEST_SEEDS) -> NonInferiorityResult:
     """The gate of a recipe whose composition was proven exact on this very task: the seeds, so many at least, need only not contradict.
 
     Rounding alone lets long runs end apart, as other seeds would; only a metric that is surely worse contradicts the proof.
@@ -122,5 +122,5 @@ def proven(gate: Gate, proof: dict, fewest: int = FEWEST_SEEDS) -> Gate:
     return replace(gate, passed=True, settled=True, why=why)
 
 
-def _not_passed(why: str, margin: float, seeds: list[int] = (), settled: bool = False) -> Gate:
-    return Gate(None, None, margin, None, list(seeds), False, settled, why)
+def _not_passed(why: str, margin: float, seeds: list[int] = (), settled: bool = False) -> NonInferiorityResult:
+    return NonInferiorityResult(None, None, margin, None, list(seeds), False, settled, why)

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from hasten.contract.errors import Failure, Refusal
+from hasten.contract.errors import RunError, ConfigurationError
 
 FILE, LOCK = "trials.jsonl", "lock"
 PASSING = (
@@ -22,7 +22,7 @@ PASSING = (
 )  # fmt: skip  # failures of the moment, not of the recipe
 
 
-class Ledger:
+class TrialStore:
     """The trials of one search. ``setting``: what all of them share (task, device, versions, machine)."""
 
     def __init__(self, folder: Path, setting: dict):
@@ -35,9 +35,9 @@ class Ledger:
             fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines() if self.path.exists() else []
         except BlockingIOError:
-            raise Refusal(f"another search is running in {folder}; wait for it or choose another --out") from None
+            raise ConfigurationError(f"another search is running in {folder}; wait for it or choose another --out") from None
         except OSError as error:
-            raise Refusal(f"cannot use {folder}: {error.strerror}; choose another --out") from None
+            raise ConfigurationError(f"cannot use {folder}: {error.strerror}; choose another --out") from None
         for line in lines:
             try:
                 entry = json.loads(line)
@@ -69,7 +69,7 @@ class Ledger:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise Failure(f"cannot write {self.path}: {error.strerror}") from None
+            raise RunError(f"cannot write {self.path}: {error.strerror}") from None
         return key, outcome
 
     def knows(self, kind: str, what: dict) -> bool:

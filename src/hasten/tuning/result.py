@@ -11,13 +11,13 @@ import psutil
 from hasten.contract.card import Exactness
 from hasten.contract.recipe import Recipe
 from hasten.engine.environment import environment
-from hasten.engine.find import alone
-from hasten.engine.folder import write_whole
+from hasten.engine.find import drop_distributed
+from hasten.engine.folder import atomic_write
 from hasten.measure.ratio import Ratio
 from hasten.reporting.result_schema import Curve, Offered, Point, TuneResult
 from hasten.tuning.candidates import Candidates
-from hasten.tuning.confirm import SURELY_FASTER, Confirmed
-from hasten.tuning.search import Baseline, Ladder
+from hasten.tuning.confirm import SURELY_FASTER, Confirmation
+from hasten.tuning.search import Baseline, Incumbents
 from hasten.tuning.study import Study, exactness_of
 
 
@@ -32,15 +32,15 @@ class Found:
     winner_alone: Ratio | None = None  # how many times as fast as the winner what one process can take of its recipe is there
     pace_seconds: float = 0.0  # for a comparison of the confirmation
     competent: Recipe = field(default_factory=Recipe)
-    ladder: Ladder = field(default_factory=Ladder)
+    ladder: Incumbents = field(default_factory=Incumbents)
     top: Recipe = field(default_factory=Recipe)  # to which the shares belong: the best of the search, or the winner
     shares: list[dict] = field(default_factory=list)
     anatomy: dict[str, dict] = field(default_factory=dict)
-    confirmed: Confirmed | None = None
+    confirmed: Confirmation | None = None
 
     @property
     def won(self) -> bool:
-        return self.confirmed is not None and self.confirmed.held
+        return self.confirmed is not None and self.confirmed.passed
 
     @property
     def better_alone(self) -> bool:
@@ -54,7 +54,7 @@ class Found:
         """Whether one process with the winner's recipe is: of one that trains otherwise without the strategy, nobody has looked at the quality."""
         if self.winner_alone is None or self.winner_alone.low <= SURELY_FASTER:
             return False
-        there = alone(self.confirmed.recipe).methods
+        there = drop_distributed(self.confirmed.recipe).methods
         return all(exactness_of(name) is not Exactness.CHANGES_TRAINING for name in self.confirmed.recipe.methods if name not in there)
 
 
@@ -107,7 +107,7 @@ def write(folder: Path, result: dict) -> None:
     result["recipe_file"] = str(folder / "recipe.toml")
     texts = {"recipe.toml": Recipe(result["recipe"]).to_toml(), "result.json": json.dumps(result, indent=1, allow_nan=False)}
     for name, text in texts.items():
-        write_whole(folder / name, lambda file, text=text: file.write(text.encode()))
+        atomic_write(folder / name, lambda file, text=text: file.write(text.encode()))
 
 
 def surroundings(device: str) -> dict:
@@ -118,7 +118,7 @@ def surroundings(device: str) -> dict:
     return {"machine": machine, "versions": {key: facts[key] for key in ("hasten", "python", "torch", "numpy")}}
 
 
-def _why(confirmed: Confirmed | None, won: bool, stopped: bool) -> str:
+def _why(confirmed: Confirmation | None, won: bool, stopped: bool) -> str:
     if confirmed is None and stopped:
         return "what was left of the budget was too little for the next trial, and nothing was surely faster by then; give it a larger --budget"
     if confirmed is None:
@@ -133,7 +133,7 @@ def _why_alone(study: Study, found: Found) -> str | None:
     if not found.better_alone:
         return None
     if found.better_with_the_same:
-        there = alone(found.confirmed.recipe)
+        there = drop_distributed(found.confirmed.recipe)
         return (
             f"one process with {there} is {found.winner_alone} as fast as {study.processes} with the best recipe found for them, "
             f"{found.confirmed.recipe}; leave --processes out"

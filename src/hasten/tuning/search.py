@@ -13,7 +13,7 @@ from functools import partial
 from statistics import fmean, stdev
 
 from hasten.contract.card import Card, Exactness
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 from hasten.contract.recipe import Recipe
 from hasten.engine.composition import check_conflicts, sort_methods
 from hasten.engine.find import make_methods, method_class
@@ -69,29 +69,29 @@ class Baseline:
 
 
 @dataclass
-class Ladder:
+class Incumbents:
     """The recipes found, each faster than the one before, or as fast and better; the confirmation climbs down if the top does not hold."""
 
-    rungs: list[Recipe] = field(default_factory=lambda: [Recipe()])
+    recipes: list[Recipe] = field(default_factory=lambda: [Recipe()])
 
     @property
     def best(self) -> Recipe:
-        return self.rungs[-1]
+        return self.recipes[-1]
 
-    def climb(self, recipe: Recipe) -> None:
-        self.rungs.append(recipe)
+    def push(self, recipe: Recipe) -> None:
+        self.recipes.append(recipe)
 
 
-def fits(recipe: Recipe) -> str | None:
+def conflict_reason(recipe: Recipe) -> str | None:
     """Why the methods of a recipe cannot go together, or None."""
     try:
         check_conflicts(sort_methods(make_methods(recipe)))
-    except Refusal as refusal:
+    except ConfigurationError as refusal:
         return str(refusal)
     return None
 
 
-def systems(study: Study, ladder: Ladder, candidates: list[Candidate], samples: float, seconds: float) -> None:
+def search_systems(study: Study, ladder: Incumbents, candidates: list[Candidate], samples: float, seconds: float) -> None:
     """Methods that only change how fast the same steps go: kept when surely faster, worth their start, and proven.
 
     Args:
@@ -110,7 +110,7 @@ def systems(study: Study, ladder: Ladder, candidates: list[Candidate], samples: 
                     break
         finally:
             if best:
-                ladder.climb(best[0])
+                ladder.push(best[0])
 
 
 def _tried(study: Study, base: Recipe, candidate: Candidate, settings: dict, samples: float, seconds: float) -> tuple[Recipe, float] | None:
@@ -130,10 +130,10 @@ def _tried(study: Study, base: Recipe, candidate: Candidate, settings: dict, sam
         spent += proof["trial_seconds"]
         if not proof.get("passed"):
             return note(*_unproven(proof))
-    outcome = study.pace(base, recipe, seconds=seconds)
+    outcome = study.compare_speed(base, recipe, seconds=seconds)
     spent += outcome["trial_seconds"]
     if outcome.get("verdict") == UNSURE and outcome["ratio"]["median"] > PROMISING:
-        outcome = study.pace(base, recipe, seconds=LONGER * seconds, salt="longer")
+        outcome = study.compare_speed(base, recipe, seconds=LONGER * seconds, salt="longer")
         spent += outcome["trial_seconds"]
     if "failed" in outcome:
         return note("nothing to do" if NOTHING_TO_DO in outcome["failed"] else "failed", outcome["failed"])
@@ -167,12 +167,12 @@ def gain_of_a_run(outcome: dict, samples: float, samples_of_a: float | None = No
 def in_place(base: Recipe, name: str, settings: dict) -> Recipe | str:
     """The recipe with a method more, in the place of one that it cannot go with; or why there is no such recipe."""
     whole = base.with_method(name, **settings)
-    if (conflict := fits(whole)) is None:
+    if (conflict := conflict_reason(whole)) is None:
         return whole
-    return next((instead for member in base.methods if fits(instead := whole.without(member)) is None), conflict)
+    return next((instead for member in base.methods if conflict_reason(instead := whole.drop(member)) is None), conflict)
 
 
-def training(study: Study, ladder: Ladder, candidates: list[Candidate], baseline: Baseline) -> None:
+def search_training(study: Study, ladder: Incumbents, candidates: list[Candidate], baseline: Baseline) -> None:
     """Methods that change the training: kept when they reach the target sooner and end as well, on the seeds of the search."""
     best = Outcome("kept", "", (study.run(ladder.best, baseline.seeds[0]),))
     for candidate in candidates:
@@ -196,7 +196,7 @@ def training(study: Study, ladder: Ladder, candidates: list[Candidate], baseline
             ratio = {"median": gain, "low": None, "high": None} if gain else None
             study.note(text, "training", outcome.verdict, outcome.why, ratio=ratio, seconds=outcome.spent)
             if outcome.verdict == "kept":
-                ladder.climb(recipe)
+                ladder.push(recipe)
                 best, losses = outcome.after(best), 0
             elif (losses := losses + 1) == TRAINING_LOSSES:
                 break
@@ -289,7 +289,7 @@ def _trained(study: Study, recipe: Recipe, best: Outcome, baseline: Baseline, se
 
 def _by_pace(study: Study, best: Recipe, recipe: Recipe, outcome: Outcome) -> Outcome:
     """The same outcome, or none: it takes as many samples to the target as the best so far, so its pace has to be surely faster."""
-    pace = study.pace(best, recipe)
+    pace = study.compare_speed(best, recipe)
     if pace.get("verdict") == FASTER:
         return outcome
     told = pace.get("why") or pace["failed"]

@@ -6,16 +6,16 @@ from contextlib import suppress
 
 from hasten.contract.card import Exactness
 from hasten.contract.recipe import Recipe
-from hasten.tuning.search import Ladder, gain_of_a_run
+from hasten.tuning.search import Incumbents, gain_of_a_run
 from hasten.tuning.study import OutOfBudget, Study, exactness_of
 
 NOTHING = 1.01  # a member whose share is below this leaves
 
 
-def leave_one_out(study: Study, ladder: Ladder) -> list[dict]:
+def leave_one_out(study: Study, ladder: Incumbents) -> list[dict]:
     """[{method, speedup}] of the best recipe; members that give nothing leave it first, one at a time."""
     shares: list[dict] = []
-    while len(ladder.best.methods) > 1 and (measured := shares_of(study, ladder.best)):
+    while len(ladder.best.methods) > 1 and (measured := contributions(study, ladder.best)):
         shares = measured
         idle = [share for share in shares if _gives_nothing(share)]
         if not idle:
@@ -23,7 +23,7 @@ def leave_one_out(study: Study, ladder: Ladder) -> list[dict]:
         worst = min(idle, key=lambda share: share["speedup"]["median"])
         why = f"without it the recipe is as fast ({worst['speedup']['median']:.3f}x)"
         study.note(worst["method"], "composition", "left out", why, ratio=worst["speedup"])
-        ladder.climb(ladder.best.without(worst["method"]))
+        ladder.push(ladder.best.drop(worst["method"]))
     return [share for share in shares if share["method"] in ladder.best.methods]
 
 
@@ -32,7 +32,7 @@ def _gives_nothing(share: dict) -> bool:
     return share["speedup"]["low"] is not None and share["speedup"]["median"] < NOTHING
 
 
-def shares_of(study: Study, recipe: Recipe) -> list[dict]:
+def contributions(study: Study, recipe: Recipe) -> list[dict]:
     """[{method, speedup}] of the members whose share can be told before the budget ends."""
     shares = []
     with suppress(OutOfBudget):
@@ -43,7 +43,7 @@ def shares_of(study: Study, recipe: Recipe) -> list[dict]:
 
 
 def _share(study: Study, recipe: Recipe, name: str) -> dict | None:
-    without, samples_without = recipe.without(name), None
+    without, samples_without = recipe.drop(name), None
     if exactness_of(name) is Exactness.CHANGES_TRAINING:
         whole, part = study.run(recipe, study.seed), study.run(without, study.seed)
         times = [run.get("seconds_to_target") for run in (part, whole)]
@@ -52,7 +52,7 @@ def _share(study: Study, recipe: Recipe, name: str) -> dict | None:
         if _trains_better(study, whole, part):
             return {"method": name, "speedup": {"median": times[0] / times[1], "low": None, "high": None}}
         samples_without = part["samples_to_target"]
-    outcome = study.pace(without, recipe)
+    outcome = study.compare_speed(without, recipe)
     if "failed" in outcome:
         return None
     samples = study.run(recipe, study.seed).get("samples_to_target")

@@ -12,16 +12,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from hasten.contract.card import Exactness
-from hasten.contract.errors import Failure, Refusal
+from hasten.contract.errors import RunError, ConfigurationError
 from hasten.contract.recipe import Recipe
-from hasten.contract.watch import Watch
-from hasten.diagnosis.anatomy import examine
+from hasten.contract.watch import ProgressCallback
+from hasten.diagnosis.anatomy import profile_steps
 from hasten.engine.find import make_method
-from hasten.engine.outcome import reached_at
+from hasten.engine.outcome import first_sustained_target
 from hasten.engine.tasks import TaskRef
 from hasten.measure.compare import PATIENCE, evaluation_seconds_per_sample, run_interleaved
 from hasten.measure.job import start_workers
-from hasten.tuning.ledger import Ledger
+from hasten.tuning.ledger import TrialStore
 
 SHORT_LOOKS = (6, 9, 14)  # pairs; the search screens, the confirmation measures
 PROOF_SECONDS = 20.0
@@ -69,15 +69,15 @@ class Study:
 
     task: TaskRef
     device: str
-    ledger: Ledger
+    ledger: TrialStore
     budget: Budget
-    watch: Watch
+    watch: ProgressCallback
     seed: int = 0
     processes: int = 1  # that train together
     patience: float = PATIENCE  # seconds of silence after which a job counts as hanging
     higher_is_better: bool = True
     target: float | None = None
-    codes: dict[str, str] = field(default_factory=dict)  # outside methods and the fingerprint of their files
+    source_hashes: dict[str, str] = field(default_factory=dict)  # outside methods and the fingerprint of their files
     charged: set[str] = field(default_factory=set)  # keys of the trials that are paid for
     whole: dict[tuple[str, int], dict] = field(default_factory=dict)  # runs that came to their end, whoever would have given them up
     trials: list[dict] = field(default_factory=list)  # for the report: every trial, losers too
@@ -101,7 +101,7 @@ class Study:
         return {**outcome, **self._reached(outcome["evaluations"])}  # anew: the target may have been fixed since
 
     def _reached(self, evaluations: list[dict]) -> dict:
-        at = reached_at([look["metric"] for look in evaluations], self.target, self.higher_is_better)
+        at = first_sustained_target([look["metric"] for look in evaluations], self.target, self.higher_is_better)
         look = evaluations[at] if at is not None else {}
         crossed = [e["samples"] for e in evaluations if self._there(e["metric"])]
         first = crossed[0] if crossed else None
@@ -112,11 +112,11 @@ class Study:
             return False
         return metric >= self.target if self.higher_is_better else metric <= self.target
 
-    def pace(self, a: Recipe, b: Recipe, *, looks=SHORT_LOOKS, seconds: float = 12.0, salt: str = "", alone: bool = False) -> dict:
+    def compare_speed(self, a: Recipe, b: Recipe, *, looks=SHORT_LOOKS, seconds: float = 12.0, salt: str = "", alone: bool = False) -> dict:
         """Which of two recipes trains the same samples faster: ``measure.compare`` as a dict, or ``failed``. ``alone``: the second, in one process."""
         among = (self.processes, 1 if alone else self.processes)
 
-        def measure(watch: Watch) -> dict:
+        def measure(watch: ProgressCallback) -> dict:
             where = {"device": self.device, "processes": among, "seed": self.seed, "patience": self.patience}
             longest = max(seconds, SHARE_OF_LONG_BLOCKS * self.budget.total)
             return run_interleaved(self.task, a, b, budget=seconds, looks=looks, longest=longest, watch=watch, **where).to_json()
@@ -124,18 +124,18 @@ class Study:
         what = {"a": a.methods, "b": b.methods, "looks": list(looks), "salt": salt} | ({"alone": True} if alone else {})
         return self._paid("pace", what, f"{b}{' in one process' if alone else ''} against {a}", measure)
 
-    def once(self, kind: str, words: str, measure: Callable[[Watch], dict]) -> dict:
+    def measure_once(self, kind: str, words: str, measure: Callable[[ProgressCallback], dict]) -> dict:
         """Anything else that is measured once a search: the probe, the diagnosis."""
         outcome = self._paid(kind, {}, words, measure, failure_lasts=False)
         if "failed" in outcome:
-            raise (Refusal if outcome["refused"] else Failure)(outcome["failed"])
+            raise (ConfigurationError if outcome["refused"] else RunError)(outcome["failed"])
         return outcome
 
     def proof(self, base: Recipe, candidate: Recipe, exactness: Exactness) -> dict:
         """{"passed", "why"}: does the candidate keep the promise of its exactness class on this very task?"""
         what = {"base": base.methods, "candidate": candidate.methods, "exactness": exactness.name}
 
-        def measure(watch: Watch) -> dict:
+        def measure(watch: ProgressCallback) -> dict:
             return self._in_worker(candidate, self.seed, "prove", watch, base=base.methods, exactness=exactness.name, seconds=PROOF_SECONDS)
 
         return self._paid("proof", what, f"proving {candidate}", measure)
@@ -143,9 +143,9 @@ class Study:
     def anatomy(self, recipe: Recipe) -> dict[str, float]:
         """Seconds of each phase per 1000 training samples; empty where they cannot be told."""
 
-        def measure(watch: Watch) -> dict:
+        def measure(watch: ProgressCallback) -> dict:
             where = {"device": self.device, "processes": self.processes, "patience": self.patience, "seed": self.seed}
-            seen = examine(self.task, recipe, budget=ANATOMY_SECONDS, watch=watch, **where)
+            seen = profile_steps(self.task, recipe, budget=ANATOMY_SECONDS, watch=watch, **where)
             seconds = 1000 * (seen.sample + evaluation_seconds_per_sample(seen.plan, seen.evaluation))
             return {"phases": {phase: share * seconds for phase, share in seen.phases.items()}}
 
@@ -155,14 +155,14 @@ class Study:
         """Puts a trial into the story that the report tells."""
         self.trials.append({"what": what, "stage": stage, "verdict": verdict, "why": why, "ratio": ratio, "seconds": round(seconds, 2)})
 
-    def _in_worker(self, recipe: Recipe, seed: int, method: str, watch: Watch, **arguments) -> dict:
+    def _in_worker(self, recipe: Recipe, seed: int, method: str, watch: ProgressCallback, **arguments) -> dict:
         about = {"task": self.task.to_json(), "methods": recipe.methods, "device": self.device, "seed": seed}
         patience = self.patience if self.processes > 1 else max(PATIENCE, self.budget.total)  # one process waits for nobody
         with start_workers(self.processes, "hasten.tuning.trial:Trial", **about) as worker:
             return worker.call(method, watch=watch, timeout=patience, **arguments)
 
-    def _paid(self, kind: str, what: dict, words: str, measure: Callable[[Watch], dict], failure_lasts: bool = True) -> dict:
-        codes = {name: code for name, code in self.codes.items() if json.dumps(name)[1:-1] in json.dumps(what)}
+    def _paid(self, kind: str, what: dict, words: str, measure: Callable[[ProgressCallback], dict], failure_lasts: bool = True) -> dict:
+        codes = {name: code for name, code in self.source_hashes.items() if json.dumps(name)[1:-1] in json.dumps(what)}
         what = {**what, "codes": codes} if codes else what  # another code is another trial
         if not self.ledger.knows(kind, what):
             self.budget.ask()
@@ -176,8 +176,8 @@ class Study:
             began = time.monotonic()
             try:
                 outcome = measure(told)
-            except (Failure, Refusal) as error:  # out of memory, a NaN, nothing to act on: a result, not a crash
-                outcome = {"failed": str(error), "refused": isinstance(error, Refusal)}
+            except (RunError, ConfigurationError) as error:  # out of memory, a NaN, nothing to act on: a result, not a crash
+                outcome = {"failed": str(error), "refused": isinstance(error, ConfigurationError)}
             return {**outcome, "trial_seconds": time.monotonic() - began}
 
         key, outcome = self.ledger.trial(kind, what, timed, failure_lasts)

@@ -7,14 +7,14 @@ import time
 from dataclasses import asdict, dataclass
 
 from hasten.contract.card import Card, Exactness, WrapOrder
-from hasten.contract.errors import Failure
+from hasten.contract.errors import RunError
 from hasten.contract.method import Method
 from hasten.contract.recipe import Recipe
 from hasten.contract.run_context import Evaluation, RunContext, TrainPlan
 from hasten.contract.types import StepFn
-from hasten.contract.watch import silent
-from hasten.engine.outcome import reached_at
-from hasten.engine.ranks import joined
+from hasten.contract.watch import no_progress
+from hasten.engine.outcome import first_sustained_target
+from hasten.engine.ranks import init_process_group
 from hasten.engine.tasks import TaskRef
 from hasten.engine.train import device_of, train
 from hasten.measure.exactness import check_exactness
@@ -26,7 +26,7 @@ class Trial:
 
     def __init__(self, task: str, methods: dict, device: str, seed: int):
         self.task, self.recipe, self.device, self.seed = TaskRef.from_json(task), Recipe(methods), device, seed
-        self.watch = silent
+        self.watch = no_progress
 
     def run(self, target: float | None = None, give_up_after: float | None = None) -> dict:
         """A whole run: metric, evaluations (with the stopwatch's seconds), best_metric, seconds, gave_up.
@@ -39,15 +39,15 @@ class Trial:
         result = train(task, recipe, device=self.device, seed=self.seed, patience=COLLECTIVE_TIMEOUT_S, watch=self.watch)
         _refuse_idle(result["idle"])  # found out on the way
         if result["metric"] is None:
-            raise Failure("the metric is missing or not a finite number")
+            raise RunError("the metric is missing or not a finite number")
         kept = ("metric", "best_metric", "evaluations", "steps", "samples", "seconds", "split", "stopped")
         late = give_up_after is not None and result["seconds"] >= give_up_after
-        never = reached_at([look["metric"] for look in result["evaluations"]], target, result["higher_is_better"]) is None
+        never = first_sustained_target([look["metric"] for look in result["evaluations"]], target, result["higher_is_better"]) is None
         return {**{key: result[key] for key in kept}, "gave_up": result["stopped"] and late and never}
 
     def prove(self, base: dict, exactness: str, seconds: float) -> dict:
         """{"passed", "number", "why"}: what the candidate's exactness class promises, held against this very task."""
-        with joined(self.device, COLLECTIVE_TIMEOUT_S) as ranks:
+        with init_process_group(self.device, COLLECTIVE_TIMEOUT_S) as ranks:
             check = check_exactness(
                 self.task.load(), Recipe(base), self.recipe, Exactness[exactness], device=device_of(ranks, self.device), seed=self.seed,
                 seconds=seconds, ranks=ranks,
@@ -57,11 +57,11 @@ class Trial:
 
 def _refuse_idle(idle: list) -> None:
     if idle:
-        raise Failure("; ".join(f"{method} has nothing to act on: {why}" for method, why in idle))
+        raise RunError("; ".join(f"{method} has nothing to act on: {why}" for method, why in idle))
 
 
 @dataclass(frozen=True)
-class NothingInVain(Method):
+class RequireEffect(Method):
     """Refuses a run, as soon as it is built, of which a method says that it has nothing to act on."""
 
     card = Card(summary="no run in vain", exactness=Exactness.BIT_EXACT, order=WrapOrder.LAST)
@@ -72,7 +72,7 @@ class NothingInVain(Method):
 
 
 @dataclass(frozen=True)
-class GiveUp(Method):
+class TimeLimitPruner(Method):
     """Ends a run that has missed its chance: ``seconds`` are over and the target has not been reached."""
 
     seconds: float = 0.0

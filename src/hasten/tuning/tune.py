@@ -13,29 +13,29 @@ from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
 
-from hasten.contract.errors import Failure, Notice, Progress, Refusal
-from hasten.contract.ranks import PATIENCE
+from hasten.contract.errors import RunError, HastenWarning, ProgressWarning, ConfigurationError
+from hasten.contract.ranks import DEFAULT_TIMEOUT_S
 from hasten.contract.recipe import Recipe
-from hasten.contract.spans import budget_of
-from hasten.contract.watch import Watch, silent
+from hasten.contract.spans import parse_budget
+from hasten.contract.watch import ProgressCallback, no_progress
 from hasten.diagnosis.diagnose import diagnose
-from hasten.engine.budget import notice_turns
+from hasten.engine.budget import warn_oversubscribed
 from hasten.engine.devices import pick_device
 from hasten.engine.environment import cores, own_code
-from hasten.engine.find import alone
+from hasten.engine.find import drop_distributed
 from hasten.engine.metrics import higher_is_better, name_of
-from hasten.engine.sources import refuse_processes
+from hasten.engine.sources import check_process_count
 from hasten.engine.tasks import TaskRef
 from hasten.measure.arm import estimate
 from hasten.measure.ratio import SLOWER, Ratio
 from hasten.measure.workers import mark_warnings_shown, reset_shown_warnings
-from hasten.tuning.candidates import Wanted, candidates_for, competent_recipes
+from hasten.tuning.candidates import MethodSelection, candidates_for, strong_baselines
 from hasten.tuning.confirm import SEED_STEP, against_competent, confirm
-from hasten.tuning.gate import FEWEST_SEEDS, stated_margin
-from hasten.tuning.ledger import Ledger
+from hasten.tuning.gate import FEWEST_SEEDS, resolve_margin
+from hasten.tuning.ledger import TrialStore
 from hasten.tuning.result import Found, result_of, surroundings, write
-from hasten.tuning.search import NOTHING_TO_DO, Baseline, gain_of_a_run, systems, training
-from hasten.tuning.shares import leave_one_out, shares_of
+from hasten.tuning.search import NOTHING_TO_DO, Baseline, gain_of_a_run, search_systems, search_training
+from hasten.tuning.shares import leave_one_out, contributions
 from hasten.tuning.study import ANATOMY_SECONDS, Budget, OutOfBudget, Study
 
 BASELINE_SEEDS = 3
@@ -66,7 +66,7 @@ def tune(
     patience: float | None = None,
     device: str | None = None,
     seed: int = 0,
-    watch: Watch = silent,
+    watch: ProgressCallback = no_progress,
 ) -> dict:
     """Finds a faster recipe for a task and proves that it is as good, or says "leave it" with the evidence.
 
@@ -89,15 +89,15 @@ def tune(
         Refusal: a wrong request. Failure: the task's own training does not run.
     """
     reset_shown_warnings()
-    budget = None if budget is None else budget_of(budget)
+    budget = None if budget is None else parse_budget(budget)
     ref, device = TaskRef.of(task), pick_device(device)
     with mark_warnings_shown():  # here and not by a trial: in a search that goes on, all of them may be remembered
         loaded = ref.load()
-        refuse_processes(loaded, processes)
-        notice_turns(processes)
+        check_process_count(loaded, processes)
+        warn_oversubscribed(processes)
     if loaded.validation_data is None:
-        raise Refusal("tune needs validation_data and a metric: without them nobody can say that quality did not suffer")
-    higher, wanted = higher_is_better(loaded), Wanted.of(consider, extra)  # names and settings are checked before anything runs
+        raise ConfigurationError("tune needs validation_data and a metric: without them nobody can say that quality did not suffer")
+    higher, wanted = higher_is_better(loaded), MethodSelection.of(consider, extra)  # names and settings are checked before anything runs
     folder = Path(out) if out is not None else Path("runs") / f"tune-{_file_name(str(ref))}"
     setting = {
         "task": ref.fingerprint(),
@@ -107,10 +107,10 @@ def tune(
         "processes": processes,
         "code": own_code(),
     }
-    ledger = Ledger(folder, setting | surroundings(device))
+    ledger = TrialStore(folder, setting | surroundings(device))
     study = Study(
         ref, device, ledger, Budget(float("inf")), watch, seed=seed, processes=processes, higher_is_better=higher, target=loaded.target,
-        codes=wanted.codes(),
+        source_hashes=wanted.codes(),
     )  # fmt: skip
 
     textbook = _set_budget(study, budget, patience)
@@ -121,7 +121,7 @@ def tune(
         _confirm(study, found)
     except OutOfBudget:
         enough = f"{max(RUNS_IN_A_BUDGET * textbook, 2 * study.budget.total):.0f}s"
-        raise Failure(
+        raise RunError(
             f"the budget of {_words(study.budget.total)} ended before the task's own training was measured; give --budget {enough} or more"
         ) from None
     result = result_of(study, found, metric=name_of(loaded), offered=wanted.offered) | {
@@ -136,26 +136,26 @@ def tune(
 def _set_budget(study: Study, budget: float | None, patience: float | None) -> float:
     """Fixes what the search may take, and how long a job may be silent, and says so before it begins; seconds of one textbook run."""
     words = f"timing a few steps of {study.task}"
-    probe = study.once("probe", words, lambda _: estimate(study.task, study.device, study.seed, study.processes, patience or PATIENCE))
+    probe = study.measure_once("probe", words, lambda _: estimate(study.task, study.device, study.seed, study.processes, patience or DEFAULT_TIMEOUT_S))
     study.budget.total = budget if budget is not None else max(SMALLEST_BUDGET, RUNS_IN_A_BUDGET * probe["seconds"])
     study.patience = patience or max(FEWEST_PATIENCE, study.budget.total * PATIENT_PART, SILENT_RUNS * probe["seconds"])
     words = f"one textbook run takes about {_words(probe['seconds'])}; the search may take {_words(study.budget.total)}"
-    warnings.warn(words, Progress, stacklevel=3)
+    warnings.warn(words, ProgressWarning, stacklevel=3)
     if (worth := study.budget.total / probe["seconds"]) < FEWEST_RUNS:
         told = f"the budget is worth {worth:.1f} textbook runs, and below {FEWEST_RUNS} little more than the baselines gets measured"
-        warnings.warn(f"{told}; --budget {RUNS_IN_A_BUDGET * probe['seconds']:.0f}s would do", Notice, stacklevel=3)
+        warnings.warn(f"{told}; --budget {RUNS_IN_A_BUDGET * probe['seconds']:.0f}s would do", HastenWarning, stacklevel=3)
     return probe["seconds"]
 
 
-def _examine(study: Study, found: Found, wanted: Wanted, margin: float | None) -> None:
+def _examine(study: Study, found: Found, wanted: MethodSelection, margin: float | None) -> None:
     """Diagnosis and baseline: where the time goes, what is worth trying, what has to be beaten."""
     seconds = min(40.0, study.budget.total / 8)
 
-    def measure(watch: Watch) -> dict:
+    def measure(watch: ProgressCallback) -> dict:
         where = {"device": study.device, "processes": study.processes, "patience": study.patience, "seed": study.seed}
         return diagnose(study.task, budget=seconds, watch=watch, **where)
 
-    found.story = study.once("diagnosis", f"diagnosing {study.task}", measure)
+    found.story = study.measure_once("diagnosis", f"diagnosing {study.task}", measure)
     found.candidates = candidates_for(found.story, wanted)
     for name, why in found.candidates.not_tried:
         study.note(name, "diagnosis", "not tried", why)
@@ -175,14 +175,14 @@ def _search(study: Study, found: Found) -> None:
     budget, ladder, candidates = study.budget, found.ladder, found.candidates
     with budget.part(1.0):
         found.competent = _competent(study, screening)
-        if candidates.less_talk:
+        if candidates.communication:
             with budget.part(SYSTEMS_PART):
-                training(study, ladder, candidates.less_talk, found.baseline)
+                search_training(study, ladder, candidates.communication, found.baseline)
         with budget.part(SYSTEMS_PART):
-            systems(study, ladder, candidates.systems, found.baseline.samples_to_target(), screening)
+            search_systems(study, ladder, candidates.systems, found.baseline.samples_to_target(), screening)
         _reserve_for_what_was_found(study, found)
         with budget.part(TRAINING_PART):
-            training(study, ladder, candidates.training, found.baseline)
+            search_training(study, ladder, candidates.training, found.baseline)
         found.shares = leave_one_out(study, ladder)
     found.top = ladder.best
     if budget.cut:
@@ -194,7 +194,7 @@ def _note_what_was_not_reached(study: Study, found: Found) -> None:
     """Puts the candidates that the budget left no time for into the story."""
     told = [trial["what"] for trial in study.trials]
     candidates = found.candidates
-    for stage, these in (("systems", candidates.systems), ("training", [*candidates.less_talk, *candidates.training])):
+    for stage, these in (("systems", candidates.systems), ("training", [*candidates.communication, *candidates.training])):
         for name in (each.name for each in these):
             if not any(name in what for what in told):
                 study.note(name, stage, "not tried", "the search's part of the budget ended before it")
@@ -217,14 +217,14 @@ def _confirm(study: Study, found: Found) -> None:
     budget.reserved = 0.0
     if not found.won:
         return
-    if study.processes > 1 and alone(confirmed.recipe):
+    if study.processes > 1 and drop_distributed(confirmed.recipe):
         with budget.part(1.0):
             found.winner_alone = _one_process(study, found, confirmed.recipe, fmean(tuned for _, tuned, *_ in confirmed.samples))
     with budget.part(1.0):
         against_competent(study, confirmed, found.competent, found.pace_seconds)
         found.anatomy["tuned"] = study.anatomy(confirmed.recipe)
     if confirmed.recipe != found.top or len(found.shares) < len(confirmed.recipe.methods):
-        found.top, found.shares = confirmed.recipe, shares_of(study, confirmed.recipe)
+        found.top, found.shares = confirmed.recipe, contributions(study, confirmed.recipe)
 
 
 def _baseline(study: Study, margin: float | None) -> Baseline:
@@ -233,7 +233,7 @@ def _baseline(study: Study, margin: float | None) -> Baseline:
     runs = [study.run(Recipe(), seed) for seed in seeds]
     for run in runs:
         if "failed" in run:
-            raise Failure(f"the task's own training does not run: {run['failed']}")
+            raise RunError(f"the task's own training does not run: {run['failed']}")
     metrics = [run["metric"] for run in runs]
     if study.target is None:  # what every seed reaches
         best = [run["best_metric"] for run in runs]
@@ -241,10 +241,10 @@ def _baseline(study: Study, margin: float | None) -> Baseline:
         runs = [study.run(Recipe(), seed) for seed in seeds]
     if all(run["seconds_to_target"] is None for run in runs):
         best = max(metrics) if study.higher_is_better else min(metrics)
-        raise Failure(
+        raise RunError(
             f"the task's own training never held its target {study.target:g} (it ended at {best:.4g}); lower the target or train longer"
         )
-    baseline = Baseline(seeds, runs, study.target, stated_margin(sum(metrics) / len(metrics), margin), study.higher_is_better)
+    baseline = Baseline(seeds, runs, study.target, resolve_margin(sum(metrics) / len(metrics), margin), study.higher_is_better)
     study.note(
         "baseline",
         "baseline",
@@ -257,8 +257,8 @@ def _baseline(study: Study, margin: float | None) -> Baseline:
 
 def _one_process(study: Study, found: Found, recipe: Recipe, samples: float) -> Ratio | None:
     """How many times as fast one process with all cores is as the job, so many samples long: nobody should pay for several in vain."""
-    outcome = study.pace(recipe, alone(recipe), seconds=found.pace_seconds, alone=True)
-    what = f"{alone(recipe)}, {ONE_PROCESS}" if recipe else ONE_PROCESS
+    outcome = study.compare_speed(recipe, drop_distributed(recipe), seconds=found.pace_seconds, alone=True)
+    what = f"{drop_distributed(recipe)}, {ONE_PROCESS}" if recipe else ONE_PROCESS
     if why := outcome.get("failed"):
         study.note(what, "baseline", "failed", why, seconds=outcome["trial_seconds"])
         return None
@@ -271,9 +271,9 @@ def _one_process(study: Study, found: Found, recipe: Recipe, samples: float) -> 
 def _competent(study: Study, seconds: float) -> Recipe:
     """The second baseline: what a competent user sets by hand. Each of the usual forms is compared with the best before it."""
     best, idle = Recipe(), set()
-    for form in competent_recipes(study.device, max(1, cores() // study.processes)):
-        while other := form.without(*idle):
-            outcome = {} if other == best else study.pace(best, other, seconds=seconds)
+    for form in strong_baselines(study.device, max(1, cores() // study.processes)):
+        while other := form.drop(*idle):
+            outcome = {} if other == best else study.compare_speed(best, other, seconds=seconds)
             if not (in_vain := {name for name in other.methods if f"{name} {NOTHING_TO_DO}" in outcome.get("failed", "")}):
                 break
             idle |= in_vain

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hasten import Failure, Refusal
+from hasten import RunError, ConfigurationError
 
 CHUNK = 1 << 18  # bytes
 PATIENCE = 30  # seconds that a server may be silent
@@ -44,7 +44,7 @@ def fetched(file: File) -> Path:
     if path is None:
         return made_once(file.path, lambda unfinished: _download(file, unfinished))
     if (actual := _sha256(path)) != file.sha256:
-        raise Refusal(
+        raise ConfigurationError(
             f"{path} is not the expected file (sha256 {actual[:12]}…, not {file.sha256[:12]}…); remove it, or put the one of {file.address} there"
         )
     return path
@@ -71,7 +71,7 @@ def made_once(path: str, make: Callable[[Path], None]) -> Path:
         finally:
             unfinished.unlink(missing_ok=True)
     except OSError as error:
-        raise Failure(f"cannot write {place}: {error.strerror or error}; set HASTEN_DATA to a folder that has {path}") from None
+        raise RunError(f"cannot write {place}: {error.strerror or error}; set HASTEN_DATA to a folder that has {path}") from None
     return place
 
 
@@ -94,7 +94,7 @@ def members(path: Path) -> Iterator[tuple[str, bytes]]:
                 yield header[:100].rstrip(b"\0").decode(), content[place + BLOCK : place + BLOCK + size]
             place += BLOCK + -(-size // BLOCK) * BLOCK
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise Refusal(f"{path} cannot be read as a tar.gz archive ({error}); remove it, and it is fetched again") from None
+        raise ConfigurationError(f"{path} cannot be read as a tar.gz archive ({error}); remove it, and it is fetched again") from None
 
 
 def pack(files: Iterable[tuple[str, bytes]], to: Path) -> None:
@@ -109,7 +109,7 @@ def pack(files: Iterable[tuple[str, bytes]], to: Path) -> None:
 def _folders() -> list[Path]:
     own = os.environ.get("HASTEN_DATA")
     if own and not Path(own).expanduser().is_dir():
-        raise Refusal(f"HASTEN_DATA={own} is not a folder")
+        raise ConfigurationError(f"HASTEN_DATA={own} is not a folder")
     folders = [Path(own).expanduser(), _downloads()] if own else [_downloads()]
     package = importlib.util.find_spec("hasten")  # None for an exported script on a machine without hasten
     return [*folders, *(Path(path) / "workloads" / "data" for path in (package.submodule_search_locations if package else []))]
@@ -126,7 +126,7 @@ def _download(file: File, to: Path) -> None:
             sink.write(chunk)
             digest.update(chunk)
     if digest.hexdigest() != file.sha256:
-        raise Failure(
+        raise RunError(
             f"what {file.address} sent is not the expected file (sha256 {digest.hexdigest()[:12]}…); put the right one at {_downloads() / file.path}"
         )
 
@@ -140,7 +140,7 @@ def _chunks(file: File) -> Iterator[bytes]:
                 yield chunk
     except (OSError, ValueError, http.client.HTTPException) as error:
         why = getattr(error, "reason", None) or error
-        raise Failure(f"cannot fetch {file.address}: {why}; fetch it by hand and put it at {_downloads() / file.path}") from None
+        raise RunError(f"cannot fetch {file.address}: {why}; fetch it by hand and put it at {_downloads() / file.path}") from None
 
 
 @contextmanager

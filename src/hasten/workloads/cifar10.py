@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from hasten import Refusal, Task
+from hasten import ConfigurationError, Task
 from hasten.workloads._data import File, fetched, found, made_once, members, pack
 
 OFFICIAL = File(
@@ -104,7 +104,7 @@ def _jpeg_files(split: str) -> tuple[list[bytes], list[int]]:
             files.append(content)
             labels.append(CLASSES.index(kind))
     if len(files) != PICTURES[split]:
-        raise Refusal(f"{path} holds {len(files)} pictures {split}/CLASS/NUMBER.jpg, not {PICTURES[split]}; remove it, and it is made anew")
+        raise ConfigurationError(f"{path} holds {len(files)} pictures {split}/CLASS/NUMBER.jpg, not {PICTURES[split]}; remove it, and it is made anew")
     return files, labels
 
 
@@ -125,5 +125,5 @@ def _pillow():
     try:
         from PIL import Image
     except ImportError:
-        raise Refusal("the workload cifar10 needs the package pillow; pip install 'hasten[images]'") from None
+        raise ConfigurationError("the workload cifar10 needs the package pillow; pip install 'hasten[images]'") from None
     return Image

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset
 
-from hasten import Refusal, Task
+from hasten import ConfigurationError, Task
 from hasten.workloads._data import File, fetched, found, made_once, members, pack
 
 OFFICIAL = File(
@@ -95,7 +95,7 @@ def _transformers():
     try:
         import transformers
     except ImportError:
-        raise Refusal("the workload imdb needs the package transformers; pip install 'hasten[text]'") from None
+        raise ConfigurationError("the workload imdb needs the package transformers; pip install 'hasten[text]'") from None
     return transformers
 
 
@@ -107,7 +107,7 @@ def _reviews() -> dict[str, list[tuple[str, int]]]:
         _, split, folder, _ = name.split("/")
         reviews[split].append((content.decode(), int(folder == "pos")))
     if any(len(reviews[split]) != 2 * BELOW[split] for split in BELOW):
-        raise Refusal(
+        raise ConfigurationError(
             f"{path} holds {len(reviews['train'])} and {len(reviews['test'])} reviews, not 10000 and 5000; remove it, and it is made anew"
         )
     return reviews

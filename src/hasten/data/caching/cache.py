@@ -20,37 +20,37 @@ import numpy
 import psutil
 import torch
 
-from hasten.contract.errors import Failure, Refusal
-from hasten.contract.watch import Watch
-from hasten.data.caching.cache_disk import Folder, default_folder
+from hasten.contract.errors import RunError, ConfigurationError
+from hasten.contract.watch import ProgressCallback
+from hasten.data.caching.cache_disk import CacheDirectory, default_folder
 from hasten.data.caching.filling import ALIKE, bytes_of, noticing, paced, read_first, read_whole
 from hasten.data.caching.fingerprints import fingerprint
-from hasten.data.checks import above_0
-from hasten.data.faults import Faults
+from hasten.data.checks import check_positive
+from hasten.data.faults import BadRowPolicy
 from hasten.data.formats.in_memory import gathered
-from hasten.data.making import Map, Unlike, handed_on, is_ours, lists_of, stacked
-from hasten.data.source import BadRow, Source, leaves_of, mapped, refuse_bad, rows_of
+from hasten.data.making import Map, CollateError, passthrough_paths, is_builtin, lists_of, collate_nested
+from hasten.data.source import BadRow, Source, tree_leaves, tree_map, refuse_bad, unbatch
 from hasten.engine.budget import free_memory
 
 MAX_FREE_FRACTION = 0.5  # of the free memory or disk space, the default limit of a cache
 CHUNK = 16_000_000  # bytes read at a time while filling
 
 
-def cached(source: Source, maps: tuple[Map, ...], where: str, gigabytes: float | None, folder, watch: Watch | None) -> Source:
+def cached(source: Source, maps: tuple[Map, ...], where: str, gigabytes: float | None, folder, watch: ProgressCallback | None) -> Source:
     """Returns a cache of the source after its sample maps. The arguments are those of ``Pipeline.cache``.
 
     Raises:
         Refusal: An argument has a wrong value.
     """
     if where not in ("memory", "disk"):
-        raise Refusal(f"cache(where=) is 'memory' or 'disk', not {where!r}")
-    above_0("cache(gigabytes=)", gigabytes)
+        raise ConfigurationError(f"cache(where=) is 'memory' or 'disk', not {where!r}")
+    check_positive("cache(gigabytes=)", gigabytes)
     if folder is not None and where == "memory":
-        raise Refusal("cache(folder=) is for a cache on disk; use .cache('disk', folder=...)")
+        raise ConfigurationError("cache(folder=) is for a cache on disk; use .cache('disk', folder=...)")
     if folder is not None and not (isinstance(folder, (str, Path)) and str(folder)):
-        raise Refusal(f"cache(folder=) is the path of a folder, not {folder!r:.80}")
+        raise ConfigurationError(f"cache(folder=) is the path of a folder, not {folder!r:.80}")
     if watch is not None and not callable(watch):
-        raise Refusal(f"cache(watch=) is a function (what, done, seconds left), not {watch!r:.80}")
+        raise ConfigurationError(f"cache(watch=) is a function (what, done, seconds left), not {watch!r:.80}")
     mapped_source = Mapped(source, maps) if maps else source
     if where == "memory":
         return MemoryCache(mapped_source, gigabytes, watch)
@@ -62,7 +62,7 @@ class Mapped(Source):
 
     def __init__(self, source: Source, maps: tuple[Map, ...]):
         if any(stage.stage is not None for stage in maps):
-            raise Refusal("a map that wants random numbers comes before cache(), which would freeze them; put it after the cache")
+            raise ConfigurationError("a map that wants random numbers comes before cache(), which would freeze them; put it after the cache")
         self.source, self.functions = source, [stage.function for stage in maps]
         self.fingerprints = [fingerprint(function) for function in self.functions]
 
@@ -71,22 +71,22 @@ class Mapped(Source):
 
     def read(self, rows: numpy.ndarray):
         columns = self.source.read(rows)
-        samples, lists = self._mapped(rows_of(columns)), lists_of(columns)
+        samples, lists = self._mapped(unbatch(columns)), lists_of(columns)
         try:
-            return stacked(samples, lists, self._handed_on if lists else frozenset())
-        except Unlike as error:
-            raise Refusal(f"{error}; {ALIKE}") from None
+            return collate_nested(samples, lists, self._handed_on if lists else frozenset())
+        except CollateError as error:
+            raise ConfigurationError(f"{error}; {ALIKE}") from None
 
     def identity(self) -> dict:
         return {"of": made_of(self.source), "maps": self.fingerprints}
 
     def edges(self) -> numpy.ndarray:
-        return self.source.edges()
+        return self.source.chunk_offsets()
 
     def known_bad(self) -> list[BadRow]:
-        return self.source.known_bad()
+        return self.source.known_bad_rows()
 
-    def prepare(self, runner: Callable, faults: Faults) -> None:
+    def prepare(self, runner: Callable, faults: BadRowPolicy) -> None:
         self.source.prepare(runner, faults)
         self.__dict__.pop("_handed_on", None)  # the data may have changed
 
@@ -97,7 +97,7 @@ class Mapped(Source):
 
     @cached_property
     def _handed_on(self) -> frozenset[tuple]:
-        return handed_on(self.source, self._mapped)
+        return passthrough_paths(self.source, self._mapped)
 
 
 class Cache(Source):
@@ -112,7 +112,7 @@ class Cache(Source):
         bad: {row: (location, reason)}.
     """
 
-    def __init__(self, source: Source, gigabytes: float | None, watch: Watch | None):
+    def __init__(self, source: Source, gigabytes: float | None, watch: ProgressCallback | None):
         self.source, self.gigabytes, self.watch = source, gigabytes, watch
         self.made_of = self.kept = None
         self.lists: list[int] = []
@@ -134,18 +134,18 @@ class Cache(Source):
             selected = gathered(column, index)
             return list(selected) if next(numbers) in self.lists else selected
 
-        return mapped(select, self.kept)
+        return tree_map(select, self.kept)
 
     def identity(self) -> dict:
         return made_of(self.source)
 
     def edges(self) -> numpy.ndarray:
-        return self.source.edges()
+        return self.source.chunk_offsets()
 
     def known_bad(self) -> list[BadRow]:
-        return self.source.known_bad()
+        return self.source.known_bad_rows()
 
-    def prepare(self, runner: Callable, faults: Faults) -> None:
+    def prepare(self, runner: Callable, faults: BadRowPolicy) -> None:
         self.source.prepare(runner, faults)
         now = made_of(self.source)
         if _differ(now, self.made_of):
@@ -154,13 +154,13 @@ class Cache(Source):
             self.kept, self.lists, self.bad = self.filled(now, runner, faults)
             self.made_of = now
         for row, why in self.bad.items():
-            faults.note(BadRow(row, *why))
+            faults.record(BadRow(row, *why))
 
     @abstractmethod
-    def filled(self, now: dict, runner: Callable, faults: Faults) -> tuple[Any, list[int], dict]:
+    def filled(self, now: dict, runner: Callable, faults: BadRowPolicy) -> tuple[Any, list[int], dict]:
         """Returns (columns of all rows as tensors, ``lists``, ``bad``); ``now`` is the identity of the source."""
 
-    def chunks(self, like, now: dict, runner: Callable, faults: Faults, bad: dict, what: str) -> Iterator[tuple[int, Any]]:
+    def chunks(self, like, now: dict, runner: Callable, faults: BadRowPolicy, bad: dict, what: str) -> Iterator[tuple[int, Any]]:
         """Yields all rows in order as (first row, columns). Bad rows are zeros and are recorded in ``bad``.
 
         Raises:
@@ -175,7 +175,7 @@ class Cache(Source):
 
         for number, (columns, faulty) in enumerate(runner(make, range(-(-rows // size)))):
             for fault in faulty:
-                faults.note(fault)
+                faults.record(fault)
                 bad[fault.row] = (fault.where, fault.why)
             yield number * size, columns
             done = min(1.0, (number + 1) * size / rows)
@@ -183,9 +183,9 @@ class Cache(Source):
             watch(paced(what, done * rows, spent), done, spent * (1 - done) / done)
         self.source.prepare(runner, faults)
         if _differ(made_of(self.source), now):
-            raise Failure("the data changed while the cache was being filled; start again when no process writes to them")
+            raise RunError("the data changed while the cache was being filled; start again when no process writes to them")
 
-    def within(self, free: float, what: str, faults: Faults) -> tuple[Any, list[int]]:
+    def within(self, free: float, what: str, faults: BadRowPolicy) -> tuple[Any, list[int]]:
         """Reads the first rows as tensors, and ``lists``, if all rows like them fit into ``free`` bytes and the limit.
 
         Raises:
@@ -197,19 +197,19 @@ class Cache(Source):
         if needed > allowed:
             limit = "were allowed" if self.gigabytes else f"are half of what is free {what}"
             message = f"a cache of {len(self)} rows needs {needed / 1e9:.3g} GB, and {allowed / 1e9:.3g} GB {limit}"
-            raise Refusal(f"{message}; allow more with gigabytes=, or keep less of every sample")
+            raise ConfigurationError(f"{message}; allow more with gigabytes=, or keep less of every sample")
         return first, lists
 
 
 class MemoryCache(Cache):
     """Keeps one tensor per column in memory."""
 
-    def filled(self, now: dict, runner: Callable, faults: Faults):
+    def filled(self, now: dict, runner: Callable, faults: BadRowPolicy):
         first, lists = self.within(free_memory(), "in memory", faults)
-        kept = mapped(lambda column: torch.zeros((len(self), *column.shape[1:]), dtype=column.dtype), first)
+        kept = tree_map(lambda column: torch.zeros((len(self), *column.shape[1:]), dtype=column.dtype), first)
         bad = {}
         for begin, columns in self.chunks(first, now, runner, faults, bad, "filling the cache in memory"):
-            for column, chunk in zip(leaves_of(kept), leaves_of(columns), strict=True):
+            for column, chunk in zip(tree_leaves(kept), tree_leaves(columns), strict=True):
                 column[begin : begin + len(chunk)] = chunk
         return kept, lists, bad
 
@@ -217,14 +217,14 @@ class MemoryCache(Cache):
 class DiskCache(Cache):
     """Keeps one memory-mapped row-major file per column; all processes that read it share its pages."""
 
-    def __init__(self, source: Source, gigabytes: float | None, watch: Watch | None, folder: Path):
+    def __init__(self, source: Source, gigabytes: float | None, watch: ProgressCallback | None, folder: Path):
         super().__init__(source, gigabytes, watch)
         self.folder = folder
 
-    def filled(self, now: dict, runner: Callable, faults: Faults):
-        return Folder(self.folder, now).opened(lambda write: self._written(write, now, runner, faults))
+    def filled(self, now: dict, runner: Callable, faults: BadRowPolicy):
+        return CacheDirectory(self.folder, now).opened(lambda write: self._written(write, now, runner, faults))
 
-    def _written(self, write: Callable, now: dict, runner: Callable, faults: Faults) -> tuple[list[int], dict]:
+    def _written(self, write: Callable, now: dict, runner: Callable, faults: BadRowPolicy) -> tuple[list[int], dict]:
         """Passes every chunk of rows to ``write`` and returns ``lists`` and ``bad``."""
         bad = {}
         first, lists = self.within(psutil.disk_usage(str(self.folder)).free, f"in {self.folder}", faults)
@@ -236,8 +236,8 @@ class DiskCache(Cache):
 def made_of(source: Source) -> dict:
     """Returns what distinguishes the rows of a source from all others: class, code, length and identity, as JSON."""
     kind = type(source)
-    named, code = f"{kind.__module__}.{kind.__qualname__}", None if is_ours(kind) else fingerprint(kind)
-    return _plain({"source": named, "code": code, "rows": len(source), "of": source.identity()})
+    named, code = f"{kind.__module__}.{kind.__qualname__}", None if is_builtin(kind) else fingerprint(kind)
+    return _plain({"source": named, "code": code, "rows": len(source), "of": source.fingerprint()})
 
 
 def _differ(one: dict, other: dict | None) -> bool:

@@ -33,10 +33,10 @@ import torch
 from platformdirs import user_cache_path
 
 from hasten import __version__
-from hasten.contract.errors import Failure, Notice
+from hasten.contract.errors import RunError, HastenWarning
 from hasten.data.formats.in_memory import from_numpy_array
-from hasten.data.source import leaves_of, length_of, mapped
-from hasten.engine.failures import disk_trouble
+from hasten.data.source import tree_leaves, length_of, tree_map
+from hasten.engine.failures import translate_disk_errors
 
 FORMAT = 3  # to be increased with every change of what is written or of how sources read
 NOT_WHOLE = (OSError, ValueError, LookupError, TypeError, AttributeError)  # raised while a damaged or missing cache is read
@@ -64,7 +64,7 @@ def free_disk(folder: Path) -> int:
         return shutil.disk_usage(next(filter(os.path.exists, (folder, *folder.parents)), "/")).free
 
 
-class Folder:
+class CacheDirectory:
     """The cache in ``folder`` of the source with the identity ``made_of``."""
 
     def __init__(self, folder: Path, made_of: dict):
@@ -89,14 +89,14 @@ class Folder:
             return self._mapped()
         with _trouble(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-        with held(self.lock, f"another process makes the cache in {self.folder}; waiting for it"):
+        with file_lock(self.lock, f"another process makes the cache in {self.folder}; waiting for it"):
             with suppress(*NOT_WHOLE):
                 return self._mapped()  # written by the process that held the lock before
             self._make(fill)
             return self._mapped()
 
     def _make(self, fill: Callable) -> None:
-        swept(self.folder)
+        remove_partial(self.folder)
         for left in (self.making, self.whole):  # left by a killed process, or damaged
             shutil.rmtree(left, ignore_errors=True)
         with _trouble(self.folder):
@@ -138,15 +138,15 @@ class _Written:
         with _trouble(self.folder.parent):
             if self.like is None:
                 self.like = columns
-                self.files = [self._new(f"{number}.rows") for number in range(len(leaves_of(columns)))]
-            for file, column in zip(self.files, leaves_of(columns), strict=True):
+                self.files = [self._new(f"{number}.rows") for number in range(len(tree_leaves(columns)))]
+            for file, column in zip(self.files, tree_leaves(columns), strict=True):
                 file.write(column.contiguous().reshape(-1).view(torch.uint8).numpy())
         self.rows += length_of(columns)
 
     def finish(self, about: dict) -> None:
-        kinds = [[str(column.dtype).removeprefix("torch."), [self.rows, *column.shape[1:]]] for column in leaves_of(self.like)]
+        kinds = [[str(column.dtype).removeprefix("torch."), [self.rows, *column.shape[1:]]] for column in tree_leaves(self.like)]
         numbers = count()
-        about = {**about, "columns": kinds, "nesting": mapped(lambda column: next(numbers), self.like)}  # tuples become JSON arrays
+        about = {**about, "columns": kinds, "nesting": tree_map(lambda column: next(numbers), self.like)}  # tuples become JSON arrays
         with _trouble(self.folder.parent):
             description = self._new("cache.json")
             description.write(json.dumps(about).encode())
@@ -164,11 +164,11 @@ class _Written:
 
 
 def _trouble(folder: Path):
-    return disk_trouble(folder, "nothing is left of the cache there; make room, or choose another folder: .cache('disk', folder=...)")
+    return translate_disk_errors(folder, "nothing is left of the cache there; make room, or choose another folder: .cache('disk', folder=...)")
 
 
 @contextmanager
-def held(lock: Path, waiting: str) -> Iterator[None]:
+def file_lock(lock: Path, waiting: str) -> Iterator[None]:
     """Holds an exclusive lock file and removes it afterwards; gives the Notice ``waiting`` if another process holds it.
 
     Raises:
@@ -177,7 +177,7 @@ def held(lock: Path, waiting: str) -> Iterator[None]:
     warned = False
     while (file := _locked(lock)) is None:
         if not warned:
-            warnings.warn(waiting, Notice, stacklevel=3)
+            warnings.warn(waiting, HastenWarning, stacklevel=3)
             warned = True
         time.sleep(LOCK_POLL_INTERVAL_S)
     with file:
@@ -187,11 +187,11 @@ def held(lock: Path, waiting: str) -> Iterator[None]:
             lock.unlink(missing_ok=True)
 
 
-def swept(folder: Path) -> None:
+def remove_partial(folder: Path) -> None:
     """Removes what killed processes left: partial caches and lock files."""
     for left in {path.with_suffix("") for ending in ("making", "lock") for path in folder.glob(f"*.{ending}")}:
         lock = left.with_suffix(".lock")
-        with suppress(Failure):  # the file may belong to another user
+        with suppress(RunError):  # the file may belong to another user
             if file := _locked(lock):
                 with file:
                     shutil.rmtree(left.with_suffix(".making"), ignore_errors=True)
@@ -200,7 +200,7 @@ def swept(folder: Path) -> None:
 
 def _locked(lock: Path) -> BinaryIO | None:
     """Returns the locked file, or None while another process holds it."""
-    with disk_trouble(lock, "files there must be lockable; choose another folder: .cache('disk', folder=...), or HASTEN_CACHE"):
+    with translate_disk_errors(lock, "files there must be lockable; choose another folder: .cache('disk', folder=...), or HASTEN_CACHE"):
         file = open(lock, "ab")  # noqa: SIM115 (the caller closes it)
         with suppress(BlockingIOError, FileNotFoundError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

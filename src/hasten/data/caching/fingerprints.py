@@ -30,7 +30,7 @@ from pathlib import Path
 
 import torch
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 
 INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 ANY_CALLABLE = pickle.Pickler  # pickle wants a callable where a value is taken apart; it is never called
@@ -106,9 +106,9 @@ class _Pickler(pickle.Pickler):
             raise self._refusal(value)
         return ANY_CALLABLE, ("named",), [type(value), _versioned(module), reduced]
 
-    def _refusal(self, value) -> Refusal:
+    def _refusal(self, value) -> ConfigurationError:
         reason = f"whether {self.name} has changed cannot be told, as it depends on a {type(value).__name__}"
-        return Refusal(f"{reason}; make that inside the function, or leave the cache out")
+        return ConfigurationError(f"{reason}; make that inside the function, or leave the cache out")
 
 
 def _function_parts(function: types.FunctionType) -> list:

@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 
 
 def crc32c(pieces: Sequence[bytes]) -> numpy.ndarray:
@@ -64,5 +64,5 @@ def _crc32c() -> Callable[[bytes], int]:
     try:
         from google_crc32c import value
     except ImportError:
-        raise Refusal("checksums of TFRecord files need google-crc32c: pip install 'hasten[data]'") from None
+        raise ConfigurationError("checksums of TFRecord files need google-crc32c: pip install 'hasten[data]'") from None
     return value

@@ -18,9 +18,9 @@ from importlib import metadata
 import numpy
 import torch
 
-from hasten.contract.errors import Refusal, one_line
+from hasten.contract.errors import ConfigurationError, format_error
 from hasten.data.checks import at_least
-from hasten.data.memory import scratch, taken
+from hasten.data.memory import thread_scratch, acquire
 from hasten.data.source import BadRow
 
 PIXELS = 178_956_970 // 4  # a quarter of what Pillow warns of twice: 44 million, 134 MB of colours
@@ -38,10 +38,10 @@ def size_of(resize: int | tuple[int, int] | None, pixels: int = PIXELS) -> tuple
         return None
     sides = resize if isinstance(resize, (tuple, list)) else (resize, resize)
     if len(sides) != 2 or not all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in sides):
-        raise Refusal(f"resize is the side of a square or (height, width) in pixels, not {resize!r:.80}")
+        raise ConfigurationError(f"resize is the side of a square or (height, width) in pixels, not {resize!r:.80}")
     if sides[0] * sides[1] > pixels:
         told = f"resize={resize!r} makes pictures of {sides[0] * sides[1]} pixels, and {pixels} are allowed"
-        raise Refusal(f"{told}; make them smaller, or allow more: pixels=")
+        raise ConfigurationError(f"{told}; make them smaller, or allow more: pixels=")
     return tuple(sides)
 
 
@@ -67,7 +67,7 @@ def pictures_of(
     Raises:
         BadRow: a picture that cannot be read.
     """
-    batch = [None] * len(rows) if size is None else taken((len(rows), 3, *size), torch.uint8)
+    batch = [None] * len(rows) if size is None else acquire((len(rows), 3, *size), torch.uint8)
     for place, row in enumerate(rows):
         try:
             if size is None:
@@ -106,14 +106,14 @@ def _by_simplejpeg(content: bytes, pixels: int, size: tuple[int, int] | None) ->
     least = {"min_height": SPARE * size[0], "min_width": SPARE * size[1], "min_factor": 2}
     height, width = jpeg.decode_jpeg_header(content, **least)[:2]
     # colours have half the detail in most files; how they are enlarged cannot be seen once the picture is made smaller
-    return jpeg.decode_jpeg(content, fastupsample=True, buffer=scratch("jpeg", (height * width * 3,), torch.uint8).numpy(), **least)
+    return jpeg.decode_jpeg(content, fastupsample=True, buffer=thread_scratch("jpeg", (height * width * 3,), torch.uint8).numpy(), **least)
 
 
 def _by_pillow(content: bytes, pixels: int, size: tuple[int, int] | None) -> numpy.ndarray:
     try:
         from PIL import JpegImagePlugin, PngImagePlugin
     except ImportError:
-        raise Refusal("decoding this image needs the package pillow; pip install 'hasten[images]'") from None
+        raise ConfigurationError("decoding this image needs the package pillow; pip install 'hasten[images]'") from None
 
     # not Image.open, whose own limit would speak first, and not say how big the picture is
     readers = {b"\xff\xd8\xff": JpegImagePlugin.JpegImageFile, b"\x89PN": PngImagePlugin.PngImageFile}
@@ -130,7 +130,7 @@ def _by_pillow(content: bytes, pixels: int, size: tuple[int, int] | None) -> num
     except (ValueError, MemoryError):
         raise
     except Exception as error:  # its readers of damaged files raise nearly anything
-        raise ValueError(f"it cannot be decoded ({one_line(error)})") from None
+        raise ValueError(f"it cannot be decoded ({format_error(error)})") from None
 
 
 class _TooBig(ValueError):

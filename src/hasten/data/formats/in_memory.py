@@ -12,11 +12,11 @@ import numpy
 import torch
 
 from hasten._torch_compat import in_place_version
-from hasten.contract.errors import Refusal, one_line
-from hasten.data.memory import taken
+from hasten.contract.errors import ConfigurationError, format_error
+from hasten.data.memory import acquire
 from hasten.data.pipeline import Pipeline
-from hasten.data.places.files import is_remote, plain, stamp
-from hasten.data.source import Source, leaves_of, mapped, nesting
+from hasten.data.places.files import is_remote, plain, file_signature
+from hasten.data.source import Source, tree_leaves, tree_map, tree_spec
 
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
@@ -34,7 +34,7 @@ def arrays(*columns) -> Pipeline:
         Refusal: no column, a remote file, unequal lengths, an array of Python objects (it would have to be unpickled).
     """
     if not columns:
-        raise Refusal("arrays() wants at least one array")
+        raise ConfigurationError("arrays() wants at least one array")
     return Pipeline(Arrays(columns[0] if len(columns) == 1 else tuple(columns)))
 
 
@@ -43,8 +43,8 @@ class Arrays(Source):
 
     def __init__(self, columns):
         if isinstance(columns, (dict, tuple)) and not columns:
-            raise Refusal("arrays() wants at least one array")
-        self.given = mapped(lambda column: _here(column) if isinstance(column, (str, Path)) else column, columns)
+            raise ConfigurationError("arrays() wants at least one array")
+        self.given = tree_map(lambda column: _here(column) if isinstance(column, (str, Path)) else column, columns)
         self.digests: dict[tuple, str] = {}
         self._open()
 
@@ -57,24 +57,24 @@ class Arrays(Source):
 
     def read(self, rows: numpy.ndarray):
         index = torch.from_numpy(rows)
-        return mapped(lambda column: gathered(column, index), self.columns)
+        return tree_map(lambda column: gathered(column, index), self.columns)
 
     def identity(self) -> dict:
         """Files by their stamps; what lies in memory by its content."""
-        columns = zip(leaves_of(self.columns), self.stamps, strict=True)
-        return {"nesting": nesting(self.columns), "columns": [of_file or self._content(column) for column, of_file in columns]}
+        columns = zip(tree_leaves(self.columns), self.stamps, strict=True)
+        return {"nesting": tree_spec(self.columns), "columns": [of_file or self._content(column) for column, of_file in columns]}
 
     def _open(self) -> None:
         stamps = self._stamps()  # before the files are mapped: one that changes meanwhile is found changed
-        columns = mapped(_tensor, self.given)
-        length, *others = sorted({len(column) for column in leaves_of(columns)})
+        columns = tree_map(_tensor, self.given)
+        length, *others = sorted({len(column) for column in tree_leaves(columns)})
         if others:
-            raise Refusal(f"the arrays have unequal lengths: {', '.join(map(str, (length, *others)))}")
+            raise ConfigurationError(f"the arrays have unequal lengths: {', '.join(map(str, (length, *others)))}")
         self.stamps, self.columns, self.length = stamps, columns, length
 
     def _stamps(self) -> list[list | None]:
         """Of each column that is a file."""
-        return [stamp(column) if isinstance(column, str) else None for column in leaves_of(self.given)]
+        return [file_signature(column) if isinstance(column, str) else None for column in tree_leaves(self.given)]
 
     def _content(self, column: torch.Tensor) -> list:
         """Type, shape and hash; as long as torch has not written there, it is not read again."""
@@ -89,13 +89,13 @@ class Arrays(Source):
 
 def _here(path: str | Path) -> str:
     if is_remote(path):
-        raise Refusal(f"arrays are mapped into memory, from local files; copy {path} here first")
+        raise ConfigurationError(f"arrays are mapped into memory, from local files; copy {path} here first")
     return os.path.abspath(plain(path))
 
 
 def gathered(column: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """The rows of a column, in memory that was used before."""
-    rows = taken((len(index), *column.shape[1:]), column.dtype)
+    rows = acquire((len(index), *column.shape[1:]), column.dtype)
     torch.index_select(signed(column), 0, index, out=signed(rows))
     return rows
 
@@ -111,9 +111,9 @@ def _tensor(column) -> torch.Tensor:
     if isinstance(column, numpy.ndarray):
         column = from_numpy_array(column)
     if not isinstance(column, torch.Tensor) or not column.ndim:
-        raise Refusal(f"arrays() wants tensors, NumPy arrays or .npy files with a row per sample, not {type(column).__name__}")
+        raise ConfigurationError(f"arrays() wants tensors, NumPy arrays or .npy files with a row per sample, not {type(column).__name__}")
     if column.device.type != "cpu":
-        raise Refusal("arrays() reads from the computer's memory; give it .cpu() tensors, and take the batches to the device with .to()")
+        raise ConfigurationError("arrays() reads from the computer's memory; give it .cpu() tensors, and take the batches to the device with .to()")
     return column.detach().contiguous()
 
 
@@ -124,12 +124,12 @@ def from_numpy_array(array: numpy.ndarray) -> torch.Tensor:
         Refusal: torch knows no such type.
     """
     if array.dtype.hasobject:
-        raise Refusal("an array of Python objects cannot be read without executing code; store numbers")
+        raise ConfigurationError("an array of Python objects cannot be read without executing code; store numbers")
     try:
         with warnings.catch_warnings(action="ignore"):  # that it may not be written to: nobody does
             return torch.from_numpy(array if min(array.strides, default=0) >= 0 else array.copy())
     except (TypeError, ValueError) as error:
-        raise Refusal(f"an array of {array.dtype} is not what torch can hold: {one_line(error)}") from None
+        raise ConfigurationError(f"an array of {array.dtype} is not what torch can hold: {format_error(error)}") from None
 
 
 def opened_array(path: Path) -> numpy.ndarray:
@@ -141,9 +141,9 @@ def opened_array(path: Path) -> numpy.ndarray:
     try:
         return numpy.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:
-        raise Refusal(f"cannot read {path}: {error.strerror or one_line(error)}") from None
+        raise ConfigurationError(f"cannot read {path}: {error.strerror or format_error(error)}") from None
     except ValueError as error:
-        raise Refusal(f"{path} is no array of numbers: {one_line(error)}") from None
+        raise ConfigurationError(f"{path} is no array of numbers: {format_error(error)}") from None
 
 
 def _digest(column: torch.Tensor) -> str:

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy
 import torch
 
-from hasten.contract.errors import Failure, Refusal, one_line
+from hasten.contract.errors import RunError, ConfigurationError, format_error
 from hasten.data.formats.decoding import PIXELS, manner, pictures_of, size_of
 from hasten.data.pipeline import Pipeline
-from hasten.data.places.files import found, is_lost, is_remote, opened, stamp
+from hasten.data.places.files import resolve_paths, is_lost, is_remote, open_file, file_signature
 from hasten.data.places.manifests import Manifest, manifest_of, manifest_of_paths
-from hasten.data.places.remote import at_once
+from hasten.data.places.remote import fetch_ranges
 from hasten.data.source import Source
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
@@ -85,18 +85,18 @@ class Images(Source):
 
     def raw(self, rows: list[int], paths: list[str]) -> Iterator[bytes]:
         """The bytes of some pictures; remote ones are asked for at once."""
-        came = at_once([(path, None, None) for path in paths]) if is_remote(paths[0]) else [None] * len(paths)
+        came = fetch_ranges([(path, None, None) for path in paths]) if is_remote(paths[0]) else [None] * len(paths)
         for row, path, content in zip(rows, paths, came, strict=True):
             yield self._content(row, path) if content is None else content
 
     def _content(self, row: int, path: str) -> bytes:
         """The bytes of a picture; those of a local one are the ones that were read before, or told of by ``identity``."""
-        with _blaming(path), opened(path) as file:
+        with _blaming(path), open_file(path) as file:
             if not is_remote(path):
                 about = os.fstat(file.fileno())
                 mark = _number_of(about.st_size, about.st_mtime_ns)
                 if self._marks[row] not in (0, mark):
-                    raise Failure(f"{path} changed since it was first read; start again when nobody writes to it")
+                    raise RunError(f"{path} changed since it was first read; start again when nobody writes to it")
                 self._marks[row] = mark
             return file.read()
 
@@ -107,7 +107,7 @@ class Images(Source):
 def _files(paths) -> Manifest:
     if isinstance(paths, (str, os.PathLike)) and os.path.isdir(os.path.expanduser(paths)):
         return manifest_of(os.path.expanduser(paths), SUFFIXES)
-    return manifest_of_paths(found(paths, SUFFIXES))
+    return manifest_of_paths(resolve_paths(paths, SUFFIXES))
 
 
 def content_of(path: str) -> bytes:
@@ -116,7 +116,7 @@ def content_of(path: str) -> bytes:
     Raises:
         Refusal: they cannot be had. Failure: of none of these files.
     """
-    with _blaming(path), opened(path) as file:
+    with _blaming(path), open_file(path) as file:
         return file.read()
 
 
@@ -124,8 +124,8 @@ def _mark_of(path: str) -> list:
     """What changes when a picture does. One that cannot be had is a bad row; when it comes, that is a change."""
     try:
         with _blaming(path):
-            return stamp(path)
-    except Refusal:
+            return file_signature(path)
+    except ConfigurationError:
         return [path]
 
 
@@ -139,9 +139,9 @@ def _blaming(path: str) -> Iterator[None]:
     """A Refusal inside blames this picture, if it is to blame; a login that has run out is no fault of it, nor is what the machine lacks."""
     try:
         yield
-    except Refusal as refused:
+    except ConfigurationError as refused:
         if not is_lost(path, refused):
-            raise Failure(str(refused)) from None
+            raise RunError(str(refused)) from None
         raise
 
 
@@ -151,7 +151,7 @@ def _by_folder(files: Manifest) -> tuple[list[str], torch.Tensor]:
     names = [folder.split("/")[part] for folder in files.folders]
     if "" in names:
         example = files.inside(int((files.parents == names.index("")).argmax()))
-        raise Refusal(f"{example} lies in no folder that would be its class; say labels=None, or labels={{file name: number}}")
+        raise ConfigurationError(f"{example} lies in no folder that would be its class; say labels=None, or labels={{file name: number}}")
     classes = sorted(set(names))
     number = {name: place for place, name in enumerate(classes)}
     numbers = numpy.array([number[name] for name in names])
@@ -160,16 +160,16 @@ def _by_folder(files: Manifest) -> tuple[list[str], torch.Tensor]:
 
 def _by_name(files: Manifest, labels: Mapping[str, float]) -> torch.Tensor:
     if not isinstance(labels, Mapping):
-        raise Refusal(f'labels is "folder", a dict from file name to number, or None; not {labels!r}')
+        raise ConfigurationError(f'labels is "folder", a dict from file name to number, or None; not {labels!r}')
     numbers = []
     for number in range(len(files)):
         label = labels.get(files.inside(number), labels.get(files.name(number)))
         if not isinstance(label, Real):
-            raise Refusal(
+            raise ConfigurationError(
                 f"{files.inside(number)} has no label" if label is None else f"the label of {files.inside(number)} is no number: {label!r}"
             )
         numbers.append(label)
     try:
         return torch.tensor(numbers)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-        raise Refusal(f"the labels are not what a tensor can hold: {one_line(error)}") from None
+        raise ConfigurationError(f"the labels are not what a tensor can hold: {format_error(error)}") from None

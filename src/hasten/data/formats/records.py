@@ -17,15 +17,15 @@ from pathlib import Path
 
 import numpy
 
-from hasten.contract.errors import Refusal, nearest
+from hasten.contract.errors import ConfigurationError, suggest
 from hasten.data.formats import settings
 from hasten.data.formats.checksums import crc32c, crc32c_of_rows, masked
 from hasten.data.formats.tf_example import infer_features, summarize_example
 from hasten.data.formats.tf_example_vectorized import MalformedExample, parse_examples
 from hasten.data.pipeline import Pipeline
-from hasten.data.places.files import Lost, found, is_lost, is_remote, mapped_bytes, unchanged
+from hasten.data.places.files import FileMissingError, resolve_paths, is_lost, is_remote, mapped_bytes, check_unchanged
 from hasten.data.places.kept import Found
-from hasten.data.places.passes import Tell, once, walked_through
+from hasten.data.places.passes import Tell, once, load_or_build_index
 from hasten.data.places.ranges import LONGEST, read_ranges, whole
 from hasten.data.source import BadRow, Source, refuse_bad
 
@@ -69,7 +69,7 @@ def tfrecord(
     if features is not None:
         names = settings.names("features=", list(features) if isinstance(features, Mapping) else features)
         features = features if isinstance(features, Mapping) else names
-    return Pipeline(Examples(Records(found(paths, SUFFIXES), verify), features, target))
+    return Pipeline(Examples(Records(resolve_paths(paths, SUFFIXES), verify), features, target))
 
 
 class Examples(Source):
@@ -85,9 +85,9 @@ class Examples(Source):
         self.features = infer_features(summaries, features, target)
         names = [feature.name for feature in self.features]
         if target is not None and target not in names:
-            raise Refusal(f"there is no feature {target!r} to be the target{nearest(target, names)}")
+            raise ConfigurationError(f"there is no feature {target!r} to be the target{suggest(target, names)}")
         if target is not None and len(names) == 1:
-            raise Refusal(f"{target!r} is the only feature; without a target there is nothing to predict it from")
+            raise ConfigurationError(f"{target!r} is the only feature; without a target there is nothing to predict it from")
 
     def __len__(self) -> int:
         return len(self.records)
@@ -131,7 +131,7 @@ class Examples(Source):
             except ValueError as error:
                 faults.append(f"{self.records.where(row)} is no tf.train.Example: {error}")
         if not summaries:
-            raise Refusal(faults[0])
+            raise ConfigurationError(faults[0])
         return summaries, []
 
 
@@ -147,7 +147,7 @@ class Records:
     """
 
     def __init__(self, paths: list[str], verify: bool = True):
-        walks = walked_through(paths, ["records", verify], partial(_walked, verify=verify))
+        walks = load_or_build_index(paths, ["records", verify], partial(_walked, verify=verify))
         self.stamps, self.verify = [stamp for stamp, _, _ in walks], verify
         begins = [_add_bad_row(positions[0], reason) for _, (_, positions), reason in walks]
         ends = [_add_bad_row(positions[1], reason) for _, (_, positions), reason in walks]
@@ -157,7 +157,7 @@ class Records:
         last_rows, reasons = (self.edges[1:] - 1).tolist(), [reason for _, _, reason in walks]
         self.bad = {row: (path, why) for path, row, why in zip(paths, last_rows, reasons, strict=True) if why is not None}
         if len(self.begins) == len(self.bad):
-            raise Lost(next(iter(self.bad.values()))[1]) if self.bad else Refusal(f"there is no record in {', '.join(paths[:3])}")
+            raise FileMissingError(next(iter(self.bad.values()))[1]) if self.bad else ConfigurationError(f"there is no record in {', '.join(paths[:3])}")
 
     def __len__(self) -> int:
         return len(self.begins)
@@ -177,7 +177,7 @@ class Records:
         refuse_bad(rows, self.bad)
         starts, ends, files = self.begins[rows], self.ends[rows], numpy.searchsorted(self.edges, rows, "right") - 1
         if len(rows) and (files == files[0]).all() and not is_remote(path := self.stamps[files[0]][0]):
-            unchanged(path, self.stamps[files[0]])
+            check_unchanged(path, self.stamps[files[0]])
             content = mapped_bytes(path)
         else:
             first, last = _contiguous_runs(files, starts, ends)
@@ -231,7 +231,7 @@ def _walked(stamp: list, tell: Tell, verify: bool) -> tuple[Found, str | None]:
     starts = ends = numpy.empty(0, numpy.int64)
     try:
         starts, ends, reason = _undamaged(whole(stamp, tell), stamp[0], verify, tell)
-    except Refusal as refused:
+    except ConfigurationError as refused:
         if not is_lost(stamp[0], refused):
             raise
         reason = str(refused)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 
 
 def name(setting: str, value) -> str | None:
@@ -15,7 +15,7 @@ def name(setting: str, value) -> str | None:
         Refusal: it is something else.
     """
     if value is not None and not isinstance(value, str):
-        raise Refusal(f"{setting} is one name, not {value!r:.80}")
+        raise ConfigurationError(f"{setting} is one name, not {value!r:.80}")
     return value
 
 
@@ -27,16 +27,16 @@ def names(setting: str, value: Iterable[str]) -> list[str]:
             or one of them twice.
     """
     if isinstance(value, str):
-        raise Refusal(f"{setting} wants a list of names, as in {setting}[{value!r}]")
+        raise ConfigurationError(f"{setting} wants a list of names, as in {setting}[{value!r}]")
     if not isinstance(value, Iterable) or isinstance(value, (bytes, set, frozenset, Mapping)):
-        raise Refusal(f"{setting} wants a list of names, not {value!r:.80}")
+        raise ConfigurationError(f"{setting} wants a list of names, not {value!r:.80}")
     listed = list(value)
     if not listed:
-        raise Refusal(f"{setting} names nothing; leave it out, or say some names")
+        raise ConfigurationError(f"{setting} names nothing; leave it out, or say some names")
     if odd := [each for each in listed if not isinstance(each, str)]:
-        raise Refusal(f"{setting} wants a list of names, and {odd[0]!r:.80} is none")
+        raise ConfigurationError(f"{setting} wants a list of names, and {odd[0]!r:.80} is none")
     if twice := [each for each, times in Counter(listed).items() if times > 1]:
-        raise Refusal(f"{setting} names {twice[0]!r} twice")
+        raise ConfigurationError(f"{setting} names {twice[0]!r} twice")
     return listed
 
 
@@ -49,5 +49,5 @@ def shape(setting: str, value: Sequence[int]) -> tuple[int, ...]:
     if not isinstance(value, (tuple, list)) or not all(
         isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in value
     ):
-        raise Refusal(f"{setting} is a shape, as in (28, 28), not {value!r:.80}")
+        raise ConfigurationError(f"{setting} is a shape, as in (28, 28), not {value!r:.80}")
     return tuple(value)

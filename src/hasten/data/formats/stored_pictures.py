@@ -14,21 +14,21 @@ from collections.abc import Callable, Sequence
 import numpy
 import torch
 
-from hasten.contract.errors import Refusal
-from hasten.data.chance import Chance
+from hasten.contract.errors import ConfigurationError
+from hasten.data.chance import SampleRng
 from hasten.data.formats.in_memory import Arrays
 from hasten.data.making import Map
-from hasten.data.memory import large, scratch
+from hasten.data.memory import alloc_huge, thread_scratch
 from hasten.data.pipeline import Pipeline
 from hasten.data.source import Source
-from hasten.data.transforms import SEAM, choices, crop, inside, moments, places, scaled, seams
+from hasten.data.transforms import SEAM, choices, random_crop, inside, moments, places, scaled, seams
 from hasten.data.unpacking import FOOTER_BYTES, can_unpack, page_faults, plane_footers, retain_freed_memory, unpack_planes
 
 TRIES, REST = 3, 256  # batches: in fresh memory before they are made in two passes, and in two passes before one is tried again
 MOST_FRESH = 0.1  # of a batch
 
 
-def augmented(
+def augmented_images(
     images, labels=None, *, padding: int = 4, mirror: bool = True, mean: float | Sequence[float] = 0.0, std: float | Sequence[float] = 1.0
 ) -> Pipeline:
     """Pictures in memory, cropped, mirrored and normalised: what ``crop`` and ``normalise`` do to ``arrays``, about twice as fast.
@@ -46,7 +46,7 @@ def augmented(
         Refusal: as those, and for a map before ``batch``: there are no pictures yet.
     """
     source = Numbered(Arrays(images if labels is None else (images, labels)))
-    crop(padding, mirror)  # refuses what cannot be
+    random_crop(padding, mirror)  # refuses what cannot be
     gather = Gather(source.images, padding, mirror, *moments(mean, std))
     return Stored(source, batch_maps=(Map(gather, stage=0),))
 
@@ -56,7 +56,7 @@ class Stored(Pipeline):
 
     def map(self, function: Callable) -> Pipeline:
         if self.batch_size is None:
-            raise Refusal("augmented() makes its pictures a batch at a time; put .map() after .batch()")
+            raise ConfigurationError("augmented() makes its pictures a batch at a time; put .map() after .batch()")
         return super().map(function)
 
 
@@ -69,7 +69,7 @@ class Numbered(Source):
         self.images = arrays.columns[0] if labelled else arrays.columns
         self.labels = Arrays(arrays.columns[1:]) if labelled else None
         if not isinstance(self.images, torch.Tensor) or self.images.ndim < 3:
-            raise Refusal("augmented() wants pictures as one array of the shape (rows, ..., height, width)")
+            raise ConfigurationError("augmented() wants pictures as one array of the shape (rows, ..., height, width)")
 
     def __len__(self) -> int:
         return len(self.arrays)
@@ -101,7 +101,7 @@ class Gather:
         self.size = self.planes * stored
         first = padding * (width + 1)  # room for what a window at the very beginning, or end, reaches over
         copy = len(images) * self.size
-        self.values = large((1 + mirror) * copy + 2 * first, images.dtype)
+        self.values = alloc_huge((1 + mirror) * copy + 2 * first, images.dtype)
         self.values[:first] = self.values[-first:] = 0
         for number, each in enumerate([images, images.flip(-1)] if mirror else [images]):
             begin = first + number * copy
@@ -123,7 +123,7 @@ class Gather:
         if self.footers is not None:
             retain_freed_memory()
 
-    def __call__(self, batch, chance: Chance):
+    def __call__(self, batch, chance: SampleRng):
         labelled = isinstance(batch, tuple)
         numbers = batch[0] if labelled else batch
         chosen, count = chance.integers(0, self.choices), len(numbers)
@@ -141,13 +141,13 @@ class Gather:
         """The planes of all pictures, (planes, values and perhaps a footer), in memory that the next call overwrites."""
         begins = self.begins.index_select(0, chosen).add_(numbers.unsqueeze(1), alpha=self.size).view(-1)
         used = len(begins) * self.pitch * self.values.dtype.itemsize
-        memory = scratch("planes", (SEAM + used,), torch.uint8)
+        memory = thread_scratch("planes", (SEAM + used,), torch.uint8)
         before = 0 if self.seams is None else SEAM // 2  # bytes, so that seams are whole words of the memory
         planes = memory[before : before + used].view(self.values.dtype).view(-1, self.pitch)
         windows = self.values.as_strided((len(self.values) - self.plane + 1, self.plane), (1, 1))
         torch.index_select(windows, 0, begins, out=planes[:, : self.plane])
         if self.seams is None:
-            kept = torch.index_select(self.inside, 0, chosen, out=scratch("kept", (len(chosen), self.inside.shape[1]), self.inside.dtype))
+            kept = torch.index_select(self.inside, 0, chosen, out=thread_scratch("kept", (len(chosen), self.inside.shape[1]), self.inside.dtype))
             planes[:, : self.plane].view(len(chosen), self.planes, self.plane).view(kept.dtype).bitwise_and_(kept[:, None])
         else:
             pitch, width = self.pitch // SEAM, self.shape[-1] // SEAM

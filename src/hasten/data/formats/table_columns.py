@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import torch
 
-from hasten.contract.errors import Notice, Refusal
+from hasten.contract.errors import HastenWarning, ConfigurationError
 from hasten.data.formats.in_memory import gathered
 from hasten.data.formats.table_fills import filled, missing_whole
 from hasten.data.formats.table_types import is_number, plain, shape_of, tensor_type
@@ -45,7 +45,7 @@ class Numbers:
     def put(self, array, fill, where: str) -> None:
         values = numbers_of(array, fill, self.name, where)
         if values.dtype == numpy.uint64 and len(values) and values.max() > LARGEST:
-            raise Refusal(
+            raise ConfigurationError(
                 f"column {self.name!r} holds {values.max()} in {where}; a tensor holds whole numbers up to {LARGEST}: leave it out"
             )
         self.tensor.numpy()[self._filled : self._filled + len(array)] = values.reshape(len(array), *self.tensor.shape[1:])
@@ -90,7 +90,7 @@ class Matrix:
             if (largest := max(int(values.max()), -int(values.min()))) > WHOLE:
                 self._told.add(name)
                 what = f"column {name!r} holds whole numbers as big as {largest}, and in a float32 matrix those above {WHOLE} are rounded"
-                warnings.warn(f"{what}; leave it out (columns=[...]), or take a dict of columns (no target=)", Notice, stacklevel=2)
+                warnings.warn(f"{what}; leave it out (columns=[...]), or take a dict of columns (no target=)", HastenWarning, stacklevel=2)
 
 
 class Classes:
@@ -110,7 +110,7 @@ class Classes:
         if numbers.null_count:
             stranger = words.filter(compute.is_null(numbers))[0].as_py()
             known = ", ".join(self._known.slice(0, 10).to_pylist())
-            raise Refusal(f"column {self.name!r} holds {stranger!r} in {where}, which is none of its classes: {known}")
+            raise ConfigurationError(f"column {self.name!r} holds {stranger!r} in {where}, which is none of its classes: {known}")
         self._numbers.put(numbers, None, where)
 
     def read(self, index: torch.Tensor) -> torch.Tensor:
@@ -158,7 +158,7 @@ class Fields:
     def put(self, array, fill, where: str) -> None:
         array = _whole(array)
         if array.null_count:
-            raise Refusal(missing_whole(self.name, array, where))
+            raise ConfigurationError(missing_whole(self.name, array, where))
         for number, column in enumerate(self._columns.values()):
             column.put(array.field(number), fill, where)
 
@@ -180,7 +180,7 @@ def numbers_of(array, fill, name: str, where: str) -> numpy.ndarray:
         array = array.storage
     while types.is_fixed_size_list(array.type):
         if array.null_count:
-            raise Refusal(missing_whole(name, array, where))
+            raise ConfigurationError(missing_whole(name, array, where))
         array = array.flatten()
     array = filled(array, fill, name, where)
     if types.is_decimal(array.type):

@@ -21,10 +21,10 @@ from typing import Any, Protocol
 
 import psutil
 
-from hasten.contract.errors import Failure, Refusal, one_line
+from hasten.contract.errors import RunError, ConfigurationError, format_error
 from hasten.data.formats import settings
 from hasten.data.formats.table_types import leads_elsewhere
-from hasten.data.places.files import BLAMING, Lost, is_remote, opened
+from hasten.data.places.files import BLAMING, FileMissingError, is_remote, open_file
 
 MOST_ROWS = 1 << 48  # of a file
 MOST_BAD = 100_000  # lines of a CSV file: with more it is rather read wrongly, and each is handed over and kept
@@ -129,7 +129,7 @@ class Csv:
     def __init__(self, delimiter: str | None = None, header: Iterable[str] | None = None):
         said = isinstance(delimiter, str) and len(delimiter) == 1 and delimiter.isascii() and delimiter not in NEVER
         if delimiter is not None and not said:
-            raise Refusal(f"csv(delimiter=) is one character that divides fields, as in delimiter=';', not {delimiter!r:.80}")
+            raise ConfigurationError(f"csv(delimiter=) is one character that divides fields, as in delimiter=';', not {delimiter!r:.80}")
         header = None if header is None else settings.names("csv(header=)", header)
         self.settings, self._parsed = {"delimiter": delimiter, "header": header}, {}
 
@@ -171,7 +171,7 @@ class Csv:
                 table = self._table(path, whole | {"use_threads": False}, {"newlines_in_values": True, "invalid_row_handler": skip})
             except pa.ArrowInvalid:
                 if len(odd) > MOST_BAD:
-                    raise Refusal(f"{path} has more than {MOST_BAD:,} lines with too few fields or too many; {MISREAD}") from None
+                    raise ConfigurationError(f"{path} has more than {MOST_BAD:,} lines with too few fields or too many; {MISREAD}") from None
                 raise
             return _Lines(table, self._bad_rows(path, odd, len(table)))
 
@@ -200,7 +200,7 @@ class Csv:
                 raise ValueError(f"{where} opens a quote that is never closed")
             bad[position] = f"{where} has {row.actual_columns} field{'s' * (row.actual_columns != 1)}, not {row.expected_columns}"
         if bad and len(bad) >= good:
-            raise Refusal(f"{path} has no more good lines than bad ones: {next(iter(bad.values()))}; {MISREAD}")
+            raise ConfigurationError(f"{path} has no more good lines than bad ones: {next(iter(bad.values()))}; {MISREAD}")
         return bad
 
 
@@ -267,11 +267,11 @@ def opened_arrow(path: str, mapped: bool = False):
     import pyarrow as pa
 
     if is_remote(path):
-        return pa.PythonFile(opened(path), "r")
+        return pa.PythonFile(open_file(path), "r")
     try:
         return pa.memory_map(path) if mapped else pa.OSFile(path)
     except OSError as error:
-        raise (Lost if _blames_file(error) else Failure)(f"cannot read {path}: {one_line(error)}") from None
+        raise (FileMissingError if _blames_file(error) else RunError)(f"cannot read {path}: {format_error(error)}") from None
 
 
 def _manifest(schema, runs: list[int], size: int) -> Manifest:
@@ -293,16 +293,16 @@ def _refusing(path: str, name: str, hint: str = "was writing or copying it broke
 
     try:
         yield
-    except Refusal:
+    except ConfigurationError:
         raise
     except MemoryError as error:
         if not asks_too_much(error):
             raise
-        raise Lost(f"{path} is no whole {name} file: {one_line(error)}; {hint}") from None
+        raise FileMissingError(f"{path} is no whole {name} file: {format_error(error)}; {hint}") from None
     except (pa.ArrowException, OSError, EOFError, ValueError) as error:
         if not _blames_file(error):
-            raise Failure(f"cannot read {path}: {one_line(error)}") from None
-        raise Lost(f"{path} is no whole {name} file: {one_line(error)}; {hint}") from None
+            raise RunError(f"cannot read {path}: {format_error(error)}") from None
+        raise FileMissingError(f"{path} is no whole {name} file: {format_error(error)}; {hint}") from None
 
 
 def asks_too_much(error: MemoryError) -> bool:

@@ -7,7 +7,7 @@ from decimal import Decimal
 from numbers import Real
 from typing import Any
 
-from hasten.contract.errors import Refusal, nearest, one_line
+from hasten.contract.errors import ConfigurationError, suggest, format_error
 from hasten.data.formats.table_types import is_number, plain
 
 
@@ -24,11 +24,11 @@ def checked_fill(fill, types: Mapping[str, Any], there: Sequence[str]) -> float 
     if fill is None or isinstance(fill, (Real, Decimal)):
         return fill
     if not isinstance(fill, Mapping):
-        raise Refusal(f"fill= is a number, or {{column: value}}, not {fill!r:.80}")
+        raise ConfigurationError(f"fill= is a number, or {{column: value}}, not {fill!r:.80}")
     known = [*there, *(inner for name, kind in types.items() for inner in _inside(name, kind))]
     for name in fill:
         if name not in known:
-            raise Refusal(f"fill= names a column {name!r} that is not there{nearest(str(name), known)}")
+            raise ConfigurationError(f"fill= names a column {name!r} that is not there{suggest(str(name), known)}")
     return dict(fill)
 
 
@@ -43,11 +43,11 @@ def filled(array, fill, name: str, where: str):
     else:
         value = fill if is_number(array.type) else None
     if value is None:
-        raise Refusal(missing(name, array, fill, where))
+        raise ConfigurationError(missing(name, array, fill, where))
     try:
         return _with(_fitting(value, array.type), array)
     except (pa.ArrowException, NotImplementedError, ValueError, ArithmeticError) as error:
-        raise Refusal(f"column {name!r} is of type {array.type}, which {value!r:.80} cannot fill: {one_line(error)}") from None
+        raise ConfigurationError(f"column {name!r} is of type {array.type}, which {value!r:.80} cannot fill: {format_error(error)}") from None
 
 
 def missing(name: str, array, fill, where: str) -> str:

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from hasten.contract.errors import Refusal, nearest
+from hasten.contract.errors import ConfigurationError, suggest
 from hasten.data.formats import settings
 from hasten.data.formats.in_memory import gathered
 from hasten.data.formats.table_columns import Classes, Matrix, Numbers, column
 from hasten.data.formats.table_types import is_number, plain, shape_of, tensor_type
-from hasten.data.source import leaves_of, mapped
+from hasten.data.source import tree_leaves, tree_map
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class Layout:
         wanted = list(dict.fromkeys([*(schema.names if columns is None else columns), *([] if target is None else [target])]))
         for name in wanted:
             if name not in schema.names:
-                raise Refusal(f"{path} has no column {name!r}{nearest(name, schema.names)}")
+                raise ConfigurationError(f"{path} has no column {name!r}{suggest(name, schema.names)}")
         inputs = [name for name in wanted if name != target]
         if not inputs:
-            raise Refusal(f"no column of {path} is left to read" + (f" besides the target {target!r}" if target else ""))
+            raise ConfigurationError(f"no column of {path} is left to read" + (f" besides the target {target!r}" if target else ""))
         types = _common_types(schemas, None if columns is None else wanted, guessed)
         layout = Layout({name: types[name] for name in wanted}, inputs, target)
         if target is not None and not layout.has_classes and not is_number(shape_of(types[target])[1]):
-            raise Refusal(f"the target {target!r} is of type {types[target]}; it must be a number, a text or a list of fixed size")
+            raise ConfigurationError(f"the target {target!r} is of type {types[target]}; it must be a number, a text or a list of fixed size")
         return layout
 
     @property
@@ -69,7 +69,7 @@ class Layout:
         return self.target is not None and all(is_number(self.types[name]) for name in self.inputs)
 
     @property
-    def in_the_way(self) -> list[str]:
+    def blocking_columns(self) -> list[str]:
         """The inputs that are no numbers, where some are and a target is to be predicted: without them, these would be a matrix."""
         odd = [name for name in self.inputs if not is_number(self.types[name])]
         return odd if self.target is not None and len(odd) < len(self.inputs) else []
@@ -132,8 +132,8 @@ class Rows:
 
 def merged(parts: list, order: torch.Tensor):
     """Concatenates batches of equal layout, then puts their rows into another order."""
-    columns = zip(*map(leaves_of, parts), strict=True)
-    return mapped(lambda _: _concatenated(next(columns), order), parts[0])
+    columns = zip(*map(tree_leaves, parts), strict=True)
+    return tree_map(lambda _: _concatenated(next(columns), order), parts[0])
 
 
 def _concatenated(parts: Sequence, order: torch.Tensor):
@@ -157,9 +157,9 @@ def _common_types(schemas: Mapping[str, Any], wanted: list[str] | None, guessed:
         for name in dict.fromkeys([*common, *types]):
             if name not in types or name not in common:
                 holder, lacker = (first, path) if name in common else (path, first)
-                raise Refusal(f"the files differ: {holder} has a column {name!r}, {lacker} has not; say columns=[...] that all have")
+                raise ConfigurationError(f"the files differ: {holder} has a column {name!r}, {lacker} has not; say columns=[...] that all have")
             if (joined := _joined(common[name], types[name], guessed)) is None:
-                raise Refusal(
+                raise ConfigurationError(
                     f"the files differ: column {name!r} is of type {common[name]} in {first}, and of type {types[name]} in {path}"
                 )
             common[name] = joined
@@ -169,7 +169,7 @@ def _common_types(schemas: Mapping[str, Any], wanted: list[str] | None, guessed:
 def _types(schema, wanted: list[str] | None, path: str) -> dict[str, Any]:
     names = [name for name in schema.names if wanted is None or name in wanted]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise Refusal(f"{path} has two columns named {twice!r}; rename one")
+        raise ConfigurationError(f"{path} has two columns named {twice!r}; rename one")
     return {name: plain(schema.field(name).type) for name in names}
 
 

@@ -22,14 +22,14 @@ from time import perf_counter
 import numpy
 import torch
 
-from hasten.contract.errors import Failure, Notice, Refusal, one_line
+from hasten.contract.errors import RunError, HastenWarning, ConfigurationError, format_error
 from hasten.data.caching.filling import noticing, paced
-from hasten.data.faults import Faults
+from hasten.data.faults import BadRowPolicy
 from hasten.data.formats import settings
 from hasten.data.formats.table_files import Format, Manifest, asks_too_much, check
 from hasten.data.formats.table_fills import checked_fill, typed, without_empty
 from hasten.data.formats.table_layout import Layout, Rows, merged
-from hasten.data.places.files import Lost, found, is_lost, stamp, unchanged
+from hasten.data.places.files import FileMissingError, resolve_paths, is_lost, file_signature, check_unchanged
 from hasten.data.source import BadRow, Source
 from hasten.engine.budget import free_memory
 
@@ -49,28 +49,28 @@ class Table(Source):
     def __init__(self, form: Format, paths, columns, target, fill, classes, gigabytes):
         _arrow_error()
         self._form = form
-        files = found(paths, form.suffixes)
+        files = resolve_paths(paths, form.suffixes)
         with ThreadPoolExecutor(min(len(files), 16)) as pool:
             marked = dict(zip(files, pool.map(self._opened, files), strict=True))
         self._stamps = {file: mark for file, (mark, _) in marked.items()}
         manifests = {file: manifest for file, (_, manifest) in marked.items()}
         self.lost = {file: manifest.bad[0] for file, manifest in manifests.items() if manifest.schema is None}
         if len(self.lost) == len(files):
-            raise Lost(self.lost[files[0]])
+            raise FileMissingError(self.lost[files[0]])
         schemas = {file: manifest.schema for file, manifest in manifests.items() if manifest.schema is not None}
         self._guessed = form.name == "CSV"
         self._layout = Layout.of(schemas, columns, target, self._guessed)
         if classes is not None and not self._layout.has_classes:
-            raise Refusal("classes= are the words of a target of text; there is none")
+            raise ConfigurationError("classes= are the words of a target of text; there is none")
         self._chosen_classes = None if classes is None else settings.names("classes=", classes)
         self._empty_is_missing = self._guessed and self._layout.has_classes and "" not in (self._chosen_classes or ())
         self._fill = checked_fill(fill, self._layout.types, next(iter(schemas.values())).names)
         if gigabytes is not None and not (isinstance(gigabytes, (int, float)) and gigabytes >= 0):
-            raise Refusal(f"gigabytes= is a number of at least 0, not {gigabytes!r}")
+            raise ConfigurationError(f"gigabytes= is a number of at least 0, not {gigabytes!r}")
         self.columns, self.target = self._layout.inputs, target
-        if columns is not None and (odd := self._layout.in_the_way):
+        if columns is not None and (odd := self._layout.blocking_columns):
             what = f"columns= takes in {' and '.join(map(repr, odd))} beside numbers, so batches are (dict of columns, target)"
-            warnings.warn(f"{what}; with numbers alone they are (matrix, target)", Notice, stacklevel=3)
+            warnings.warn(f"{what}; with numbers alone they are (matrix, target)", HastenWarning, stacklevel=3)
         self._runs = [(file, number) for file, manifest in manifests.items() for number in range(len(manifest.runs))]
         self._edges = numpy.cumsum([0, *(rows for manifest in manifests.values() for rows in manifest.runs)], dtype=numpy.int64)
         self._bytes = self._layout.bytes(len(self), sum(manifest.bytes for manifest in manifests.values()))
@@ -86,8 +86,8 @@ class Table(Source):
     def _opened(self, file: str) -> tuple[list, Manifest]:
         """What marks a file, and what it holds; of one that cannot be opened, a bad row."""
         try:
-            return stamp(file), self._form.manifest(file)
-        except Refusal as refused:
+            return file_signature(file), self._form.manifest(file)
+        except ConfigurationError as refused:
             if not is_lost(file, refused):
                 raise
             return [file, 0, None], Manifest(None, [1], 0, {0: str(refused)})
@@ -136,10 +136,10 @@ class Table(Source):
     def known_bad(self) -> list[BadRow]:
         return [BadRow(self._edges[run], *self._bad[run]) for run in self._known]  # one row each
 
-    def prepare(self, runner: Callable, faults: Faults) -> None:
+    def prepare(self, runner: Callable, faults: BadRowPolicy) -> None:
         for file, mark in self._stamps.items():
             if isinstance(mark[-1], list):  # a local one that is there; of others it is noticed when they are read
-                unchanged(file, mark)
+                check_unchanged(file, mark)
         self._processes = max(1, getattr(runner, "processes", 1))
         if self._fits():
             self._whole()  # before there are processes that would each read it again
@@ -246,7 +246,7 @@ class Table(Source):
             return
         self._warned = True
         what = f"{self._unpacked} rows were decoded to give {self._given}: each {self._form.run_name} is decoded again and again"
-        warnings.warn(f"{what}; use .shuffle(window=) with a smaller window, or .cache('disk')", Notice, stacklevel=2)
+        warnings.warn(f"{what}; use .shuffle(window=) with a smaller window, or .cache('disk')", HastenWarning, stacklevel=2)
 
     def _bytes_of(self, runs: Iterable[int]) -> float:
         return sum(self._bytes * (self._edges[run + 1] - self._edges[run]) / len(self) for run in runs)
@@ -284,12 +284,12 @@ class Table(Source):
             if not asks_too_much(error):
                 raise
             raise self._damaged(run, error) from None
-        except Refusal:
-            unchanged(file, self._stamps[file])  # what went away, or may no longer be read, was no wrong request
+        except ConfigurationError:
+            check_unchanged(file, self._stamps[file])  # what went away, or may no longer be read, was no wrong request
             raise
         except (OSError, ValueError, LookupError, _arrow_error()) as error:
             raise self._damaged(run, error) from None
-        unchanged(file, self._stamps[file])
+        check_unchanged(file, self._stamps[file])
         if self._guessed:
             table = typed(table, self._layout.types)
         return without_empty(table, self.target) if self._empty_is_missing else table
@@ -297,10 +297,10 @@ class Table(Source):
     def _damaged(self, run: int, error: Exception) -> Exception:
         """What to raise of a run that cannot be decoded: noted, unless the file is another by now or the system is to blame."""
         file, _ = self._runs[run]
-        unchanged(file, self._stamps[file])
+        check_unchanged(file, self._stamps[file])
         if getattr(error, "errno", None) is not None:  # the system's: Arrow's own about a file have none
-            return Failure(f"cannot read {self._where(run)}: {one_line(error)}")
-        self._bad[run] = (self._where(run), one_line(error))
+            return RunError(f"cannot read {self._where(run)}: {format_error(error)}")
+        self._bad[run] = (self._where(run), format_error(error))
         return BadRow(self._edges[run], *self._bad[run])
 
 
@@ -308,7 +308,7 @@ def _arrow_error() -> type[Exception]:
     try:
         from pyarrow import ArrowException
     except ImportError:
-        raise Refusal("tables are read by pyarrow: pip install 'hasten[data]'") from None
+        raise ConfigurationError("tables are read by pyarrow: pip install 'hasten[data]'") from None
     return ArrowException
 
 

@@ -17,15 +17,15 @@ from typing import Any
 import numpy
 import torch
 
-from hasten.contract.errors import Refusal, nearest, one_line
+from hasten.contract.errors import ConfigurationError, suggest, format_error
 from hasten.data.formats import settings
 from hasten.data.formats.decoding import PIXELS, manner, pictures_of, size_of
 from hasten.data.formats.tar_headers import Damaged, members
-from hasten.data.memory import taken
+from hasten.data.memory import acquire
 from hasten.data.pipeline import Pipeline
-from hasten.data.places.files import Lost, found, is_lost
+from hasten.data.places.files import FileMissingError, resolve_paths, is_lost
 from hasten.data.places.kept import Found
-from hasten.data.places.passes import Tell, once, walked_through
+from hasten.data.places.passes import Tell, once, load_or_build_index
 from hasten.data.places.ranges import read_ranges, whole
 from hasten.data.source import BadRow, Source, refuse_bad
 
@@ -35,7 +35,7 @@ PICTURES = ("jpg", "jpeg", "png")
 BROKEN = (ValueError, OverflowError, RecursionError, MemoryError)  # what decoders raise
 
 
-def shards(
+def webdataset(
     paths: str | Path | Iterable[str | Path],
     columns: Sequence[str] | None = None,
     target: str | None = None,
@@ -78,8 +78,8 @@ class Shards(Source):
         self.size, self.pixels = size_of(resize, pixels), pixels
         columns = None if columns is None else settings.names("columns=", columns)
         target = None if target is None else _ending(settings.name("target=", target))
-        files = found(paths, (".tar",))
-        walks = walked_through(files, ["samples"], _walked)
+        files = resolve_paths(paths, (".tar",))
+        walks = load_or_build_index(files, ["samples"], _walked)
         self.stamps = [mark for mark, _, _ in walks]
         keys = [words["keys"] if why is None else [*words["keys"], ""] for _, (words, _), why in walks]
         self.keys = [*chain.from_iterable(keys)]
@@ -89,7 +89,7 @@ class Shards(Source):
         self.lost = dict(self.bad.values())
         samples = [some for _, some, _ in walks]
         if not any(words["keys"] for words, _ in samples):
-            raise Lost(next(iter(self.lost.values()))) if self.lost else Refusal(f"there is no sample in {', '.join(files[:3])}")
+            raise FileMissingError(next(iter(self.lost.values()))) if self.lost else ConfigurationError(f"there is no sample in {', '.join(files[:3])}")
         self.columns, self.target = _wanted(samples, columns, target), target
         self.places = self._placed(samples)
         self.shapes = {name: self._shape(name) for name in self.columns if _kind(name) == "npy"}
@@ -145,7 +145,7 @@ class Shards(Source):
             try:
                 values.append(DECODERS[kind](content) if kind in DECODERS else content)
             except BROKEN as error:
-                raise BadRow(row, f"{self._where(row)}.{name}", f"it is no {kind} file ({one_line(error)})") from None
+                raise BadRow(row, f"{self._where(row)}.{name}", f"it is no {kind} file ({format_error(error)})") from None
         if kind == "cls":
             return torch.tensor(values, dtype=torch.int64)
         return self._stacked(name, rows, values) if kind == "npy" else values
@@ -160,7 +160,7 @@ class Shards(Source):
                 raise BadRow(
                     row, f"{self._where(row)}.{name}", f"its shape {shape} or type {dtype} differs from {list(like[0])}, {like[1]}"
                 )
-        batch = taken((len(values), *like[0]), like[1])
+        batch = acquire((len(values), *like[0]), like[1])
         return torch.stack(values, out=batch) if values else batch
 
     def _shape(self, name: str) -> tuple[torch.Size, torch.dtype] | None:
@@ -201,7 +201,7 @@ def _walked(mark: list, tell: Tell) -> tuple[Found, str | None]:
             for ending, place in parts.items():
                 files += len(keys), endings.setdefault(ending, len(endings)), *place
             keys.append(key)
-    except Refusal as refused:
+    except ConfigurationError as refused:
         if not is_lost(mark[0], refused):
             raise
         why = str(refused)
@@ -226,17 +226,17 @@ def _samples(mark: list, tell: Tell) -> Iterator[tuple[str, dict[str, tuple[int,
                 yield before, parts
                 parts = {}
             if ending.lower() in parts:
-                raise Refusal(f"{path} has two files {name}; a sample has each ending once, and its files stand together")
+                raise ConfigurationError(f"{path} has two files {name}; a sample has each ending once, and its files stand together")
             before, parts[ending.lower()] = key, (begin, end)
     except Damaged as error:
-        raise Lost(f"{path} {error}") from None
+        raise FileMissingError(f"{path} {error}") from None
     if parts:
         yield before, parts
 
 
 def _inside(path: str, name: str) -> None:
     if name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/"):
-        raise Refusal(f"{path} has a member {name!r}, whose path leads out of the folder; do not trust this file")
+        raise ConfigurationError(f"{path} has a member {name!r}, whose path leads out of the folder; do not trust this file")
 
 
 def _wanted(samples: list[Found], columns: Sequence[str] | None, target: str | None) -> list[str]:
@@ -246,10 +246,10 @@ def _wanted(samples: list[Found], columns: Sequence[str] | None, target: str | N
     names = [_ending(name) for name in (of_first if columns is None else columns)]
     for name in [*names, *([] if target is None else [target])]:
         if name not in known:
-            raise Refusal(f"no sample has a file that ends in .{name}{nearest(name, known)}")
+            raise ConfigurationError(f"no sample has a file that ends in .{name}{suggest(name, known)}")
     names = [name for name in names if name != target]
     if not names:
-        raise Refusal("without another column than the target there is nothing to predict it from" if target else "no column was named")
+        raise ConfigurationError("without another column than the target there is nothing to predict it from" if target else "no column was named")
     return names if target is None else [*names, target]
 
 
@@ -276,7 +276,7 @@ def _array(content: bytes) -> torch.Tensor:
     try:
         array = numpy.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
     except Exception as error:  # a damaged header is parsed as Python, which raises nearly anything
-        raise ValueError(one_line(error)) from None
+        raise ValueError(format_error(error)) from None
     if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
         raise ValueError(f"it holds {array.dtype}, not numbers")
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C", copy=False))

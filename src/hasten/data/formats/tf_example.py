@@ -12,7 +12,7 @@ from functools import cache
 import numpy
 import torch
 
-from hasten.contract.errors import Refusal, nearest
+from hasten.contract.errors import ConfigurationError, suggest
 from hasten.data.formats import settings
 
 Summary = dict[str, tuple[str | None, int]]  # of one message: feature name -> ("bytes", "float", "int64" or None, number of values)
@@ -81,7 +81,7 @@ def encode_example(features: Mapping) -> bytes:
         try:
             message.value.extend(values)
         except ValueError as error:
-            raise Refusal(f"feature {name!r} does not fit into the int64 values of an Example: {error}") from None
+            raise ConfigurationError(f"feature {name!r} does not fit into the int64 values of an Example: {error}") from None
     return example.SerializeToString(deterministic=True)
 
 
@@ -121,17 +121,17 @@ def infer_features(samples: list[Summary], wanted: Sequence[str] | Mapping | Non
     features = []
     for name in names:
         if name not in known:
-            raise Refusal(f"there is no feature {name!r}{nearest(name, known)}")
+            raise ConfigurationError(f"there is no feature {name!r}{suggest(name, known)}")
         kinds = sorted({kind for sample in samples if (kind := sample.get(name, (None, 0))[0])})
         if len(kinds) != 1:
             found = "in some records " + " and ".join(kinds) if kinds else "empty"
-            raise Refusal(f"feature {name!r} is {found}; leave it out of features=")
+            raise ConfigurationError(f"feature {name!r} is {found}; leave it out of features=")
         counts = {sample.get(name, (None, 0))[1] for sample in samples}
         shape = None if len(counts) > 1 else () if counts == {1} else (counts.pop(),)
         form = wanted[name] if isinstance(wanted, Mapping) and name in wanted else shape
         features.append(Feature(name, kinds[0], *_parse_form(name, kinds[0], form)))
     if not features:
-        raise Refusal("features= names nothing to be read" if known else "the records hold no features")
+        raise ConfigurationError("features= names nothing to be read" if known else "the records hold no features")
     return features
 
 
@@ -148,7 +148,7 @@ def example_class() -> type:
     try:
         from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
     except ImportError:
-        raise Refusal("TFRecord files of Examples are read by protobuf: pip install 'hasten[data]'") from None
+        raise ConfigurationError("TFRecord files of Examples are read by protobuf: pip install 'hasten[data]'") from None
     pool = descriptor_pool.DescriptorPool()
     pool.Add(text_format.Parse(DESCRIPTOR, descriptor_pb2.FileDescriptorProto()))
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("tensorflow.Example"))
@@ -177,7 +177,7 @@ def _as_list(name: str, value) -> tuple[str, list]:
         return "bytes", [text.encode() if isinstance(text, str) else text for text in texts]
     numbers = numpy.asarray(value)
     if numbers.dtype.kind not in "fiub":
-        raise Refusal(f"feature {name!r} is a {type(value).__name__}; an Example holds byte strings, floats and whole numbers")
+        raise ConfigurationError(f"feature {name!r} is a {type(value).__name__}; an Example holds byte strings, floats and whole numbers")
     if numbers.dtype.kind == "b":
         numbers = numbers.astype(numpy.int64)  # protobuf refuses booleans
     return "float" if numbers.dtype.kind == "f" else "int64", numbers.ravel().tolist()
@@ -194,5 +194,5 @@ def _parse_form(name: str, kind: str, form) -> tuple[tuple[int, ...] | None, tor
     if isinstance(form, tuple) and len(form) == 2 and isinstance(form[0], torch.dtype):
         raw, form = form
         if kind != "bytes":
-            raise Refusal(f"feature {name!r} holds {kind} values, no byte strings to be read as {raw}; give its shape alone")
+            raise ConfigurationError(f"feature {name!r} holds {kind} values, no byte strings to be read as {raw}; give its shape alone")
     return None if form is None else settings.shape(f"features={{{name!r}: ...}}", form), raw

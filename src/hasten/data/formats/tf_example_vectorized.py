@@ -24,7 +24,7 @@ import numpy
 import torch
 
 from hasten.data.formats.tf_example import Feature, normalize_example
-from hasten.data.memory import taken
+from hasten.data.memory import acquire
 
 FIELD_1, FIELD_2 = 0x0A, 0x12  # tags of fields 1 and 2 with a length
 LIST_TAGS = {"bytes": 0x0A, "float": 0x12, "int64": 0x1A}  # tags of the lists in a Feature
@@ -303,7 +303,7 @@ def _concatenate(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray
         return _concatenate_equal(data, starts, int(lengths[0]))
     if size < LONG_PIECE * count:
         return data.take(numpy.arange(size) + numpy.repeat(starts - offsets[:-1], lengths), mode="clip")  # "clip" skips a check
-    flat = taken((size,), torch.uint8).numpy()
+    flat = acquire((size,), torch.uint8).numpy()
     target, source = memoryview(flat), memoryview(data)
     for (first, last), start, end in zip(pairwise(offsets.tolist()), starts.tolist(), ends.tolist(), strict=True):
         target[first:last] = source[start:end]
@@ -315,7 +315,7 @@ def _concatenate_equal(data: numpy.ndarray, starts: numpy.ndarray, length: int) 
 
     A few pieces are copied at a time, so that the temporary array between indexing and assignment stays in the cache.
     """
-    flat, step = taken((len(starts) * length,), torch.uint8).numpy(), LARGE_PIECE // length
+    flat, step = acquire((len(starts) * length,), torch.uint8).numpy(), LARGE_PIECE // length
     rows, pieces = flat.reshape(-1, length), _windows(data, length)
     for first in range(0, len(starts), step):
         rows[first : first + step] = pieces[starts[first : first + step]]

@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy
 import torch
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 from hasten.data.checks import at_least
 from hasten.data.formats.in_memory import from_numpy_array, opened_array
-from hasten.data.memory import taken
+from hasten.data.memory import acquire
 from hasten.data.pipeline import Pipeline
-from hasten.data.places.files import found, is_remote, stamp
+from hasten.data.places.files import resolve_paths, is_remote, file_signature
 from hasten.data.source import Source
 
 HEADER = 1024  # bytes of llm.c's header
@@ -52,9 +52,9 @@ def tokens(paths: str | Path | Iterable[str | Path], length: int, dtype=None, st
     """
     at_least("tokens(length=)", length, 1)
     at_least("tokens(stride=)", stride, 1, optional=True)
-    files = found(paths, (".bin", ".npy"))
+    files = resolve_paths(paths, (".bin", ".npy"))
     if far := [file for file in files if is_remote(file)]:
-        raise Refusal(f"tokens are mapped into memory, from local files; copy {far[0]} here first")
+        raise ConfigurationError(f"tokens are mapped into memory, from local files; copy {far[0]} here first")
     return Pipeline(Tokens(files, length, None if dtype is None else _kind(dtype), length if stride is None else stride))
 
 
@@ -74,7 +74,7 @@ class Tokens(Source):
 
     def read(self, rows: numpy.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         found = self._found(rows)
-        inputs, targets = (taken((len(rows), self.length), torch.int64) for _ in range(2))
+        inputs, targets = (acquire((len(rows), self.length), torch.int64) for _ in range(2))
         return inputs.copy_(found[:, :-1]), targets.copy_(found[:, 1:])
 
     def identity(self) -> dict:
@@ -88,11 +88,11 @@ class Tokens(Source):
         windows = [_windows(from_numpy_array(_opened(file, self.dtype)), self.length + 1, self.stride) for file in self.files]
         if not sum(map(len, windows)):
             others = " and the others are" if self.files[1:] else " is"
-            raise Refusal(f"{self.files[0]}{others} shorter than a window of {self.length + 1} tokens")
+            raise ConfigurationError(f"{self.files[0]}{others} shorter than a window of {self.length + 1} tokens")
         self.stamps, self.windows, self.begins = stamps, windows, numpy.cumsum([0, *map(len, windows)])
 
     def _stamps(self) -> list[list]:
-        return [stamp(file) for file in self.files]
+        return [file_signature(file) for file in self.files]
 
     def _found(self, rows: numpy.ndarray) -> torch.Tensor:
         """The windows as they lie in the files, shape (rows, length + 1)."""
@@ -105,13 +105,13 @@ class Tokens(Source):
             part = _selected(self.windows[number], rows[here] - self.begins[number])
             if len(part) == len(rows):
                 return part
-            found = taken((len(rows), self.length + 1), torch.int64) if found is None else found
+            found = acquire((len(rows), self.length + 1), torch.int64) if found is None else found
             found[torch.from_numpy(here)] = part.long()
         return found
 
 
 def _selected(windows: torch.Tensor, rows: numpy.ndarray) -> torch.Tensor:
-    return torch.index_select(windows, 0, torch.from_numpy(rows), out=taken((len(rows), windows.shape[1]), windows.dtype))
+    return torch.index_select(windows, 0, torch.from_numpy(rows), out=acquire((len(rows), windows.shape[1]), windows.dtype))
 
 
 def _windows(tokens: torch.Tensor, width: int, stride: int) -> torch.Tensor:
@@ -125,9 +125,9 @@ def _windows(tokens: torch.Tensor, width: int, stride: int) -> torch.Tensor:
 def _opened(file: str, dtype: numpy.dtype | None) -> numpy.ndarray:
     array = opened_array(Path(file)) if file.lower().endswith(".npy") else _opened_bare(file, dtype)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise Refusal(f"{file} holds {array.dtype} of {array.ndim} dimensions; tokens are whole numbers in one row")
+        raise ConfigurationError(f"{file} holds {array.dtype} of {array.ndim} dimensions; tokens are whole numbers in one row")
     if dtype is not None and array.dtype != dtype:
-        raise Refusal(f"{file} says that it holds {array.dtype}, not {dtype}; leave dtype out")
+        raise ConfigurationError(f"{file} says that it holds {array.dtype}, not {dtype}; leave dtype out")
     if array.dtype.itemsize == 8 and array.dtype.kind == "u":
         array = array.view(numpy.int64)
     return array
@@ -148,25 +148,25 @@ def _opened_bare(file: str, dtype: numpy.dtype | None) -> numpy.ndarray:
     else:
         kind, skipped = dtype, 0
     if (size - skipped) % kind.itemsize:
-        raise Refusal(f"{file} has {size} bytes, no multiple of the {kind.itemsize} of {kind}; name its type: tokens(dtype=)")
+        raise ConfigurationError(f"{file} has {size} bytes, no multiple of the {kind.itemsize} of {kind}; name its type: tokens(dtype=)")
     return numpy.memmap(file, kind, mode="r", offset=skipped)
 
 
 def _refuse_foreign(file: str, begin: bytes) -> None:
     for mark, what in FOREIGN.items():
         if begin.startswith(mark):
-            raise Refusal(
+            raise ConfigurationError(
                 f"{file} is {what}, and no file of tokens; if it holds bare numbers all the same, name their type: tokens(dtype=)"
             )
     if not file.lower().endswith(".bin"):
-        raise Refusal(f"{file} ends neither in .bin nor in .npy; if it holds bare numbers, name their type: tokens(dtype='uint16')")
+        raise ConfigurationError(f"{file} ends neither in .bin nor in .npy; if it holds bare numbers, name their type: tokens(dtype='uint16')")
 
 
 def _kind(dtype) -> numpy.dtype:
     try:
         kind = numpy.dtype(dtype)
     except TypeError:
-        raise Refusal(f"tokens(dtype=) does not know {dtype!r:.80}; most files hold uint16 or uint32") from None
+        raise ConfigurationError(f"tokens(dtype=) does not know {dtype!r:.80}; most files hold uint16 or uint32") from None
     if kind.kind not in "iu":
-        raise Refusal(f"tokens(dtype={dtype!r:.80}) is no type of whole numbers; most files hold uint16 or uint32")
+        raise ConfigurationError(f"tokens(dtype={dtype!r:.80}) is no type of whole numbers; most files hold uint16 or uint32")
     return kind

@@ -16,9 +16,9 @@ from glob import has_magic
 from pathlib import Path
 from typing import BinaryIO
 
-from hasten.contract.errors import Failure, Refusal, nearest
+from hasten.contract.errors import RunError, ConfigurationError, suggest
 from hasten.data.places import remote
-from hasten.data.places.walks import Mark, entries, is_folder, matcher, walked
+from hasten.data.places.walks import Mark, entries, is_folder, matcher, walk
 
 NUMBERS = re.compile(r"\{([0-9]{1,9})\.\.([0-9]{1,9})\}")
 BLAMING = (
@@ -32,11 +32,11 @@ BLAMING = (
 MAPPED = 128  # files that stay mapped: each counts towards the process's limit of open files, usually 1,024
 
 
-class Lost(Refusal):
+class FileMissingError(ConfigurationError):
     """A file is missing, unreadable or damaged. Where there are other files, it counts as a bad row."""
 
 
-def found(patterns: str | Path | Iterable[str | Path], suffixes: tuple[str, ...] = ()) -> list[str]:
+def resolve_paths(patterns: str | Path | Iterable[str | Path], suffixes: tuple[str, ...] = ()) -> list[str]:
     """All files that some paths or patterns select, sorted, each once.
 
     Args:
@@ -50,23 +50,23 @@ def found(patterns: str | Path | Iterable[str | Path], suffixes: tuple[str, ...]
     """
     patterns = list(patterns) if isinstance(patterns, Iterable) and not isinstance(patterns, str) else [patterns]
     if not patterns:
-        raise Refusal("no file was named")
+        raise ConfigurationError("no file was named")
     files: set[str] = set()
     for pattern in patterns:
         if not isinstance(pattern, (str, os.PathLike)):
-            raise Refusal(f"a file is named by a text or a path, not by {pattern!r:.80}")
+            raise ConfigurationError(f"a file is named by a text or a path, not by {pattern!r:.80}")
         if not os.fspath(pattern):
-            raise Refusal("a file was named by an empty text")
+            raise ConfigurationError("a file was named by an empty text")
         matches = remote.matches if is_remote(pattern) else _local_matches
         for each in _expanded(plain(pattern)):
             some = set(matches(each, tuple(suffix.lower() for suffix in suffixes)))
             if not some:
-                raise Refusal(_nothing(each, suffixes))
+                raise ConfigurationError(_nothing(each, suffixes))
             files |= some
     return sorted(files)
 
 
-def opened(path: str) -> BinaryIO:
+def open_file(path: str) -> BinaryIO:
     """A file opened for reading bytes at any position.
 
     Raises:
@@ -78,7 +78,7 @@ def opened(path: str) -> BinaryIO:
     try:
         return open(path, "rb")
     except OSError as error:
-        raise Refusal(f"cannot read {path}: {error.strerror}") from None
+        raise ConfigurationError(f"cannot read {path}: {error.strerror}") from None
 
 
 def mapped_bytes(path: str) -> memoryview:
@@ -87,11 +87,11 @@ def mapped_bytes(path: str) -> memoryview:
     Raises:
         Refusal: it does not exist, or may not be read.
     """
-    _, size, version = stamp(path)
+    _, size, version = file_signature(path)
     return _mapped(path, size, *version)
 
 
-def stamp(path: str) -> list:
+def file_signature(path: str) -> list:
     """[path, size in bytes, version], which changes when the file does.
 
     The version of a local file is [modification time, change time] in nanoseconds. The change time cannot be set back.
@@ -102,26 +102,26 @@ def stamp(path: str) -> list:
         Failure: its server did not answer.
     """
     if is_remote(path):
-        return remote.mark_of(path)
+        return remote.remote_signature(path)
     try:
         info = os.stat(path)
     except OSError as error:
-        raise Refusal(f"cannot read {path}: {error.strerror}") from None
+        raise ConfigurationError(f"cannot read {path}: {error.strerror}") from None
     return [os.path.abspath(path), info.st_size, [info.st_mtime_ns, info.st_ctime_ns]]
 
 
-def unchanged(path: str, before: list) -> None:
+def check_unchanged(path: str, before: list) -> None:
     """Checks that a file has not changed since its stamp was taken.
 
     Raises:
         Failure: it changed, or was removed.
     """
     try:
-        same = _content(stamp(path)) == _content(before)
-    except Refusal as gone:
-        raise Failure(f"{path} went away while it was being read: {gone}") from None
+        same = _content(file_signature(path)) == _content(before)
+    except ConfigurationError as gone:
+        raise RunError(f"{path} went away while it was being read: {gone}") from None
     if not same:
-        raise Failure(f"{path} changed while it was being read; start again when nobody writes to it")
+        raise RunError(f"{path} changed while it was being read; start again when nobody writes to it")
 
 
 def _content(stamp: list) -> tuple:
@@ -130,14 +130,14 @@ def _content(stamp: list) -> tuple:
     return size, version[0] if isinstance(version, list) else version
 
 
-def is_lost(path: str, refused: Refusal) -> bool:
+def is_lost(path: str, refused: ConfigurationError) -> bool:
     """Whether an error is the fault of one file: it is missing, unreadable or damaged.
 
     An expired login, missing software and a wrong delimiter are not: every file would fail.
     """
     if is_remote(path):
-        return isinstance(refused, (Lost, remote.Nothing))
-    return isinstance(refused, Lost) or getattr(refused.__context__, "errno", None) in BLAMING  # an OSError behind it
+        return isinstance(refused, (FileMissingError, remote.NotFoundError))
+    return isinstance(refused, FileMissingError) or getattr(refused.__context__, "errno", None) in BLAMING  # an OSError behind it
 
 
 def is_remote(path: str | Path) -> bool:
@@ -157,7 +157,7 @@ def _expanded(pattern: str) -> Iterator[str]:
         return
     first, last = numbers.groups()
     if int(last) < int(first):
-        raise Refusal(f"{numbers[0]} in {pattern} counts backwards; say {{{last}..{first}}}")
+        raise ConfigurationError(f"{numbers[0]} in {pattern} counts backwards; say {{{last}..{first}}}")
     for number in range(int(first), int(last) + 1):
         yield from _expanded(f"{pattern[: numbers.start()]}{number:0{len(first)}}{pattern[numbers.end() :]}")
 
@@ -173,7 +173,7 @@ def _local_matches(pattern: str, suffixes: tuple[str, ...]) -> Iterator[str]:
 
 def _inside(folder: str, met: set[Mark]) -> Iterator[tuple[str, list[str]]]:
     """(path with a slash at its end, names of the files) of a folder and every folder in it that is not in ``met``."""
-    return ((os.path.join(folder, inner, ""), names) for inner, _, names in walked(folder, met))
+    return ((os.path.join(folder, inner, ""), names) for inner, _, names in walk(folder, met))
 
 
 def _wanted(name: str, suffixes: tuple[str, ...]) -> bool:
@@ -228,7 +228,7 @@ def _folders(pattern: str) -> Iterator[str]:
     matches = matcher(name)
     for each in _folders(above):
         if name == "**":
-            yield from (os.path.join(each, inner) if inner else each for inner, _, _ in walked(each))
+            yield from (os.path.join(each, inner) if inner else each for inner, _, _ in walk(each))
         elif has_magic(name):
             yield from (
                 os.path.join(each, entry.name) for entry in entries(each) if matches(entry.name) and is_folder(entry)
@@ -249,7 +249,7 @@ def _mark(folder: str) -> Mark:
     try:
         info = os.stat(folder or ".")
     except OSError as error:
-        raise Refusal(f"cannot read the folder {folder}: {error.strerror}") from None
+        raise ConfigurationError(f"cannot read the folder {folder}: {error.strerror}") from None
     return info.st_dev, info.st_ino
 
 
@@ -273,7 +273,7 @@ def _nothing(pattern: str, suffixes: tuple[str, ...]) -> str:
         return what if has_magic(folder) else f"{what}: there is no folder {folder}"
     there = [entry.name for entry in entries(folder)]
     return what + (
-        nearest(name, sorted(there)[:20] if has_magic(name) else there) if there else ": the folder is empty"
+        suggest(name, sorted(there)[:20] if has_magic(name) else there) if there else ": the folder is empty"
     )
 
 
@@ -281,5 +281,5 @@ def _nothing(pattern: str, suffixes: tuple[str, ...]) -> str:
 def _mapped(path: str, size: int, *version: int) -> memoryview:
     if not size:
         return memoryview(b"")  # an empty file cannot be mapped
-    with opened(path) as file:
+    with open_file(path) as file:
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

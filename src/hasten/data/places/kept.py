@@ -30,7 +30,7 @@ TROUBLE = (OSError, ValueError, EOFError, RuntimeError)  # RuntimeError: the use
 Found = tuple[Any, list[numpy.ndarray]]  # (JSON-serializable data, arrays)
 
 
-def recalled(about: list) -> Found | None:
+def load(about: list) -> Found | None:
     """The entry under a key; None if there is none, or a damaged one."""
     key = _key(about)
     with suppress(*TROUBLE):
@@ -45,7 +45,7 @@ def recalled(about: list) -> Found | None:
     return None
 
 
-def keep(about: list, words, arrays: list[numpy.ndarray]) -> None:
+def store(about: list, words, arrays: list[numpy.ndarray]) -> None:
     """Stores an entry, written to a temporary file and renamed. If that fails, nothing is stored and nothing is raised.
 
     Args:

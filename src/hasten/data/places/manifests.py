@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy
 
-from hasten.contract.errors import Refusal
-from hasten.data.places.kept import SETTLED, keep, recalled
-from hasten.data.places.walks import walked
+from hasten.contract.errors import ConfigurationError
+from hasten.data.places.kept import SETTLED, store, load
+from hasten.data.places.walks import walk
 
 WORTH = 1000  # files; the list of a smaller folder is not cached
 
@@ -68,15 +68,15 @@ def manifest_of(folder: str | Path, suffixes: tuple[str, ...]) -> Manifest:
     manifest = _recalled(key, root)
     if manifest is None:
         began, files, times = time.time_ns(), {}, {}
-        for inner, time_ns, names in walked(root):
+        for inner, time_ns, names in walk(root):
             files[inner], times[inner] = [name for name in names if name.lower().endswith(suffixes)], time_ns
         manifest = _made(root, files)
         if len(manifest) >= WORTH and max(times.values()) < began - SETTLED:
-            keep(
+            store(
                 key, {"folders": manifest.folders, "times": times}, [manifest.parents, manifest.letters, manifest.ends]
             )
     if not len(manifest):
-        raise Refusal(f"the folder {folder} holds no file that ends in {' or '.join(suffixes)}")
+        raise ConfigurationError(f"the folder {folder} holds no file that ends in {' or '.join(suffixes)}")
     return manifest
 
 
@@ -103,7 +103,7 @@ def _made(root: str, files: dict[str, list[str]]) -> Manifest:
 
 def _recalled(key: list, root: str) -> Manifest | None:
     """The cached list, if no folder has changed since."""
-    entry = recalled(key)
+    entry = load(key)
     with suppress(OSError):
         if entry is not None and all(
             os.stat(os.path.join(root, inner)).st_mtime_ns == then for inner, then in entry[0]["times"].items()

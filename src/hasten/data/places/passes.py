@@ -12,10 +12,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 from hasten.data.caching.filling import noticing
-from hasten.data.places.files import is_lost, is_remote, stamp
-from hasten.data.places.kept import SETTLED, Found, keep, recalled
+from hasten.data.places.files import is_lost, is_remote, file_signature
+from hasten.data.places.kept import SETTLED, Found, store, load
 from hasten.data.places.remote import AT_ONCE
 
 WORTH = 1_000_000  # bytes of the files; the index of smaller ones is not cached
@@ -24,7 +24,7 @@ Tell = Callable[[int], None]  # called with the number of bytes of a file that h
 Walk = Callable[[list, Tell], tuple[Found, str | None]]
 
 
-def walked_through(paths: list[str], of: list, walk: Walk) -> list[tuple[list, Found, str | None]]:
+def load_or_build_index(paths: list[str], of: list, walk: Walk) -> list[tuple[list, Found, str | None]]:
     """The index of each file, from the cache or from reading it.
 
     Args:
@@ -66,8 +66,8 @@ def once(of: list, marks: list[list], find: Callable[[], Found]) -> Found:
 def _marked(path: str) -> list:
     """The stamp of a file. A missing file gets an empty one: reading it raises the reason."""
     try:
-        return stamp(path)
-    except Refusal as refused:
+        return file_signature(path)
+    except ConfigurationError as refused:
         if not is_lost(path, refused):
             raise
         return [path, 0, None]
@@ -77,7 +77,7 @@ def _marked(path: str) -> list:
 
 
 def _recalled(of: list, marks: list[list]) -> Found | None:
-    entry = recalled(_key(of, marks)) if _is_worth_it(marks) else None
+    entry = load(_key(of, marks)) if _is_worth_it(marks) else None
     if entry is None or entry[0]["files"] != _versions(marks):
         return None
     return entry[0]["found"], entry[1]
@@ -89,7 +89,7 @@ def _keep(of: list, marks: list[list], found: Found, began: int) -> None:
         (max(version) for _, _, version in marks if isinstance(version, list)), default=0
     )  # servers' clocks may differ
     if _is_worth_it(marks) and newest < began - SETTLED:
-        keep(_key(of, marks), {"files": _versions(marks), "found": found[0]}, found[1])
+        store(_key(of, marks), {"files": _versions(marks), "found": found[0]}, found[1])
 
 
 def _key(of: list, marks: list[list]) -> list:

@@ -22,9 +22,9 @@ from typing import BinaryIO
 
 import numpy
 
-from hasten.contract.errors import Failure
+from hasten.contract.errors import RunError
 from hasten.data.places import remote
-from hasten.data.places.files import is_remote, mapped_bytes, opened, unchanged
+from hasten.data.places.files import is_remote, mapped_bytes, open_file, check_unchanged
 
 SECONDS_BETWEEN_LOOKS = 10.0  # between two checks of a remote file, in each thread
 GAP, LONGEST = 64 << 10, 16 << 20  # bytes: remote ranges at most GAP apart are merged, up to LONGEST
@@ -68,7 +68,7 @@ def _read_remote(stamps: list[list], ranges: list[tuple[int, int, int]]) -> Iter
     contents: list[bytes | None] = [None] * len(merged)
     if len(merged) > 1:
         _check_oldest([stamps[file] for file in dict.fromkeys(file for file, _, _ in merged)])
-        contents = remote.at_once([(stamps[file][0], begin, end) for file, begin, end in merged])
+        contents = remote.fetch_ranges([(stamps[file][0], begin, end) for file, begin, end in merged])
     for index, (file, begin, end) in enumerate(merged):
         if contents[index] is None:  # read alone: as a stream; or again, with retries and a clear error
             contents[index] = _read_stream(stamps[file], begin, end)
@@ -84,11 +84,11 @@ def whole(stamp: list, tell: Callable[[int], None]) -> memoryview:
     path, content = stamp[0], bytearray()
     if not is_remote(path):
         return mapped_bytes(path)
-    with opened(path) as file:
+    with open_file(path) as file:
         while piece := file.read(PIECE):
             content += piece
             tell(len(content))
-    unchanged(path, stamp)
+    check_unchanged(path, stamp)
     return memoryview(content)
 
 
@@ -96,12 +96,12 @@ def whole(stamp: list, tell: Callable[[int], None]) -> memoryview:
 def _local_reader(stamp: list) -> Iterator[Callable[[int, int], bytes]]:
     """``(size, position) -> bytes`` of a local file that has not changed."""
     path = stamp[0]
-    unchanged(path, stamp)
-    with opened(path) as file:
+    check_unchanged(path, stamp)
+    with open_file(path) as file:
         try:
             yield lambda size, position: os.pread(file.fileno(), size, position)
         except OSError as error:
-            raise Failure(f"cannot read {path}: {error.strerror}") from None
+            raise RunError(f"cannot read {path}: {error.strerror}") from None
 
 
 def _read_stream(stamp: list, begin: int, end: int) -> bytes:
@@ -118,7 +118,7 @@ def _read_fully(read: Callable[[int, int], bytes], path: str, begin: int, end: i
     part = read(end - begin, begin)
     while len(part) < end - begin:  # a file system may return less than was asked for
         if not (more := read(end - begin - len(part), begin + len(part))):
-            raise Failure(f"{path} is shorter than it was; start again when nobody writes to it")
+            raise RunError(f"{path} is shorter than it was; start again when nobody writes to it")
         part += more
     return part
 
@@ -128,7 +128,7 @@ def _check_oldest(stamps: list[list]) -> None:
     checks = _own.__dict__.setdefault("checks", {})
     now, oldest = time.monotonic(), min(stamps, key=lambda stamp: checks.get(stamp[0], 0.0))
     if now - checks.get(oldest[0], -SECONDS_BETWEEN_LOOKS) >= SECONDS_BETWEEN_LOOKS:
-        unchanged(oldest[0], oldest)
+        check_unchanged(oldest[0], oldest)
         checks[oldest[0]] = now
 
 
@@ -139,10 +139,10 @@ def _remote_file(stamp: list) -> BinaryIO:
     path, now = stamp[0], time.monotonic()
     before, checked, file = _own.files.pop(path, (None, 0.0, None))
     if before != stamp or now - checked >= SECONDS_BETWEEN_LOOKS:
-        unchanged(path, stamp)
+        check_unchanged(path, stamp)
         checked = now
     if before != stamp:  # what was read ahead belongs to an earlier content of the file
-        file = opened(path)
+        file = open_file(path)
     _own.files[path] = stamp, checked, file
     if len(_own.files) > OPEN:
         _own.files.popitem(last=False)

@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from urllib.parse import urlsplit
 
-from hasten.contract.errors import Failure, Notice, Progress, Refusal, one_line
+from hasten.contract.errors import RunError, HastenWarning, ProgressWarning, ConfigurationError, format_error
 from hasten.data.places.walks import matcher
 
 WAITS = (1.0, 2.0, 4.0)  # seconds before each retry
 AT_ONCE = 32  # concurrent requests
 SILENT = 30.0  # seconds without a byte from a web server, after which the request is repeated
-MARKS = (  # keys of fsspec's info() that change with a file; those that follow the content come first
+VERSION_FIELDS = (  # keys of fsspec's info() that change with a file; those that follow the content come first
     "ETag", "etag", "md5Hash", "Content-MD5", "Digest",
     "mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created",
 )  # fmt: skip
@@ -43,7 +43,7 @@ NO_RANGES = (
 _in_parts: dict[tuple[str, str], bool] = {}  # {(scheme, server): whether it answers range requests}
 
 
-class Nothing(Refusal):
+class NotFoundError(ConfigurationError):
     """A remote file or folder that does not exist, as its server states."""
 
 
@@ -74,23 +74,23 @@ def matches(pattern: str, suffixes: tuple[str, ...]) -> list[str]:
         return [name]
 
     try:
-        return [system.unstrip_protocol(path) for path in _patiently(pattern, expand)]
-    except Nothing:
+        return [system.unstrip_protocol(path) for path in _with_retries(pattern, expand)]
+    except NotFoundError:
         return []
 
 
-def mark_of(path: str) -> list:
+def remote_signature(path: str) -> list:
     """[path, size in bytes, version] of a remote file; version is None, after a Notice, if the server states none."""
     system, name = _system(path)
     system.invalidate_cache()
-    info = _patiently(path, lambda: system.info(name))
-    version = next((str(info[key]) for key in MARKS if key in info), None)
+    info = _with_retries(path, lambda: system.info(name))
+    version = next((str(info[key]) for key in VERSION_FIELDS if key in info), None)
     if version is None:
         _tell_of_no_version(*urlsplit(path)[:2])
     return [path, info.get("size"), version]
 
 
-def at_once(wanted: list[tuple[str, int | None, int | None]]) -> list[bytes | None]:
+def fetch_ranges(wanted: list[tuple[str, int | None, int | None]]) -> list[bytes | None]:
     """Requests ranges (path, begin, end), or whole files (path, None, None), concurrently and without retries.
 
     Returns:
@@ -119,9 +119,9 @@ class RemoteFile(io.RawIOBase):
 
     def __init__(self, path: str):
         self._path, self._place, self._file = path, 0, None
-        self._size = _patiently(path, lambda: self._open().size)
+        self._size = _with_retries(path, lambda: self._open().size)
         if self._size is None:
-            raise Refusal(
+            raise ConfigurationError(
                 f"{path}: the server does not state its size, which reading parts of it requires; copy it here first"
             )
 
@@ -142,9 +142,9 @@ class RemoteFile(io.RawIOBase):
                 raise
 
         try:
-            data = _patiently(self._path, ask)
-        except Refusal as refused:  # the file could be opened, so the request was right
-            raise Failure(str(refused)) from None
+            data = _with_retries(self._path, ask)
+        except ConfigurationError as refused:  # the file could be opened, so the request was right
+            raise RunError(str(refused)) from None
         buffer[: len(data)] = data
         self._place += len(data)
         return len(data)
@@ -173,8 +173,8 @@ def _system(path: str):
     try:
         from fsspec.core import url_to_fs
     except ImportError:
-        raise Refusal(f"reading {path} needs fsspec: pip install 'hasten[data]'") from None
-    return _patiently(path, lambda: url_to_fs(path, **_settings(path)))
+        raise ConfigurationError(f"reading {path} needs fsspec: pip install 'hasten[data]'") from None
+    return _with_retries(path, lambda: url_to_fs(path, **_settings(path)))
 
 
 def _gives_parts(system, name: str) -> bool:
@@ -197,7 +197,7 @@ def _settings(path: str) -> dict:
     try:
         from aiohttp import ClientTimeout
     except ImportError:
-        raise Refusal(f"reading {path} needs aiohttp: pip install 'hasten[data]'") from None
+        raise ConfigurationError(f"reading {path} needs aiohttp: pip install 'hasten[data]'") from None
     from fsspec.config import apply_config
     from fsspec.implementations.http import HTTPFileSystem
 
@@ -265,8 +265,8 @@ def _walked(system, folder: str) -> Iterator[str]:
 
 def _links(system, page: str) -> list[dict]:
     try:
-        return _patiently(page, lambda: system.ls(page, detail=True))
-    except Nothing:
+        return _with_retries(page, lambda: system.ls(page, detail=True))
+    except NotFoundError:
         return []
 
 
@@ -275,11 +275,11 @@ def _tell_of_no_version(scheme: str, server: str) -> None:
     """Warns once for each server."""
     what = f"{scheme}://{server} tells neither a version nor a time of its files"
     warnings.warn(
-        f"{what}: a change is noticed only where the length differs, also by .cache('disk')", Notice, stacklevel=2
+        f"{what}: a change is noticed only where the length differs, also by .cache('disk')", HastenWarning, stacklevel=2
     )
 
 
-def _patiently(path: str, ask: Callable):
+def _with_retries(path: str, ask: Callable):
     """``ask()``, retried after growing pauses while the server fails.
 
     Raises:
@@ -288,20 +288,20 @@ def _patiently(path: str, ask: Callable):
     for wait in (*WAITS, None):
         try:
             return ask()
-        except (Refusal, Failure):
+        except (ConfigurationError, RunError):
             raise
         except Exception as error:  # each file system has its own error classes
             if "range requests" in str(error):
-                raise Refusal(f"{path}: {NO_RANGES}") from None
+                raise ConfigurationError(f"{path}: {NO_RANGES}") from None
             if _is_hopeless(error):
-                kind = Nothing if _is_gone(error) else Refusal
-                raise kind(f"cannot read {path}: {one_line(_cause(error))}") from None
+                kind = NotFoundError if _is_gone(error) else ConfigurationError
+                raise kind(f"cannot read {path}: {format_error(_cause(error))}") from None
             if wait is None:
-                raise Failure(
-                    f"{path} cannot be reached, asked {len(WAITS) + 1} times: {one_line(_cause(error))}"
+                raise RunError(
+                    f"{path} cannot be reached, asked {len(WAITS) + 1} times: {format_error(_cause(error))}"
                 ) from None
-            told = f"{path} did not answer ({one_line(_cause(error))}); it is asked again in {wait:g} s"
-            warnings.warn(told, Progress, stacklevel=2)
+            told = f"{path} did not answer ({format_error(_cause(error))}); it is asked again in {wait:g} s"
+            warnings.warn(told, ProgressWarning, stacklevel=2)
             time.sleep(wait)
 
 

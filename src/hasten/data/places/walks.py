@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from fnmatch import translate
 from functools import lru_cache
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 
 Mark = tuple[int, int]  # (device, inode) of a folder: the same for all its names
 
 
-def walked(root: str, met: set[Mark] | None = None) -> Iterator[tuple[str, int, list[str]]]:
+def walk(root: str, met: set[Mark] | None = None) -> Iterator[tuple[str, int, list[str]]]:
     """Walks a folder and all folders in it except hidden ones.
 
     Args:
@@ -53,7 +53,7 @@ def walked(root: str, met: set[Mark] | None = None) -> Iterator[tuple[str, int, 
                 else:
                     files.append(entry.name)
         except OSError as error:
-            raise Refusal(f"cannot read the folder {path}: {error.strerror}") from None
+            raise ConfigurationError(f"cannot read the folder {path}: {error.strerror}") from None
         yield folder, info.st_mtime_ns, files
 
 
@@ -82,4 +82,4 @@ def entries(folder: str) -> list[os.DirEntry]:
         with os.scandir(folder or ".") as scan:
             return [*scan]
     except OSError as error:
-        raise Refusal(f"cannot read the folder {folder}: {error.strerror}") from None
+        raise ConfigurationError(f"cannot read the folder {folder}: {error.strerror}") from None

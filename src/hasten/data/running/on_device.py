@@ -6,19 +6,19 @@ from collections.abc import Iterator
 
 import torch
 
-from hasten.contract.ahead import one_ahead
+from hasten.contract.ahead import prefetch_to_cuda
 from hasten.contract.batch import map_tensors
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 
 
-def moved(batches: Iterator, device: torch.device) -> Iterator:
+def copy_to_device(batches: Iterator, device: torch.device) -> Iterator:
     """Yields the batches on ``device``; for CUDA the next batch is copied while the current one is used.
 
     Raises:
         Refusal: The device is a GPU that this machine does not have.
     """
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise Refusal(f"there is no device {device} on this machine; use .to('cpu')")
+        raise ConfigurationError(f"there is no device {device} on this machine; use .to('cpu')")
     if device.type == "cuda":
-        return one_ahead(batches, device)
+        return prefetch_to_cuda(batches, device)
     return (map_tensors(lambda tensor: tensor.to(device), batch) for batch in batches)

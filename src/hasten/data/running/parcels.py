@@ -15,22 +15,22 @@ import tempfile
 import numpy
 import torch
 
-from hasten.data.memory import taken
+from hasten.data.memory import acquire
 
 ALIGNMENT = 64  # bytes
 
 
-def packed(made, slot: Slot) -> bytes:
+def serialize(made, slot: SharedBuffer) -> bytes:
     """Serializes ``made``; its tensors are copied into the slot."""
     return _Packer().message(made, slot)
 
 
-def unpacked(message: bytes, slot: Slot):
+def deserialize(message: bytes, slot: SharedBuffer):
     """Deserializes a message of ``packed``. Its tensors are copied out of the slot, which can then be reused."""
     return _Unpacker(message, slot).load()
 
 
-class Slot:
+class SharedBuffer:
     """Anonymous shared memory that grows on demand."""
 
     def __init__(self):
@@ -71,7 +71,7 @@ class _Packer(pickle.Pickler):
         self.tensors.append((offset, thing.detach()))
         return offset, tuple(thing.shape), thing.dtype
 
-    def message(self, made, slot: Slot) -> bytes:
+    def message(self, made, slot: SharedBuffer) -> bytes:
         self.dump(made)
         memory = slot.memory(self.size)
         for offset, tensor in self.tensors:
@@ -80,13 +80,13 @@ class _Packer(pickle.Pickler):
 
 
 class _Unpacker(pickle.Unpickler):
-    def __init__(self, message: bytes, slot: Slot):
+    def __init__(self, message: bytes, slot: SharedBuffer):
         super().__init__(io.BytesIO(message))
         self.slot = slot
 
     def persistent_load(self, location):
         offset, shape, dtype = location
-        tensor = taken(shape, dtype)
+        tensor = acquire(shape, dtype)
         memory = self.slot.memory(offset + tensor.nbytes)
         return tensor.copy_(_view(memory, offset, shape, dtype))
 

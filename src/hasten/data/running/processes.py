@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from hasten.contract.errors import Failure, Notice, Refusal, one_line
-from hasten.data.running.parcels import Slot, packed, unpacked
+from hasten.contract.errors import RunError, HastenWarning, ConfigurationError, format_error
+from hasten.data.running.parcels import SharedBuffer, serialize, deserialize
 from hasten.data.running.runners import stuck
 from hasten.data.source import BadRow
 from hasten.engine.failures import line_in_users_code
@@ -36,7 +36,7 @@ CAUSES = {signal.SIGKILL: ", as the system does when memory runs out", signal.SI
 
 
 @dataclass(frozen=True)
-class Processes:
+class ProcessRunner:
     """Computes batches in forked worker processes.
 
     A worker that dies is replaced once, at the batch that it was computing. If its replacement dies there too, a
@@ -77,7 +77,7 @@ class _Worker:
 
     def __init__(self, make: Callable[[int], Any], slots: int):
         self.make = make
-        self.slots = [Slot() for _ in range(slots)]
+        self.slots = [SharedBuffer() for _ in range(slots)]
         self.free = deque(range(slots))
         self.asked: deque[tuple[int, int]] = deque()  # (index of the batch, slot) of each open request
         self.second_try = False
@@ -97,7 +97,7 @@ class _Worker:
             self._revive()
         self.second_try = False
         _, slot = self.asked.popleft()
-        succeeded, result = unpacked(message, self.slots[slot])
+        succeeded, result = deserialize(message, self.slots[slot])
         self.free.append(slot)
         if not succeeded:
             raise result
@@ -117,7 +117,7 @@ class _Worker:
         try:
             context = multiprocessing.get_context("fork")
         except ValueError:
-            raise Refusal("processes need fork, which this system has not; use threads: .prefetch(threads=2)") from None
+            raise ConfigurationError("processes need fork, which this system has not; use threads: .prefetch(threads=2)") from None
         self.pipe, child_pipe = context.Pipe()
         args = self.make, child_pipe, self.slots, os.getpid()
         self.process = context.Process(target=_work, args=args, name="hasten-data", daemon=True)
@@ -132,7 +132,7 @@ class _Worker:
         """Returns the next message, or None if the process is dead."""
         ready = wait([self.pipe, self.process.sentinel], timeout)
         if not ready:
-            raise Failure(stuck(self.asked[0][0], timeout, f"worker process {self.process.pid}"))
+            raise RunError(stuck(self.asked[0][0], timeout, f"worker process {self.process.pid}"))
         try:
             return self.pipe.recv_bytes() if self.pipe in ready or self.pipe.poll() else None
         except (EOFError, OSError):
@@ -143,8 +143,8 @@ class _Worker:
         process, batch = f"worker process {self.process.pid}", f"batch {self.asked[0][0]} of the pass"
         message = f"{process} {_cause(self.process.exitcode)} while it made {batch}"
         if self.second_try:
-            raise Failure(f"{message}, and so did the one before it; look at the data of this batch and at the memory in use")
-        warnings.warn(f"{message}; another one continues there", Notice, stacklevel=2)
+            raise RunError(f"{message}, and so did the one before it; look at the data of this batch and at the memory in use")
+        warnings.warn(f"{message}; another one continues there", HastenWarning, stacklevel=2)
         self.second_try = True
         self.pipe.close()
         self._start()
@@ -152,7 +152,7 @@ class _Worker:
             self._send(job)
 
 
-def _work(make: Callable[[int], Any], pipe: Connection, slots: list[Slot], parent: int) -> None:
+def _work(make: Callable[[int], Any], pipe: Connection, slots: list[SharedBuffer], parent: int) -> None:
     """Main function of a worker: computes requested batches until the parent closes the pipe or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -168,12 +168,12 @@ def _work(make: Callable[[int], Any], pipe: Connection, slots: list[Slot], paren
         return  # the parent is gone
 
 
-def _packed(make: Callable[[int], Any], number: int, slot: Slot) -> bytes:
+def _packed(make: Callable[[int], Any], number: int, slot: SharedBuffer) -> bytes:
     """Serializes (True, batch) or (False, exception); tensors are in the slot."""
     try:
-        return packed((True, make(number)), slot)
+        return serialize((True, make(number)), slot)
     except Exception as error:
-        return packed((False, _picklable(error)), slot)
+        return serialize((False, _picklable(error)), slot)
 
 
 def _picklable(error: Exception) -> Exception:
@@ -183,11 +183,11 @@ def _picklable(error: Exception) -> Exception:
     """
     try:
         error.raised_at = line_in_users_code(error)
-        if not isinstance(error, (Failure, Refusal, BadRow)):
+        if not isinstance(error, (RunError, ConfigurationError, BadRow)):
             error.add_note(f"in worker process {os.getpid()}:\n{''.join(traceback.format_exception(error))}")
         return pickle.loads(pickle.dumps(error))
     except Exception:
-        return Failure(one_line(error))
+        return RunError(format_error(error))
 
 
 def _cause(code: int) -> str:

@@ -14,8 +14,8 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Protocol
 
-from hasten.contract.data import Crew
-from hasten.contract.errors import Failure
+from hasten.contract.data import WorkerConfig
+from hasten.contract.errors import RunError
 
 
 class Runner(Protocol):
@@ -23,7 +23,7 @@ class Runner(Protocol):
 
 
 @dataclass(frozen=True)
-class Here:
+class InlineRunner:
     """Computes each batch in the caller when it is requested."""
 
     def __call__(self, make: Callable[[int], Any], numbers: range) -> Iterator:
@@ -32,7 +32,7 @@ class Here:
 
 
 @dataclass(frozen=True)
-class Threads:
+class ThreadRunner:
     """Computes batches in threads.
 
     Attributes:
@@ -80,25 +80,25 @@ class Threads:
             raise _Stuck(stuck(number, self.timeout, "a thread")) from None
 
 
-def runner_of(crew: Crew, timeout: float | None) -> Runner:
+def runner_of(crew: WorkerConfig, timeout: float | None) -> Runner:
     """Returns the runner for a worker configuration."""
     if crew.processes:
-        from hasten.data.running.processes import Processes
+        from hasten.data.running.processes import ProcessRunner
 
-        return Processes(crew.processes, crew.ahead, timeout)
-    return Threads(crew.threads, crew.ahead, timeout) if crew.threads else Here()
+        return ProcessRunner(crew.processes, crew.prefetch, timeout)
+    return ThreadRunner(crew.threads, crew.prefetch, timeout) if crew.threads else InlineRunner()
 
 
-def crew_of(runner: Runner) -> Crew:
+def workers_of(runner: Runner) -> WorkerConfig:
     """Returns the worker configuration of a runner; one without workers for a runner that has none."""
-    if isinstance(crew := getattr(runner, "crew", None), Crew):
+    if isinstance(crew := getattr(runner, "crew", None), WorkerConfig):
         return crew
-    return Crew(*(getattr(runner, name, 0) for name in ("threads", "processes", "ahead")))
+    return WorkerConfig(*(getattr(runner, name, 0) for name in ("threads", "processes", "ahead")))
 
 
 def in_threads(runner: Runner) -> bool:
     """Whether batches are computed, or may later be computed, in threads of the training process."""
-    return bool(crew_of(runner).threads) or "threads" in getattr(runner, "kinds", ())
+    return bool(workers_of(runner).threads) or "threads" in getattr(runner, "kinds", ())
 
 
 def stuck(number: int, seconds: float, who: str) -> str:
@@ -107,7 +107,7 @@ def stuck(number: int, seconds: float, who: str) -> str:
     return f"batch {number} of the pass did not come within {seconds:g} s: {who} hangs in it; {hint}"
 
 
-class _Stuck(Failure):
+class _Stuck(RunError):
     """A thread did not finish its batch within the timeout."""
 
 

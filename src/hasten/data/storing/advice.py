@@ -18,14 +18,14 @@ from statistics import fmean, median, stdev
 
 from scipy.special import stdtrit
 
-from hasten.contract.errors import Failure, Refusal
-from hasten.contract.watch import Watch
-from hasten.data.caching.cache_disk import default_folder, held, swept
-from hasten.data.faults import Faults
+from hasten.contract.errors import RunError, ConfigurationError
+from hasten.contract.watch import ProgressCallback
+from hasten.data.caching.cache_disk import default_folder, file_lock, remove_partial
+from hasten.data.faults import BadRowPolicy
 from hasten.data.source import BadRow
 from hasten.data.storing.kinds import KINDS
-from hasten.data.storing.parts import Plan, into
-from hasten.data.storing.readings import Reading
+from hasten.data.storing.parts import ShardPlan, translate_write_errors
+from hasten.data.storing.readings import RowReader
 from hasten.data.storing.sampling import some_of
 from hasten.data.storing.stages import pace, paces
 from hasten.data.storing.storages import STORAGES
@@ -49,7 +49,7 @@ TRIED = {
 
 
 def better_storages(
-    reading: Reading, before: Sequence[float], total: int, disk: float | None, budget: float, watch: Watch
+    reading: RowReader, before: Sequence[float], total: int, disk: float | None, budget: float, watch: ProgressCallback
 ) -> list[dict]:
     """The formats that would be faster, the fastest first.
 
@@ -79,7 +79,7 @@ def better_storages(
             if left < seconds:
                 break
             watch(f"trying {to}", 0.3 + 0.7 * (1 - left / budget), left)
-            with suppress(Refusal, BadRow):  # a format that cannot hold the data is not advised
+            with suppress(ConfigurationError, BadRow):  # a format that cannot hold the data is not advised
                 row, paced = _tried(sample, to, folder / to, seconds)
                 after = [slower_of(each, row, disk) for each in paced]
                 fill = 0 if to == "rows" and _lacks_numbers(sample) else None
@@ -88,7 +88,7 @@ def better_storages(
     return sorted((each for each in found if each["gain"] >= WORTH), key=lambda each: -each["gain"])
 
 
-def estimated_gain(reading: Reading, to: str, seconds: float) -> float | None:
+def estimated_gain(reading: RowReader, to: str, seconds: float) -> float | None:
     """How many times as fast rows will be read when stored as ``to``, estimated from some of them; None if that fails.
 
     Args:
@@ -99,22 +99,22 @@ def estimated_gain(reading: Reading, to: str, seconds: float) -> float | None:
             reading = _some(reading, folder)
             before = pace(_filled(reading), seconds)["batches"]
             _, after = _tried(_sample(reading, before, seconds), to, folder / to, seconds)
-    except (Refusal, BadRow, Failure):
+    except (ConfigurationError, BadRow, RunError):
         return None
     return median(after) / before
 
 
-def measured_gain(reading: Reading, to: str, files: list[str], seconds: float) -> dict:
+def measured_gain(reading: RowReader, to: str, files: list[str], seconds: float) -> dict:
     """The gain of storing rows as ``to`` in these files, as of ``gain_of``; all None if the rows make no batches.
 
     Args:
         seconds: for each side of the comparison, about.
     """
-    stored = Reading(KINDS[to], files, files, resize=reading.resize if to == "shards" else None, faults=reading.faults)
+    stored = RowReader(KINDS[to], files, files, resize=reading.resize if to == "shards" else None, faults=reading.faults)
     try:
         with workplace() as folder:
             paces = _in_turns([_filled(_some(each, folder)) for each in (reading, stored)], seconds)
-    except (Refusal, BadRow, Failure):  # such as missing text, which no batch can hold
+    except (ConfigurationError, BadRow, RunError):  # such as missing text, which no batch can hold
         return dict.fromkeys(("before", "after", "ratio", "low", "high", "verdict"))
     return gain_of(*zip(*paces, strict=True))
 
@@ -164,12 +164,12 @@ def _gain(before: Sequence[float], after: Sequence[float]) -> dict:
     return {"gain": median(after) / median(before), "low": low, "high": high}
 
 
-def _sample(reading: Reading, rate: float, seconds: float) -> Reading:
+def _sample(reading: RowReader, rate: float, seconds: float) -> RowReader:
     """As many rows from the beginning as are read in ``seconds``."""
     return replace(reading, most=max(FEWEST, min(int(rate * seconds), CHUNKS * reading.chunk)))
 
 
-def _in_turns(readings: list[Reading], seconds: float) -> list[list[float]]:
+def _in_turns(readings: list[RowReader], seconds: float) -> list[list[float]]:
     """Rows/s of each reading in turns. The first turn, which also loads libraries, does not count."""
     paces, ends = [], time.perf_counter() + PATIENCE * seconds
     while len(paces) <= LEAST or (len(paces) <= TURNS and time.perf_counter() < ends):
@@ -177,35 +177,35 @@ def _in_turns(readings: list[Reading], seconds: float) -> list[list[float]]:
     return paces[1:]
 
 
-def _some(reading: Reading, folder: Path) -> Reading:
+def _some(reading: RowReader, folder: Path) -> RowReader:
     """The same rows, or some of the files of a format without an index. Bad rows are counted separately."""
     some, _ = some_of(reading.kind, reading.files, folder)
     where = reading.where if some == reading.files else some
-    return replace(reading, where=where, files=some, faults=Faults(reading.faults.at_most))
+    return replace(reading, where=where, files=some, faults=BadRowPolicy(reading.faults.max_rows))
 
 
-def _filled(reading: Reading) -> Reading:
+def _filled(reading: RowReader) -> RowReader:
     """The same rows with missing numbers filled: which are missing does not change the speed."""
     return replace(reading, fill=0 if reading.kind.is_table else None)
 
 
-def _lacks_numbers(sample: Reading) -> bool:
+def _lacks_numbers(sample: RowReader) -> bool:
     """Whether values are missing, which a matrix cannot express."""
     tables = sample.tables(0, sample.rows) if sample.kind.is_table else ()
     return any(table.column(name).null_count for table in tables for name in table.column_names)
 
 
-def _tried(sample: Reading, to: str, folder: Path, seconds: float) -> tuple[float, list[float]]:
+def _tried(sample: RowReader, to: str, folder: Path, seconds: float) -> tuple[float, list[float]]:
     """(bytes of a row, measurements of rows/s) of the sample, stored as ``to``."""
-    with into(folder, ADVICE):
+    with translate_write_errors(folder, ADVICE):
         folder.mkdir()
-        plan = Plan(sample, folder, 1)
+        plan = ShardPlan(sample, folder, 1)
         storage = STORAGES[to](plan)
         plan.done.append((storage.write(0, lambda rows: None).rows, ""))
         storage.finish()
     files = sorted(str(file) for file in folder.iterdir())
     of_table = {"target": sample.target, "fill": 0} if KINDS[to].is_table else {}
-    stored = Reading(KINDS[to], files, files, **of_table, resize=sample.resize if to == "shards" else None)
+    stored = RowReader(KINDS[to], files, files, **of_table, resize=sample.resize if to == "shards" else None)
     return sum(map(os.path.getsize, files)) / sample.rows, paces(stored, seconds)["batches"]
 
 
@@ -215,12 +215,12 @@ def workplace() -> Iterator[Path]:
     base = default_folder() / "samples"
     name = f"{os.getpid()}-{token_hex(4)}"
     lock, folder = base / f"{name}.lock", base / f"{name}.making"
-    with into(base, ADVICE):
+    with translate_write_errors(base, ADVICE):
         base.mkdir(parents=True, exist_ok=True)
-        swept(base)
+        remove_partial(base)
         lock.touch()
-    with held(lock, f"waiting for {lock}"):
-        with into(base, ADVICE):
+    with file_lock(lock, f"waiting for {lock}"):
+        with translate_write_errors(base, ADVICE):
             folder.mkdir()
         try:
             yield folder

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 from hasten.data.storing.kinds import MANIFEST, SKIPPED
-from hasten.data.storing.parts import PART, synced
+from hasten.data.storing.parts import PART, fsync
 from hasten.engine.failures import writable
 
 
 @contextmanager
-def claimed(folder: Path, settings: dict) -> Iterator[dict]:
+def lock_output(folder: Path, settings: dict) -> Iterator[dict]:
     """Locks the output folder and yields its manifest.
 
     Raises:
@@ -41,15 +41,15 @@ def _opened(handle: int, folder: Path, settings: dict) -> dict:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise Refusal(f"another process converts into {folder}; wait for it, or choose another --out") from None
+        raise ConfigurationError(f"another process converts into {folder}; wait for it, or choose another --out") from None
     note = _note(folder)
     if note is None and any(not name.endswith(PART) for name in os.listdir(folder)):
-        raise Refusal(f"{folder} is not empty and holds no conversion; choose another --out")
+        raise ConfigurationError(f"{folder} is not empty and holds no conversion; choose another --out")
     for name, value in settings.items() if note else ():
         then = note["settings"].get(name)
         if then != value and not (then != then and value != value):  # NaN equals NaN here
             difference = _difference(name, then, value)
-            raise Refusal(f"{folder} holds another conversion ({difference}); choose another --out")
+            raise ConfigurationError(f"{folder} holds another conversion ({difference}); choose another --out")
     if note is None:
         swept(folder)
         note = {"settings": settings, "parts done": [], "skipped": []}
@@ -81,7 +81,7 @@ def put(path: Path, text: str) -> None:
     try:
         with open(beside, "w", encoding="utf-8") as file:
             file.write(text)
-            synced(file)
+            fsync(file)
         os.replace(beside, path)
     except BaseException:
         beside.unlink(missing_ok=True)

@@ -13,15 +13,15 @@ from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 
-from hasten.contract.errors import Failure, Refusal, nearest
-from hasten.contract.watch import Watch, silent
-from hasten.data.faults import Faults
+from hasten.contract.errors import RunError, ConfigurationError, suggest
+from hasten.contract.watch import ProgressCallback, no_progress
+from hasten.data.faults import BadRowPolicy
 from hasten.data.source import BadRow
 from hasten.data.storing.advice import estimated_gain, measured_gain
-from hasten.data.storing.claimed import claimed, keep, put, swept
-from hasten.data.storing.kinds import SKIPPED, Kind, classes_of, counted, kinds_at, openable
-from hasten.data.storing.parts import Plan, Storage, Tell, into
-from hasten.data.storing.readings import Reading
+from hasten.data.storing.claimed import lock_output, keep, put, swept
+from hasten.data.storing.kinds import SKIPPED, StorageFormat, classes_of, counted, kinds_at, openable
+from hasten.data.storing.parts import ShardPlan, Storage, Tell, translate_write_errors
+from hasten.data.storing.readings import RowReader
 from hasten.data.storing.storages import STORAGES
 
 FORMAT = 1  # version of the output: increase it with every change that changes the files
@@ -49,7 +49,7 @@ def convert(
     resize: int | None = None,
     shards: int | None = None,
     skip_bad: int | None = None,
-    watch: Watch = silent,
+    watch: ProgressCallback = no_progress,
 ) -> dict:
     """Stores samples in another format. Called again after it was killed, it resumes.
 
@@ -86,22 +86,22 @@ def convert(
     if os.path.isdir(path) and os.path.join(os.path.realpath(out), "").startswith(
         os.path.join(os.path.realpath(path), "")
     ):
-        raise Refusal(f"{out} lies in {path}, where it would be read as a part of the original; choose another --out")
+        raise ConfigurationError(f"{out} lies in {path}, where it would be read as a part of the original; choose another --out")
     files, lost = openable(kind, files, skip_bad or 0)
     where = str(path) if kind.name == "images" else files
-    reading = Reading(kind, where, files, target, fill, resize, faults=Faults((skip_bad or 0) - len(lost)))
+    reading = RowReader(kind, where, files, target, fill, resize, faults=BadRowPolicy((skip_bad or 0) - len(lost)))
     size = sum(size for _, size, _ in reading.stamps())
-    plan = Plan(reading, Path(out), _parts(reading, shards, size))
-    with claimed(
+    plan = ShardPlan(reading, Path(out), _parts(reading, shards, size))
+    with lock_output(
         plan.folder, {"format": FORMAT, "to": to, "parts": plan.parts, "skip_bad": skip_bad, **_settings(reading)}
     ) as note:
         plan.done, note["skipped files"] = note["parts done"], lost
-        reading.faults.recall(note["skipped"])
+        reading.faults.restore(note["skipped"])
         written = 0 if "finished" in note else _written(to, plan, note, watch)
     watch("measuring what it gives", 1.0, None)
     found = [plan.folder / name for name in note["files"]]
     if gone := [file for file in found if not file.exists()]:
-        raise Failure(f"{gone[0]} is gone since it was written; remove {plan.folder} and start again")
+        raise RunError(f"{gone[0]} is gone since it was written; remove {plan.folder} and start again")
     return {
         "path": str(path),
         "out": str(out),
@@ -125,40 +125,40 @@ def convert(
     }
 
 
-def _parts(reading: Reading, shards: int | None, size: int) -> int:
+def _parts(reading: RowReader, shards: int | None, size: int) -> int:
     """The number of parts that the rows are split into."""
     if not reading.rows:
-        raise Refusal(
+        raise ConfigurationError(
             f"{reading.files[0]} holds no rows"
             if len(reading.files) == 1
             else f"the {len(reading.files)} files hold no rows"
         )
     if shards is not None and shards > reading.rows:
-        raise Refusal(f"{reading.rows} rows do not make {shards} files; say --shards {reading.rows} or fewer")
+        raise ConfigurationError(f"{reading.rows} rows do not make {shards} files; say --shards {reading.rows} or fewer")
     return shards or min(max(1, round(size / PART_BYTES)), reading.rows)
 
 
-def _written(to: str, plan: Plan, note: dict, watch: Watch) -> int:
+def _written(to: str, plan: ShardPlan, note: dict, watch: ProgressCallback) -> int:
     """Writes the missing parts; returns their number of rows."""
     try:
-        with into(plan.folder, GO_ON):
+        with translate_write_errors(plan.folder, GO_ON):
             storage = STORAGES[to](plan)
             if "estimated" not in note:
                 note["estimated"] = estimated_gain(plan.reading, to, ESTIMATE_SECONDS)
             return _write(storage, plan, note, watch)
-    except Refusal:
+    except ConfigurationError:
         if not plan.done:
             swept(plan.folder)  # nothing was written
             with suppress(OSError):
                 plan.folder.rmdir()
         raise
     except BadRow as fault:
-        raise Failure(
+        raise RunError(
             f"{fault}; mend it or take it away and start again, or let some be left out: --skip-bad 10"
         ) from None
 
 
-def _write(storage: Storage, plan: Plan, note: dict, watch: Watch) -> int:
+def _write(storage: Storage, plan: ShardPlan, note: dict, watch: ProgressCallback) -> int:
     """Writes the missing parts with progress, then finishes the output; returns their number of rows."""
     first, rows, began, written = plan.range(len(plan.done))[0], plan.reading.rows, perf_counter(), 0
 
@@ -175,7 +175,7 @@ def _write(storage: Storage, plan: Plan, note: dict, watch: Watch) -> int:
         if skipped := note["skipped files"] + plan.reading.faults.listed():  # also if the conversion failed
             put(plan.folder / SKIPPED, "".join(f"{json.dumps(row)}\n" for row in skipped))
     if _settings(plan.reading)["original"] != note["settings"]["original"]:
-        raise Failure(
+        raise RunError(
             "the original changed while it was converted; choose another --out, "
             "and start again when nobody writes to it"
         )
@@ -184,16 +184,16 @@ def _write(storage: Storage, plan: Plan, note: dict, watch: Watch) -> int:
     return written
 
 
-def _write_part(number: int, storage: Storage, plan: Plan, note: dict, tell: Tell) -> None:
+def _write_part(number: int, storage: Storage, plan: ShardPlan, note: dict, tell: Tell) -> None:
     given = storage.write(number, tell)
     skipped = plan.reading.faults.listed()
     if not given.rows:
-        raise Failure(
+        raise RunError(
             f"no row of part {number} can be read, the first is {skipped[0]['where']}; mend it, or take fewer --shards"
         )
     read = storage.read_back(number)
     if (given.rows, given.hexdigest()) != (read.rows, read.hexdigest()):
-        raise Failure(
+        raise RunError(
             f"part {number} of {plan.folder} is not what was written; "
             "look at the disk, and start the same command again"
         )
@@ -202,12 +202,12 @@ def _write_part(number: int, storage: Storage, plan: Plan, note: dict, tell: Tel
     keep(plan.folder, note)
 
 
-def _classes(reading: Reading) -> list[str] | None:
+def _classes(reading: RowReader) -> list[str] | None:
     """The class names whose text becomes numbers; None if there are none."""
     return None if reading.kind.is_table and reading.target is None else classes_of(reading.source, reading.files)
 
 
-def _settings(reading: Reading) -> dict:
+def _settings(reading: RowReader) -> dict:
     made_of = reading.identity()
     files = hashlib.blake2b(json.dumps(made_of.pop("files")).encode(), digest_size=16).hexdigest()
     return {**made_of, "original": files}
@@ -216,29 +216,29 @@ def _settings(reading: Reading) -> dict:
 # ---- what is refused, and what is told
 
 
-def _refuse_what_cannot_be(kind: Kind, to: str, target, fill, counts: dict) -> None:
+def _refuse_what_cannot_be(kind: StorageFormat, to: str, target, fill, counts: dict) -> None:
     if to not in STORAGES:
-        raise Refusal(f"nothing can be stored as {to!r}{nearest(to, STORAGES)}")
+        raise ConfigurationError(f"nothing can be stored as {to!r}{suggest(to, STORAGES)}")
     if to not in FORMS[kind.name]:
         better = (
             f"they can become {' or '.join(FORMS[kind.name])}"
             if FORMS[kind.name]
             else "they are in their fastest form already"
         )
-        raise Refusal(f"{kind.title} cannot be stored as {to}; {better}")
+        raise ConfigurationError(f"{kind.title} cannot be stored as {to}; {better}")
     if (target is not None or fill is not None) and not (kind.is_table and to in ("rows", "tfrecord")):
-        raise Refusal("--target and --fill are for a table that becomes rows or tfrecord")
+        raise ConfigurationError("--target and --fill are for a table that becomes rows or tfrecord")
     if target is not None and to != "rows":
-        raise Refusal("--target is for --to rows; in every other form the target stays a column like the others")
+        raise ConfigurationError("--target is for --to rows; in every other form the target stays a column like the others")
     if counts["resize"] is not None and kind.name not in ("images", "shards"):
-        raise Refusal(f"--resize is for pictures; {kind.title} hold none")
+        raise ConfigurationError(f"--resize is for pictures; {kind.title} hold none")
     if kind.name == to == "shards" and counts["resize"] is None:
-        raise Refusal("tar shards are tar shards already; say --resize 256 to make their pictures smaller")
+        raise ConfigurationError("tar shards are tar shards already; say --resize 256 to make their pictures smaller")
     for name, value in counts.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise Refusal(f"{name} must be a whole number of at least 1, not {value!r}")
+            raise ConfigurationError(f"{name} must be a whole number of at least 1, not {value!r}")
     if to == "rows" and counts["shards"] not in (None, 1):
-        raise Refusal("rows are one file a column, which is mapped into memory as a whole; leave --shards out")
+        raise ConfigurationError("rows are one file a column, which is mapped into memory as a whole; leave --shards out")
 
 
 def _reader(to: str, note: dict, folder: Path, resize: int | None) -> str:

@@ -15,7 +15,7 @@ import torch
 from hasten.data.formats.table_columns import plain
 
 
-class Digest:
+class ContentHash:
     """An incremental hash of rows.
 
     Attributes:

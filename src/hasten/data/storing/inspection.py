@@ -15,17 +15,17 @@ import numpy
 import psutil
 import torch
 
-from hasten.contract.errors import Refusal
-from hasten.contract.watch import Watch, silent
+from hasten.contract.errors import ConfigurationError
+from hasten.contract.watch import ProgressCallback, no_progress
 from hasten.data.checks import at_least
-from hasten.data.faults import Faults
+from hasten.data.faults import BadRowPolicy
 from hasten.data.formats.table_source import SHARE
 from hasten.data.formats.tars import PICTURES
 from hasten.data.places.files import is_remote
 from hasten.data.source import BadRow
 from hasten.data.storing.advice import better_storages, side_of, slower_of, workplace
 from hasten.data.storing.kinds import classes_of, counted, kinds_at, named, openable
-from hasten.data.storing.readings import CHUNK, Reading, stamped
+from hasten.data.storing.readings import CHUNK, RowReader, stamped
 from hasten.data.storing.sampling import some_of
 from hasten.data.storing.stages import paces, reading_pace
 
@@ -41,7 +41,7 @@ def inspect(
     target: str | None = None,
     skip_bad: int | None = None,
     budget: float = 20.0,
-    watch: Watch = silent,
+    watch: ProgressCallback = no_progress,
 ) -> dict:
     """Inspects stored data: what they are, how fast they are read into batches, and which format would be faster.
 
@@ -73,20 +73,20 @@ def inspect(
     watch("opening", 0.0, budget)
     (kind, files), *others = kinds_at(path)
     files, lost = openable(kind, files, skip_bad or 0)
-    faults = Faults((skip_bad or 0) - len(lost))
+    faults = BadRowPolicy((skip_bad or 0) - len(lost))
     size, remote = _bytes_of(files, faults), is_remote(files[0])
     with workplace() as folder:
         some, taken = some_of(kind, files, folder)
         share = 1.0 if taken is None else taken / size
         fill = 0 if kind.is_table else None  # which numbers are missing does not change the speed
         reading = _in_one_size(
-            Reading(kind, str(path) if kind.name == "images" else some, some, target, fill, faults=faults)
+            RowReader(kind, str(path) if kind.name == "images" else some, some, target, fill, faults=faults)
         )
         try:
             if not reading.rows:
-                raise Refusal(f"{path} holds no rows")
-        except Refusal as refused:
-            raise Refusal(
+                raise ConfigurationError(f"{path} holds no rows")
+        except ConfigurationError as refused:
+            raise ConfigurationError(
                 str(refused).replace(some[0], files[0])
             ) from None  # not the temporary file with its first lines
         rows, memory = round(reading.rows / share), psutil.virtual_memory().available
@@ -117,7 +117,7 @@ def inspect(
             result["columns"] = {name: _type(column) for name, column in reading.like.items()}
             readings |= paces(reading, SHARES["pace"] * budget)
             result["classes"] = classes_of(reading.source, files)
-        except (BadRow, Refusal) as error:
+        except (BadRow, ConfigurationError) as error:
             readings |= dict.fromkeys(("decode", "copy", "batches"))
             result["trouble"] = str(error).replace(some[0], files[0])
         speed = result["speed"] = {name: each and median(each) for name, each in readings.items()}
@@ -146,12 +146,12 @@ def _limit(speed: dict, row: float, places: dict) -> str:
 # ---- what is looked at
 
 
-def _bytes_of(files: list[str], faults: Faults) -> int:
+def _bytes_of(files: list[str], faults: BadRowPolicy) -> int:
     looked_at = files[:: -(-len(files) // COUNTED)]
     return round(sum(stamped(file, faults)[1] for file in looked_at) * len(files) / len(looked_at))
 
 
-def _in_one_size(reading: Reading) -> Reading:
+def _in_one_size(reading: RowReader) -> RowReader:
     """Images of one size, as batches need them: their own if all have the same and it is small, else a square."""
     if reading.kind.name not in ("images", "shards"):
         return reading
@@ -167,7 +167,7 @@ def _in_one_size(reading: Reading) -> Reading:
     return replace(reading, resize=size if not sizes and max(size) <= SIDE else SIDE)
 
 
-def _pictures(reading: Reading, rows: numpy.ndarray) -> list[torch.Tensor]:
+def _pictures(reading: RowReader, rows: numpy.ndarray) -> list[torch.Tensor]:
     try:
         there = reading.read(reading.source, rows) if len(rows) else None
     except BadRow:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 from hasten.data.formats.in_memory import arrays
 from hasten.data.formats.pictures import SUFFIXES as PICTURES
 from hasten.data.formats.pictures import images
@@ -17,10 +17,10 @@ from hasten.data.formats.records import SUFFIXES as RECORDS
 from hasten.data.formats.records import tfrecord
 from hasten.data.formats.table_files import Csv, Feather, Parquet
 from hasten.data.formats.tables import csv, feather, parquet
-from hasten.data.formats.tars import shards
+from hasten.data.formats.tars import webdataset
 from hasten.data.formats.token_files import tokens
 from hasten.data.pipeline import Pipeline
-from hasten.data.places.files import Lost, found
+from hasten.data.places.files import FileMissingError, resolve_paths
 from hasten.data.source import Source
 
 MANIFEST, SKIPPED = "conversion.json", "skipped.jsonl"  # files that `hasten data convert` writes beside the data
@@ -28,7 +28,7 @@ WINDOW = 1024  # default number of tokens of a sample
 
 
 @dataclass(frozen=True)
-class Kind:
+class StorageFormat:
     """A storage format of samples.
 
     Attributes:
@@ -51,19 +51,19 @@ class Kind:
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("parquet", "Parquet", Parquet.suffixes, is_table=True),
-        Kind("feather", "Feather", Feather.suffixes, is_table=True),
-        Kind("tfrecord", "TFRecord", RECORDS, walked=True),
-        Kind("shards", "tar shards", (".tar",), walked=True),
-        Kind("images", "pictures", PICTURES),
-        Kind("rows", "rows (.npy)", (".npy",), decodes=False),
-        Kind("tokens", "tokens", (".bin",), decodes=False),
-        Kind("csv", "CSV", Csv.suffixes, is_table=True, walked=True),
+        StorageFormat("parquet", "Parquet", Parquet.suffixes, is_table=True),
+        StorageFormat("feather", "Feather", Feather.suffixes, is_table=True),
+        StorageFormat("tfrecord", "TFRecord", RECORDS, walked=True),
+        StorageFormat("shards", "tar shards", (".tar",), walked=True),
+        StorageFormat("images", "pictures", PICTURES),
+        StorageFormat("rows", "rows (.npy)", (".npy",), decodes=False),
+        StorageFormat("tokens", "tokens", (".bin",), decodes=False),
+        StorageFormat("csv", "CSV", Csv.suffixes, is_table=True, walked=True),
     )
 }
 
 
-def kind_of(path: str | Path) -> tuple[Kind, list[str]]:
+def detect_format(path: str | Path) -> tuple[StorageFormat, list[str]]:
     """(format, files) of a path, a folder or a pattern; of several formats the one with the most files.
 
     Raises:
@@ -72,24 +72,24 @@ def kind_of(path: str | Path) -> tuple[Kind, list[str]]:
     return kinds_at(path)[0]
 
 
-def kinds_at(path: str | Path) -> list[tuple[Kind | None, list[str]]]:
+def kinds_at(path: str | Path) -> list[tuple[StorageFormat | None, list[str]]]:
     """(format, files) of every format at a path, the one with the most files first; last, under None, unknown files."""
     files: dict[str, list[str]] = {}
-    for file in found(path):
+    for file in resolve_paths(path):
         name = next((kind.name for kind in KINDS.values() if file.lower().endswith(kind.suffixes)), "")
         files.setdefault(name, []).append(file)
     unknown = files.pop("", [])
     others = [file for file in unknown if os.path.basename(file) not in (MANIFEST, SKIPPED)]
     if not files and any(os.path.basename(file) == MANIFEST for file in unknown):
-        raise Refusal(f"the conversion into {path} did not come to its end; start it again, and it goes on")
+        raise ConfigurationError(f"the conversion into {path} did not come to its end; start it again, and it goes on")
     if not files:
         known = ", ".join(suffix for kind in KINDS.values() for suffix in kind.suffixes)
-        raise Refusal(f"no file name of {path} tells what it holds; known are names that end in {known}")
+        raise ConfigurationError(f"no file name of {path} tells what it holds; known are names that end in {known}")
     names = sorted((name for name in KINDS if name in files), key=lambda name: -len(files[name]))
     return [(KINDS[name], files[name]) for name in names] + ([(None, others)] if others else [])
 
 
-def openable(kind: Kind, files: list[str], at_most: int) -> tuple[list[str], list[dict]]:
+def openable(kind: StorageFormat, files: list[str], at_most: int) -> tuple[list[str], list[dict]]:
     """(files that can be opened, ``{"row": None, "where", "why"}`` of each other); at most ``at_most`` may be skipped.
 
     Images are rows, which are skipped when they are read, and ``.npy`` files are columns, of which none may be missing.
@@ -102,13 +102,13 @@ def openable(kind: Kind, files: list[str], at_most: int) -> tuple[list[str], lis
     troubles = {file: _trouble(kind, [file]) for file in files}
     lost = [{"row": None, "where": file, "why": why} for file, why in troubles.items() if why is not None]
     if len(lost) > at_most:
-        raise Refusal(f"{lost[at_most]['why']}; it is bad file number {at_most + 1}, and {at_most} may be left out")
+        raise ConfigurationError(f"{lost[at_most]['why']}; it is bad file number {at_most + 1}, and {at_most} may be left out")
     if len(lost) == len(files):
-        raise Refusal(f"{lost[0]['why']}; there is no file that can be opened")
+        raise ConfigurationError(f"{lost[0]['why']}; there is no file that can be opened")
     return [file for file, why in troubles.items() if why is None], lost
 
 
-def counted(kinds: list[tuple[Kind | None, list[str]]]) -> dict[str, int]:
+def counted(kinds: list[tuple[StorageFormat | None, list[str]]]) -> dict[str, int]:
     """{title: number of files} of each format."""
     return {kind.title if kind else "unknown": len(files) for kind, files in kinds}
 
@@ -119,7 +119,7 @@ def classes_of(source: Source, files: list[str]) -> list[str] | None:
     return getattr(source, "classes", None) or ([str(word) for word in noted] if isinstance(noted, list) else None)
 
 
-def opened(kind: Kind, where: str | Path | list[str], *, target: str | None = None, fill=None, resize=None) -> Pipeline:
+def opened(kind: StorageFormat, where: str | Path | list[str], *, target: str | None = None, fill=None, resize=None) -> Pipeline:
     """The pipeline that reads files of a format. Of a table, only the run that was read last is kept in memory.
 
     Args:
@@ -133,7 +133,7 @@ def opened(kind: Kind, where: str | Path | list[str], *, target: str | None = No
         Refusal: the files cannot be opened, or ``target`` is given for a format without columns.
     """
     if target is not None and not kind.is_table:
-        raise Refusal(f"a target is a column of a table; {kind.title} have none")
+        raise ConfigurationError(f"a target is a column of a table; {kind.title} have none")
     if kind.name in ("parquet", "feather"):
         return {"parquet": parquet, "feather": feather}[kind.name](where, target=target, fill=fill, gigabytes=0)
     if kind.name == "csv":
@@ -144,10 +144,10 @@ def opened(kind: Kind, where: str | Path | list[str], *, target: str | None = No
         return _rows(where)
     if kind.name == "tokens":
         return tokens(where, WINDOW)
-    return shards(where, resize=resize) if kind.name == "shards" else tfrecord(where)
+    return webdataset(where, resize=resize) if kind.name == "shards" else tfrecord(where)
 
 
-def named(columns, kind: Kind, target: str | None = None) -> dict:
+def named(columns, kind: StorageFormat, target: str | None = None) -> dict:
     """Flattens nested columns to one name each: ``{"address.street": ...}``."""
     if isinstance(columns, Mapping):
         return {
@@ -167,19 +167,19 @@ def _pictures(where, resize) -> Pipeline:
     """Images with their folders as labels, if every image is in one."""
     try:
         return images(where, resize)
-    except Refusal as error:
+    except ConfigurationError as error:
         if "lies in no folder" not in str(error):
             raise
         return images(where, resize, labels=None)
 
 
-def _trouble(kind: Kind, files: list[str]) -> str | None:
+def _trouble(kind: StorageFormat, files: list[str]) -> str | None:
     """Why these files cannot be opened together, or one of them cannot be opened at all; None if they can."""
     try:
         lost = getattr(opened(kind, files).source, "lost", {})
-    except Refusal as refused:
+    except ConfigurationError as refused:
         wrong_request = (
-            kind.is_table and not isinstance(refused, Lost) and os.path.exists(files[0])
+            kind.is_table and not isinstance(refused, FileMissingError) and os.path.exists(files[0])
         )  # which reading it reports
         return None if wrong_request and len(files) == 1 else str(refused)
     return next(iter(lost.values()), None)
@@ -187,7 +187,7 @@ def _trouble(kind: Kind, files: list[str]) -> str | None:
 
 def _rows(where) -> Pipeline:
     """The columns as ``convert`` noted them, or a dict by file name."""
-    files = found(where, KINDS["rows"].suffixes)
+    files = resolve_paths(where, KINDS["rows"].suffixes)
     about, by_name = _about(os.path.dirname(files[0])), {os.path.basename(file): file for file in files}
     with suppress(LookupError, TypeError, AttributeError):
         columns = {name: by_name[file] for name, file in about["columns"].items()}

@@ -16,18 +16,18 @@ from typing import BinaryIO
 import numpy
 import torch
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 from hasten.data.formats.in_memory import from_numpy_array
 from hasten.data.formats.tars import PICTURES
-from hasten.data.storing.digests import Digest
-from hasten.data.storing.parts import PART, Plan, Tell, synced
+from hasten.data.storing.digests import ContentHash
+from hasten.data.storing.parts import PART, ShardPlan, Tell, fsync
 from hasten.data.storing.readings import CHUNK
 
 
-class Matrices:
+class NpyWriter:
     """Writer of ``.npy`` files, one for each column, whose first dimension is the row."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: ShardPlan):
         self.plan, self.rows = plan, 0  # of the part that was written last
         self.like = {name: column[:1] for name, column in plan.reading.like.items()}
         for name, column in self.like.items():
@@ -38,8 +38,8 @@ class Matrices:
             for number, (name, file) in enumerate(zip(self.like, safe, strict=True))
         }
 
-    def write(self, number: int, tell: Tell) -> Digest:
-        digest = Digest()
+    def write(self, number: int, tell: Tell) -> ContentHash:
+        digest = ContentHash()
         with self._opened(number, "r+b" if number else "w+b") as files:
             for columns in self.plan.reading.columns(*self.plan.range(number)):
                 for name, file in files.items():
@@ -49,12 +49,12 @@ class Matrices:
                 digest.add(columns, rows)
                 tell(rows)
             for file in files.values():
-                synced(file)
+                fsync(file)
         self.rows = digest.rows
         return digest
 
-    def read_back(self, number: int) -> Digest:
-        digest = Digest()
+    def read_back(self, number: int) -> ContentHash:
+        digest = ContentHash()
         with self._opened(number, "r+b") as files:
             for name, file in files.items():
                 like = self.like[name]
@@ -72,7 +72,7 @@ class Matrices:
                 with open(unfinished, "r+b") as content:
                     self._begin(content, name, rows)
                     content.truncate(content.tell() + rows * self.like[name].nbytes)
-                    synced(content)
+                    fsync(content)
                 os.replace(unfinished, self.plan.folder / file)
         return {
             "files": [*self.names.values()],
@@ -105,12 +105,12 @@ class Matrices:
         resize = ": pictures need --resize" if "picture" in name or name.rpartition(".")[2] in PICTURES else ""
         if not isinstance(column, torch.Tensor) or column.dtype == torch.bfloat16:
             kind = "bfloat16" if isinstance(column, torch.Tensor) else "text, bytes or rows of unequal shapes"
-            raise Refusal(
+            raise ConfigurationError(
                 f"column {name!r} holds {kind}; "
                 f"a matrix holds numbers of one shape{resize or ': store the table as feather'}"
             )
         if column.dtype != like.dtype or column.shape[1:] != like.shape[1:]:
-            raise Refusal(
+            raise ConfigurationError(
                 f"column {name!r} is {_shape(like)} in the first row, and {_shape(column)} later; "
                 f"a matrix holds one shape{resize}"
             )

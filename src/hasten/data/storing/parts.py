@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Protocol
 
-from hasten.data.storing.digests import Digest
-from hasten.data.storing.readings import Reading
-from hasten.engine.failures import disk_trouble
+from hasten.data.storing.digests import ContentHash
+from hasten.data.storing.readings import RowReader
+from hasten.engine.failures import translate_disk_errors
 
 PART = ".part"
 Tell = Callable[[int], None]  # called with the number of rows written since the last call
 
 
 @dataclass
-class Plan:
+class ShardPlan:
     """Rows that are written into a folder in several parts.
 
     Attributes:
@@ -32,7 +32,7 @@ class Plan:
         done: (number of rows, content hash) of each part that is written. Bad rows are not in it.
     """
 
-    reading: Reading
+    reading: RowReader
     folder: Path
     parts: int
     done: list[tuple[int, str]] = field(default_factory=list)
@@ -50,27 +50,27 @@ class Plan:
 class Storage(Protocol):
     """A storage format: writes the parts of a plan. Hashes are of the content, not of the files."""
 
-    def write(self, number: int, tell: Tell) -> Digest:
+    def write(self, number: int, tell: Tell) -> ContentHash:
         """Writes a part under its temporary name; returns the hash of what should be in it."""
 
-    def read_back(self, number: int) -> Digest:
+    def read_back(self, number: int) -> ContentHash:
         """Reads the part that was written last; returns its hash."""
 
     def finish(self) -> dict:
         """Gives all parts their final names; returns ``{"files": names}`` and what else a reader must know."""
 
 
-def synced(file: IO) -> None:
+def fsync(file: IO) -> None:
     """Writes a file's content through to the disk, so that it survives a power failure."""
     file.flush()
     os.fsync(file.fileno())
 
 
 @contextmanager
-def into(folder: Path, advice: str) -> Iterator[None]:
+def translate_write_errors(folder: Path, advice: str) -> Iterator[None]:
     """Translates errors of the file system while writing to ``folder`` into one line with ``advice``."""
     try:
         yield
     except OSError:
-        with disk_trouble(folder, advice):
+        with translate_disk_errors(folder, advice):
             raise

@@ -13,17 +13,17 @@ from functools import cached_property, lru_cache
 import numpy
 import torch
 
-from hasten.contract.errors import Failure, Refusal, one_line
-from hasten.data.faults import Faults
+from hasten.contract.errors import RunError, ConfigurationError, format_error
+from hasten.data.faults import BadRowPolicy
 from hasten.data.formats.decoding import PIXELS, decoded, pictures_of, size_of
 from hasten.data.formats.pictures import content_of
 from hasten.data.formats.table_files import Csv, Feather, Parquet, asks_too_much, check
 from hasten.data.formats.table_layout import Layout
 from hasten.data.formats.tars import PICTURES
-from hasten.data.places.files import stamp
+from hasten.data.places.files import file_signature
 from hasten.data.places.ranges import read_ranges
 from hasten.data.source import BadRow, Source, length_of
-from hasten.data.storing.kinds import Kind, named, opened
+from hasten.data.storing.kinds import StorageFormat, named, opened
 from hasten.data.storing.written_as import arrow_table, jpeg
 
 CHUNK = 16_000_000  # bytes of rows in memory at a time
@@ -32,7 +32,7 @@ LEAST = (1, 1)  # pixels: decoding to this size verifies all of an image at the 
 
 
 @dataclass(frozen=True)
-class Reading:
+class RowReader:
     """Rows of files of one format.
 
     Attributes:
@@ -46,14 +46,14 @@ class Reading:
         faults: how many unreadable rows may be skipped, and which were.
     """
 
-    kind: Kind
+    kind: StorageFormat
     where: str | list[str]
     files: list[str]
     target: str | None = None
     fill: float | None = None
     resize: int | tuple[int, int] | None = None
     most: int | None = None
-    faults: Faults = field(default_factory=Faults, compare=False)
+    faults: BadRowPolicy = field(default_factory=BadRowPolicy, compare=False)
 
     def identity(self) -> dict:
         """What the rows are made of, JSON-serializable."""
@@ -71,7 +71,7 @@ class Reading:
         """
         source = opened(self.kind, self.where, target=self.target, fill=self.fill, resize=self.resize).source
         for why in getattr(source, "lost", {}).values():
-            raise Refusal(why)
+            raise ConfigurationError(why)
         return source
 
     @cached_property
@@ -96,7 +96,7 @@ class Reading:
         for begin in range(0, self.rows, PROBED):
             if (columns := self.read(self.source, numpy.arange(begin, min(begin + PROBED, self.rows)))) is not None:
                 return columns
-        raise Failure("no row can be read; there is nothing to store")
+        raise RunError("no row can be read; there is nothing to store")
 
     @cached_property
     def like(self) -> dict:
@@ -125,18 +125,18 @@ class Reading:
         Raises:
             BadRow: a row cannot be read, and none may be skipped. Failure: more cannot be read than may be skipped.
         """
-        if not self.faults.at_most:
+        if not self.faults.max_rows:
             return source.read(rows)
         columns, _, bad = self.faults.readable(source, rows)
         for fault in bad:
-            self.faults.note(fault)
+            self.faults.record(fault)
         return columns
 
     def _left_out(self, fault: BadRow) -> None:
         """Records a row that is skipped; raises it if none may be."""
-        if not self.faults.at_most:
+        if not self.faults.max_rows:
             raise fault
-        self.faults.note(fault)
+        self.faults.record(fault)
 
     def _named(self, columns) -> dict:
         found = named(columns, self.kind, self.target)
@@ -187,16 +187,16 @@ class Reading:
         try:
             run = self._form.run(file, number, self._layout.names)
             check(run, self._manifests[file].runs[number])
-        except Refusal:
+        except ConfigurationError:
             raise
         except MemoryError as error:
             if not asks_too_much(error):
                 raise
-            raise BadRow(first, f"{file}, {self._form.run_name} {number}", one_line(error)) from None
+            raise BadRow(first, f"{file}, {self._form.run_name} {number}", format_error(error)) from None
         except (OSError, ValueError, LookupError, pa.ArrowException) as error:
             if getattr(error, "errno", None) is not None:  # an error of the operating system, not of the row
-                raise Failure(f"cannot read {file}: {one_line(error)}") from None
-            raise BadRow(first, f"{file}, {self._form.run_name} {number}", one_line(error)) from None
+                raise RunError(f"cannot read {file}: {format_error(error)}") from None
+            raise BadRow(first, f"{file}, {self._form.run_name} {number}", format_error(error)) from None
         run = pa.Table.from_batches([run]) if isinstance(run, pa.RecordBatch) else run
         return run.select(self._layout.names)
 
@@ -236,7 +236,7 @@ class Reading:
             path = self.source.files.path(row)
             try:
                 files = {"png" if path.lower().endswith(".png") else "jpg": content_of(path)}
-            except Refusal as refused:
+            except ConfigurationError as refused:
                 self._left_out(BadRow(row, path, str(refused)))
                 yield None
                 continue
@@ -245,7 +245,7 @@ class Reading:
             yield f"{row:09}", path, files
 
     def _parts_of_shards(self, rows: numpy.ndarray) -> Iterator[tuple[str, str, dict[str, bytes]]]:
-        numbers = numpy.searchsorted(self.source.edges(), rows, "right") - 1
+        numbers = numpy.searchsorted(self.source.chunk_offsets(), rows, "right") - 1
         for row, number in zip(rows.tolist(), numbers.tolist(), strict=True):
             places = {name: self.source.places[name][row] for name in self.source.columns}
             there = {name: place for name, place in places.items() if place[0] >= 0}
@@ -287,12 +287,12 @@ def _prove(row: int, where: str, content: bytes) -> None:
         raise BadRow(row, where, str(error)) from None
 
 
-def stamped(file: str, faults: Faults) -> list:
+def stamped(file: str, faults: BadRowPolicy) -> list:
     """The stamp of a file; of a missing one that may be skipped, ``[path, 0, reason]``."""
     try:
-        return stamp(file)
-    except Refusal as refused:
-        if not faults.at_most:
+        return file_signature(file)
+    except ConfigurationError as refused:
+        if not faults.max_rows:
             raise
         return [file, 0, str(refused)]
 

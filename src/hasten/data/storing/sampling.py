@@ -6,16 +6,16 @@ import gzip
 import zlib
 from pathlib import Path
 
-from hasten.contract.errors import Refusal, one_line
-from hasten.data.places.files import opened, stamp
-from hasten.data.storing.kinds import Kind
+from hasten.contract.errors import ConfigurationError, format_error
+from hasten.data.places.files import open_file, file_signature
+from hasten.data.storing.kinds import StorageFormat
 
 SAMPLED = 256_000_000  # bytes of files of a format without an index
 SAMPLED_TEXT = 16_000_000  # bytes of CSV
 LONGEST = 1_000_000  # bytes of a quoted text that contains line breaks
 
 
-def some_of(kind: Kind, files: list[str], folder: Path) -> tuple[list[str], int | None]:
+def some_of(kind: StorageFormat, files: list[str], folder: Path) -> tuple[list[str], int | None]:
     """Selects the files to measure: all, unless opening them takes long.
 
     Args:
@@ -31,7 +31,7 @@ def some_of(kind: Kind, files: list[str], folder: Path) -> tuple[list[str], int 
     some, taken = [], 0
     for file in files:
         some.append(file)
-        taken += stamp(file)[1]
+        taken += file_signature(file)[1]
         if taken > SAMPLED:
             break
     if kind.name == "csv" and taken > SAMPLED_TEXT:
@@ -46,11 +46,11 @@ def _head(file: str, folder: Path) -> tuple[str, int]:
     Raises:
         Refusal: the file cannot be decompressed.
     """
-    with opened(file) as raw, gzip.open(raw) if file.endswith(".gz") else raw as content:
+    with open_file(file) as raw, gzip.open(raw) if file.endswith(".gz") else raw as content:
         try:
             lines = content.read(SAMPLED_TEXT)
         except (OSError, EOFError, zlib.error) as error:
-            raise Refusal(f"{file} is no whole CSV file: {one_line(error)}") from None
+            raise ConfigurationError(f"{file} is no whole CSV file: {format_error(error)}") from None
         taken = raw.tell()
     path = folder / Path(file).name.removesuffix(".gz")
     path.write_bytes(_whole(lines))

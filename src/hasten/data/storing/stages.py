@@ -18,11 +18,11 @@ from typing import Any
 import numpy
 import torch
 
-from hasten.contract.errors import Notice, Refusal
+from hasten.contract.errors import HastenWarning, ConfigurationError
 from hasten.data.formats.in_memory import arrays
-from hasten.data.places.files import is_remote, opened
-from hasten.data.source import leaves_of, length_of
-from hasten.data.storing.readings import Reading
+from hasten.data.places.files import is_remote, open_file
+from hasten.data.source import tree_leaves, length_of
+from hasten.data.storing.readings import RowReader
 
 MOST_BYTES = 64_000_000  # read to measure the disk
 BLOCK = 1 << 20
@@ -45,7 +45,7 @@ def reading_pace(files: list[str], seconds: float = 2.0) -> dict:
     return {"disk": disk if could else None, "page_cache": _bytes_a_second(files, seconds), "network": None}
 
 
-def paces(reading: Reading, seconds: float) -> dict:
+def paces(reading: RowReader, seconds: float) -> dict:
     """Several measurements of what ``pace`` returns in ``seconds``; only one if several would take much longer."""
     began = time.perf_counter()
     readings = [pace(reading, seconds / READINGS, 1 / READINGS)]
@@ -54,7 +54,7 @@ def paces(reading: Reading, seconds: float) -> dict:
     return {name: [each[name] for each in readings if each[name]] or None for name in readings[0]}
 
 
-def pace(reading: Reading, seconds: float, part: float = 1.0) -> dict:
+def pace(reading: RowReader, seconds: float, part: float = 1.0) -> dict:
     """Rows/s on one core.
 
     Args:
@@ -70,24 +70,24 @@ def pace(reading: Reading, seconds: float, part: float = 1.0) -> dict:
         BadRow, Refusal, Failure: a row cannot be read, and may not be skipped.
     """
     with warnings.catch_warnings(
-        action="ignore", category=Notice
+        action="ignore", category=HastenWarning
     ):  # the warning that runs are decoded for a few rows: here on purpose
         return _pace(reading, seconds, part)
 
 
-def _pace(reading: Reading, seconds: float, part: float) -> dict:
+def _pace(reading: RowReader, seconds: float, part: float) -> dict:
     began = time.process_time()
     source = reading.opened()
     opening, read = time.process_time() - began, partial(reading.read, source)
     size = min(max(reading.chunk // PIECES, SMALLEST_BATCH), LARGEST_BATCH)
     if reading.kind.is_table:  # a batch is copied from decoded runs
-        decode, run = _run_by_run(read, source.edges(), reading.rows, seconds, opening if reading.kind.walked else 0.0)
+        decode, run = _run_by_run(read, source.chunk_offsets(), reading.rows, seconds, opening if reading.kind.walked else 0.0)
         copy, _ = _at_random(read, run, size, part * COPY_SECONDS, part)
         return {"decode": decode, "copy": copy, "batches": 1 / (1 / decode + 1 / copy)}
     rate, columns = _at_random(read, numpy.arange(min(reading.rows, MOST_ROWS)), size, seconds, part)
     if not reading.kind.decodes:
         return {"decode": None, "copy": rate, "batches": rate}
-    tensors = [leaf for leaf in leaves_of(columns) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in tree_leaves(columns) if isinstance(leaf, torch.Tensor)]
     copy = None
     if tensors:
         copy, _ = _at_random(
@@ -154,8 +154,8 @@ def _bytes_a_second(files: list[str], seconds: float) -> list[float]:
 def _blocks(files: list[str], buffer: bytearray) -> Iterator[int]:
     for file in files:
         with (
-            suppress(Refusal),
-            opened(file) as content,
+            suppress(ConfigurationError),
+            open_file(file) as content,
         ):  # a file that cannot be opened is reported when its rows are read
             while count := content.readinto(buffer):
                 yield count
@@ -167,7 +167,7 @@ def _forget(files: list[str]) -> bool:
         return False
     done = 0
     for file in files:
-        with suppress(Refusal), opened(file) as content:
+        with suppress(ConfigurationError), open_file(file) as content:
             with suppress(OSError):  # pages that were just written cannot be dropped before they are on the disk
                 os.fsync(content.fileno())
             os.posix_fadvise(content.fileno(), 0, MOST_BYTES, os.POSIX_FADV_DONTNEED)

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import numpy
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 from hasten.data.formats.records import AT_ONCE, Records, frame_records
 from hasten.data.formats.table_files import Feather, Parquet
 from hasten.data.formats.tar_headers import members
 from hasten.data.formats.tf_example import encode_example
 from hasten.data.places.files import mapped_bytes
-from hasten.data.source import rows_of
-from hasten.data.storing.digests import Digest
-from hasten.data.storing.matrices import Matrices
-from hasten.data.storing.parts import PART, Plan, Storage, Tell, synced
-from hasten.data.storing.readings import Reading
+from hasten.data.source import unbatch
+from hasten.data.storing.digests import ContentHash
+from hasten.data.storing.matrices import NpyWriter
+from hasten.data.storing.parts import PART, ShardPlan, Storage, Tell, fsync
+from hasten.data.storing.readings import RowReader
 
 
 @dataclass
@@ -35,12 +35,12 @@ class Files:
         read_file: ``(path) -> content hash``.
     """
 
-    plan: Plan
+    plan: ShardPlan
     suffix: str
-    write_file: Callable[[Path, Reading, int, int, Tell], Digest]
-    read_file: Callable[[Path], Digest]
+    write_file: Callable[[Path, RowReader, int, int, Tell], ContentHash]
+    read_file: Callable[[Path], ContentHash]
 
-    def write(self, number: int, tell: Tell) -> Digest:
+    def write(self, number: int, tell: Tell) -> ContentHash:
         path = self._path(number, PART)
         try:
             return self.write_file(path, self.plan.reading, *self.plan.range(number), tell)
@@ -48,7 +48,7 @@ class Files:
             path.unlink(missing_ok=True)  # an incomplete part is useless, and the disk may be full
             raise
 
-    def read_back(self, number: int) -> Digest:
+    def read_back(self, number: int) -> ContentHash:
         return self.read_file(self._path(number, PART))
 
     def finish(self) -> dict:
@@ -65,14 +65,14 @@ class Files:
 # ---- tables
 
 
-def write_feather(path: Path, reading: Reading, first: int, last: int, tell: Tell) -> Digest:
+def write_feather(path: Path, reading: RowReader, first: int, last: int, tell: Tell) -> ContentHash:
     """Writes a Feather file without compression, so that readers can map it into memory."""
     import pyarrow as pa
 
     return _write_tables(path, reading.tables(first, last), lambda file, schema: pa.ipc.new_file(file, schema), tell)
 
 
-def write_parquet(path: Path, reading: Reading, first: int, last: int, tell: Tell) -> Digest:
+def write_parquet(path: Path, reading: RowReader, first: int, last: int, tell: Tell) -> ContentHash:
     """Writes a Parquet file without compression and with dictionaries for text only, which is fastest to read."""
     from pyarrow.parquet import ParquetWriter
 
@@ -83,8 +83,8 @@ def write_parquet(path: Path, reading: Reading, first: int, last: int, tell: Tel
     return _write_tables(path, map(_as_parquet_holds_it, reading.tables(first, last)), writer, tell)
 
 
-def _write_tables(path: Path, tables: Iterator, new: Callable, tell: Tell) -> Digest:
-    digest, writer = Digest(), None
+def _write_tables(path: Path, tables: Iterator, new: Callable, tell: Tell) -> ContentHash:
+    digest, writer = ContentHash(), None
     with open(path, "wb") as file:
         try:
             for table in tables:
@@ -95,7 +95,7 @@ def _write_tables(path: Path, tables: Iterator, new: Callable, tell: Tell) -> Di
         finally:
             if writer is not None:
                 writer.close()
-        synced(file)
+        fsync(file)
     return digest
 
 
@@ -110,16 +110,16 @@ def _as_parquet_holds_it(table):
 
     for name, kind in zip(table.schema.names, table.schema.types, strict=True):
         if pa.types.is_interval(kind):
-            raise Refusal(f"column {name!r} is of type {kind}, which Parquet has not; store the table as feather")
+            raise ConfigurationError(f"column {name!r} is of type {kind}, which Parquet has not; store the table as feather")
     schema = pa.schema([(name, held(kind)) for name, kind in zip(table.schema.names, table.schema.types, strict=True)])
     return table if schema == table.schema else table.cast(schema)
 
 
-def _reads_tables(form) -> Callable[[Path], Digest]:
-    def read(path: Path) -> Digest:
+def _reads_tables(form) -> Callable[[Path], ContentHash]:
+    def read(path: Path) -> ContentHash:
         import pyarrow as pa
 
-        digest, manifest = Digest(), form().manifest(str(path))
+        digest, manifest = ContentHash(), form().manifest(str(path))
         for number in range(len(manifest.runs)):
             run = form().run(str(path), number, manifest.schema.names)
             digest.add_table(pa.Table.from_batches([run]) if isinstance(run, pa.RecordBatch) else run)
@@ -131,20 +131,20 @@ def _reads_tables(form) -> Callable[[Path], Digest]:
 # ---- records
 
 
-def write_records(path: Path, reading: Reading, first: int, last: int, tell: Tell) -> Digest:
-    digest = Digest()
+def write_records(path: Path, reading: RowReader, first: int, last: int, tell: Tell) -> ContentHash:
+    digest = ContentHash()
     with open(path, "wb") as file:
         for columns in reading.columns(first, last):
-            messages = [encode_example(row) for row in rows_of(columns)]
+            messages = [encode_example(row) for row in unbatch(columns)]
             file.write(frame_records(messages))
             digest.add({"messages": messages}, len(messages))
             tell(len(messages))
-        synced(file)
+        fsync(file)
     return digest
 
 
-def read_records(path: Path) -> Digest:
-    digest, records = Digest(), Records([str(path)])
+def read_records(path: Path) -> ContentHash:
+    digest, records = ContentHash(), Records([str(path)])
     for begin in range(0, len(records), AT_ONCE):
         rows = numpy.arange(begin, min(begin + AT_ONCE, len(records)))
         data, begins, ends = records.data_of(rows)
@@ -156,8 +156,8 @@ def read_records(path: Path) -> Digest:
 # ---- tars
 
 
-def write_tar(path: Path, reading: Reading, first: int, last: int, tell: Tell) -> Digest:
-    digest = Digest()
+def write_tar(path: Path, reading: RowReader, first: int, last: int, tell: Tell) -> ContentHash:
+    digest = ContentHash()
     with open(path, "wb") as file:
         with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
             for samples in reading.samples(first, last):
@@ -169,12 +169,12 @@ def write_tar(path: Path, reading: Reading, first: int, last: int, tell: Tell) -
                         digest.add({"names": [member.name], "files": [content]}, 0)
                 digest.rows += len(samples)
                 tell(len(samples))
-        synced(file)
+        fsync(file)
     return digest
 
 
-def read_tar(path: Path) -> Digest:
-    digest, content, before = Digest(), mapped_bytes(str(path)), None
+def read_tar(path: Path) -> ContentHash:
+    digest, content, before = ContentHash(), mapped_bytes(str(path)), None
     for name, begin, end in members(content):
         digest.add({"names": [name], "files": [content[begin:end]]}, 0)
         folder, slash, file = name.rpartition("/")
@@ -184,10 +184,10 @@ def read_tar(path: Path) -> Digest:
     return digest
 
 
-STORAGES: dict[str, Callable[[Plan], Storage]] = {
+STORAGES: dict[str, Callable[[ShardPlan], Storage]] = {
     "parquet": lambda plan: Files(plan, ".parquet", write_parquet, _reads_tables(Parquet)),
     "feather": lambda plan: Files(plan, ".feather", write_feather, _reads_tables(Feather)),
     "tfrecord": lambda plan: Files(plan, ".tfrecord", write_records, read_records),
     "shards": lambda plan: Files(plan, ".tar", write_tar, read_tar),
-    "rows": Matrices,
+    "rows": NpyWriter,
 }

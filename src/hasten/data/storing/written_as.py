@@ -7,7 +7,7 @@ import io
 import numpy
 import torch
 
-from hasten.contract.errors import Refusal
+from hasten.contract.errors import ConfigurationError
 
 QUALITY = 90  # of JPEG files, from 0 to 100
 
@@ -23,7 +23,7 @@ def jpeg(picture: torch.Tensor) -> bytes:
         try:
             from PIL import Image
         except ImportError:
-            raise Refusal("writing JPEG files needs the package pillow; pip install 'hasten[images]'") from None
+            raise ConfigurationError("writing JPEG files needs the package pillow; pip install 'hasten[images]'") from None
         file = io.BytesIO()
         Image.fromarray(colours).save(file, "JPEG", quality=QUALITY)
         return file.getvalue()
@@ -52,7 +52,7 @@ def _arrow(name: str, column):
         edges = numpy.cumsum([0, *map(len, column)])
         return pa.LargeListArray.from_arrays(pa.array(edges, pa.int64()), pa.array(_numbers(name, torch.cat(column))))
     if not all(isinstance(value, (bytes, str)) for value in column):
-        raise Refusal(f"column {name!r} holds {type(column[0]).__name__}s, which no table holds")
+        raise ConfigurationError(f"column {name!r} holds {type(column[0]).__name__}s, which no table holds")
     return pa.array(column, pa.large_binary() if column and isinstance(column[0], bytes) else pa.large_string())
 
 
@@ -60,6 +60,6 @@ def _numbers(name: str, column: torch.Tensor) -> numpy.ndarray:
     try:
         return column.numpy()
     except TypeError:
-        raise Refusal(
+        raise ConfigurationError(
             f"column {name!r} holds {column.dtype}, which no file format here knows; store float32 or float16"
         ) from None
