@@ -54,10 +54,10 @@ class Arms:
 
     def __init__(self, built, folder: Path, steps: int):
         from hasten.engine.loop import train_steps as training
-        from hasten.engine.saving import AsyncCheckpointer
+        from hasten.engine.async_checkpoint import AsyncCheckpointer
 
         self.folder, self.steps, self.saving, self.waited = folder, steps, AsyncCheckpointer(), 0.0
-        self.built = dataclasses.replace(built, optimizer_step=self._updating(built.optimizer_step))  # as engine/running.py does
+        self.built = dataclasses.replace(built, optimizer_step=self._updating(built.optimizer_step))  # as engine/trainer.py does
         self.training = training(self.built)
 
     def _updating(self, update: Callable) -> Callable:

@@ -49,7 +49,7 @@ class Bound:
     """What cannot be left out: every picture read once, every number written once, into memory that is warm."""
 
     def __init__(self, pictures, labels):
-        from hasten.data.memory import alloc_huge
+        from hasten.data.buffer_pool import alloc_huge
 
         self.pictures, self.labels = alloc_huge(pictures.numel(), torch.uint8).view(pictures.shape).copy_(pictures), labels
         self.rows = torch.empty((BATCH, *pictures.shape[1:]), dtype=torch.uint8)

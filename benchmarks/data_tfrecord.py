@@ -47,7 +47,7 @@ def record(kind: str, chance: numpy.random.Generator) -> dict:
 
 
 def write(folder, kind: str, records: int) -> list[str]:
-    from hasten.data.formats.records import frame_records
+    from hasten.data.formats.tfrecord import frame_records
     from hasten.data.formats.tf_example import encode_example
 
     tell(f"write {records} {kind}")

@@ -26,14 +26,14 @@ import torch
 from _common import Interval, finish, in_turns, interval, parser, say, show, tell
 
 from hasten import RunError, Recipe, ConfigurationError
-from hasten.contract.batch import batch_size, batch_tensors
-from hasten.diagnosis.probe import Probe
-from hasten.diagnosis.replacements import outside_name
-from hasten.diagnosis.timeline import Timeline
+from hasten.core.batch import batch_size, batch_tensors
+from hasten.profiling.probe import Probe
+from hasten.profiling.ablations import outside_name
+from hasten.profiling.phase_timer import Timeline
 from hasten.engine.environment import cores
-from hasten.engine.find import method_names
+from hasten.engine.registry import method_names
 from hasten.engine.tasks import TaskRef
-from hasten.measure.workers import Worker
+from hasten.benchmarking.fork_server import Worker
 
 FIGURE = 0.01
 WORKLOADS = ("digits", "adult", "fashion_mnist", "tiny_shakespeare", "cifar10", "imdb")

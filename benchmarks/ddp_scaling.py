@@ -81,7 +81,7 @@ def alone() -> Iterator:
 
 def hasten(ranks) -> Iterator:
     from hasten import Task
-    from hasten.engine.find import make_method
+    from hasten.engine.registry import make_method
     from hasten.engine.loop import train_steps
     from hasten.engine.plan import build
 
@@ -197,7 +197,7 @@ def main() -> int:
     options.add_argument("--steps", type=int, default=6, help="of a leg")
     options = options.parse_args()
     torch.set_num_threads(1)
-    from hasten.engine.ranks import init_process_group
+    from hasten.distributed.process_group import init_process_group
 
     with init_process_group("cpu") as ranks, tempfile.TemporaryDirectory() as folder:
         arms = {ONE: alone(), BOUND: alone(), OURS: hasten(ranks), THEIRS: torch_ddp()}

@@ -38,8 +38,8 @@ CASES = {
 
 def program_of(recipe: str, ranks):
     from hasten import Task
-    from hasten.contract.recipe import Recipe
-    from hasten.engine.find import make_methods
+    from hasten.core.recipe import Recipe
+    from hasten.engine.registry import make_methods
     from hasten.engine.plan import build
 
     task = Task(
@@ -62,7 +62,7 @@ def rank_of_a_job(options) -> None:
     from contextlib import ExitStack
 
     from hasten.engine.loop import train_steps
-    from hasten.engine.ranks import init_process_group
+    from hasten.distributed.process_group import init_process_group
 
     torch.set_num_threads(1)
     with init_process_group("cpu") as ranks, ExitStack() as stack:

@@ -29,7 +29,7 @@ from torch import nn
 
 import hasten
 from hasten.cli.progress import watching
-from hasten.engine.running import Trainer
+from hasten.engine.trainer import Trainer
 
 BATCH = 32
 INPUTS = 64

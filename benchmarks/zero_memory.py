@@ -72,11 +72,11 @@ def in_ranks(strategy: str, world: int) -> list[float]:
 
 def measure() -> int:
     from hasten import Task
-    from hasten.contract.recipe import Recipe
-    from hasten.engine.find import make_methods
+    from hasten.core.recipe import Recipe
+    from hasten.engine.registry import make_methods
     from hasten.engine.loop import train_steps
     from hasten.engine.plan import build
-    from hasten.engine.ranks import init_process_group
+    from hasten.distributed.process_group import init_process_group
 
     def trained(width: int, ranks) -> int:
         """What is resident just before an update of a network so wide."""

@@ -8,7 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests st
 import pytest
 import torch
 
-from hasten.contract.errors import HastenWarning
+from hasten.core.errors import HastenWarning
 
 TESTS = Path(__file__).resolve().parent
 BESIDE = TESTS.parents[1] / "shared" / "data"

@@ -5,8 +5,8 @@ from functools import cache
 
 import pytest
 
-from hasten.contract.card import FACTS
-from hasten.engine.find import method_class, method_names
+from hasten.core.card import FACTS
+from hasten.engine.registry import method_class, method_names
 from hasten.testing import CHECKS, Subject, check_method
 from hasten.testing.checks import SMALL_TASKS, has_a_complete_card, has_settings_that_are_data, says_so_when_idle
 from helpers.small_tasks import SETTINGS, tasks_with_effect

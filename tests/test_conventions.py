@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hasten.contract.run_context import ParallelContext, RunContext
-from hasten.engine.find import cards_that_state, default_methods, method_class, method_names, remedies
+from hasten.core.run_context import ParallelContext, RunContext
+from hasten.engine.registry import cards_that_state, default_methods, method_class, method_names, remedies
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "hasten"
 OUTSIDE_METHODS = sorted(path for path in PACKAGE.rglob("*.py") if not path.is_relative_to(PACKAGE / "methods"))

@@ -8,14 +8,14 @@ from itertools import combinations, islice
 import pytest
 import torch
 
-from hasten.contract.card import TRAITS
-from hasten.contract.errors import ConfigurationError
-from hasten.contract.recipe import Recipe
+from hasten.core.card import TRAITS
+from hasten.core.errors import ConfigurationError
+from hasten.core.recipe import Recipe
 from hasten.engine.composition import check_conflicts
-from hasten.engine.find import make_method, make_methods, method_names
+from hasten.engine.registry import make_method, make_methods, method_names
 from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
-from hasten.measure.process_state import restored
+from hasten.benchmarking.process_state import restored
 from helpers.small_tasks import ELSEWHERE, SETTINGS, names_with_effect, tasks_with_effect
 
 

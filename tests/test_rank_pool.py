@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from hasten.contract.errors import RunError
+from hasten.core.errors import RunError
 from helpers.ranks import run_ranks
 
 

@@ -8,18 +8,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hasten.contract.card import Card, Exactness, WrapOrder
-    from hasten.contract.data import BatchSource
-    from hasten.contract.errors import RunError, HastenWarning, ConfigurationError
-    from hasten.contract.method import Method, option
-    from hasten.contract.run_context import ParallelContext, RunContext, TrainPlan, TrainProgress
-    from hasten.contract.types import BackwardFn, Batch, BatchFn, ContextFactory, ForwardFn, LossFn, OptimizerFactory, StepFn
-    from hasten.contract.recipe import Recipe
-    from hasten.contract.task import Task
-    from hasten.diagnosis.diagnose import diagnose
+    from hasten.core.card import Card, Exactness, WrapOrder
+    from hasten.core.data import BatchSource
+    from hasten.core.errors import RunError, HastenWarning, ConfigurationError
+    from hasten.core.method import Method, option
+    from hasten.core.run_context import ParallelContext, RunContext, TrainPlan, TrainProgress
+    from hasten.core.types import BackwardFn, Batch, BatchFn, ContextFactory, ForwardFn, LossFn, OptimizerFactory, StepFn
+    from hasten.core.recipe import Recipe
+    from hasten.core.task import Task
+    from hasten.profiling.diagnose import diagnose
     from hasten.engine.train import train
     from hasten.export.eject import eject
-    from hasten.measure.compare import compare
+    from hasten.benchmarking.compare import compare
     from hasten.reporting.report import report
     from hasten.tuning.tune import tune
 
@@ -59,32 +59,32 @@ __all__ = [
 ]
 
 _MODULES = {  # public name: the module that defines it
-    "BackwardFn": "hasten.contract.types",
-    "Batch": "hasten.contract.types",
-    "BatchFn": "hasten.contract.types",
-    "Batches": "hasten.contract.data",
-    "Card": "hasten.contract.card",
-    "ContextFactory": "hasten.contract.types",
-    "Exactness": "hasten.contract.card",
-    "Failure": "hasten.contract.errors",
-    "ForwardFn": "hasten.contract.types",
-    "LossFn": "hasten.contract.types",
-    "Method": "hasten.contract.method",
-    "Notice": "hasten.contract.errors",
-    "OptimizerFactory": "hasten.contract.types",
-    "ParallelContext": "hasten.contract.run_context",
-    "Recipe": "hasten.contract.recipe",
-    "Refusal": "hasten.contract.errors",
-    "RunContext": "hasten.contract.run_context",
-    "StepFn": "hasten.contract.types",
-    "Task": "hasten.contract.task",
-    "TrainPlan": "hasten.contract.run_context",
-    "TrainProgress": "hasten.contract.run_context",
-    "WrapOrder": "hasten.contract.card",
-    "compare": "hasten.measure.compare",
-    "diagnose": "hasten.diagnosis.diagnose",
+    "BackwardFn": "hasten.core.types",
+    "Batch": "hasten.core.types",
+    "BatchFn": "hasten.core.types",
+    "Batches": "hasten.core.data",
+    "Card": "hasten.core.card",
+    "ContextFactory": "hasten.core.types",
+    "Exactness": "hasten.core.card",
+    "Failure": "hasten.core.errors",
+    "ForwardFn": "hasten.core.types",
+    "LossFn": "hasten.core.types",
+    "Method": "hasten.core.method",
+    "Notice": "hasten.core.errors",
+    "OptimizerFactory": "hasten.core.types",
+    "ParallelContext": "hasten.core.run_context",
+    "Recipe": "hasten.core.recipe",
+    "Refusal": "hasten.core.errors",
+    "RunContext": "hasten.core.run_context",
+    "StepFn": "hasten.core.types",
+    "Task": "hasten.core.task",
+    "TrainPlan": "hasten.core.run_context",
+    "TrainProgress": "hasten.core.run_context",
+    "WrapOrder": "hasten.core.card",
+    "compare": "hasten.benchmarking.compare",
+    "diagnose": "hasten.profiling.diagnose",
     "eject": "hasten.export.eject",
-    "option": "hasten.contract.method",
+    "option": "hasten.core.method",
     "report": "hasten.reporting.report",
     "train": "hasten.engine.train",
     "tune": "hasten.tuning.tune",

@@ -12,10 +12,11 @@ import pytest
 
 from hasten import Recipe
 from hasten.cli.main import main
-from hasten.contract.card import PHASES
-from hasten.measure.compare import FEWEST_PAIRS
+from hasten.core.card import PHASES
+from hasten.benchmarking.compare import FEWEST_PAIRS
 from hasten.reporting.result_schema import MAX_TEXT, SCHEMAS
-from hasten.tuning import study, tune
+from hasten.tuning import study
+from hasten.tuning import tune
 from hasten.tuning.tune import BASELINE_SEEDS, RUNS_IN_A_BUDGET, SMALLEST_BUDGET
 from helpers.process import program
 

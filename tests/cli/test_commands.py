@@ -15,12 +15,13 @@ from functools import partial
 import psutil
 import pytest
 
-from hasten.cli import methods, progress
-from hasten.cli.answer import strict_json
+from hasten.cli import methods
+from hasten.cli import progress
+from hasten.cli.output import strict_json
 from hasten.cli.main import main, read
-from hasten.cli.values import seconds
-from hasten.contract.watch import no_progress
-from hasten.engine.find import method_names
+from hasten.cli.argument_types import seconds
+from hasten.core.progress import no_progress
+from hasten.engine.registry import method_names
 from helpers.process import PATIENCE, begun, ended, program
 
 NOISY = """

@@ -103,7 +103,7 @@ def test_pages(here, capfd):
 
 
 def test_a_conversion_that_is_stopped_says_how_it_goes_on(here, capfd, monkeypatch):
-    from hasten.data.storing import conversion
+    from hasten.datatools import conversion
 
     def stopped(*arguments, **named):
         raise KeyboardInterrupt

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hasten.contract.batch import chunk_batch
+from hasten.core.batch import chunk_batch
 
 
 @pytest.mark.parametrize(("samples", "count", "sizes"), [(7, 3, [2, 2, 3]), (3, 10**12, [1, 1, 1]), (4, 1, [4]), (0, 2, [])])

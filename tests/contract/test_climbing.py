@@ -6,10 +6,11 @@ from itertools import cycle
 
 import pytest
 
-from hasten.contract import climbing, looking
-from hasten.contract.climbing import WAIT_TOLERANCE, SearchSpace, LoaderAutotuner, default_memory_budget
-from hasten.contract.data import WorkerConfig
-from hasten.contract.looking import LoaderStats
+from hasten.loading import autotuner
+from hasten.loading import loader_stats
+from hasten.loading.autotuner import WAIT_TOLERANCE, SearchSpace, LoaderAutotuner, default_memory_budget
+from hasten.core.data import WorkerConfig
+from hasten.loading.loader_stats import LoaderStats
 
 BOTH = ("threads", "processes")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from hasten import ConfigurationError
-from hasten.contract.recipe import Recipe
+from hasten.core.recipe import Recipe
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hasten.contract.errors import ConfigurationError
-from hasten.contract.ranks import ProcessGroupInfo
-from hasten.contract.replicas import assign_mesh_dim
-from hasten.contract.run_context import ParallelContext, RunContext
+from hasten.core.errors import ConfigurationError
+from hasten.core.process_group_info import ProcessGroupInfo
+from hasten.distributed.collectives import assign_mesh_dim
+from hasten.core.run_context import ParallelContext, RunContext
 
 
 def laid_out(world: int, shards: int | None, stages: int | None, stages_first: bool = False) -> tuple[int, int, int]:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from hasten.contract.batch import map_tensors, batch_tensors
-from hasten.contract.tree import tree_leaves, tree_map
+from hasten.core.batch import map_tensors, batch_tensors
+from hasten.core.tree import tree_leaves, tree_map
 
 
 class Pair(NamedTuple):

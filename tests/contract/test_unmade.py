@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from hasten.contract.errors import ConfigurationError
-from hasten.contract.unmade import replace_tensors, deferred_init
+from hasten.core.errors import ConfigurationError
+from hasten.distributed.deferred_init import replace_tensors, deferred_init
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -6,11 +6,11 @@ import time
 import numpy
 import pytest
 
-from hasten.contract.watch import no_progress
-from hasten.data.storing.advice import better_storages, slower_of, workplace
-from hasten.data.storing.kinds import detect_format
-from hasten.data.storing.readings import RowReader
-from hasten.data.storing.stages import pace
+from hasten.core.progress import no_progress
+from hasten.datatools.advice import better_storages, slower_of, workplace
+from hasten.datatools.format_detection import detect_format
+from hasten.datatools.row_reader import RowReader
+from hasten.datatools.stage_throughput import pace
 from helpers.process import FORK, forked
 from helpers.storages import pictures, table, written
 

@@ -6,8 +6,8 @@ import time
 import numpy
 import pytest
 
-from hasten.data.formats.records import Records, frame_records
-from hasten.data.places import remote
+from hasten.data.formats.tfrecord import Records, frame_records
+from hasten.data.io import remote
 
 pytest.importorskip("fsspec", reason="fsspec is not installed: no remote files")
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: fsspec cannot ask web servers")

@@ -14,15 +14,16 @@ import pytest
 import torch
 
 from hasten import ConfigurationError
-from hasten.contract import climbing, looking
-from hasten.contract.climbing import LoaderAutotuner
-from hasten.contract.data import WorkerConfig
-from hasten.contract.errors import HastenWarning
+from hasten.loading import autotuner
+from hasten.loading import loader_stats
+from hasten.loading.autotuner import LoaderAutotuner
+from hasten.core.data import WorkerConfig
+from hasten.core.errors import HastenWarning
 from hasten.data import Pipeline, Source, arrays
-from hasten.data.caching.cache import Cache
-from hasten.data.caching.cache_disk import _Written, free_disk
-from hasten.data.running import autotuned
-from hasten.data.running.autotuned import AutotunedRunner, repeatable, worth_keeping
+from hasten.data.cache.cache import Cache
+from hasten.data.cache.cache_disk import _Written, free_disk
+from hasten.data.workers import autotuned
+from hasten.data.workers.autotuned import AutotunedRunner, repeatable, worth_keeping
 from helpers.pipelines import BATCH, ROWS, augmented, equal
 
 PATIENCE = 60.0  # seconds, on a busy machine; most of it is never used

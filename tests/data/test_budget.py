@@ -3,7 +3,7 @@
 import psutil
 import pytest
 
-from hasten.engine import budget
+from hasten.engine import resources
 
 KEPT = {"": "inactive_file 100000\nactive_file 50000\n", "memory": "total_inactive_file 100000\ntotal_active_file 50000\n"}
 
@@ -15,7 +15,7 @@ def groups(request, tmp_path, monkeypatch):
     monkeypatch.setattr(budget, "GROUPS", tmp_path / "groups")
     monkeypatch.setattr(budget, "MEMBERSHIP", tmp_path / "membership")
     (tmp_path / "membership").write_text(f"1:name=systemd:/init\n{5 if request.param else 0}:{request.param}:/job/step\n")
-    limit, use, _ = budget.FILES[request.param]
+    limit, use, _ = resources.FILES[request.param]
     for folder, most in {"job": "1000000", "job/step": "max" if not request.param else str(2**63 - 4096)}.items():
         group = tmp_path / "groups" / request.param / folder
         group.mkdir(parents=True)
@@ -25,9 +25,9 @@ def groups(request, tmp_path, monkeypatch):
 
 
 def test_what_the_group_leaves_is_divided_among_the_ranks(groups, monkeypatch):
-    assert budget.free_memory() == 1_000_000 - 600_000 + 150_000  # what the system keeps of files is free
+    assert resources.free_memory() == 1_000_000 - 600_000 + 150_000  # what the system keeps of files is free
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert budget.free_memory() == 550_000 // 4
+    assert resources.free_memory() == 550_000 // 4
 
 
 def test_a_table_takes_no_more_than_that(groups):
@@ -43,7 +43,7 @@ def test_a_table_takes_no_more_than_that(groups):
 
 def test_without_groups_it_is_what_the_machine_has_free(groups, monkeypatch):
     (groups / "membership").unlink()
-    before, told, after = psutil.virtual_memory().available, budget.free_memory(), psutil.virtual_memory().available
+    before, told, after = psutil.virtual_memory().available, resources.free_memory(), psutil.virtual_memory().available
     assert 0.5 * min(before, after) < told < 2 * max(before, after)
 
 
@@ -53,7 +53,7 @@ def test_the_cores_are_those_of_the_container_divided_among_the_ranks(version, t
     monkeypatch.setattr(budget, "GROUPS", tmp_path)
     monkeypatch.setattr(budget, "MEMBERSHIP", tmp_path / "membership")
     monkeypatch.setattr(budget, "cores", lambda: 16)
-    assert budget.available_cpus() == 16
+    assert resources.available_cpus() == 16
     (tmp_path / "membership").write_text("0::/job/step\n" if version == 2 else "3:cpu,cpuacct:/job/step\n")
     job = tmp_path / "job" if version == 2 else tmp_path / "cpu" / "job"
     (job / "step").mkdir(parents=True)
@@ -61,6 +61,6 @@ def test_the_cores_are_those_of_the_container_divided_among_the_ranks(version, t
         told = {"cpu.max": f"{quota} 100000"} if version == 2 else {"cpu.cfs_quota_us": quota, "cpu.cfs_period_us": "100000"}
         for name, content in told.items():
             (folder / name).write_text(content + "\n")
-    assert budget.available_cpus() == 3
+    assert resources.available_cpus() == 3
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert budget.available_cpus() == 1
+    assert resources.available_cpus() == 1

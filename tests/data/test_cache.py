@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hasten import RunError, ConfigurationError
-from hasten.contract.errors import HastenWarning
+from hasten.core.errors import HastenWarning
 from hasten.data import Pipeline, arrays
 from helpers.caches import KINDS, NUMBERS, counting, files
 from helpers.pipelines import BATCH, ROWS, Bad, Runs, doubled, equal, scaled, shifted

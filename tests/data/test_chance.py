@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from hasten.data.chance import BLOCK, SampleRng, _block
+from hasten.data.rng import BLOCK, SampleRng, _block
 
 KEY = 3, 0, 1
 

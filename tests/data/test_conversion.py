@@ -12,7 +12,7 @@ from hasten import ConfigurationError
 from hasten.cli.main import main
 from hasten.data import arrays, convert, feather, images, parquet, shards, tfrecord
 from hasten.data.source import tree_leaves
-from hasten.data.storing.advice import gain_of
+from hasten.datatools.advice import gain_of
 from hasten.reporting.terminal_data import convert_answer
 from helpers.storages import ROWS, everything, numbers, pictures, table, written
 
@@ -21,7 +21,7 @@ from helpers.storages import ROWS, everything, numbers, pictures, table, written
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
     for name, value in {"stages.COPY_SECONDS": 0.02, "stages.ENOUGH": 0.02, "advice.TURNS": 2, "advice.LEAST": 2}.items():
-        monkeypatch.setattr(f"hasten.data.storing.{name}", value)  # how fast it is read is measured for a moment only
+        monkeypatch.setattr(f"hasten.datatools.{name}", value)  # how fast it is read is measured for a moment only
 
 
 def assert_equal(columns, others):

@@ -16,9 +16,9 @@ from helpers.storages import ROWS, damage, everything, numbers, pictures, writte
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
     for name in ("conversion.GAIN_SECONDS", "conversion.ESTIMATE_SECONDS", "stages.COPY_SECONDS", "stages.ENOUGH"):
-        monkeypatch.setattr(f"hasten.data.storing.{name}", 0.02)  # how fast it is read is measured for a moment only
+        monkeypatch.setattr(f"hasten.datatools.{name}", 0.02)  # how fast it is read is measured for a moment only
     for name in ("TURNS", "LEAST"):
-        monkeypatch.setattr(f"hasten.data.storing.advice.{name}", 2)
+        monkeypatch.setattr(f"hasten.datatools.advice.{name}", 2)
 
 
 @pytest.mark.parametrize(("to", "resize"), [("shards", 16), ("shards", None), ("rows", None)])
@@ -51,7 +51,7 @@ def test_bad_pictures_are_left_out_and_listed(tmp_path, monkeypatch, to, resize,
     for name in ("cat/1.jpg", "dog/10.jpg", "dog/6.jpg"):
         (data / name).write_bytes(b"no picture")
     size = sum(path.stat().st_size for path in data.rglob("*.jpg"))
-    monkeypatch.setattr("hasten.data.storing.conversion.PART_BYTES", size / parts)
+    monkeypatch.setattr("hasten.datatools.conversion.PART_BYTES", size / parts)
     result = convert(data, tmp_path / "out", to=to, resize=resize, skip_bad=3)
     there = [each["where"] for each in listed(tmp_path / "out")]
     assert there == [str(data / name) for name in ("cat/1.jpg", "dog/10.jpg", "dog/6.jpg")]

@@ -24,9 +24,9 @@ from helpers.storages import ROWS, everything, numbers, table, written
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
     for name in ("conversion.GAIN_SECONDS", "conversion.ESTIMATE_SECONDS", "stages.COPY_SECONDS", "stages.ENOUGH"):
-        monkeypatch.setattr(f"hasten.data.storing.{name}", 0.02)  # how fast it is read is measured for a moment only
+        monkeypatch.setattr(f"hasten.datatools.{name}", 0.02)  # how fast it is read is measured for a moment only
     for name in ("TURNS", "LEAST"):
-        monkeypatch.setattr(f"hasten.data.storing.advice.{name}", 2)
+        monkeypatch.setattr(f"hasten.datatools.advice.{name}", 2)
 
 
 PATIENCE = 120  # seconds, on a busy machine; most of it is never used
@@ -51,7 +51,7 @@ def test_a_killed_conversion_goes_on(tmp_path):
 
 def test_matrices_go_on_too(tmp_path, monkeypatch):
     """They are one file a column, in which each part has its place."""
-    monkeypatch.setattr("hasten.data.storing.conversion.PART_BYTES", 10_000)
+    monkeypatch.setattr("hasten.datatools.conversion.PART_BYTES", 10_000)
     data = written(tmp_path / "in")
 
     def stop(what, done, left):
@@ -80,9 +80,9 @@ def test_another_conversion_in_the_same_folder_is_refused(tmp_path):
 
 def test_damage_while_writing_is_noticed(tmp_path, monkeypatch):
     """A bit that changes between writing and reading back: the file is changed behind the back of the conversion."""
-    from hasten.data.storing import storages
+    from hasten.datatools import writers
 
-    synced = storages.fsync
+    synced = writers.fsync
 
     def damaged(file):
         synced(file)
@@ -188,9 +188,9 @@ def test_an_unfinished_conversion_is_no_data(tmp_path):
 SLOWLY = """
 import sys, time
 from hasten.cli.main import main
-from hasten.data.storing import storages
-synced = storages.synced
-storages.synced = lambda file: (time.sleep(0.5), synced(file))  # or it may be done before it is interrupted
+from hasten.datatools import storages
+synced = writers.synced
+writers.synced = lambda file: (time.sleep(0.5), synced(file))  # or it may be done before it is interrupted
 sys.exit(main())
 """
 

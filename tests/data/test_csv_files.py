@@ -6,7 +6,7 @@ import json
 import numpy
 import pytest
 
-from hasten.contract.errors import RunError, ConfigurationError
+from hasten.core.errors import RunError, ConfigurationError
 from hasten.data import csv
 from hasten.data.formats import table_files
 

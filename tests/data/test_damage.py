@@ -9,9 +9,9 @@ import sys
 import numpy
 import pytest
 
-from hasten.contract.errors import RunError, ConfigurationError
+from hasten.core.errors import RunError, ConfigurationError
 from hasten.data import feather, parquet, tfrecord
-from hasten.data.formats.records import frame_records
+from hasten.data.formats.tfrecord import frame_records
 from hasten.data.formats.tf_example import encode_example
 from hasten.data.source import BadRow
 from helpers.process import said_by
@@ -87,7 +87,7 @@ def test_text_of_feather_that_leads_elsewhere_is_bad(tmp_path, where, gigabytes)
 
 LACKING = """
 import os, re, resource, sys, numpy
-from hasten.contract.errors import Failure
+from hasten.core.errors import Failure
 from hasten.data import parquet
 source = parquet(sys.argv[2], gigabytes=0).source
 rows = numpy.array([len(source) - 1])
@@ -122,7 +122,7 @@ def test_what_the_machine_lacks_is_no_fault_of_a_row(tmp_path, lacking, said):
 
 READ_ALL = """
 import sys, numpy
-from hasten.contract.errors import Failure, Refusal
+from hasten.core.errors import Failure, Refusal
 from hasten.data import feather, parquet
 from hasten.data.source import BadRow
 for path in sys.argv[2:]:

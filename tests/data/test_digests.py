@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from hasten.data.storing.digests import ContentHash
+from hasten.datatools.content_hash import ContentHash
 from helpers.storages import table
 
 ROWS = 200

@@ -4,7 +4,7 @@ import numpy
 import pytest
 import torch
 
-from hasten.contract.errors import ConfigurationError
+from hasten.core.errors import ConfigurationError
 from hasten.data.formats.tf_example import encode_example, example_class, infer_features, summarize_example
 from hasten.data.formats.tf_example_vectorized import MalformedExample, parse_examples
 

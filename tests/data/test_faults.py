@@ -5,9 +5,9 @@ import torch
 
 from hasten import RunError
 from hasten.data import Pipeline, Source
-from hasten.data.caching.cache import Mapped, MemoryCache
+from hasten.data.cache.cache import Mapped, MemoryCache
 from hasten.data.source import BadRow
-from hasten.diagnosis.input_benchmark import TimedSource
+from hasten.profiling.input_benchmark import TimedSource
 from helpers.pipelines import Bad
 
 

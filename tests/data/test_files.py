@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from hasten.contract.errors import RunError, ConfigurationError
-from hasten.data.places import remote
-from hasten.data.places.files import resolve_paths, mapped_bytes, open_file, file_signature, check_unchanged
+from hasten.core.errors import RunError, ConfigurationError
+from hasten.data.io import remote
+from hasten.data.io.paths import resolve_paths, mapped_bytes, open_file, file_signature, check_unchanged
 
 fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed: no remote files")
 from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402

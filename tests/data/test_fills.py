@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy
 import pytest
 
-from hasten.contract.errors import ConfigurationError
+from hasten.core.errors import ConfigurationError
 from hasten.data import csv, feather, parquet
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")

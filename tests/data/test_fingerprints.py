@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from hasten import ConfigurationError
-from hasten.data.caching.fingerprints import fingerprint
+from hasten.data.cache.fingerprints import fingerprint
 
 BASE = """
 import dataclasses
@@ -206,7 +206,7 @@ def test_it_is_the_same_in_every_process(tmp_path):
     write(tmp_path)
     ask = """
 from user_code import *
-from hasten.data.caching.fingerprints import fingerprint
+from hasten.data.cache.fingerprints import fingerprint
 torch.manual_seed(0)
 class Here:
     names = {"cat", "dog", "owl"}

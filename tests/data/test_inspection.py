@@ -14,7 +14,7 @@ from rich.console import Console
 from hasten import ConfigurationError
 from hasten.cli.main import main
 from hasten.data import convert, csv, inspect
-from hasten.data.storing import sampling
+from hasten.datatools import file_sampling
 from hasten.reporting.terminal_data import inspect_answer
 from helpers.storages import ROWS, damage, numbers, pictures, table, written
 
@@ -27,7 +27,7 @@ def cache(tmp_path, monkeypatch):
     folder = tmp_path / "cache"
     monkeypatch.setenv("HASTEN_CACHE", str(folder))
     for name, value in {"conversion.GAIN_SECONDS": 0.1, "conversion.ESTIMATE_SECONDS": 0.1, "advice.TURNS": 2, "advice.LEAST": 2}.items():
-        monkeypatch.setattr(f"hasten.data.storing.{name}", value)
+        monkeypatch.setattr(f"hasten.datatools.{name}", value)
     yield
     assert not folder.exists() or not [path for path in folder.rglob("*") if path.is_file()]
 
@@ -74,7 +74,7 @@ def test_a_table_that_is_slow_to_decode_would_be_faster_as_rows(tmp_path):
 
 
 def test_a_long_csv_is_told_from_its_first_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr("hasten.data.storing.sampling.SAMPLED_TEXT", 50_000)
+    monkeypatch.setattr("hasten.datatools.file_sampling.SAMPLED_TEXT", 50_000)
     (tmp_path / "in").mkdir()
     pyarrow.csv.write_csv(numbers(5000), tmp_path / "in" / "train.csv")
     result = inspect(tmp_path / "in", budget=BUDGET)
@@ -91,7 +91,7 @@ def test_the_first_lines_of_a_csv_end_where_a_row_does(tmp_path, monkeypatch):
     (tmp_path / "head").mkdir()
     for size in range(100, 120):
         monkeypatch.setattr(sampling, "SAMPLED_TEXT", size)
-        head, _ = sampling._head(str(tmp_path / "t.csv"), tmp_path / "head")
+        head, _ = file_sampling._head(str(tmp_path / "t.csv"), tmp_path / "head")
         (batch,) = csv(head).batch(50)
         assert set(batch["word"]) == {"two\nlines"}, size
 

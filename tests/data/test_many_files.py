@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from hasten.data.places import manifests
-from hasten.data.places.files import resolve_paths
-from hasten.data.places.manifests import manifest_of
+from hasten.data.io import manifests
+from hasten.data.io.paths import resolve_paths
+from hasten.data.io.manifests import manifest_of
 
 
 def filled(root, folders, files):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hasten.data import arrays
-from hasten.data.memory import BYTES, KEPT, SIZES, _waiting, alloc_huge, thread_scratch, acquire
+from hasten.data.buffer_pool import BYTES, KEPT, SIZES, _waiting, alloc_huge, thread_scratch, acquire
 
 
 @pytest.fixture(autouse=True)

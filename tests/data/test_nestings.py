@@ -8,7 +8,7 @@ import torch
 
 from hasten import ConfigurationError
 from hasten.data import Pipeline, Source, images, parquet, shards, tfrecord
-from hasten.data.formats.records import frame_records
+from hasten.data.formats.tfrecord import frame_records
 from hasten.data.formats.tf_example import encode_example
 from hasten.data.source import BadRow
 from helpers.assertions import same

@@ -9,9 +9,9 @@ import numpy
 import pytest
 import torch
 
-from hasten.contract.errors import ConfigurationError
+from hasten.core.errors import ConfigurationError
 from hasten.data import arrays, csv, feather, images, parquet, shards, tfrecord, tokens
-from hasten.data.formats.records import frame_records
+from hasten.data.formats.tfrecord import frame_records
 from hasten.data.formats.tf_example import encode_example
 from helpers.tar_files import pack, png, sample
 

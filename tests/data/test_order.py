@@ -7,7 +7,7 @@ import pytest
 
 from hasten import ConfigurationError
 from hasten.data import Pipeline
-from hasten.data.order import DeterministicBatchSampler
+from hasten.data.sampler import DeterministicBatchSampler
 from helpers.pipelines import Runs
 
 EDGES = numpy.array([0, 7, 8, 30, 30, 41, 64, 99])

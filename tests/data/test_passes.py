@@ -15,14 +15,18 @@ import numpy
 import pytest
 
 from hasten.cli.main import main
-from hasten.contract.errors import HastenWarning
+from hasten.core.errors import HastenWarning
 from hasten.data import shards, tfrecord
-from hasten.data.caching import filling
-from hasten.data.formats import records, tars
-from hasten.data.formats.records import frame_records
+from hasten.data.cache import populate
+from hasten.data.formats import tfrecord
+from hasten.data.formats import webdataset
+from hasten.data.formats.tfrecord import frame_records
 from hasten.data.formats.tf_example import encode_example
-from hasten.data.places import files, passes, ranges, remote
-from hasten.data.places.files import file_signature
+from hasten.data.io import paths
+from hasten.data.io import index_cache
+from hasten.data.io import range_reader
+from hasten.data.io import remote
+from hasten.data.io.paths import file_signature
 from helpers.assertions import same
 from helpers.process import FORK, ended, forked
 from helpers.tar_files import npy, pack
@@ -59,7 +63,7 @@ def everything(source):
 
 def opened(path):
     """(a source, how often its file was opened for it)."""
-    files._mapped.cache_clear()
+    paths._mapped.cache_clear()
     _watched.add(str(path))
     before = _opened[str(path)]
     source = MAKERS[path.suffix[1:]](path).source
@@ -257,12 +261,12 @@ def test_a_long_pass_tells_its_pace_and_what_is_left(web, monkeypatch):
     web.content |= {f"/many/{number}.tfrecord": message for number in range(5)}
     paths = [f"{web.address}/many/{number}.tfrecord" for number in range(5)]
     with warnings.catch_warnings(action="error", category=HastenWarning):
-        records.Records(paths)
+        tfrecord.Records(paths)
     given = Answer.given
 
     def slowly(answer, *arguments):
         if answer.command == "GET":
-            passes.time.sleep(1)
+            index_cache.time.sleep(1)
         given(answer, *arguments)
 
     monkeypatch.setattr(Answer, "given", slowly)
@@ -270,7 +274,7 @@ def test_a_long_pass_tells_its_pace_and_what_is_left(web, monkeypatch):
         ThreadPoolExecutor(1) as another,
         pytest.warns(HastenWarning, match=r"finding the records of 5 files, \d+ MB/s: [2468]0% done, \d s left"),
     ):
-        another.submit(records.Records, paths).result()
+        another.submit(tfrecord.Records, paths).result()
 
 
 @pytest.mark.parametrize("kind", MAKERS)
@@ -283,7 +287,7 @@ def test_a_walk_through_one_file_tells_where_it_is(tmp_path, kind):
 def test_a_download_tells_how_much_is_here(web):
     web.content["/long"] = bytes(9 << 20)
     told = []
-    assert len(ranges.whole(file_signature(f"{web.address}/long"), told.append)) == 9 << 20
+    assert len(range_reader.whole(file_signature(f"{web.address}/long"), told.append)) == 9 << 20
     assert told == [4 << 20, 8 << 20, 9 << 20]
 
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from PIL import Image
 
-from hasten.contract.errors import RunError, ConfigurationError
+from hasten.core.errors import RunError, ConfigurationError
 from hasten.data import images
 from hasten.data.formats import decoding
-from hasten.data.places import manifests
-from hasten.data.places.manifests import manifest_of
+from hasten.data.io import manifests
+from hasten.data.io.manifests import manifest_of
 from hasten.data.source import BadRow
 
 

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy
 import pytest
 
-from hasten.contract.errors import RunError
+from hasten.core.errors import RunError
 from hasten.data import tfrecord
-from hasten.data.formats.records import frame_records
+from hasten.data.formats.tfrecord import frame_records
 from hasten.data.formats.tf_example import encode_example
 from helpers.process import said_by
 from helpers.tar_files import pack
@@ -17,8 +17,8 @@ from helpers.tar_files import pack
 CUT_OFF_AFTER_THE_CHECK = """
 import os, sys, numpy
 from hasten import data
-from hasten.contract.errors import Failure
-from hasten.data.places import ranges
+from hasten.core.errors import Failure
+from hasten.data.io import ranges
 path = sys.argv[3]
 source = getattr(data, sys.argv[1])(sys.argv[2]).source
 rows, check = numpy.arange(len(source)), ranges.unchanged

@@ -8,11 +8,11 @@ import numpy
 import pytest
 import torch
 
-from hasten.contract.errors import RunError, ConfigurationError
+from hasten.core.errors import RunError, ConfigurationError
 from hasten.data import tfrecord
-from hasten.data.formats import checksums
-from hasten.data.formats.checksums import crc32c, crc32c_of_rows, masked
-from hasten.data.formats.records import HEAD, Records, frame_records
+from hasten.data.formats import crc32c
+from hasten.data.formats.crc32c import crc32c, crc32c_of_rows, masked
+from hasten.data.formats.tfrecord import HEAD, Records, frame_records
 from hasten.data.formats.tf_example import encode_example
 from hasten.data.source import BadRow
 
@@ -49,7 +49,7 @@ def test_checksums_of_rows_equal_those_of_pieces():
 def test_without_google_crc32c_checksums_are_refused_in_one_line_and_reading_without_them_works(tmp_path, monkeypatch):
     written(tmp_path / "a.tfrecord")
     monkeypatch.setitem(sys.modules, "google_crc32c", None)
-    checksums._tables.cache_clear()
+    crc32c._tables.cache_clear()
     for use in (lambda: tfrecord(tmp_path), lambda: frame_records([b"x"])):
         with pytest.raises(ConfigurationError, match=r"^checksums of TFRecord files need google-crc32c: pip install 'hasten\[data\]'$"):
             use()

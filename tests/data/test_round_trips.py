@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hasten.data import feather, parquet, tfrecord
-from hasten.data.formats.records import frame_records
+from hasten.data.formats.tfrecord import frame_records
 from hasten.data.formats.tf_example import encode_example
 from helpers.assertions import same
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from hasten import RunError
-from hasten.contract.errors import HastenWarning
+from hasten.core.errors import HastenWarning
 from hasten.data import Pipeline, arrays
-from hasten.engine.failures import explain_error
+from hasten.engine.error_messages import explain_error
 from helpers.pipelines import BATCH, ROWS, Bad, Killing, hanging
 from helpers.process import FORK, forked
 
@@ -27,7 +27,7 @@ def numbers():
 
 
 def children():
-    return [each for each in psutil.Process().children() if "hasten.measure.workers" not in each.cmdline()]  # of tests before these
+    return [each for each in psutil.Process().children() if "hasten.benchmarking.fork_server" not in each.cmdline()]  # of tests before these
 
 
 class Odd(Exception):

@@ -4,12 +4,12 @@ import time
 
 import pytest
 
-from hasten.data.faults import BadRowPolicy
+from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.source import BadRow
-from hasten.data.storing import stages
-from hasten.data.storing.kinds import detect_format
-from hasten.data.storing.readings import RowReader
-from hasten.data.storing.stages import pace, paces, reading_pace
+from hasten.datatools import stage_throughput
+from hasten.datatools.format_detection import detect_format
+from hasten.datatools.row_reader import RowReader
+from hasten.datatools.stage_throughput import pace, paces, reading_pace
 from helpers.storages import ROWS, damage, written
 
 
@@ -25,19 +25,19 @@ def test_readings_share_the_time_and_the_files(tmp_path, monkeypatch):
     """What is read from the disk is read once, in parts of as many bytes; small files are no part for themselves."""
     for number in range(30):
         (tmp_path / f"{number:02}.bin").write_bytes(bytes(10))
-    (tmp_path / "big.bin").write_bytes(bytes(6 * stages.BLOCK))
+    (tmp_path / "big.bin").write_bytes(bytes(6 * stage_throughput.BLOCK))
     files = sorted(map(str, tmp_path.iterdir()))
-    read, blocks = [], stages._blocks
+    read, blocks = [], stage_throughput._blocks
     monkeypatch.setattr(stages, "_blocks", lambda *arguments: (read.append(block) or block for block in blocks(*arguments)))
-    rates = stages._bytes_a_second(files, 5.0)
-    assert len(rates) == stages.READINGS and min(rates) > 0 and sum(read) == 300 + 6 * stages.BLOCK
-    assert len(stages._bytes_a_second(files[:1], 5.0)) == 1 and stages._bytes_a_second([], 5.0) == [0.0]
+    rates = stage_throughput._bytes_a_second(files, 5.0)
+    assert len(rates) == stage_throughput.READINGS and min(rates) > 0 and sum(read) == 300 + 6 * stage_throughput.BLOCK
+    assert len(stage_throughput._bytes_a_second(files[:1], 5.0)) == 1 and stage_throughput._bytes_a_second([], 5.0) == [0.0]
 
 
 def test_a_reading_that_takes_long_is_the_only_one(tmp_path, monkeypatch):
     kind, files = detect_format(written(tmp_path / "in"))
     reading = RowReader(kind, files, files)
-    assert {name: len(each) for name, each in paces(reading, 3.0).items()} == dict.fromkeys(("decode", "copy", "batches"), stages.READINGS)
+    assert {name: len(each) for name, each in paces(reading, 3.0).items()} == dict.fromkeys(("decode", "copy", "batches"), stage_throughput.READINGS)
     opened = RowReader.opened
     monkeypatch.setattr(RowReader, "opened", lambda each: (time.sleep(0.5), opened(each))[1])
     assert {len(each) for each in paces(reading, 0.1).values()} == {1}

@@ -13,8 +13,8 @@ import torch
 
 from hasten import RunError
 from hasten.data import Pipeline, arrays, augmented, tokens
-from hasten.data.caching.cache import made_of
-from hasten.data.formats.in_memory import Arrays
+from hasten.data.cache.cache import made_of
+from hasten.data.formats.arrays import Arrays
 from helpers.caches import KINDS, NUMBERS, counting, files
 from helpers.pipelines import BATCH, ROWS, Bad, equal
 
@@ -123,7 +123,7 @@ def test_rows_that_were_mended_are_read_again():
 
 def test_a_cache_of_another_version_of_this_package_is_not_taken(monkeypatch):
     for version, read in (("1.0", True), ("1.0", False), ("1.1", True)):
-        monkeypatch.setattr("hasten.data.caching.cache_disk.__version__", version)
+        monkeypatch.setattr("hasten.data.cache.cache_disk.__version__", version)
         pipeline = counting(arrays(NUMBERS))
         list(pipeline.cache("disk").batch(BATCH))
         assert (pipeline.source.rows_read > 0) == read

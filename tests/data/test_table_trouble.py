@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hasten.contract.errors import RunError, ConfigurationError
+from hasten.core.errors import RunError, ConfigurationError
 from hasten.data import csv, feather, parquet
 from hasten.data.formats.table_files import asks_too_much
 

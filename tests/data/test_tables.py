@@ -10,8 +10,8 @@ import numpy
 import pytest
 import torch
 
-from hasten.contract.batch import split_inputs_target
-from hasten.contract.errors import HastenWarning, ConfigurationError
+from hasten.core.batch import split_inputs_target
+from hasten.core.errors import HastenWarning, ConfigurationError
 from hasten.data import feather, parquet
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 import numpy
 import pytest
 
-from hasten.contract.errors import ConfigurationError
+from hasten.core.errors import ConfigurationError
 from hasten.data import shards
 from hasten.data.source import BadRow
 from helpers.tar_files import FORMS, pack, png, sample

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from hasten.contract.errors import RunError, ConfigurationError
+from hasten.core.errors import RunError, ConfigurationError
 from hasten.data import shards
 from hasten.data.formats.tar_headers import members
 from hasten.data.source import BadRow

@@ -8,7 +8,7 @@ import torch
 import hasten
 from hasten import ConfigurationError
 from hasten.data import arrays
-from hasten.engine import sources
+from hasten.engine import data_adapters
 from hasten.engine.plan import build
 from helpers import pipeline_tasks
 from helpers.process import ended, forked, wait_until_it_trains
@@ -47,16 +47,16 @@ def test_a_killed_run_goes_on_to_the_same_bits(tmp_path):
 
 
 def test_validation_is_never_shuffled_and_always_the_same():
-    task = sources.load_data(pipeline_tasks.here())
+    task = data_adapters.load_data(pipeline_tasks.here())
     for seed in (0, 1):
-        (labels,) = [torch.cat([labels for _, labels in sources.validation(task, 8, seed).epoch(0, 0)])]
+        (labels,) = [torch.cat([labels for _, labels in data_adapters.validation(task, 8, seed).epoch(0, 0)])]
         assert torch.equal(labels, pipeline_tasks.LABELS)
-    first, second = (list(sources.validation(task, 8, seed).epoch(0, 0)) for seed in (0, 1))
+    first, second = (list(data_adapters.validation(task, 8, seed).epoch(0, 0)) for seed in (0, 1))
     assert all(torch.equal(a, b) for (a, _), (b, _) in zip(first, second, strict=True)), "random maps draw the same at every evaluation"
 
 
 def test_the_plan_of_a_pipeline():
-    plan = sources.initial_plan(sources.load_data(pipeline_tasks.here()))
+    plan = data_adapters.initial_plan(data_adapters.load_data(pipeline_tasks.here()))
     assert (plan.batch_size, plan.samples) == (8, pipeline_tasks.ROWS)
     bare = arrays(pipeline_tasks.NUMBERS, pipeline_tasks.LABELS).shuffle()
     program = build(pipeline_tasks.task(bare, batch_size=12))

@@ -9,8 +9,8 @@ import torch
 
 from hasten import ConfigurationError
 from hasten.data import arrays, augmented, crop, flip, normalise
-from hasten.data.chance import SampleRng
-from hasten.data.formats import stored_pictures
+from hasten.data.rng import SampleRng
+from hasten.data.formats import augmented_images
 from hasten.data.unpacking import unpack_planes
 from helpers.pipelines import equal
 

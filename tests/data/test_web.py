@@ -14,12 +14,13 @@ import torch
 from rich.console import Console
 
 from hasten.cli.main import main
-from hasten.contract.errors import RunError, HastenWarning, ConfigurationError
+from hasten.core.errors import RunError, HastenWarning, ConfigurationError
 from hasten.data import csv, feather, images, parquet, shards, tfrecord
-from hasten.data.formats.records import frame_records
+from hasten.data.formats.tfrecord import frame_records
 from hasten.data.formats.tf_example import encode_example
-from hasten.data.places import ranges, remote
-from hasten.data.places.files import resolve_paths, open_file, file_signature, check_unchanged
+from hasten.data.io import range_reader
+from hasten.data.io import remote
+from hasten.data.io.paths import resolve_paths, open_file, file_signature, check_unchanged
 from hasten.reporting.terminal_data import inspect_answer
 from helpers.assertions import same
 from helpers.tar_files import pack, png, sample
@@ -315,7 +316,7 @@ def test_a_file_that_changes_is_looked_at_now_and_then(web, monkeypatch):
     for row in range(20):
         source.read(numpy.array([row]))
     assert len(web.asked) == asked
-    shown[0] += ranges.SECONDS_BETWEEN_LOOKS
+    shown[0] += range_reader.SECONDS_BETWEEN_LOOKS
     source.read(numpy.array([1]))
     assert len(web.asked) == asked + 1
 
@@ -344,12 +345,12 @@ def packed(text):
 
 
 def test_only_a_few_of_many_files_are_kept_open(web):
-    content = {f"/many/{number:02}.tar": packed(f"text {number}") for number in range(3 * ranges.OPEN)}
+    content = {f"/many/{number:02}.tar": packed(f"text {number}") for number in range(3 * range_reader.OPEN)}
     web.content |= content
     source = shards(f"{web.address}/many").source
     for file in numpy.random.default_rng(0).permutation(len(content)).tolist():
         assert source.read(numpy.array([2 * file]))["txt"] == [f"text {file}"]
-    assert len(ranges._own.files) == ranges.OPEN
+    assert len(range_reader._own.files) == range_reader.OPEN
 
 
 def test_pictures_that_went_away_are_bad_rows(web):

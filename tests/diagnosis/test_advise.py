@@ -2,8 +2,8 @@
 
 import pytest
 
-from hasten.contract.card import Card, Exactness
-from hasten.diagnosis.advise import advise, amdahl
+from hasten.core.card import Card, Exactness
+from hasten.profiling.advise import advise, amdahl
 
 PHASES = {
     "input": 0.5, "copy": 0.0, "forward": 0.1, "backward": 0.2, "grad_transform": 0.0, "optimizer_step": 0.19, "evaluation": 0.005, "logging": 0.005,

@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from hasten import Recipe, Task
 from hasten.data import Pipeline, Source, arrays, images, shards, tfrecord
-from hasten.data.formats.records import framed
+from hasten.data.formats.tfrecord import framed
 from hasten.data.source import BadRow
-from hasten.diagnosis.diagnose import diagnose
-from hasten.diagnosis.input_benchmark import STAGES, measure_input
-from hasten.engine.find import make_methods
+from hasten.profiling.diagnose import diagnose
+from hasten.profiling.input_benchmark import STAGES, measure_input
+from hasten.engine.registry import make_methods
 from hasten.engine.plan import build
 from hasten.engine.tasks import TaskRef
 from hasten.reporting.terminal import diagnose_answer

@@ -2,9 +2,9 @@
 
 import pytest
 
-from hasten.diagnosis.diagnose import diagnose
+from hasten.profiling.diagnose import diagnose
 from hasten.engine.tasks import TaskRef
-from hasten.measure.workers import Worker
+from hasten.benchmarking.fork_server import Worker
 from helpers import planted_tasks
 
 BUDGET = 6.0
@@ -16,7 +16,7 @@ def advised(result: dict) -> dict[str, float | None]:
 
 def seconds_a_sample(task, blocks: int = 3) -> float:
     """Of the whole run, evaluations included."""
-    with Worker("hasten.measure.arm:Arm", task=TaskRef.of(task).to_json(), methods={}, device="cpu", seed=0) as arm:
+    with Worker("hasten.benchmarking.arm:Arm", task=TaskRef.of(task).to_json(), methods={}, device="cpu", seed=0) as arm:
         plan = arm.call("build")
         paces = sorted(block["seconds"] / block["samples"] for block in (arm.call("train", count=10) for _ in range(blocks)))
     return paces[blocks // 2] + (plan["evaluation"] / plan["evaluate_every"] if plan["evaluation"] else 0.0)

@@ -8,20 +8,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hasten.contract.recipe import Recipe
-from hasten.diagnosis import timeline
-from hasten.diagnosis.facts import facts_of
-from hasten.diagnosis.flops import flops_a_sample, peak_flops
-from hasten.diagnosis.headroom import measure_ceilings
-from hasten.diagnosis.probe import Probe
-from hasten.diagnosis.replacements import NoUpdate, ReplayedBatch, outside_name, disabled_phases
-from hasten.diagnosis.timeline import Timeline
+from hasten.core.recipe import Recipe
+from hasten.profiling import phase_timer
+from hasten.profiling.facts import facts_of
+from hasten.profiling.flops import flops_a_sample, peak_flops
+from hasten.profiling.ceilings import measure_ceilings
+from hasten.profiling.probe import Probe
+from hasten.profiling.ablations import NoUpdate, ReplayedBatch, outside_name, disabled_phases
+from hasten.profiling.phase_timer import Timeline
 from hasten.engine.composition import sort_methods
-from hasten.engine.find import make_methods, method_names
+from hasten.engine.registry import make_methods, method_names
 from hasten.engine.loop import evaluate, train_steps
 from hasten.engine.plan import build
 from hasten.engine.tasks import TaskRef
-from hasten.measure.workers import Worker
+from hasten.benchmarking.fork_server import Worker
 from hasten.testing.tasks import convolutional, perceptron, transformer
 
 OUTERMOST = Recipe({outside_name(method): {} for method in (Timeline, ReplayedBatch, NoUpdate)})
@@ -125,7 +125,7 @@ class Watched(Probe):
 
 def test_the_ceiling_of_the_log_is_measured_and_low():
     task = TaskRef.of(perceptron())
-    with Worker("hasten.diagnosis.probe:Probe", task=task.to_json(), methods=OUTERMOST.methods, device="cpu", seed=0) as probe:
+    with Worker("hasten.profiling.probe:Probe", task=task.to_json(), methods=OUTERMOST.methods, device="cpu", seed=0) as probe:
         plan = probe.call("build")
         found = measure_ceilings(probe, {"logging": 0.5}, count=300, step=plan["step"], extra=0.0, budget=0.5)
     ceiling = found.ceilings["logging"]

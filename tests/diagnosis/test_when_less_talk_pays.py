@@ -2,7 +2,7 @@
 
 import pytest
 
-from hasten.diagnosis.less_talk import cast_speedup, break_even_bandwidth, net_saving_s
+from hasten.profiling.gradient_compression import cast_speedup, break_even_bandwidth, net_saving_s
 
 USUAL = {"size": 84e6, "saved_share": 0.5, "codec_seconds": 0.073, "latency": 1e-3}
 

@@ -13,11 +13,11 @@ import torch
 
 import hasten
 from hasten import RunError, ConfigurationError
-from hasten.contract.errors import HastenWarning
+from hasten.core.errors import HastenWarning
 from hasten.engine.checkpoint import loaded, update_only_tensors
-from hasten.engine.folder import RunDirectory
+from hasten.engine.run_dir import RunDirectory
 from hasten.engine.plan import build
-from hasten.engine.seeds import get_rng_state, set_rng_state
+from hasten.core.rng import get_rng_state, set_rng_state
 from helpers import engine_tasks
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import Subset
 
 import hasten
 from hasten import ConfigurationError
-from hasten.contract.errors import HastenWarning
+from hasten.core.errors import HastenWarning
 from helpers import engine_tasks
 
 METHODS = f"{engine_tasks.__file__}:Averaging + {engine_tasks.__file__}:Mixing"

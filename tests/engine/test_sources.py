@@ -11,10 +11,10 @@ import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from hasten import RunError
-from hasten.contract.batch import batch_tensors
-from hasten.engine import sources
+from hasten.core.batch import batch_tensors
+from hasten.engine import data_adapters
 from hasten.engine.loaders import from_spec
-from hasten.engine.seeds import get_rng_state, set_seeds
+from hasten.core.rng import get_rng_state, set_seeds
 from helpers import engine_tasks
 from helpers.process import forked
 
@@ -27,7 +27,7 @@ def same(some, others) -> bool:
 
 
 def batches(data, **changes):
-    return sources.training(engine_tasks.task(data, **changes), 4, 0)
+    return data_adapters.training(engine_tasks.task(data, **changes), 4, 0)
 
 
 @pytest.mark.parametrize("start", range(7))
@@ -47,7 +47,7 @@ def test_augmentation_does_not_depend_on_the_number_of_workers():
     import dataclasses
 
     train = batches(engine_tasks.Augmented())
-    with_workers = sources.from_spec(dataclasses.replace(train.spec, workers=2))
+    with_workers = data_adapters.from_spec(dataclasses.replace(train.spec, workers=2))
     assert same(list(train.epoch(0, 0)), list(with_workers.epoch(0, 0)))
 
 
@@ -82,7 +82,7 @@ def test_ready_loader_brings_its_generator_and_draws_as_by_hand():
 
 
 def test_validation_is_in_order_and_draws_the_same_every_time():
-    validation = sources.validation(engine_tasks.task(TensorDataset(x, y), validation_data=engine_tasks.Augmented()), 4, 0)
+    validation = data_adapters.validation(engine_tasks.task(TensorDataset(x, y), validation_data=engine_tasks.Augmented()), 4, 0)
     before = get_rng_state()
     assert same(list(validation.epoch(0, 0)), list(validation.epoch(0, 0)))
     assert torch.equal(get_rng_state()["torch"], before["torch"])

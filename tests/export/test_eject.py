@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import hasten
-from hasten.engine.find import method_names
+from hasten.engine.registry import method_names
 
 TASKS = '''
 import dataclasses

@@ -4,8 +4,8 @@ import random
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from hasten.contract.recipe import Recipe
-from hasten.measure.ratio import Ratio, verdict_of
+from hasten.core.recipe import Recipe
+from hasten.benchmarking.ratio import Ratio, verdict_of
 from hasten.tuning.search import NOTHING_TO_DO, Baseline, Incumbents, Outcome, candidate, search_systems, search_training
 from hasten.tuning.study import Budget
 

@@ -27,12 +27,12 @@ import torch.distributed.tensor.experimental
 import torch.distributed.tensor.parallel
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from hasten.contract.errors import RunError, ProgressWarning
-from hasten.engine.find import make_method
+from hasten.core.errors import RunError, ProgressWarning
+from hasten.engine.registry import make_method
 from hasten.engine.plan import build
-from hasten.engine.ranks import init_process_group
+from hasten.distributed.process_group import init_process_group
 from hasten.engine.train import train
-from hasten.measure.process_state import restored
+from hasten.benchmarking.process_state import restored
 from helpers import rank_tasks
 from helpers.process import FORK, PATIENCE
 

@@ -6,11 +6,11 @@ from functools import cache
 import torch
 from torch import nn
 
-from hasten.contract.recipe import Recipe
-from hasten.contract.task import Task
-from hasten.engine.find import make_methods, method_class, method_names
+from hasten.core.recipe import Recipe
+from hasten.core.task import Task
+from hasten.engine.registry import make_methods, method_class, method_names
 from hasten.engine.plan import build
-from hasten.measure.process_state import restored
+from hasten.benchmarking.process_state import restored
 from hasten.testing import tasks
 
 SETTINGS = {

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
-from hasten.contract.errors import RunError
+from hasten.core.errors import RunError
 from hasten.launch.elastic import exit_codes, describe_lost_rank
-from hasten.launch.endings import ERROR_FILE, PARENT, RankResult
-from hasten.launch.meeting import hosts_rendezvous
+from hasten.launch.rank_results import ERROR_FILE, PARENT, RankResult
+from hasten.launch.rendezvous import hosts_rendezvous
 from helpers.chaos import train_words
 from helpers.process import Job, jobs_left, wait_until_it_trains
 from helpers.ranks import free_port

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hasten.contract.batch import map_tensors
-from hasten.contract.batch_norm import SyncGroup, convert_sync_batchnorm
-from hasten.contract.errors import ConfigurationError
-from hasten.contract.run_context import TrainProgress
+from hasten.core.batch import map_tensors
+from hasten.distributed.batch_norm import SyncGroup, convert_sync_batchnorm
+from hasten.core.errors import ConfigurationError
+from hasten.core.run_context import TrainProgress
 from hasten.engine.train import train
 from helpers import rank_tasks
 from helpers.assertions import CLOSE, farthest, losses

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hasten.contract.errors import PeerFailure, RunError, ConfigurationError
+from hasten.core.errors import PeerFailure, RunError, ConfigurationError
 from hasten.engine.plan import build
-from hasten.engine.ranks import init_process_group
+from hasten.distributed.process_group import init_process_group
 from hasten.engine.train import train
 from helpers import drawing_tasks, rank_tasks
 from helpers.assertions import CLOSE, farthest, losses

@@ -13,11 +13,11 @@ from unittest.mock import patch
 import pytest
 from rich.console import Console
 
-from hasten.contract.errors import PeerFailure, RunError, ConfigurationError
-from hasten.diagnosis.ranks import diagnose_ranks
-from hasten.diagnosis.skew import rank_phase_times, find_straggler
-from hasten.diagnosis.talk import verdict_of
-from hasten.measure.ratio import Ratio
+from hasten.core.errors import PeerFailure, RunError, ConfigurationError
+from hasten.profiling.rank_profile import diagnose_ranks
+from hasten.profiling.stragglers import rank_phase_times, find_straggler
+from hasten.profiling.communication import verdict_of
+from hasten.benchmarking.ratio import Ratio
 from hasten.reporting.terminal_ranks import ranks_answer
 from helpers import HELPERS, rank_tasks, waiting_tasks
 from helpers.netns_cluster import missing, on_both, two_machines

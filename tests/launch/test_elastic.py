@@ -15,9 +15,10 @@ from torch.distributed import HashStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
-from hasten.contract.errors import ConfigurationError
-from hasten.launch import elastic, processes
-from hasten.launch.endings import RankResult, leave_of
+from hasten.core.errors import ConfigurationError
+from hasten.launch import elastic
+from hasten.launch import launcher
+from hasten.launch.rank_results import RankResult, leave_of
 from helpers.chaos import chaos, compared, train_words
 from helpers.netns_cluster import begun_on, cut_the_cable, lose, mend_the_cable, missing, two_machines
 from helpers.process import Job, wait_until_it_trains
@@ -57,7 +58,7 @@ def test_a_port_that_another_program_has(monkeypatch):
         other.bind(("127.0.0.1", 0))
         other.listen()
         with pytest.raises(ConfigurationError, match="another program has that port; choose another port, the same on all machines"):
-            processes.launch(["train", "digits"], 1, (2, 2), f"127.0.0.1:{other.getsockname()[1]}")
+            launcher.launch(["train", "digits"], 1, (2, 2), f"127.0.0.1:{other.getsockname()[1]}")
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ from ranks import leave_of
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from hasten import __main__
-from hasten.launch import endings
-from hasten.launch.endings import RankResult, job_directory, read_results, peer_error, write_ending
+from hasten.launch import rank_results
+from hasten.launch.rank_results import RankResult, job_directory, read_results, peer_error, write_ending
 
 
 def test_folders_of_jobs_that_were_killed_go_with_the_next(tmp_path, monkeypatch):
@@ -26,7 +26,7 @@ def test_folders_of_jobs_that_were_killed_go_with_the_next(tmp_path, monkeypatch
     with job_directory() as living:
         for old in ("hasten-job-killed", "another", living):
             os.utime(tmp_path / old, (0, 0))
-        script = "from hasten.launch.endings import folder_of_a_job\nwith folder_of_a_job(): pass"
+        script = "from hasten.launch.rank_results import folder_of_a_job\nwith folder_of_a_job(): pass"
         subprocess.run([sys.executable, "-c", script], env=os.environ | {"TMPDIR": str(tmp_path)}, check=True)
         assert {str(path) for path in tmp_path.iterdir()} == {str(tmp_path / "hasten-job-new"), str(tmp_path / "another"), living}
     assert not os.path.exists(living)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from hasten.contract.recipe import Recipe
-from hasten.engine.find import make_methods
+from hasten.core.recipe import Recipe
+from hasten.engine.registry import make_methods
 from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
-from hasten.engine.ranks import init_process_group
+from hasten.distributed.process_group import init_process_group
 from hasten.engine.train import train, with_strategy
 from helpers import rank_tasks
 from helpers.assertions import CLOSE, farthest

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
-from hasten.contract.batch import map_tensors
-from hasten.contract.errors import RunError, ConfigurationError
-from hasten.contract.ranks import ProcessGroupInfo
-from hasten.contract.replicas import all_reduce_mean, broadcast_module, average_state
+from hasten.core.batch import map_tensors
+from hasten.core.errors import RunError, ConfigurationError
+from hasten.core.process_group_info import ProcessGroupInfo
+from hasten.distributed.collectives import all_reduce_mean, broadcast_module, average_state
 from hasten.engine.checkpoint import loaded
 from hasten.engine.plan import build
-from hasten.engine.ranks import init_process_group
+from hasten.distributed.process_group import init_process_group
 from hasten.engine.train import train
 from helpers import rank_tasks
 from helpers.assertions import CLOSE, farthest
@@ -373,7 +373,7 @@ def with_norm():
 
 
 def rests_after_an_overflow(rank: int) -> bool:
-    from hasten.engine.find import make_method
+    from hasten.engine.registry import make_method
 
     with init_process_group("cpu") as ranks:
         program = build(plain(), [make_method("powersgd", {"rank": 1, "saves": 1.0})], ranks=ranks)

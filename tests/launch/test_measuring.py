@@ -9,16 +9,17 @@ import pytest
 import hasten
 from hasten import RunError, Recipe, ConfigurationError
 from hasten.cli.main import main
-from hasten.contract.errors import HastenWarning
-from hasten.contract.watch import no_progress
-from hasten.diagnosis.anatomy import profile_steps
+from hasten.core.errors import HastenWarning
+from hasten.core.progress import no_progress
+from hasten.profiling.step_profile import profile_steps
 from hasten.engine.tasks import TaskRef
-from hasten.measure.compare import block_steps, run_interleaved
-from hasten.measure.ratio import Ratio
-from hasten.tuning import study, tune
+from hasten.benchmarking.compare import block_steps, run_interleaved
+from hasten.benchmarking.ratio import Ratio
+from hasten.tuning import study
+from hasten.tuning import tune
 from hasten.tuning.confirm import Confirmation
 from hasten.tuning.gate import NonInferiorityResult
-from hasten.tuning.ledger import TrialStore
+from hasten.tuning.trial_store import TrialStore
 from hasten.tuning.result import Found, _why_alone
 from hasten.tuning.search import Incumbents, candidate, search_systems
 from hasten.tuning.study import Budget, Study
@@ -82,8 +83,8 @@ def test_more_processes_than_cores_is_noticed(monkeypatch):
     def told(*arguments, processes, **others):
         raise RunError(f"{processes}")
 
-    monkeypatch.setattr("hasten.measure.compare.run_interleaved", told)
-    monkeypatch.setattr("hasten.engine.budget.usable_cores", lambda: 3)
+    monkeypatch.setattr("hasten.benchmarking.compare.run_interleaved", told)
+    monkeypatch.setattr("hasten.engine.resources.usable_cores", lambda: 3)
     with pytest.warns(HastenWarning, match=r"^4 processes share 3 cores: "), pytest.raises(RunError, match=r"^\(4, 4\)$"):
         hasten.compare(TASK, processes=4)
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from hasten.contract.chain import find_split_points
-from hasten.contract.errors import ConfigurationError
-from hasten.contract.recipe import Recipe
-from hasten.contract.sharded import to_local
+from hasten.distributed.fx.pipeline_split import find_split_points
+from hasten.core.errors import ConfigurationError
+from hasten.core.recipe import Recipe
+from hasten.distributed.dtensor_state import to_local
 from hasten.engine.checkpoint import sync_rng
-from hasten.engine.find import make_method, make_methods
+from hasten.engine.registry import make_method, make_methods
 from hasten.engine.plan import build
-from hasten.engine.ranks import init_process_group
+from hasten.distributed.process_group import init_process_group
 from hasten.engine.train import train
 from hasten.testing import tasks
 from helpers import drawing_tasks, rank_tasks

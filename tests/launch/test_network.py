@@ -2,8 +2,8 @@
 
 import pytest
 
-from hasten.contract.errors import ConfigurationError
-from hasten.launch.network import COLLECTIVES, fit_alpha_beta, bench_comm
+from hasten.core.errors import ConfigurationError
+from hasten.launch.comm_benchmark import COLLECTIVES, fit_alpha_beta, bench_comm
 from helpers.ranks import run_ranks
 
 

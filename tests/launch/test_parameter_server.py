@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from hasten.contract.errors import PeerFailure, RunError, ConfigurationError
+from hasten.core.errors import PeerFailure, RunError, ConfigurationError
 from hasten.engine.train import train
-from hasten.methods.parameter_server import Server
+from hasten.methods.distributed.parameter_server import Server
 from helpers import HELPERS, rank_tasks
 from helpers.assertions import CLOSE, farthest
 from helpers.ranks import broken_off, run_ranks, taken_up, training, training_of

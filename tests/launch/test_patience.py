@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from hasten.cli.main import main
-from hasten.contract.errors import CollectiveTimeout
-from hasten.engine.ranks import init_process_group
+from hasten.core.errors import CollectiveTimeout
+from hasten.distributed.process_group import init_process_group
 from hasten.engine.train import train
 from helpers import rank_tasks
 from helpers.process import Job, children, environment, jobs_left, train_command, wait_until_it_trains

@@ -8,10 +8,10 @@ import warnings
 import pytest
 from torch import nn
 
-from hasten.contract.errors import ProgressWarning, ConfigurationError
-from hasten.engine.find import make_method
+from hasten.core.errors import ProgressWarning, ConfigurationError
+from hasten.engine.registry import make_method
 from hasten.engine.plan import build
-from hasten.engine.ranks import init_process_group
+from hasten.distributed.process_group import init_process_group
 from hasten.engine.train import train
 from helpers import rank_tasks
 from helpers.assertions import CLOSE, farthest, losses
@@ -111,10 +111,10 @@ import resource, sys
 import psutil, torch, torch.distributed.pipelining, torch.distributed.tensor, torch.fx  # what a run would import
 from torch import nn
 from hasten import Task
-from hasten.contract.recipe import Recipe
-from hasten.engine.find import make_methods
+from hasten.core.recipe import Recipe
+from hasten.engine.registry import make_methods
 from hasten.engine.plan import build
-from hasten.engine.ranks import joined
+from hasten.distributed.process_group import joined
 
 task = Task(
     model=lambda: nn.Sequential(*(nn.Linear({WIDTH}, {WIDTH}, bias=False) for _ in range({LAYERS}))),

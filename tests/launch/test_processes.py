@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from hasten.cli.main import main
-from hasten.contract.errors import ConfigurationError
-from hasten.contract.recipe import Recipe
-from hasten.engine.find import make_methods
-from hasten.engine.sources import check_process_count
+from hasten.core.errors import ConfigurationError
+from hasten.core.recipe import Recipe
+from hasten.engine.registry import make_methods
+from hasten.engine.data_adapters import check_process_count
 from hasten.engine.tasks import TaskRef
-from hasten.launch.processes import preflight_check
+from hasten.launch.launcher import preflight_check
 from helpers import HELPERS, rank_tasks
 from helpers.process import Job, children, environment, jobs_left, train_command, wait_until_it_trains
 
@@ -84,8 +84,8 @@ def test_more_processes_than_cores_are_held_against_the_batch_before_any_is_star
     def started(*arguments, **settings):
         raise AssertionError("nothing was to be started")
 
-    monkeypatch.setattr("hasten.launch.processes.start", started)
-    monkeypatch.setattr("hasten.launch.processes.usable_cores", lambda: 1)
+    monkeypatch.setattr("hasten.launch.launcher.start", started)
+    monkeypatch.setattr("hasten.launch.launcher.usable_cores", lambda: 1)
     task = str(HELPERS / "waiting_tasks.py:few")
     assert main([{"N": "2", "TASK": task}.get(word, word) for word in words.split()]) == 2
     assert capfd.readouterr().err == "hasten: 2 processes cannot share a batch of 1 samples; take fewer, or larger batches\n"
@@ -100,7 +100,7 @@ def test_a_copy_of_the_model_among_all_processes_needs_one_sample_only():
 
 def test_a_task_that_asks_which_rank_it_is_in_is_left_to_the_ranks(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("import os\n\ndef task():\n    return os.environ['LOCAL_RANK']\n")
-    monkeypatch.setattr("hasten.launch.processes.usable_cores", lambda: 1)
+    monkeypatch.setattr("hasten.launch.launcher.usable_cores", lambda: 1)
     preflight_check(f"{tmp_path}/mine.py:task", 2, [])
     with pytest.raises(ConfigurationError, match="there is no file"):
         preflight_check(f"{tmp_path}/nobody.py:task", 2, [])
@@ -113,7 +113,7 @@ def test_a_dataset_may_know_a_batch_size_of_its_own():
 
 
 def test_words_that_the_command_does_not_know_are_refused_before_it_is_launched(monkeypatch, capfd):
-    monkeypatch.setattr("hasten.launch.processes.start", None)
+    monkeypatch.setattr("hasten.launch.launcher.start", None)
     assert main(["launch", "--processes", "2", "--", "train", "digits", "--nonsense"]) == 2
     assert "there is no option --nonsense" in capfd.readouterr().err
 

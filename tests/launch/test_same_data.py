@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, default_collate
 
-from hasten.contract.errors import RunError, ConfigurationError
-from hasten.contract.tracing import try_trace
+from hasten.core.errors import RunError, ConfigurationError
+from hasten.distributed.fx.tracing import try_trace
 from hasten.data import arrays
 from helpers import rank_tasks
 from helpers.ranks import run_ranks, training, training_as_rank

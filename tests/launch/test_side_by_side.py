@@ -2,10 +2,10 @@
 
 import pytest
 
-from hasten.contract.errors import ConfigurationError
-from hasten.engine.find import make_method
+from hasten.core.errors import ConfigurationError
+from hasten.engine.registry import make_method
 from hasten.engine.plan import build
-from hasten.engine.ranks import init_process_group
+from hasten.distributed.process_group import init_process_group
 from hasten.engine.train import train
 from helpers import rank_tasks
 from helpers.assertions import CLOSE, farthest, losses

@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from hasten.contract.errors import RunError, HastenWarning, ConfigurationError
-from hasten.contract.sharded import PIECE
+from hasten.core.errors import RunError, HastenWarning, ConfigurationError
+from hasten.distributed.dtensor_state import PIECE
 from hasten.engine.checkpoint import loaded
 from hasten.engine.train import train
 from helpers import rank_tasks

@@ -8,9 +8,9 @@ import torch
 
 import hasten
 from hasten import RunError, ConfigurationError, Task
-from hasten.contract.recipe import Recipe
-from hasten.measure.compare import ArmSamples, Comparison, _time_block, block_steps, refuse_unfair_blocks
-from hasten.measure.ratio import Ratio
+from hasten.core.recipe import Recipe
+from hasten.benchmarking.compare import ArmSamples, Comparison, _time_block, block_steps, refuse_unfair_blocks
+from hasten.benchmarking.ratio import Ratio
 from hasten.reporting.result_schema import CompareResult, validate
 
 
@@ -116,8 +116,8 @@ def test_a_budget_may_be_a_text(monkeypatch):
     def told(*arguments, budget, **others):
         raise RunError(f"{budget} seconds")
 
-    monkeypatch.setattr("hasten.measure.compare.run_interleaved", told)
-    monkeypatch.setattr("hasten.diagnosis.diagnose.examine", told)
+    monkeypatch.setattr("hasten.benchmarking.compare.run_interleaved", told)
+    monkeypatch.setattr("hasten.profiling.diagnose.examine", told)
     with pytest.raises(RunError, match=r"^90\.0 seconds"):
         hasten.compare(sleepy(), budget="1.5m")
     with pytest.raises(RunError, match=r"^36\.0 seconds"):

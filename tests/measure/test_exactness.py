@@ -8,11 +8,11 @@ import numpy
 import pytest
 import torch
 
-from hasten.contract.card import Exactness
-from hasten.contract.recipe import Recipe
-from hasten.measure import laboratory
-from hasten.measure.exactness import check_exactness
-from hasten.measure.process_state import differences, process_state
+from hasten.core.card import Exactness
+from hasten.core.recipe import Recipe
+from hasten.benchmarking import equivalence_runs
+from hasten.benchmarking.exactness import check_exactness
+from hasten.benchmarking.process_state import differences, process_state
 from hasten.testing import tasks
 
 METHODS = '''
@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hasten import Card, Exactness, Method
-from hasten.measure import laboratory
+from hasten.benchmarking import laboratory
 
 class Plain(Method):
     card = Card(summary="a method on trial", exactness=Exactness.BIT_EXACT)
@@ -124,7 +124,7 @@ class ChangesTheProcess(Plain):
 class IsSlow(Plain):
     """By the clock that the test has given to the laboratory."""
     def update(self, update, run):
-        return lambda: (laboratory.time.sleep(0.2), update())
+        return lambda: (equivalence_runs.time.sleep(0.2), update())
 '''
 
 

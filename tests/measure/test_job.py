@@ -9,12 +9,12 @@ from functools import cached_property
 import psutil
 import pytest
 
-from hasten.contract.errors import PeerFailure, RunError, HastenWarning, ConfigurationError
-from hasten.contract.ranks import ProcessGroupInfo
-from hasten.engine.budget import available_cpus
-from hasten.engine.ranks import init_process_group
-from hasten.measure.job import WorkerGroup, start_workers
-from hasten.measure.workers import Worker
+from hasten.core.errors import PeerFailure, RunError, HastenWarning, ConfigurationError
+from hasten.core.process_group_info import ProcessGroupInfo
+from hasten.engine.resources import available_cpus
+from hasten.distributed.process_group import init_process_group
+from hasten.benchmarking.worker_group import WorkerGroup, start_workers
+from hasten.benchmarking.fork_server import Worker
 
 HERE = f"{__name__}:Service"
 

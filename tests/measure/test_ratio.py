@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hasten.measure.ratio import FASTER, LOOKS, SAME, SLOWER, UNSURE, Ratio, ratio_of, verdict_of
+from hasten.benchmarking.ratio import FASTER, LOOKS, SAME, SLOWER, UNSURE, Ratio, ratio_of, verdict_of
 
 
 def blocks(count: int, ratio: float, noise: float, seed: int) -> tuple[list[float], list[float]]:

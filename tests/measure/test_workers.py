@@ -12,9 +12,9 @@ import psutil
 import pytest
 import torch
 
-from hasten.contract.errors import RunError, HastenWarning, ConfigurationError
-from hasten.data.places.files import FileMissingError
-from hasten.measure.workers import Worker, mark_warnings_shown, reset_shown_warnings
+from hasten.core.errors import RunError, HastenWarning, ConfigurationError
+from hasten.data.io.paths import FileMissingError
+from hasten.benchmarking.fork_server import Worker, mark_warnings_shown, reset_shown_warnings
 
 
 class ProcessIds(torch.utils.data.Dataset):
@@ -185,7 +185,7 @@ MAIN = """
 import os, signal, sys
 sys.path.insert(0, {folder!r})
 print("main runs")
-from hasten.measure.workers import Worker
+from hasten.benchmarking.fork_server import Worker
 busy, suspended = Worker("test_workers:Service"), Worker("test_workers:Service")
 pids = busy.call("start_loader") + suspended.call("start_loader")
 suspended.suspend()

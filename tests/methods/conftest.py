@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from hasten.contract.recipe import Recipe
-from hasten.contract.run_context import RunContext
-from hasten.engine.find import make_methods
+from hasten.core.recipe import Recipe
+from hasten.core.run_context import RunContext
+from hasten.engine.registry import make_methods
 from hasten.engine.loop import train_steps
 from hasten.engine.plan import Program, build
 from hasten.testing import tasks

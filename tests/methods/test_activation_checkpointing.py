@@ -4,8 +4,8 @@ import copy
 
 import torch
 
-from hasten.contract.recipe import Recipe
-from hasten.engine.find import make_methods
+from hasten.core.recipe import Recipe
+from hasten.engine.registry import make_methods
 from hasten.engine.plan import build
 from hasten.methods.activation_checkpointing import repeated_blocks
 

@@ -9,15 +9,15 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from hasten.contract.run_context import RunContext
-from hasten.methods.allocator import MallocTuning
+from hasten.core.run_context import RunContext
+from hasten.methods.malloc_tuning import MallocTuning
 
 needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this machine's C library is not glibc")
 
 FAULTS = """
 import resource, torch
 from contextlib import nullcontext
-from hasten.methods.allocator import Allocator
+from hasten.methods.malloc_tuning import Allocator
 torch.set_num_threads(1)
 for process in nullcontext, Allocator().process_context(nullcontext, RunContext(torch.device("cpu"), None)):
     with process():

@@ -13,12 +13,13 @@ import torch
 
 import hasten
 from hasten import Recipe, ConfigurationError
-from hasten.contract import climbing, looking
-from hasten.contract.climbing import LoaderAutotuner
-from hasten.contract.data import WorkerConfig
-from hasten.contract.errors import HastenWarning
-from hasten.engine import pauses
-from hasten.engine.find import make_methods
+from hasten.loading import autotuner
+from hasten.loading import loader_stats
+from hasten.loading.autotuner import LoaderAutotuner
+from hasten.core.data import WorkerConfig
+from hasten.core.errors import HastenWarning
+from hasten.engine import cadence
+from hasten.engine.registry import make_methods
 from hasten.engine.plan import build
 from helpers import loader_tasks
 from helpers.process import ended, forked, wait_until_it_trains
@@ -126,7 +127,7 @@ def run(name, out, end):
             time.sleep(60)
 
     warnings.simplefilter("ignore")
-    looking.MIN_BATCHES, looking.MIN_SECONDS, looking.BATCHES_PER_WORKER = 4, 0.02, 1
+    loader_stats.MIN_BATCHES, loader_stats.MIN_SECONDS, loader_stats.BATCHES_PER_WORKER = 4, 0.02, 1
     words = "baseline" if end == "undisturbed" else TUNED
     hasten.train(getattr(loader_tasks, name)(), words, out=out, resume=True, device="cpu", checkpoint_seconds=0, observers=[wait])
 

@@ -5,10 +5,10 @@ import torch
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset
 
-from hasten.contract.batch import batch_size
-from hasten.contract.errors import ConfigurationError
-from hasten.contract.recipe import Recipe
-from hasten.engine.find import make_methods
+from hasten.core.batch import batch_size
+from hasten.core.errors import ConfigurationError
+from hasten.core.recipe import Recipe
+from hasten.engine.registry import make_methods
 from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
 

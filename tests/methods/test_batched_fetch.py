@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
-from hasten.contract.batch import map_tensors, batch_tensors
-from hasten.contract.data import bitwise_equal
-from hasten.contract.errors import RunError, ConfigurationError
-from hasten.contract.recipe import Recipe
-from hasten.engine.find import make_methods
+from hasten.core.batch import map_tensors, batch_tensors
+from hasten.core.data import bitwise_equal
+from hasten.core.errors import RunError, ConfigurationError
+from hasten.core.recipe import Recipe
+from hasten.engine.registry import make_methods
 from hasten.engine.plan import build
 
 RECIPE = Recipe().with_method("batched_fetch")

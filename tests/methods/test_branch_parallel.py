@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hasten.contract.branches import find_branch_blocks, graphs_of, assign_branches
+from hasten.distributed.fx.branch_finder import find_branch_blocks, graphs_of, assign_branches
 
 
 class Uses(nn.Module):

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from hasten.contract.recipe import Recipe
-from hasten.engine.find import make_methods
+from hasten.core.recipe import Recipe
+from hasten.engine.registry import make_methods
 from hasten.engine.plan import build
 
 RECIPE = Recipe().with_method("cache_dataset")

@@ -7,9 +7,9 @@ import torch
 from torch.optim import lr_scheduler
 from torch.utils.data import IterableDataset
 
-from hasten.contract.errors import ConfigurationError
-from hasten.contract.recipe import Recipe
-from hasten.engine.find import make_methods
+from hasten.core.errors import ConfigurationError
+from hasten.core.recipe import Recipe
+from hasten.engine.registry import make_methods
 from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
 

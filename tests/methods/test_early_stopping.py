@@ -2,10 +2,10 @@
 
 import pytest
 
-from hasten.contract.ranks import ProcessGroupInfo
-from hasten.contract.recipe import Recipe
-from hasten.contract.run_context import Evaluation, ParallelContext
-from hasten.engine.find import make_methods
+from hasten.core.process_group_info import ProcessGroupInfo
+from hasten.core.recipe import Recipe
+from hasten.core.run_context import Evaluation, ParallelContext
+from hasten.engine.registry import make_methods
 from hasten.engine.plan import build
 
 
@@ -63,7 +63,7 @@ def test_ranks_agree(perceptron):
 
 
 def test_what_wanted_to_stop_before_still_may(perceptron):
-    from hasten.engine.sources import initial_plan
+    from hasten.engine.data_adapters import initial_plan
 
     task = perceptron(target=0.9)
     method, run = make_methods(Recipe.coerce("early_stopping"))[0], build(task).run

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from hasten.contract.errors import RunError, ConfigurationError
-from hasten.contract.ranks import ProcessGroupInfo
-from hasten.contract.recipe import Recipe
-from hasten.contract.run_context import ParallelContext, RunContext
-from hasten.engine.find import make_method
+from hasten.core.errors import RunError, ConfigurationError
+from hasten.core.process_group_info import ProcessGroupInfo
+from hasten.core.recipe import Recipe
+from hasten.core.run_context import ParallelContext, RunContext
+from hasten.engine.registry import make_method
 from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
 from hasten.methods.float16 import GOOD_STEPS, Float16, Scale

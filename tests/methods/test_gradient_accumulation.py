@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hasten.contract.errors import ConfigurationError
-from hasten.engine.find import make_method
+from hasten.core.errors import ConfigurationError
+from hasten.engine.registry import make_method
 
 
 def test_the_batch_comes_in_pieces_and_the_step_stays_one(perceptron, trained):

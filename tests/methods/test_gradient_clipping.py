@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hasten.contract.errors import ConfigurationError
-from hasten.engine.find import make_method
+from hasten.core.errors import ConfigurationError
+from hasten.engine.registry import make_method
 from hasten.engine.plan import build
 
 

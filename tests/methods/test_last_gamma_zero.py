@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from hasten.contract.recipe import Recipe
-from hasten.engine.find import make_methods
+from hasten.core.recipe import Recipe
+from hasten.engine.registry import make_methods
 from hasten.engine.plan import build
-from hasten.testing import check_method, tasks
+from hasten.testing import tasks
+from hasten.testing import check_method
 
 
 class Residual(nn.Module):

@@ -5,13 +5,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from hasten.contract.data import WorkerConfig
-from hasten.contract.recipe import Recipe
+from hasten.core.data import WorkerConfig
+from hasten.core.recipe import Recipe
 from hasten.data import arrays
-from hasten.diagnosis.facts import facts_of
-from hasten.engine.find import make_methods
+from hasten.profiling.facts import facts_of
+from hasten.engine.registry import make_methods
 from hasten.engine.plan import build
-from hasten.engine.sources import from_spec
+from hasten.engine.data_adapters import from_spec
 
 
 class Noisy(Dataset):

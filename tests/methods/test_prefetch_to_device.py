@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hasten.contract.ahead import prefetch_to_cuda
-from hasten.contract.run_context import RunContext
+from hasten.loading.cuda_prefetcher import prefetch_to_cuda
+from hasten.core.run_context import RunContext
 from hasten.methods.prefetch_to_device import PrefetchToDevice
 
 
@@ -49,7 +49,7 @@ def test_training_on_the_gpu_ends_in_the_same_bits(perceptron):
 
 def test_a_run_without_data_to_wrap_is_told_once():
     run = RunContext(torch.device("cpu"), None)
-    from hasten.contract.data import BatchSource
+    from hasten.core.data import BatchSource
 
     batches = BatchSource(epoch=lambda epoch, start: iter(()))
     assert PrefetchToDevice().data(batches, run) is batches

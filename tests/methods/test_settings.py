@@ -6,9 +6,9 @@ import math
 import pytest
 
 from hasten import ConfigurationError
-from hasten.contract.method import BOUNDS
-from hasten.contract.recipe import Recipe
-from hasten.engine.find import make_method, make_methods, method_class, method_names
+from hasten.core.method import BOUNDS
+from hasten.core.recipe import Recipe
+from hasten.engine.registry import make_method, make_methods, method_class, method_names
 
 FREE = {  # who knows what they may be says so: torch the names of its backends, the model where it can be cut
     ("compile", "backend"),

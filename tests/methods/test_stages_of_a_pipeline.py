@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from hasten.contract.chain import find_split_points, extract_stage
-from hasten.contract.cuts import estimate_segment_memory, balance_stages
-from hasten.contract.errors import ConfigurationError
-from hasten.methods.pipeline import _places
+from hasten.distributed.fx.pipeline_split import find_split_points, extract_stage
+from hasten.distributed.fx.stage_balance import estimate_segment_memory, balance_stages
+from hasten.core.errors import ConfigurationError
+from hasten.methods.distributed.pipeline import _places
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 6])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hasten.methods.tensor_parallel import Block, blocks_of
+from hasten.methods.distributed.tensor_parallel import Block, blocks_of
 
 
 class Uses(nn.Module):

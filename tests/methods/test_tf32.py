@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from hasten.engine.find import make_method
+from hasten.engine.registry import make_method
 from hasten.engine.plan import build
 from hasten.methods.tf32 import _chosen_already
 

@@ -6,11 +6,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from hasten.contract.recipe import Recipe
-from hasten.contract.run_context import RunContext
-from hasten.engine.find import make_methods
+from hasten.core.recipe import Recipe
+from hasten.core.run_context import RunContext
+from hasten.engine.registry import make_methods
 from hasten.engine.plan import build
-from hasten.methods.threads import NumThreads
+from hasten.methods.num_threads import NumThreads
 
 two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: there is no other count to choose")
 

@@ -4,7 +4,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from hasten.reporting import charts, figures
+from hasten.reporting import charts
+from hasten.reporting import view_model
 from hasten.reporting.result_schema import validate
 from helpers import sample_results as samples
 
@@ -18,7 +19,7 @@ def of_class(drawing, tag: str, *names: str) -> list:
 
 def sample_arms() -> list[dict]:
     result = validate(samples.faster())
-    return figures.arms(result["curves"], 0.97, True, result["time_to_target"])
+    return view_model.arms(result["curves"], 0.97, True, result["time_to_target"])
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -33,7 +34,7 @@ def test_every_seed_is_a_line_and_time_runs_to_the_right(width):
 @pytest.mark.parametrize("width", WIDTHS)
 def test_no_text_leaves_the_drawing(width):
     result = validate(samples.faster())
-    stairs = figures.staircase(8.2, 1.6, result["shares"])
+    stairs = view_model.staircase(8.2, 1.6, result["shares"])
     drawings = [
         charts.curves(sample_arms(), 0.97, METRIC, width=width),
         charts.waterfall(8.2, 1.6, stairs, width=width),
@@ -61,7 +62,7 @@ def test_the_failing_zone_ends_at_the_margin():
 
 
 def test_names_are_text():
-    stairs = figures.staircase(8.0, 2.0, [{"method": "<b>&", "speedup": {"median": 2.0, "low": 1.0, "high": None}}])
+    stairs = view_model.staircase(8.0, 2.0, [{"method": "<b>&", "speedup": {"median": 2.0, "low": 1.0, "high": None}}])
     drawing = str(charts.waterfall(8.0, 2.0, stairs, width=800))
     assert "<b>" not in drawing and "&lt;b&gt;&amp;" in drawing
     ET.fromstring(drawing)

@@ -10,8 +10,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from hasten.contract.errors import ConfigurationError
-from hasten.contract.recipe import Recipe
+from hasten.core.errors import ConfigurationError
+from hasten.core.recipe import Recipe
 from hasten.reporting.report import report
 from helpers import sample_results as samples
 

@@ -4,7 +4,7 @@
 
 import pytest
 
-from hasten.reporting import words
+from hasten.reporting import formatting
 
 
 @pytest.mark.parametrize(
@@ -13,14 +13,14 @@ from hasten.reporting import words
      (59.9, "60 s"), (61, "1 min 1 s"), (151.2, "2 min 31 s"), (1620, "27 min"), (3599.7, "1 h"), (5000, "1 h 23 min")],
 )  # fmt: skip
 def test_seconds(value, told):
-    assert words.seconds(value) == told
+    assert formatting.seconds(value) == told
 
 
 @pytest.mark.parametrize(
     ("value", "told"), [(None, "–"), (1.004, "1.00×"), (1.31, "1.31×"), (5.12, "5.1×"), (23.4, "23×"), (1234, "1,234×")]
 )
 def test_ratios(value, told):
-    assert words.ratio(value) == told
+    assert formatting.ratio(value) == told
 
 
 @pytest.mark.parametrize(
@@ -35,25 +35,25 @@ def test_ratios(value, told):
     ],
 )
 def test_intervals(low, high, told):
-    assert words.between({"low": low, "high": high}) == told
+    assert formatting.between({"low": low, "high": high}) == told
 
 
 def test_metrics_keep_four_digits_and_their_sign():
-    assert words.metric(0.97521) == "0.9752" and words.metric(1234.5678) == "1235"
-    assert words.metric(-0.0021, signed=True) == "−0.0021" and words.metric(0.0021, "bits", signed=True) == "+0.0021 bits"
+    assert formatting.metric(0.97521) == "0.9752" and formatting.metric(1234.5678) == "1235"
+    assert formatting.metric(-0.0021, signed=True) == "−0.0021" and formatting.metric(0.0021, "bits", signed=True) == "+0.0021 bits"
 
 
 def test_long_names_keep_both_ends():
-    short = words.shorten("./methods_of_mine/file.py:TheClass", 20)
+    short = formatting.shorten("./methods_of_mine/file.py:TheClass", 20)
     assert len(short) == 20 and short.startswith("./method") and short.endswith("TheClass")
-    assert words.shorten("short", 20) == "short"
+    assert formatting.shorten("short", 20) == "short"
 
 
 def test_counts():
-    assert (words.count(1, "run", "runs"), words.count(23.2, "run", "runs"), words.count(None, "run", "runs")) == ("1 run", "23 runs", "–")
+    assert (formatting.count(1, "run", "runs"), formatting.count(23.2, "run", "runs"), formatting.count(None, "run", "runs")) == ("1 run", "23 runs", "–")
 
 
 def test_a_command_names_code_from_outside_itself():
-    assert words.train_command("digits", {}, "r.toml") == "hasten train digits"
-    command = words.train_command("my task.py:task", {"ema": {}, "./mine.py:Faster": {}}, "r.toml")
+    assert formatting.train_command("digits", {}, "r.toml") == "hasten train digits"
+    command = formatting.train_command("my task.py:task", {"ema": {}, "./mine.py:Faster": {}}, "r.toml")
     assert command == "hasten train 'my task.py:task' --recipe r.toml --with ./mine.py:Faster"

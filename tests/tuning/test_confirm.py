@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from hasten.contract.recipe import Recipe
+from hasten.core.recipe import Recipe
 from hasten.tuning.confirm import (
     FIRST_FURTHER_SEED,
     MOST_ATTEMPTS,

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from hasten.contract.errors import ConfigurationError
-from hasten.tuning.ledger import FILE, TrialStore
+from hasten.core.errors import ConfigurationError
+from hasten.tuning.trial_store import FILE, TrialStore
 
 
 def counted(calls: list, value: float = 1.5):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hasten.contract.recipe import Recipe
+from hasten.core.recipe import Recipe
 from hasten.tuning.search import SYSTEMS_LOSSES, TRAINING_LOSSES, Incumbents, search_systems
 from hasten.tuning.study import Budget, OutOfBudget
 from hasten.tuning.tune import BASELINE_SEEDS

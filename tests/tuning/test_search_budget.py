@@ -4,16 +4,16 @@ import time
 
 import pytest
 
-from hasten.contract.recipe import Recipe
-from hasten.contract.watch import no_progress
+from hasten.core.recipe import Recipe
+from hasten.core.progress import no_progress
 from hasten.engine.environment import cores
 from hasten.engine.tasks import TaskRef
 from hasten.tuning.candidates import Candidates, MethodSelection, candidates_for, strong_baselines
 from hasten.tuning.gate import FEWEST_SEEDS
-from hasten.tuning.ledger import TrialStore
+from hasten.tuning.trial_store import TrialStore
 from hasten.tuning.result import Found
 from hasten.tuning.search import Incumbents
-from hasten.tuning.shares import leave_one_out
+from hasten.tuning.ablation import leave_one_out
 from hasten.tuning.study import Budget, OutOfBudget, Study
 from hasten.tuning.tune import RESERVED_RUNS, _competent, _confirm, _examine, _search
 from helpers.planted_study import CLIPPING, TARGET, THREADS, TRIAL, Planted, baseline_of, clipping, threads

@@ -7,8 +7,9 @@ import pytest
 
 import hasten
 from hasten import RunError, ConfigurationError
-from hasten.contract.errors import HastenWarning
-from hasten.tuning import study, tune
+from hasten.core.errors import HastenWarning
+from hasten.tuning import study
+from hasten.tuning import tune
 from helpers.process import forked
 
 TASK = """
@@ -152,9 +153,9 @@ def test_without_validation_data_nobody_can_judge(tmp_path):
 @pytest.mark.slow
 def test_a_target_that_is_never_reached_is_told_and_a_notice_of_the_task_once_a_search(tmp_path, short):
     """Also in a search that goes on and finds every trial remembered."""
-    noticing = 'def points():\n    import warnings\n    warnings.warn("a column is rounded", hasten.contract.errors.Notice, stacklevel=1)'
+    noticing = 'def points():\n    import warnings\n    warnings.warn("a column is rounded", hasten.core.errors.Notice, stacklevel=1)'
     source = TASK.replace("target=0.9", "target=0.9999").replace("def points():", noticing)
-    (tmp_path / "points.py").write_text("import hasten.contract.errors\n" + source)
+    (tmp_path / "points.py").write_text("import hasten.core.errors\n" + source)
     measured = []
     for _ in ("measured", "remembered"):
         with pytest.warns(HastenWarning) as told, pytest.raises(RunError, match=r"never held its target 0\.9999"):

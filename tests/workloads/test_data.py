@@ -12,7 +12,8 @@ import numpy
 import pytest
 
 from hasten import RunError, ConfigurationError
-from hasten.workloads import cifar10, imdb
+from hasten.workloads import cifar10
+from hasten.workloads import imdb
 from hasten.workloads._data import File, fetched, found, members
 
 CONTENT = b"forty-two\n" * 5000

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Subset
 
 from hasten import RunError
-from hasten.contract.batch import batch_tensors
+from hasten.core.batch import batch_tensors
 from hasten.engine.loop import evaluate, train_steps
 from hasten.engine.plan import build
 from hasten.engine.tasks import load_task

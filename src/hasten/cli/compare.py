@@ -1,7 +1,7 @@
 """Measures two recipes against each other: both run in turns, so that the machine's moods hit both alike."""
 
-from hasten.cli import values
-from hasten.cli.answer import CommandResult
+from hasten.cli import argument_types
+from hasten.cli.output import CommandResult
 
 HELP = "measure two recipes against each other, in turns"
 
@@ -14,20 +14,20 @@ def arguments(parser) -> None:
         "--with", dest="extra", metavar="./file.py:Class", action="append", default=[],
         help="a method from outside that a recipe file may name; may be given several times",
     )  # fmt: skip
-    values.add_processes(parser, "compare whole jobs of N processes on this machine")
-    values.add_patience_of_measuring(parser, "2m")
+    argument_types.add_processes(parser, "compare whole jobs of N processes on this machine")
+    argument_types.add_patience_of_measuring(parser, "2m")
     parser.add_argument(
-        "--budget", type=values.seconds, default=60.0, metavar="TIME", help="time to spend, such as 90s or 10m; 60s unless said"
+        "--budget", type=argument_types.seconds, default=60.0, metavar="TIME", help="time to spend, such as 90s or 10m; 60s unless said"
     )
 
 
 def run(options, watch) -> CommandResult:
     """Exit code 0 where b is faster; 1 for every other verdict, so that a script can ask ``compare && use b``."""
-    from hasten.contract.recipe import Recipe
-    from hasten.measure.compare import compare
+    from hasten.core.recipe import Recipe
+    from hasten.benchmarking.compare import compare
 
     extra = Recipe.parse(options.extra)
-    a, b = (values.named_recipe(what, extra) for what in (options.a, options.b))
+    a, b = (argument_types.named_recipe(what, extra) for what in (options.a, options.b))
     result = compare(
         options.task, a, b, budget=options.budget, processes=options.processes, patience=options.patience,
         device=options.device, seed=options.seed, watch=watch,

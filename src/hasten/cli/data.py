@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shlex
 
-from hasten.cli import values
-from hasten.cli.answer import CommandResult
-from hasten.contract.errors import RunError
+from hasten.cli import argument_types
+from hasten.cli.output import CommandResult
+from hasten.core.errors import RunError
 
 HELP = "inspect stored data, convert them to a faster format"
 FORMS = "parquet, feather, tfrecord, rows (.npy matrices) or, for pictures, shards (tar files)"
@@ -16,7 +16,7 @@ def arguments(parser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions", required=True)
     for name, (add, run) in ACTIONS.items():
         what, _, more = run.__doc__.partition("\n")
-        action = actions.add_parser(name, help=what, description=f"{what}. {more}", parents=[values.everywhere()], allow_abbrev=False)
+        action = actions.add_parser(name, help=what, description=f"{what}. {more}", parents=[argument_types.everywhere()], allow_abbrev=False)
         add(action)
 
 
@@ -28,7 +28,7 @@ def _inspect_arguments(parser) -> None:
     parser.add_argument("path", metavar="PATH", help="a folder, a file or a pattern in quotes")
     parser.add_argument("--target", metavar="NAME", help="the column of a table to predict; the others are then read as one matrix")
     _add_skip_bad(parser, "leave out up to N rows, or files, that cannot be read, and list them")
-    parser.add_argument("--budget", type=values.seconds, default=20.0, metavar="TIME", help="time to spend; 20s unless said")
+    parser.add_argument("--budget", type=argument_types.seconds, default=20.0, metavar="TIME", help="time to spend; 20s unless said")
 
 
 def _inspect(options, watch) -> CommandResult:
@@ -37,7 +37,7 @@ def _inspect(options, watch) -> CommandResult:
     All speeds are measured on one core of this machine, each three times where that does not take long; it prints the median, and from
     where to where the readings lie. Exit code 1 where rows cannot be read, so that nothing was measured.
     """
-    from hasten.data.storing.inspection import inspect
+    from hasten.datatools.inspection import inspect
 
     result = inspect(options.path, target=options.target, skip_bad=options.skip_bad, budget=options.budget, watch=watch)
     return CommandResult(result, lambda: _pages().inspect_answer(result), code=1 if result["trouble"] else 0)
@@ -47,10 +47,10 @@ def _convert_arguments(parser) -> None:
     parser.add_argument("path", metavar="PATH", help="a folder, a file or a pattern in quotes")
     parser.add_argument("--to", required=True, metavar="FORM", help=FORMS)
     parser.add_argument(
-        "--out", required=True, type=values.folder, metavar="DIR", help="where it is written; a killed conversion goes on there"
+        "--out", required=True, type=argument_types.folder, metavar="DIR", help="where it is written; a killed conversion goes on there"
     )
-    parser.add_argument("--resize", type=values.count, metavar="N", help="pictures become squares of N pixels a side")
-    parser.add_argument("--shards", type=values.count, metavar="N", help="files to write; one for every 256 MB unless said")
+    parser.add_argument("--resize", type=argument_types.count, metavar="N", help="pictures become squares of N pixels a side")
+    parser.add_argument("--shards", type=argument_types.count, metavar="N", help="files to write; one for every 256 MB unless said")
     parser.add_argument("--target", metavar="NAME", help="with --to rows: this column of a table apart, the others as one matrix")
     parser.add_argument("--fill", type=float, metavar="NUMBER", help="what stands for missing numbers")
     _add_skip_bad(parser, "leave out up to N rows, or files, that cannot be read; DIR/skipped.jsonl lists them")
@@ -62,7 +62,7 @@ def _convert(options, watch) -> CommandResult:
     The files get their names when all is written. At the end it tells by how much reading became faster: as some rows made it
     expect, and as it was measured.
     """
-    from hasten.data.storing.conversion import convert
+    from hasten.datatools.conversion import convert
 
     settings = {name: getattr(options, name) for name in ("to", "target", "fill", "resize", "shards", "skip_bad")}
     try:
@@ -75,7 +75,7 @@ def _convert(options, watch) -> CommandResult:
 
 
 def _add_skip_bad(parser, what: str) -> None:
-    parser.add_argument("--skip-bad", type=values.count, metavar="N", help=what)
+    parser.add_argument("--skip-bad", type=argument_types.count, metavar="N", help=what)
 
 
 def _pages():

@@ -5,45 +5,45 @@ With several processes also what they lose to each other.
 
 from functools import partial
 
-from hasten.cli import values
-from hasten.cli.answer import CommandResult
-from hasten.launch.endings import in_job
+from hasten.cli import argument_types
+from hasten.cli.output import CommandResult
+from hasten.launch.rank_results import in_job
 
 HELP = "where the step's time goes, and what each part could give at most"
 
 
 def arguments(parser) -> None:
     parser.add_argument("task", metavar="TASK")
-    values.add_recipe(parser)
+    argument_types.add_recipe(parser)
     parser.add_argument(
         "--processes",
-        type=values.processes,
+        type=argument_types.processes,
         default=1,
         metavar="N",
         help="share every batch out among N processes on this machine (data parallel)",
     )
-    values.add_patience(parser)
+    argument_types.add_patience(parser)
     parser.add_argument(
-        "--budget", type=values.seconds, default=60.0, metavar="TIME", help="time to spend, such as 90s or 10m; 60s unless said"
+        "--budget", type=argument_types.seconds, default=60.0, metavar="TIME", help="time to spend, such as 90s or 10m; 60s unless said"
     )
 
 
 def run(options, watch) -> CommandResult:
     if options.processes > 1 and not in_job():
-        from hasten.engine.find import make_methods
-        from hasten.launch.processes import preflight_check, launch
+        from hasten.engine.registry import make_methods
+        from hasten.launch.launcher import preflight_check, launch
 
-        preflight_check(options.task, options.processes, make_methods(values.recipe_of_ranks(options)))
+        preflight_check(options.task, options.processes, make_methods(argument_types.recipe_of_ranks(options)))
         return CommandResult(None, deferred=partial(launch, options.words, options.processes))
     if in_job():
-        from hasten.diagnosis.ranks import diagnose_ranks
+        from hasten.profiling.rank_profile import diagnose_ranks
 
         diagnose = partial(diagnose_ranks, patience=options.patience)
     else:
-        from hasten.diagnosis.diagnose import diagnose
+        from hasten.profiling.diagnose import diagnose
 
     result = diagnose(
-        options.task, recipe=values.recipe(options), budget=options.budget, device=options.device, seed=options.seed, watch=watch
+        options.task, recipe=argument_types.recipe(options), budget=options.budget, device=options.device, seed=options.seed, watch=watch
     )
 
     def page():

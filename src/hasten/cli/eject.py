@@ -3,16 +3,16 @@
 import os
 from pathlib import Path
 
-from hasten.cli import values
-from hasten.cli.answer import CommandResult
-from hasten.contract.errors import ConfigurationError
+from hasten.cli import argument_types
+from hasten.cli.output import CommandResult
+from hasten.core.errors import ConfigurationError
 
 HELP = "the composed run as one flat PyTorch script without hasten"
 
 
 def arguments(parser) -> None:
     parser.add_argument("task", metavar="TASK")
-    values.add_recipe(parser)
+    argument_types.add_recipe(parser)
     parser.add_argument("--out", metavar="FILE", help="the script's file; standard output unless said")
 
 
@@ -21,7 +21,7 @@ def run(options, watch) -> CommandResult:
 
     if options.out and os.path.exists(options.out):
         raise ConfigurationError(f"{options.out} exists already; choose another --out")
-    source = eject(options.task, values.recipe(options), device=options.device)
+    source = eject(options.task, argument_types.recipe(options), device=options.device)
     if not options.out:
         return CommandResult({"source": source}, lambda: source.rstrip("\n"))
     _write(Path(options.out), source)
@@ -30,7 +30,7 @@ def run(options, watch) -> CommandResult:
 
 
 def _write(path: Path, source: str) -> None:
-    from hasten.engine.failures import writable
+    from hasten.engine.error_messages import writable
 
     with writable(path), open(path, "x", encoding="utf-8") as file:
         try:

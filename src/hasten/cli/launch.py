@@ -8,9 +8,9 @@ import math
 import re
 from functools import partial
 
-from hasten.cli import values
-from hasten.cli.answer import CommandResult
-from hasten.contract.errors import ConfigurationError
+from hasten.cli import argument_types
+from hasten.cli.output import CommandResult
+from hasten.core.errors import ConfigurationError
 
 HELP = "run a command in several processes, on one machine or many"
 FORM = "hasten launch --processes N [--nodes M --rendezvous HOST:PORT] -- train TASK ..."
@@ -20,16 +20,16 @@ BEFORE = ("--processes", "--restarts", "--patience")  # and not in the command
 
 
 def arguments(parser) -> None:
-    parser.add_argument("--processes", type=values.processes, required=True, metavar="N", help="on each machine")
+    parser.add_argument("--processes", type=argument_types.processes, required=True, metavar="N", help="on each machine")
     parser.add_argument(
         "--nodes",
-        type=values.nodes,
+        type=argument_types.nodes,
         default=(1, 1),
         metavar="M",
         help="machines in all, 1 unless said; MIN:MAX goes on with fewer when some are lost, and takes in who comes",
     )
-    values.add_restarts(parser)
-    values.add_patience(parser)
+    argument_types.add_restarts(parser)
+    argument_types.add_patience(parser)
     parser.add_argument("--rendezvous", type=_address, metavar="HOST:PORT", help="where the machines meet; one of them is HOST")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- train TASK ...")
 
@@ -43,7 +43,7 @@ def run(options, watch) -> CommandResult:
     if misplaced := [word for word in command if word.partition("=")[0] in BEFORE]:
         raise ConfigurationError(f"say {misplaced[0].partition('=')[0]} before the command, once: {FORM}")
     _refuse_what_does_not_fit(command, options)
-    from hasten.launch.processes import launch
+    from hasten.launch.launcher import launch
 
     restarts = options.restarts if command[0] == "train" else 0  # the others keep nothing to go on from
     command += ["--patience", str(options.patience)]
@@ -60,14 +60,14 @@ def _refuse_what_does_not_fit(command: list[str], options) -> None:
             than a sample each; what one process alone can do.
     """
     from hasten.cli.main import read
-    from hasten.engine.find import make_methods
+    from hasten.engine.registry import make_methods
 
     if {"-h", "--help"}.intersection(command):
         return
     said = read(command)
     if said.verb == "network":
         return
-    methods = make_methods(values.recipe_of_ranks(said))
+    methods = make_methods(argument_types.recipe_of_ranks(said))
     if options.processes * options.nodes[1] == 1:
         return
     if said.verb == "train" and said.skip_bad:
@@ -75,7 +75,7 @@ def _refuse_what_does_not_fit(command: list[str], options) -> None:
     if ":" in (device := said.device or options.device or ""):
         raise ConfigurationError(f"several processes cannot share {device}; say --device cuda, and each gets a GPU of its own")
     _refuse_what_divides_not(methods, options.processes, *options.nodes)
-    from hasten.launch.processes import preflight_check
+    from hasten.launch.launcher import preflight_check
 
     preflight_check(said.task, options.processes, methods, machines=options.nodes[0])
 

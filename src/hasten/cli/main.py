@@ -16,11 +16,21 @@ import warnings
 from typing import NoReturn
 
 from hasten import __version__
-from hasten.cli import compare, data, diagnose, eject, launch, methods, network, report, train, tune, values
-from hasten.cli.answer import CommandResult, show, stdout_kept_for_the_answer, strict_json
+from hasten.cli import compare
+from hasten.cli import data
+from hasten.cli import diagnose
+from hasten.cli import eject
+from hasten.cli import launch
+from hasten.cli import methods
+from hasten.cli import bench_comm
+from hasten.cli import report
+from hasten.cli import train
+from hasten.cli import tune
+from hasten.cli import argument_types
+from hasten.cli.output import CommandResult, show, stdout_kept_for_the_answer, strict_json
 from hasten.cli.progress import tell, watching
-from hasten.contract.errors import PeerFailure, RunError, HastenWarning, ProgressWarning, ConfigurationError, CollectiveTimeout, RunInterrupted, suggest, format_error
-from hasten.launch.endings import RankResult, die_with_parent, in_job, is_managed_rank, write_result, is_main_process, peer_error
+from hasten.core.errors import PeerFailure, RunError, HastenWarning, ProgressWarning, ConfigurationError, CollectiveTimeout, RunInterrupted, suggest, format_error
+from hasten.launch.rank_results import RankResult, die_with_parent, in_job, is_managed_rank, write_result, is_main_process, peer_error
 
 VERBS = {
     "methods": methods,
@@ -224,7 +234,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    everywhere = values.everywhere()
+    everywhere = argument_types.everywhere()
     parser = _Parser(
         prog="hasten", description="Makes the training of neural networks faster, and proves it.", parents=[everywhere], allow_abbrev=False,
         epilog=f"{TASK_HELP}. Exit code: 0 done, 1 a result that is a no, 2 a wrong request.",
@@ -242,7 +252,7 @@ def _refuse_strangers(strangers: list[str], verb: str | None) -> None:
     options = [word.partition("=")[0] for word in strangers if word.startswith("-")]
     if not options:
         raise ConfigurationError(f"do not know what to do with {strangers[0]!r}; see hasten {verb or ''} --help".replace("  ", " "))
-    parser = values.everywhere()
+    parser = argument_types.everywhere()
     if verb:
         VERBS[verb].arguments(parser)
     raise ConfigurationError(f"there is no option {options[0]}{suggest(options[0], _options_of(parser))}")

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import UnionType
 
 import hasten
-from hasten.cli.answer import CommandResult
-from hasten.contract.errors import ConfigurationError
+from hasten.cli.output import CommandResult
+from hasten.core.errors import ConfigurationError
 
 RECORDS = Path(hasten.__file__).with_name("records.jsonl")  # written by benchmarks/make_index.py
 HELP = "the catalogue of methods, or one method's card, settings and records"
@@ -37,7 +37,7 @@ def _terminal():
 
 def _catalogue(device: str | None) -> list[dict]:
     """One row a method: name, summary, exactness, gain, and why it would be no use here (None where it may be)."""
-    from hasten.engine.find import method_class, method_names
+    from hasten.engine.registry import method_class, method_names
 
     cards = {name: method_class(name).card for name in method_names()}
     return [
@@ -48,8 +48,8 @@ def _catalogue(device: str | None) -> list[dict]:
 
 def _described(name: str, device: str | None) -> dict:
     """Everything about one method, as plain data."""
-    from hasten.contract.method import hooks_of
-    from hasten.engine.find import method_class
+    from hasten.core.method import hooks_of
+    from hasten.engine.registry import method_class
 
     cls = method_class(name)
     card = {field.name: getattr(cls.card, field.name) for field in dataclasses.fields(cls.card)}
@@ -93,14 +93,14 @@ def _default(field):
 
 
 def _others(cls) -> list:
-    from hasten.engine.find import method_class, method_names
+    from hasten.engine.registry import method_class, method_names
 
     return [method_class(name) for name in method_names() if name != cls.name]
 
 
 def _place(cls) -> dict:
     """Which methods this one wraps, and which wrap it, among those that share a hook with it."""
-    from hasten.contract.method import hooks_of
+    from hasten.core.method import hooks_of
     from hasten.engine.composition import sort_methods
 
     hooks = set(hooks_of(cls))

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from hasten.contract.watch import ProgressCallback, no_progress
+from hasten.core.progress import ProgressCallback, no_progress
 
 PATIENCE = 2.0  # seconds that may pass without a word
 REDRAW = 0.5  # seconds between two pictures of the bar; drawing one takes a millisecond

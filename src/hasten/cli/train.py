@@ -8,21 +8,21 @@ from functools import partial
 from itertools import chain, count
 from pathlib import Path
 
-from hasten.cli import values
-from hasten.cli.answer import CommandResult
-from hasten.contract.errors import RunError, HastenWarning, ConfigurationError, RunInterrupted
-from hasten.launch.endings import in_job, is_managed_rank, note_run, resume_directory, is_main_process
+from hasten.cli import argument_types
+from hasten.cli.output import CommandResult
+from hasten.core.errors import RunError, HastenWarning, ConfigurationError, RunInterrupted
+from hasten.launch.rank_results import in_job, is_managed_rank, note_run, resume_directory, is_main_process
 
 HELP = "train a task, with a recipe if one is given"
 
 
 def arguments(parser) -> None:
     parser.add_argument("task", metavar="TASK")
-    values.add_recipe(parser)
-    values.add_processes(parser, "share every batch out among N processes on this machine (data parallel)")
-    values.add_restarts(parser)
-    values.add_patience(parser)
-    parser.add_argument("--out", type=values.folder, metavar="DIR", help="the run's folder; a new one, runs/train-TASK, unless said")
+    argument_types.add_recipe(parser)
+    argument_types.add_processes(parser, "share every batch out among N processes on this machine (data parallel)")
+    argument_types.add_restarts(parser)
+    argument_types.add_patience(parser)
+    parser.add_argument("--out", type=argument_types.folder, metavar="DIR", help="the run's folder; a new one, runs/train-TASK, unless said")
     parser.add_argument(
         "--resume",
         action="store_true",
@@ -30,14 +30,14 @@ def arguments(parser) -> None:
     )
     parser.add_argument(
         "--checkpoint-every",
-        type=values.seconds,
+        type=argument_types.seconds,
         default=30.0,
         metavar="TIME",
         help="at most that much is trained again after a loss; 30s unless said, longer where saving would cost more than 1 %% of the run",
     )
     parser.add_argument(
         "--skip-bad",
-        type=values.count,
+        type=argument_types.count,
         metavar="N",
         help="leave out up to N rows that cannot be read, of data that hasten.data reads; skipped.jsonl in DIR lists them",
     )
@@ -46,10 +46,10 @@ def arguments(parser) -> None:
 def run(options, watch) -> CommandResult:
     """Exit code 1 where the task has a target that the training did not reach."""
     if options.processes > 1 and not in_job():
-        from hasten.engine.find import make_methods
-        from hasten.launch.processes import preflight_check, launch
+        from hasten.engine.registry import make_methods
+        from hasten.launch.launcher import preflight_check, launch
 
-        methods = make_methods(values.recipe_of_ranks(options))  # a wrong word need not wait until all ranks have started
+        methods = make_methods(argument_types.recipe_of_ranks(options))  # a wrong word need not wait until all ranks have started
         preflight_check(options.task, options.processes, methods)
         return CommandResult(None, deferred=partial(launch, options.words, options.processes, restarts=options.restarts))
     from hasten.engine.train import train
@@ -60,7 +60,7 @@ def run(options, watch) -> CommandResult:
         raise ConfigurationError("--resume goes on with the run in --out DIR; say which folder that is")
     elif options.resume and is_main_process() and not Path(options.out).exists():  # rank 0 has the folder
         raise ConfigurationError(_no_such_folder(Path(options.out)))
-    recipe = values.recipe(options) if options.recipe is not None or options.methods else None
+    recipe = argument_types.recipe(options) if options.recipe is not None or options.methods else None
     options.out = options.out or _new_folder(options.task)
     try:
         result = train(

@@ -1,21 +1,21 @@
 """Finds the methods that make a task faster at equal quality, and proves it; or says to leave it as it is."""
 
-from hasten.cli import values
-from hasten.cli.answer import CommandResult
-from hasten.contract.errors import RunError
+from hasten.cli import argument_types
+from hasten.cli.output import CommandResult
+from hasten.core.errors import RunError
 
 HELP = "find a faster recipe of equal quality, with evidence"
 
 
 def arguments(parser) -> None:
     parser.add_argument("task", metavar="TASK")
-    values.add_processes(parser, "find a recipe for N processes on this machine; distributed strategies are tried, too")
-    values.add_patience_of_measuring(parser, "an eighth of the budget, or two runs of the task,")
+    argument_types.add_processes(parser, "find a recipe for N processes on this machine; distributed strategies are tried, too")
+    argument_types.add_patience_of_measuring(parser, "an eighth of the budget, or two runs of the task,")
     parser.add_argument(
-        "--budget", type=values.seconds, metavar="TIME", help="time for the search, such as 10m; a few runs of the task unless said"
+        "--budget", type=argument_types.seconds, metavar="TIME", help="time for the search, such as 10m; a few runs of the task unless said"
     )
-    parser.add_argument("--margin", type=values.margin, metavar="M", help="how much worse the metric may be, in its own unit")
-    parser.add_argument("--consider", type=values.names, metavar="M1,M2", help="try these methods only")
+    parser.add_argument("--margin", type=argument_types.margin, metavar="M", help="how much worse the metric may be, in its own unit")
+    parser.add_argument("--consider", type=argument_types.names, metavar="M1,M2", help="try these methods only")
     parser.add_argument(
         "--with",
         dest="extra",
@@ -25,10 +25,10 @@ def arguments(parser) -> None:
         help="try a method from outside too; may be given several times",
     )
     parser.add_argument(
-        "--runs", type=values.count, default=10, metavar="N", help="runs you expect to do, which the search has to pay for; 10 unless said"
+        "--runs", type=argument_types.count, default=10, metavar="N", help="runs you expect to do, which the search has to pay for; 10 unless said"
     )
     parser.add_argument(
-        "--out", type=values.folder, metavar="DIR", help="where trials and the report go; a search that was stopped goes on there"
+        "--out", type=argument_types.folder, metavar="DIR", help="where trials and the report go; a search that was stopped goes on there"
     )
 
 

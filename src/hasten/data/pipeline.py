@@ -24,18 +24,18 @@ from typing import Any, ClassVar
 
 import torch
 
-from hasten.contract.climbing import DEFAULT_PREFETCH, LoaderAutotuner, default_memory_budget
-from hasten.contract.data import BatchSource, WorkerConfig
-from hasten.contract.errors import HastenWarning, ConfigurationError
-from hasten.contract.watch import ProgressCallback
-from hasten.data.checks import check_positive, at_least, check_int
-from hasten.data.faults import BadRowPolicy
-from hasten.data.making import BatchBuilder, Map, is_builtin, wants_rng
-from hasten.data.order import DeterministicBatchSampler
-from hasten.data.running import runners
-from hasten.data.running.on_device import copy_to_device
+from hasten.loading.autotuner import DEFAULT_PREFETCH, LoaderAutotuner, default_memory_budget
+from hasten.core.data import BatchSource, WorkerConfig
+from hasten.core.errors import HastenWarning, ConfigurationError
+from hasten.core.progress import ProgressCallback
+from hasten.data.validation import check_positive, at_least, check_int
+from hasten.data.bad_rows import BadRowPolicy
+from hasten.data.batch_builder import BatchBuilder, Map, is_builtin, wants_rng
+from hasten.data.sampler import DeterministicBatchSampler
+from hasten.data.workers import runners
+from hasten.data.workers.to_device import copy_to_device
 from hasten.data.source import Source
-from hasten.engine.budget import free_memory, available_cpus
+from hasten.engine.resources import free_memory, available_cpus
 
 MOST_WORKERS, MOST_AHEAD = 256, 1024  # beyond them nothing is gained, and systems run out of processes and open files
 SECONDS = 600.0  # in which a batch has to come
@@ -134,7 +134,7 @@ class Pipeline:
             Refusal: when first iterated, if the samples differ in shape or need more than was allowed.
             Failure: when first iterated, if the disk is full or may not be written to; nothing half-made is left.
         """
-        from hasten.data.caching.cache import cached
+        from hasten.data.cache.cache import cached
 
         if self.batch_size is not None:
             raise ConfigurationError("cache() keeps samples; it belongs before .batch()")
@@ -392,6 +392,6 @@ def _tell(climber: LoaderAutotuner) -> None:
 
 
 def _autotuned(climber: LoaderAutotuner, timeout: float | None, in_threads: bool) -> runners.Runner:
-    from hasten.data.running.autotuned import AutotunedRunner  # brings the caches with it
+    from hasten.data.workers.autotuned import AutotunedRunner  # brings the caches with it
 
     return AutotunedRunner(climber, timeout, in_threads)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import torch
 
-from hasten.contract.tree import tree_leaves, tree_map
+from hasten.core.tree import tree_leaves, tree_map
 
 
 class Source(ABC):

@@ -15,9 +15,9 @@ from functools import lru_cache, partial
 import numpy
 import torch
 
-from hasten.contract.errors import ConfigurationError
-from hasten.data.chance import SampleRng
-from hasten.data.memory import acquire
+from hasten.core.errors import ConfigurationError
+from hasten.data.rng import SampleRng
+from hasten.data.buffer_pool import acquire
 
 SEAM = 8  # bytes: half of them at the end of a row of pixels, half at the beginning of the next
 

@@ -18,16 +18,16 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 
-from hasten.contract.batch import batch_tensors
-from hasten.contract.data import BatchSource
-from hasten.contract.errors import RunError, HastenWarning, format_error
-from hasten.contract.ranks import ProcessGroupInfo
-from hasten.contract.run_context import ParallelContext, RunContext
-from hasten.contract.sharded import to_local, local_shards, merge_shards, distribute_like, gather_full_state
-from hasten.engine.failures import translate_disk_errors
-from hasten.engine.folder import GO_ON, atomic_write
+from hasten.core.batch import batch_tensors
+from hasten.core.data import BatchSource
+from hasten.core.errors import RunError, HastenWarning, format_error
+from hasten.core.process_group_info import ProcessGroupInfo
+from hasten.core.run_context import ParallelContext, RunContext
+from hasten.distributed.dtensor_state import to_local, local_shards, merge_shards, distribute_like, gather_full_state
+from hasten.engine.error_messages import translate_disk_errors
+from hasten.engine.run_dir import GO_ON, atomic_write
 from hasten.engine.plan import Program
-from hasten.engine.seeds import derive_seed, get_rng_state, set_rng_state, set_seeds, preserve_rng_state
+from hasten.core.rng import derive_seed, get_rng_state, set_rng_state, set_seeds, preserve_rng_state
 
 SHARED_OUT = ("model", "optimizer", "checkpoint_state")  # what of a state ranks may have parts of
 OF_RANK = "-of-rank-"  # in the name of a file that holds another rank's part

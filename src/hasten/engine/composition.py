@@ -6,9 +6,9 @@ import heapq
 from collections.abc import Sequence
 from itertools import combinations
 
-from hasten.contract.errors import ConfigurationError
-from hasten.contract.method import Method, required_traits
-from hasten.contract.run_context import RunContext
+from hasten.core.errors import ConfigurationError
+from hasten.core.method import Method, required_traits
+from hasten.core.run_context import RunContext
 
 NO_EFFECT_ALONE = "there is only one process; pass --processes N with N >= 2"
 

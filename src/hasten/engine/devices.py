@@ -2,7 +2,7 @@
 
 import torch
 
-from hasten.contract.errors import ConfigurationError
+from hasten.core.errors import ConfigurationError
 
 
 def pick_device(name: str | None = None) -> str:

@@ -6,10 +6,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from hasten.contract import batch as batches
-from hasten.contract.errors import RunError
-from hasten.contract.run_context import TrainProgress
-from hasten.contract.types import Batch, ForwardFn, LossFn
+from hasten.core import batch as batches
+from hasten.core.errors import RunError
+from hasten.core.run_context import TrainProgress
+from hasten.core.types import Batch, ForwardFn, LossFn
 
 
 def forward_of(model: torch.nn.Module, loss: LossFn, own: bool) -> ForwardFn:

@@ -16,10 +16,10 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from hasten._torch_compat import contains_worker_traceback, sample_being_fetched, worker_error_text, workers_started
-from hasten.contract.data import BatchSource, LoaderSpec
-from hasten.contract.errors import RunError, ConfigurationError, format_error
-from hasten.engine.seeds import derive_seed, seeded_rng, preserve_rng_state
-from hasten.engine.sharing import IndexShard
+from hasten.core.data import BatchSource, LoaderSpec
+from hasten.core.errors import RunError, ConfigurationError, format_error
+from hasten.core.rng import derive_seed, seeded_rng, preserve_rng_state
+from hasten.distributed.batch_sharding import IndexShard
 
 
 def from_spec(samples: LoaderSpec) -> BatchSource:

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 import torch
 
-from hasten.contract.batch import map_tensors, batch_size
-from hasten.contract.errors import RunError
+from hasten.core.batch import map_tensors, batch_size
+from hasten.core.errors import RunError
 from hasten.engine.forward import call_model, own_loss
 from hasten.engine.metrics import EvaluationResult, MetricAccumulator
 from hasten.engine.plan import Program
-from hasten.engine.seeds import preserve_rng_state
+from hasten.core.rng import preserve_rng_state
 
 
 def train_steps(program: Program) -> Iterator[torch.Tensor]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from hasten.contract.batch import TARGET_NAMES
-from hasten.contract.errors import RunError, ConfigurationError, suggest
-from hasten.contract.task import Task
+from hasten.core.batch import TARGET_NAMES
+from hasten.core.errors import RunError, ConfigurationError, suggest
+from hasten.core.task import Task
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from time import perf_counter
 
 import torch
 
-from hasten.contract.watch import ProgressCallback
+from hasten.core.progress import ProgressCallback
 
 Observer = Callable[[list[dict]], None]
 PROGRESS_EVERY = 0.1  # seconds

@@ -11,15 +11,17 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from hasten.contract.errors import HastenWarning, ConfigurationError
-from hasten.contract.recipe import Recipe
-from hasten.contract.run_context import Evaluation
-from hasten.contract.types import Batch, StepFn
-from hasten.engine import checkpoint, health, skipping
-from hasten.engine.folder import RunDirectory, atomic_write
+from hasten.core.errors import HastenWarning, ConfigurationError
+from hasten.core.recipe import Recipe
+from hasten.core.run_context import Evaluation
+from hasten.core.types import Batch, StepFn
+from hasten.engine import checkpoint
+from hasten.engine import finite_checks
+from hasten.engine import bad_rows
+from hasten.engine.run_dir import RunDirectory, atomic_write
 from hasten.engine.plan import Program
-from hasten.engine.ranks import on_main_process
-from hasten.engine.saving import AsyncCheckpointer
+from hasten.distributed.process_group import on_main_process
+from hasten.engine.async_checkpoint import AsyncCheckpointer
 
 
 @dataclass
@@ -79,7 +81,7 @@ class Persistence:
             train=dataclasses.replace(program.train, epoch=self._epoch),
             optimizer_step=self._after_copy(program.optimizer_step),
         )
-        skipping.restore_skipped_rows(program.task, [])  # not the rows that another run with the same data skipped
+        bad_rows.restore_skipped_rows(program.task, [])  # not the rows that another run with the same data skipped
         if self.keeps_checkpoints:
             self._resume()
 
@@ -92,7 +94,7 @@ class Persistence:
         self.list_skipped()
         began = perf_counter()
         self.writer.finish()  # on all ranks, before any begins the next
-        if self.ranks.any(not health.weights_are_finite(self.run.model)):
+        if self.ranks.any(not finite_checks.weights_are_finite(self.run.model)):
             return 0.0  # the next loss will report it; the newest good checkpoint stays
         state = checkpoint.get_state(self.program, self.sharded)
         if self.folder:
@@ -132,9 +134,9 @@ class Persistence:
 
     def list_skipped(self) -> int:
         """Writes the rows that were skipped into the run directory, if there are new ones; returns how many there are."""
-        now = skipping.skipped_rows(self.program.task)
+        now = bad_rows.skipped_rows(self.program.task)
         if self.folder and now != self.skipped:
-            self.folder.write(skipping.FILE, "".join(f"{json.dumps(row)}\n" for row in now))
+            self.folder.write(bad_rows.FILE, "".join(f"{json.dumps(row)}\n" for row in now))
             self.skipped = now
         return len(now)
 
@@ -200,7 +202,7 @@ class Persistence:
             return
         checkpoint.restore(self.program, state)
         self.record.load_state_dict(state)
-        skipping.restore_skipped_rows(self.program.task, state["skipped"])
+        bad_rows.restore_skipped_rows(self.program.task, state["skipped"])
         self.list_skipped()
         tuned = {name: found for name, found in state["tuned_settings"].items() if name in self.recipe.methods}  # the strategy may differ
         self.run.tuned_settings |= tuned | self.run.tuned_settings
@@ -213,7 +215,7 @@ class Persistence:
         length, identity = self.folder.logged(), self.folder.identity
         state = self.checkpoints.newest(lambda state: state["identity"] == identity and state["log"] <= length)
         self.folder.cut_log(state["log"] if state else 0)
-        self.folder.remove(skipping.FILE)  # the checkpoint knows the rows that were skipped before it
+        self.folder.remove(bad_rows.FILE)  # the checkpoint knows the rows that were skipped before it
         if not state and self.folder.begun:
             warnings.warn("no checkpoint was written yet; the run starts over at step 0", HastenWarning, stacklevel=2)
         if state:

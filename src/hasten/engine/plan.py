@@ -13,22 +13,22 @@ from typing import Any
 
 import torch
 
-from hasten.contract import batch as batches
-from hasten.contract.data import BatchSource
-from hasten.contract.errors import ConfigurationError
-from hasten.contract.method import Method, hooks_of
-from hasten.contract.ranks import SINGLE_PROCESS, ProcessGroupInfo
-from hasten.contract.run_context import EngineServices, ParallelContext, RunContext, TrainPlan
-from hasten.contract.task import Task, optimizer_and_schedule, takes_steps
-from hasten.contract.types import BackwardFn, Batch, BatchFn, ContextFactory, ForwardFn, OptimizerFactory, StepFn
-from hasten.contract.unmade import deferred_init
-from hasten.engine import sources
-from hasten.engine.budget import free_memory, available_cpus
+from hasten.core import batch as batches
+from hasten.core.data import BatchSource
+from hasten.core.errors import ConfigurationError
+from hasten.core.method import Method, hooks_of
+from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
+from hasten.core.run_context import EngineServices, ParallelContext, RunContext, TrainPlan
+from hasten.core.task import Task, optimizer_and_schedule, takes_steps
+from hasten.core.types import BackwardFn, Batch, BatchFn, ContextFactory, ForwardFn, OptimizerFactory, StepFn
+from hasten.distributed.deferred_init import deferred_init
+from hasten.engine import data_adapters
+from hasten.engine.resources import free_memory, available_cpus
 from hasten.engine.composition import applicable_methods
 from hasten.engine.forward import accumulate_gradients, forward_of, own_loss, refuse_loss
 from hasten.engine.metrics import higher_is_better
-from hasten.engine.seeds import derive_seed, set_seeds, preserve_rng_state
-from hasten.engine.sharing import ShardLog, check_replica_inputs, with_loss_weights
+from hasten.core.rng import derive_seed, set_seeds, preserve_rng_state
+from hasten.distributed.batch_sharding import ShardLog, check_replica_inputs, with_loss_weights
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ def build(
     process_context = fold("process_context", _device_context(run.device))
     with process_context():
         set_seeds(seed)
-        task = sources.load_data(task)
-        plan = run.plan = fold("plan", sources.initial_plan(task))
+        task = data_adapters.load_data(task)
+        plan = run.plan = fold("plan", data_adapters.initial_plan(task))
         log = ShardLog()
         source, validation = _build_data(task, methods, run, log)
         run.unwrapped_model = _build_model(task, fold, run)
@@ -133,15 +133,15 @@ def _device_context(device: torch.device) -> ContextFactory:
 def _build_data(task: Task, methods: Sequence[Method], run: RunContext, log: ShardLog) -> tuple[BatchSource, BatchSource | None]:
     """(training, validation) batches. Completes the plan's number of steps, and lets methods look at a batch from here on."""
     plan, pp_size = run.plan, run.parallel.pp_size if run.parallel else 1
-    train = sources.training(task, plan.batch_size, run.seed, _readers(run), log, pp_size)
-    validation = sources.validation(task, sources.initial_plan(task).batch_size, run.seed)  # in the task's own batch size, always
+    train = data_adapters.training(task, plan.batch_size, run.seed, _readers(run), log, pp_size)
+    validation = data_adapters.validation(task, data_adapters.initial_plan(task).batch_size, run.seed)  # in the task's own batch size, always
     with preserve_rng_state():  # a method may read samples to inspect them
         for method in methods:
             if "data" in hooks_of(method):
-                train, validation = (each if each is None else sources.apply_data_hook(method, each, run) for each in (train, validation))
+                train, validation = (each if each is None else data_adapters.apply_data_hook(method, each, run) for each in (train, validation))
     if plan.steps is None and train.length is not None:
         plan.steps = max(1, round(plan.epochs * train.length))
-    run.services.peek_batch = lambda: _copy_to_device(run.device, sources.first_batch(train, validation))
+    run.services.peek_batch = lambda: _copy_to_device(run.device, data_adapters.first_batch(train, validation))
     return train, validation
 
 

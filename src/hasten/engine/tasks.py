@@ -20,10 +20,10 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from hasten.contract.errors import RunError, ConfigurationError, suggest, format_error
-from hasten.contract.task import Task
-from hasten.engine.find import import_file, line_in
-from hasten.engine.seeds import set_seeds, preserve_rng_state
+from hasten.core.errors import RunError, ConfigurationError, suggest, format_error
+from hasten.core.task import Task
+from hasten.engine.registry import import_file, line_in
+from hasten.core.rng import set_seeds, preserve_rng_state
 
 ENTRY_POINTS = "hasten.workloads"
 FEW = 8  # functions of a file that a line names

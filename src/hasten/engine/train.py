@@ -14,26 +14,26 @@ from time import perf_counter
 
 import torch
 
-from hasten.contract.card import Exactness
-from hasten.contract.errors import HastenWarning, ConfigurationError, RunInterrupted
-from hasten.contract.method import Method
-from hasten.contract.ranks import DEFAULT_TIMEOUT_S, ProcessGroupInfo
-from hasten.contract.recipe import Recipe
-from hasten.contract.task import Task
-from hasten.contract.watch import ProgressCallback, no_progress
+from hasten.core.card import Exactness
+from hasten.core.errors import HastenWarning, ConfigurationError, RunInterrupted
+from hasten.core.method import Method
+from hasten.core.process_group_info import DEFAULT_TIMEOUT_S, ProcessGroupInfo
+from hasten.core.recipe import Recipe
+from hasten.core.task import Task
+from hasten.core.progress import ProgressCallback, no_progress
 from hasten.engine.composition import check_conflicts, sort_methods
 from hasten.engine.devices import pick_device
 from hasten.engine.environment import environment, own_code
-from hasten.engine.failures import explain_error
-from hasten.engine.find import default_methods, make_method, make_methods, method_class
-from hasten.engine.folder import RunDirectory
+from hasten.engine.error_messages import explain_error
+from hasten.engine.registry import default_methods, make_method, make_methods, method_class
+from hasten.engine.run_dir import RunDirectory
 from hasten.engine.metrics import higher_is_better
 from hasten.engine.observers import Observer
 from hasten.engine.plan import build
-from hasten.engine.ranks import on_main_process, init_process_group, check_ranks_agree
-from hasten.engine.running import Trainer
-from hasten.engine.skipping import with_bad_row_limit
-from hasten.engine.stopping import catch_stop_signals
+from hasten.distributed.process_group import on_main_process, init_process_group, check_ranks_agree
+from hasten.engine.trainer import Trainer
+from hasten.engine.bad_rows import with_bad_row_limit
+from hasten.engine.signals import catch_stop_signals
 from hasten.engine.tasks import TaskRef
 
 NO_LENGTH = (

@@ -18,16 +18,18 @@ import torch
 from torch.utils.data import DataLoader
 
 import hasten
-from hasten.contract.errors import ConfigurationError
-from hasten.contract.method import Method
-from hasten.contract.recipe import Recipe
-from hasten.contract.run_context import RunContext
-from hasten.contract.task import Task
-from hasten.engine import metrics, sources, tasks
+from hasten.core.errors import ConfigurationError
+from hasten.core.method import Method
+from hasten.core.recipe import Recipe
+from hasten.core.run_context import RunContext
+from hasten.core.task import Task
+from hasten.engine import metrics
+from hasten.engine import data_adapters
+from hasten.engine import tasks
 from hasten.engine.composition import applicable_methods
 from hasten.engine.devices import pick_device
-from hasten.engine.failures import explain_error
-from hasten.engine.find import make_methods
+from hasten.engine.error_messages import explain_error
+from hasten.engine.registry import make_methods
 from hasten.engine.plan import build
 from hasten.export.inline_imports import InlinedScript, inline_imports
 from hasten.export.module_source import is_library
@@ -74,7 +76,7 @@ def eject(task, recipe=None, *, device: str | None = None) -> str:
 
 def _refuse_others_workers(task: Task, methods: list[Method]) -> None:
     """A hasten.data pipeline states its own workers, and a script cannot change them: refuses methods that would."""
-    pipeline = not isinstance(task.train_data, DataLoader) and sources.is_prebatched(task.train_data)
+    pipeline = not isinstance(task.train_data, DataLoader) and data_adapters.is_prebatched(task.train_data)
     if pipeline and (names := [method.name for method in methods if "workers" in method.card.applies_to]):
         instead = 'end the pipeline with .prefetch(processes=2) or .prefetch("auto") and leave the method out'
         raise ConfigurationError(f"{names[0]} cannot be written out for a pipeline of hasten.data; {instead}")

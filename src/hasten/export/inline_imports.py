@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 
-from hasten.contract.errors import ConfigurationError
+from hasten.core.errors import ConfigurationError
 from hasten.export.module_source import MAIN, ModuleSource, Symbol, is_library
 
 ANY = "typing", "Any"
@@ -125,7 +125,7 @@ class _Gathered:
                 self.outside[ANY] = "Any"
 
     def resolved(self, symbol: Symbol) -> Symbol:
-        """Returns where a name is defined: ``from hasten import Task`` refers to hasten.contract.task."""
+        """Returns where a name is defined: ``from hasten import Task`` refers to hasten.core.task."""
         module, name = symbol
         if not name or not self.inline(module):
             return symbol

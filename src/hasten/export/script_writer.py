@@ -15,9 +15,10 @@ import re
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from hasten.contract.method import HOOKS, Method, hooks_of
-from hasten.contract.task import Task, takes_steps
-from hasten.engine import metrics, sources
+from hasten.core.method import HOOKS, Method, hooks_of
+from hasten.core.task import Task, takes_steps
+from hasten.engine import metrics
+from hasten.engine import data_adapters
 from hasten.engine.plan import Program
 
 
@@ -181,22 +182,22 @@ def _data_lines(task: Task, users: list[tuple[str, Method]]) -> list[str]:
 
 def _plan(task: Task) -> str:
     """Returns the training plan of the task, before any method changes it."""
-    plan, data = sources.initial_plan(task), "task.train_data.dataset" if sources.is_prebatched(task.train_data) else "task.train_data"
+    plan, data = data_adapters.initial_plan(task), "task.train_data.dataset" if data_adapters.is_prebatched(task.train_data) else "task.train_data"
     known = f", samples=len({data})" if plan.samples is not None else ""
     return f"TrainPlan(batch_size={plan.batch_size}, epochs={plan.epochs!r}, evaluate_every={plan.evaluate_every!r}{known})"
 
 
 def _batches(which: str, data, task: Task) -> list[str]:
-    """Returns the lines that define one batch source. Map-style data are written out; other kinds call ``engine/sources.py``."""
-    size = "plan.batch_size" if which == "train" else sources.initial_plan(task).batch_size  # judged in the task's own batches
-    if sources.is_prebatched(data) and not isinstance(data, DataLoader):
+    """Returns the lines that define one batch source. Map-style data are written out; other kinds call ``engine/data_adapters.py``."""
+    size = "plan.batch_size" if which == "train" else data_adapters.initial_plan(task).batch_size  # judged in the task's own batches
+    if data_adapters.is_prebatched(data) and not isinstance(data, DataLoader):
         training = f"training={which == 'train'}"
         return [
             f"data = task.{which}_data.batches({size}, options.seed, {training})",
             f"{which} = Batches(epoch=data.epoch, length=data.length, {training})",
         ]
     if isinstance(data, (DataLoader, IterableDataset)) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        return [f"{which} = {'training' if which == 'train' else 'sources.validation'}(task, {size}, options.seed)"]
+        return [f"{which} = {'training' if which == 'train' else 'data_adapters.validation'}(task, {size}, options.seed)"]
     order, rest = f"shuffled(samples, {size}, options.seed)", "seed=options.seed"
     if which == "validation":
         order, rest = f"in_sequence(samples, {size})", "seed=derived(options.seed, 1), training=False"
@@ -239,15 +240,15 @@ from types import SimpleNamespace
 
 import torch
 
-from hasten.contract.batch import map_tensors, split
-from hasten.contract.data import Batches, Samples
-from hasten.contract.run_context import Evaluation, RunContext, TrainPlan
-from hasten.contract.task import optimizer_and_schedule
+from hasten.core.batch import map_tensors, split
+from hasten.core.data import Batches, Samples
+from hasten.core.run_context import Evaluation, RunContext, TrainPlan
+from hasten.core.task import optimizer_and_schedule
 from hasten.engine.forward import accumulate_gradients, call_model, own_loss
 from hasten.engine.loop import _measured, finished, rest_of_pass
-from hasten.engine.seeds import derived, set_seeds, undisturbed
+from hasten.core.rng import derived, set_seeds, undisturbed
 from hasten.engine import sources
-from hasten.engine.sources import from_samples, in_sequence, opened, rewrapped, shuffled, training
+from hasten.engine.data_adapters import from_samples, in_sequence, opened, rewrapped, shuffled, training
 """
 
 

@@ -37,8 +37,8 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from hasten._torch_compat_elastic import ElasticAgent
-from hasten.contract.errors import HastenWarning, ConfigurationError
-from hasten.launch.endings import GOES_ON, RankResult, run_directory, forget, read_results
+from hasten.core.errors import HastenWarning, ConfigurationError
+from hasten.launch.rank_results import GOES_ON, RankResult, run_directory, forget, read_results
 
 SHUTDOWN_GRACE_S = 60  # seconds that ranks have to save and to end when they are asked to
 HANG_REPORT_S = 3.0  # seconds in which all but the rank that hangs report that they have waited in vain

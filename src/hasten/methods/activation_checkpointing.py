@@ -13,9 +13,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hasten._torch_compat import BatchNorm
-from hasten.contract.card import Card, Exactness, WrapOrder
-from hasten.contract.method import Method
-from hasten.contract.run_context import RunContext
+from hasten.core.card import Card, Exactness, WrapOrder
+from hasten.core.method import Method
+from hasten.core.run_context import RunContext
 
 
 @dataclass(frozen=True)

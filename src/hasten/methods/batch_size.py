@@ -3,13 +3,13 @@
 import math
 from dataclasses import dataclass
 
-from hasten.contract.card import Card, Exactness
-from hasten.contract.data import BatchSource
-from hasten.contract.errors import ConfigurationError
-from hasten.contract.method import Method, option
-from hasten.contract.run_context import RunContext, TrainPlan
-from hasten.contract.task import optimizer_and_schedule, scale_learning_rates
-from hasten.contract.types import OptimizerFactory, StepFn
+from hasten.core.card import Card, Exactness
+from hasten.core.data import BatchSource
+from hasten.core.errors import ConfigurationError
+from hasten.core.method import Method, option
+from hasten.core.run_context import RunContext, TrainPlan
+from hasten.core.task import optimizer_and_schedule, scale_learning_rates
+from hasten.core.types import OptimizerFactory, StepFn
 
 RULES = {"linear": float, "sqrt": math.sqrt, "none": lambda factor: 1.0}
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from hasten.contract.card import Card, Exactness, WrapOrder
-from hasten.contract.method import Method
-from hasten.contract.run_context import RunContext
-from hasten.contract.types import ForwardFn
+from hasten.core.card import Card, Exactness, WrapOrder
+from hasten.core.method import Method
+from hasten.core.run_context import RunContext
+from hasten.core.types import ForwardFn
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ import numpy
 import torch
 from torch.utils.data import TensorDataset
 
-from hasten.contract.batch import map_tensors
-from hasten.contract.card import Card, Exactness, WrapOrder
-from hasten.contract.data import BatchSource
-from hasten.contract.method import Method, option
-from hasten.contract.run_context import RunContext
+from hasten.core.batch import map_tensors
+from hasten.core.card import Card, Exactness, WrapOrder
+from hasten.core.data import BatchSource
+from hasten.core.method import Method, option
+from hasten.core.run_context import RunContext
 
 
 @dataclass(frozen=True)

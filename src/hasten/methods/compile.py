@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from hasten.contract.card import Card, Exactness, WrapOrder
-from hasten.contract.method import Method, option
-from hasten.contract.run_context import RunContext
-from hasten.contract.types import ContextFactory
+from hasten.core.card import Card, Exactness, WrapOrder
+from hasten.core.method import Method, option
+from hasten.core.run_context import RunContext
+from hasten.core.types import ContextFactory
 
 MODES = ("default", "max-autotune-no-cudagraphs")  # torch's others record CUDA graphs of their own; that is what cuda_graph is for
 COMPILER_VARIABLES = ("TORCHINDUCTOR_", "TRITON_")  # torch sets its cache folders in the environment while compiling

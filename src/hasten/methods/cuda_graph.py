@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 
 from hasten._torch_compat import foreach_zero_
-from hasten.contract.batch import map_tensors, batch_size, batch_tensors
-from hasten.contract.card import Card, Exactness, WrapOrder
-from hasten.contract.errors import RunError, format_error
-from hasten.contract.method import Method
-from hasten.contract.run_context import RunContext
-from hasten.contract.types import ForwardFn, StepFn
+from hasten.core.batch import map_tensors, batch_size, batch_tensors
+from hasten.core.card import Card, Exactness, WrapOrder
+from hasten.core.errors import RunError, format_error
+from hasten.core.method import Method
+from hasten.core.run_context import RunContext
+from hasten.core.types import ForwardFn, StepFn
 
 WARM_UP = 3  # passes; torch's documents ask for a few, so that libraries have chosen their kernels
 

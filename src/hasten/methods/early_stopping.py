@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from hasten.contract.card import Card, Exactness
-from hasten.contract.method import Method, option
-from hasten.contract.run_context import Evaluation, RunContext, TrainPlan
+from hasten.core.card import Card, Exactness
+from hasten.core.method import Method, option
+from hasten.core.run_context import Evaluation, RunContext, TrainPlan
 
 
 @dataclass(frozen=True)

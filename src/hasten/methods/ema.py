@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 
 from hasten._torch_compat import foreach_copy_, foreach_lerp_
-from hasten.contract.card import Card, Exactness, WrapOrder
-from hasten.contract.method import Method, option
-from hasten.contract.run_context import RunContext
-from hasten.contract.types import StepFn
+from hasten.core.card import Card, Exactness, WrapOrder
+from hasten.core.method import Method, option
+from hasten.core.run_context import RunContext
+from hasten.core.types import StepFn
 
 
 @dataclass(frozen=True)

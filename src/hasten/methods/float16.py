@@ -20,11 +20,11 @@ from dataclasses import dataclass
 import torch
 
 from hasten._torch_compat import foreach_mul_
-from hasten.contract.card import Card, Exactness, WrapOrder
-from hasten.contract.errors import RunError
-from hasten.contract.method import Method, option
-from hasten.contract.run_context import RunContext
-from hasten.contract.types import BackwardFn, ForwardFn, StepFn
+from hasten.core.card import Card, Exactness, WrapOrder
+from hasten.core.errors import RunError
+from hasten.core.method import Method, option
+from hasten.core.run_context import RunContext
+from hasten.core.types import BackwardFn, ForwardFn, StepFn
 
 BACKOFF, GROWTH, GOOD_STEPS = 0.5, 2.0, 2000
 GIVE_UP_AFTER = 30  # overflows in a row: from 2**16 far below 1, so it is not the scale

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from hasten.contract.card import Card, Exactness
-from hasten.contract.method import Method
-from hasten.contract.run_context import RunContext
-from hasten.contract.task import optimizer_and_schedule
-from hasten.contract.types import OptimizerFactory
+from hasten.core.card import Card, Exactness
+from hasten.core.method import Method
+from hasten.core.run_context import RunContext
+from hasten.core.task import optimizer_and_schedule
+from hasten.core.types import OptimizerFactory
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 

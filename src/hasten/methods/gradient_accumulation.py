@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from hasten._torch_compat import BatchNorm
-from hasten.contract.card import Card, Exactness
-from hasten.contract.method import Method, option
-from hasten.contract.run_context import RunContext
+from hasten.core.card import Card, Exactness
+from hasten.core.method import Method, option
+from hasten.core.run_context import RunContext
 
 
 @dataclass(frozen=True)

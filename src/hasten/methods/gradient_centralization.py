@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-from hasten.contract.card import Card, Exactness
-from hasten.contract.method import Method
-from hasten.contract.run_context import RunContext
-from hasten.contract.types import StepFn
+from hasten.core.card import Card, Exactness
+from hasten.core.method import Method
+from hasten.core.run_context import RunContext
+from hasten.core.types import StepFn
 
 
 @dataclass(frozen=True)

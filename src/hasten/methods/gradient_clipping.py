@@ -5,11 +5,11 @@ By itself it saves no time. It makes higher learning rates and lower precision s
 
 from dataclasses import dataclass
 
-from hasten.contract.card import Card, Exactness, WrapOrder
-from hasten.contract.method import Method, option
-from hasten.contract.run_context import RunContext
-from hasten.contract.sharded import clip_norm
-from hasten.contract.types import StepFn
+from hasten.core.card import Card, Exactness, WrapOrder
+from hasten.core.method import Method, option
+from hasten.core.run_context import RunContext
+from hasten.distributed.dtensor_state import clip_norm
+from hasten.core.types import StepFn
 
 
 @dataclass(frozen=True)

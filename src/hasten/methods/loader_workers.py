@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, replace
 
-from hasten.contract.card import Card, Exactness, WrapOrder
-from hasten.contract.data import BatchSource, WorkerConfig
-from hasten.contract.method import Method, option
-from hasten.contract.run_context import RunContext
+from hasten.core.card import Card, Exactness, WrapOrder
+from hasten.core.data import BatchSource, WorkerConfig
+from hasten.core.method import Method, option
+from hasten.core.run_context import RunContext
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from hasten.contract.ahead import prefetch_to_cuda
-from hasten.contract.card import Card, Exactness, WrapOrder
-from hasten.contract.data import BatchSource
-from hasten.contract.method import Method
-from hasten.contract.run_context import RunContext
+from hasten.loading.cuda_prefetcher import prefetch_to_cuda
+from hasten.core.card import Card, Exactness, WrapOrder
+from hasten.core.data import BatchSource
+from hasten.core.method import Method
+from hasten.core.run_context import RunContext
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from math import ceil, floor, log, log10
 
 from markupsafe import Markup, escape
 
-from hasten.reporting import words
+from hasten.reporting import formatting
 from hasten.reporting.svg import box, clipped, dot, element, line, svg, text, whisker
 
 WIDE, NARROW = 820, 340
@@ -53,7 +53,7 @@ def curves(arms: list[dict], target: float | None, metric: dict, width: int) -> 
         y = at(0, target)[1]
         worse_side = y + 17 if metric["higher_is_better"] else y - 8  # at the right end the curves are on the better side
         parts.append(line(left, y, width - right, y, "target"))
-        parts.append(text(width - right, worse_side, f"target {words.plain(target, metric['unit'])}", "small halo end"))
+        parts.append(text(width - right, worse_side, f"target {formatting.plain(target, metric['unit'])}", "small halo end"))
         parts += [dot(*at(*point), 3.5, f"dot {_arm(arm)}") for arm in arms for point in arm["moments"]]
         parts += _drops([arm for arm in arms if arm["time"] is not None], at, target, (top, floor_y), metric["higher_is_better"], width)
     return svg(width, height, f"{metric['name'] or 'metric'} against wall-clock time", _curves_in_words(arms, target), parts)
@@ -74,13 +74,13 @@ def anatomy(bars: list[tuple[str, str, dict]], width: int) -> Markup:
         for phase, seconds in phases.items():
             length = seconds / longest * width
             parts.append(
-                box(x, y, max(length - 1, 0.75), thick, f"phase {phase_class(phase)}", f"{name}, {phase}: {words.seconds(seconds)}")
+                box(x, y, max(length - 1, 0.75), thick, f"phase {phase_class(phase)}", f"{name}, {phase}: {formatting.seconds(seconds)}")
             )
             if length > 7.2 * len(phase) + 8:
                 parts.append(text(x + length / 2, y + 20, phase, f"small middle on {phase_class(phase)}"))
             x += length
     told = "; ".join(
-        f"{name}: " + ", ".join(f"{phase} {words.seconds(value)}" for phase, value in phases.items()) for name, _, phases in bars
+        f"{name}: " + ", ".join(f"{phase} {formatting.seconds(value)}" for phase, value in phases.items()) for name, _, phases in bars
     )
     return svg(width, len(bars) * row - 10, "Where the time of a step goes", told, parts)
 
@@ -96,12 +96,12 @@ def waterfall(start: float, end: float, stairs: list[dict], width: int) -> Marku
         x, end = left + low * scale, left + high * scale
         text_y = y + 15 if wide else y - 6
         return [
-            text(0, text_y, words.shorten(name, 26 if wide else 20), "label", title=name),
+            text(0, text_y, formatting.shorten(name, 26 if wide else 20), "label", title=name),
             text(width, text_y, note, "value end"),
             box(x, y, max(end - x, 1.5), thick, kind),
         ]
 
-    parts = bar(0, "baseline", words.seconds(start), 0, start, "bar baseline")
+    parts = bar(0, "baseline", formatting.seconds(start), 0, start, "bar baseline")
     for index, stair in enumerate(stairs, 1):
         note = _ratio_with_interval(stair["speedup"]) if stair["speedup"] else "the rest"
         parts += bar(index, stair["name"], note, stair["to"], stair["from"], "bar stair" if stair["speedup"] else "bar rest")
@@ -111,9 +111,9 @@ def waterfall(start: float, end: float, stairs: list[dict], width: int) -> Marku
         if stair["late"] - stair["early"] > 0:
             parts += whisker(left + stair["early"] * scale, left + min(stair["late"], start) * scale, top + thick / 2, 5, "whisker")
     last = len(stairs) + 1
-    parts += bar(last, "tuned", words.seconds(end), 0, end, "bar tuned")
-    told = f"From {words.seconds(start)} to {words.seconds(end)}: " + ", ".join(
-        f"{stair['name']} {words.ratio(stair['speedup']['median']) if stair['speedup'] else 'the rest'}" for stair in stairs
+    parts += bar(last, "tuned", formatting.seconds(end), 0, end, "bar tuned")
+    told = f"From {formatting.seconds(start)} to {formatting.seconds(end)}: " + ", ".join(
+        f"{stair['name']} {formatting.ratio(stair['speedup']['median']) if stair['speedup'] else 'the rest'}" for stair in stairs
     )
     return svg(width, (last + 1) * row, "What each method gave", told, parts)
 
@@ -135,14 +135,14 @@ def gate(difference: dict, margin: float, unit: str, passed: bool | None, width:
         text(8, 14, "too much worse: fails", "tick"),
         line(0, 78, width, 78, "axis"),
         line(at(-margin), 22, at(-margin), 84, "limit"),
-        text(at(-margin), 100, f"margin {words.MINUS}{words.plain(margin, unit, 2)}", "tick end" if at(-margin) > 100 else "tick"),
+        text(at(-margin), 100, f"margin {formatting.MINUS}{formatting.plain(margin, unit, 2)}", "tick end" if at(-margin) > 100 else "tick"),
         line(at(0), 22, at(0), 84, "axis"),
         text(at(0), 100, "no change", "tick"),
         *whisker(at(low), at(high), y, 8, f"interval {kind}"),
         dot(at(mean), y, 6, f"dot {kind}"),
-        text(min(max(at(mean), 40), width - 40), y - 14, words.metric(mean, unit, signed=True), f"value middle halo {kind}"),
+        text(min(max(at(mean), 40), width - 40), y - 14, formatting.metric(mean, unit, signed=True), f"value middle halo {kind}"),
     ]
-    told = f"The difference is {words.metric(mean, unit, signed=True)}, interval {words.metric(low, unit, signed=True)} to {words.metric(high, unit, signed=True)}; the margin is {words.plain(margin, unit, 2)}."
+    told = f"The difference is {formatting.metric(mean, unit, signed=True)}, interval {formatting.metric(low, unit, signed=True)} to {formatting.metric(high, unit, signed=True)}; the margin is {formatting.plain(margin, unit, 2)}."
     return svg(width, height, "Quality against the margin", told, parts)
 
 
@@ -160,7 +160,7 @@ def ratio_mark(ratio: dict, domain: tuple[float, float], good: bool) -> Markup:
     ends = [ratio[key] if ratio[key] is not None else ratio["median"] for key in ("low", "high")]
     parts = [line(at(1), 1, at(1), height - 1, "axis"), *whisker(at(ends[0]), at(ends[1]), middle, 3, f"interval thin {kind}")]
     parts.append(dot(at(ratio["median"]), middle, 3.5, f"dot {kind}"))
-    return svg(width, height, words.with_interval(ratio), "", parts, class_="mark")
+    return svg(width, height, formatting.with_interval(ratio), "", parts, class_="mark")
 
 
 def phase_class(phase: str) -> str:
@@ -201,8 +201,8 @@ def thinned(line: list, most: int = MOST_POINTS) -> list:
 
 
 def _ratio_with_interval(ratio: dict) -> Markup:
-    interval = "" if words.between(ratio) == words.NOTHING else words.between(ratio)
-    return escape(words.ratio(ratio["median"])) + element("tspan", interval, class_="aside", dx=8)
+    interval = "" if formatting.between(ratio) == formatting.NOTHING else formatting.between(ratio)
+    return escape(formatting.ratio(ratio["median"])) + element("tspan", interval, class_="aside", dx=8)
 
 
 def _metric_range(values: list[float], target: float | None, higher: bool) -> tuple[float, float]:
@@ -220,7 +220,7 @@ def _drops(arms: list[dict], at, target: float, edges: tuple[float, float], high
     parts = []
     for index, arm in enumerate(sorted(arms, key=lambda arm: -arm["time"])):
         x, y = at(arm["time"], target)
-        told = f"{arm['name']} {words.seconds(arm['time'])}"
+        told = f"{arm['name']} {formatting.seconds(arm['time'])}"
         at_right = x + 8 * len(told) + 7 > width
         text_y = edges[1] - 10 - 19 * index if higher else edges[0] + 14 + 19 * index
         parts.append(line(x, y, x, edges[1] if higher else edges[0], f"drop {_arm(arm)}"))
@@ -236,7 +236,7 @@ def _curves_in_words(arms: list[dict], target: float | None) -> str:
     if target is None:
         return ""
     return "; ".join(
-        f"{arm['name']} reaches {target:g} {'after ' + words.seconds(arm['time']) if arm['time'] is not None else 'never'}" for arm in arms
+        f"{arm['name']} reaches {target:g} {'after ' + formatting.seconds(arm['time']) if arm['time'] is not None else 'never'}" for arm in arms
     )
 
 

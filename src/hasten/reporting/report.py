@@ -1,4 +1,4 @@
-"""``report(folder)``: a run's folder in, one self-contained page out. Computing is in figures.py, drawing in charts.py."""
+"""``report(folder)``: a run's folder in, one self-contained page out. Computing is in view_model.py, drawing in charts.py."""
 
 import os
 import re
@@ -10,9 +10,11 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from hasten.contract.errors import ConfigurationError
-from hasten.contract.recipe import Recipe
-from hasten.reporting import charts, figures, words
+from hasten.core.errors import ConfigurationError
+from hasten.core.recipe import Recipe
+from hasten.reporting import charts
+from hasten.reporting import view_model
+from hasten.reporting import formatting
 from hasten.reporting.result_schema import Fact, coerce, read_json, read_result
 
 PAGE = "report.html"
@@ -47,69 +49,69 @@ def report(folder: str | Path) -> Path:
 def _tune(result: dict) -> dict:
     metric, times, quality = result["metric"], result["time_to_target"], result["quality"]
     higher = metric["higher_is_better"] is not False
-    won = figures.won(result)
-    headline = figures.tune_headline(result)
-    arms = figures.arms(result["curves"], metric["target"], higher, times)
-    rows = figures.anatomy(result["anatomy"].get("baseline", {}), result["anatomy"].get("tuned", {}))
+    won = view_model.won(result)
+    headline = view_model.tune_headline(result)
+    arms = view_model.arms(result["curves"], metric["target"], higher, times)
+    rows = view_model.anatomy(result["anatomy"].get("baseline", {}), result["anatomy"].get("tuned", {}))
     times = {arm["name"]: arm["time"] for arm in arms} | {arm: seconds for arm, seconds in times.items() if seconds is not None}
-    stairs = figures.staircase(times.get("baseline"), times.get("tuned"), figures.shares_of(result)) if won else []
+    stairs = view_model.staircase(times.get("baseline"), times.get("tuned"), view_model.shares_of(result)) if won else []
     return {
         "title": f"{headline}: {result['task']}",
         "headline": headline,
         "won": won,
         "times": {"baseline": times.get("baseline"), "tuned": times.get("tuned")},
-        "competent": words.shorten(str(Recipe(result["competent_recipe"])), 80) if result["competent_recipe"] else "",
-        "sentence": figures.tune_sentence(result),
-        "goal": figures.goal(metric),
+        "competent": formatting.shorten(str(Recipe(result["competent_recipe"])), 80) if result["competent_recipe"] else "",
+        "sentence": view_model.tune_sentence(result),
+        "goal": view_model.goal(metric),
         "measured": sum(trial["ratio"]["median"] is not None for trial in result["trials"]),
-        "best": figures.best_trial(result["trials"]),
+        "best": view_model.best_trial(result["trials"]),
         "arms": arms,
         "curves": _drawn(charts.curves, arms, metric["target"], metric | {"higher_is_better": higher}) if arms else (),
         "waterfall": _drawn(charts.waterfall, times["baseline"], times["tuned"], stairs) if stairs else (),
-        "idle": figures.without_gain(result["shares"]),
+        "idle": view_model.without_gain(result["shares"]),
         "gate": _gate(quality, metric["unit"]),
         "anatomy": _drawn(charts.anatomy, _bars(result["anatomy"], rows)) if rows else (),
         "anatomy_rows": rows,
-        "other_ceilings": figures.other_ceilings(result["headroom"], result["anatomy"].get("baseline", {})),
+        "other_ceilings": view_model.other_ceilings(result["headroom"], result["anatomy"].get("baseline", {})),
         "tuned_anatomy": bool(result["anatomy"].get("tuned")),
-        "stopwatch": figures.middles(result["stopwatch_to_target"]),
-        "speed": figures.sources_of_speed(result),
-        "stages": figures.stages(result["trials"]),
-        "domain": figures.ratio_domain([trial["ratio"] for trial in result["trials"]]),
-        "break_even": figures.break_even(result),
+        "stopwatch": view_model.middles(result["stopwatch_to_target"]),
+        "speed": view_model.sources_of_speed(result),
+        "stages": view_model.stages(result["trials"]),
+        "domain": view_model.ratio_domain([trial["ratio"] for trial in result["trials"]]),
+        "break_even": view_model.break_even(result),
     }
 
 
 def _train(result: dict) -> dict:
     higher = result["higher_is_better"] is not False
     curve = {"this run": [{"seed": result["seed"], "points": result["evaluations"]}]}
-    arms = figures.arms(curve, result["target"], higher, {})
+    arms = view_model.arms(curve, result["target"], higher, {})
     metric = {"name": result["metric_name"], "higher_is_better": higher, "unit": ""}
     split = {name: seconds for name, seconds in result["split"].items() if seconds and seconds > 0}
     return {
-        "title": f"{result['task'] or 'training'}: {words.metric(result['metric'])}",
+        "title": f"{result['task'] or 'training'}: {formatting.metric(result['metric'])}",
         "curves": _drawn(charts.curves, arms, result["target"], metric) if arms else (),
-        "split": _drawn(charts.anatomy, [("this run", words.seconds(sum(split.values())), split)]) if split else (),
+        "split": _drawn(charts.anatomy, [("this run", formatting.seconds(sum(split.values())), split)]) if split else (),
     }
 
 
 def _compare(result: dict) -> dict:
-    headline = figures.compare_headline(result)
+    headline = view_model.compare_headline(result)
     return {"title": f"{headline}: {result['task']}", "headline": headline}
 
 
 def _diagnose(result: dict) -> dict:
-    rows = figures.anatomy(result["phases"], {})
-    bar = [("a step", words.seconds(result["seconds_per_step"]), {row["phase"]: row["before"] for row in rows})]
+    rows = view_model.anatomy(result["phases"], {})
+    bar = [("a step", formatting.seconds(result["seconds_per_step"]), {row["phase"]: row["before"] for row in rows})]
     return {
         "title": f"Where the time goes: {result['task']}",
         "anatomy": _drawn(charts.anatomy, bar) if rows else (),
         "anatomy_rows": rows,
-        "other_ceilings": figures.other_ceilings(result["headroom"], result["phases"]),
+        "other_ceilings": view_model.other_ceilings(result["headroom"], result["phases"]),
         "causes": _facts(result["causes"]),
-        "input_rates": figures.input_rates(result["input"]),
-        "input_sentence": figures.input_sentence(result["input"]),
-        "input_notes": figures.input_notes(result["input"]),
+        "input_rates": view_model.input_rates(result["input"]),
+        "input_sentence": view_model.input_sentence(result["input"]),
+        "input_notes": view_model.input_notes(result["input"]),
     }
 
 
@@ -132,7 +134,7 @@ def _bars(anatomy: dict, rows: list[dict]) -> list[tuple]:
     for arm, column in (("baseline", "before"), ("tuned", "after")):
         phases = {row["phase"]: row[column] for row in rows if row[column] and row[column] > 0}
         if phases:
-            bars.append((arm, words.seconds(sum(phases.values())), phases))
+            bars.append((arm, formatting.seconds(sum(phases.values())), phases))
     return bars
 
 
@@ -174,7 +176,7 @@ def _recipe(folder: Path, result: dict) -> dict:
     path = folder / "recipe.toml"
     told = result.get("recipe")
     recipe = Recipe.load(path) if path.is_file() else Recipe(told if isinstance(told, dict) else {})
-    command = words.train_command(result["task"] or "TASK", recipe.methods, str(path), result["processes"])
+    command = formatting.train_command(result["task"] or "TASK", recipe.methods, str(path), result["processes"])
     try:
         return {"recipe": recipe.to_toml().strip() if recipe else "", "recipe_file": str(path), "command": command}
     except (TypeError, ValueError):
@@ -193,9 +195,9 @@ def _breakable(name: str) -> Markup:
 
 @cache
 def _templates() -> Environment:
-    unbroken = (words.seconds, words.ratio, words.metric, words.plain, words.count, words.percent)
-    helpers = {"between": words.between, "breakable": _breakable}
-    helpers |= {function.__name__: function for function in (charts.phase_class, charts.ratio_mark, figures.is_good)}
+    unbroken = (formatting.seconds, formatting.ratio, formatting.metric, formatting.plain, formatting.count, formatting.percent)
+    helpers = {"between": formatting.between, "breakable": _breakable}
+    helpers |= {function.__name__: function for function in (charts.phase_class, charts.ratio_mark, view_model.is_good)}
     helpers |= {function.__name__: _unbroken(function) for function in unbroken}
     here = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=here, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)

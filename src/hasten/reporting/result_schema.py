@@ -13,7 +13,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, TypedDict, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-from hasten.contract.errors import ConfigurationError
+from hasten.core.errors import ConfigurationError
 
 # The metadata is how an error message calls the type, and what ``coerce`` decides by.
 Number = Annotated[float | None, "a number"]

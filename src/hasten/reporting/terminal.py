@@ -10,10 +10,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hasten.contract.card import FACTS, PHASES, TRAITS, Exactness
-from hasten.contract.recipe import Recipe
-from hasten.reporting import figures, words
-from hasten.reporting.layout import HEAD, QUIET, bar, grid, headline, indented, pairs
+from hasten.core.card import FACTS, PHASES, TRAITS, Exactness
+from hasten.core.recipe import Recipe
+from hasten.reporting import view_model
+from hasten.reporting import formatting
+from hasten.reporting.rich_layout import HEAD, QUIET, bar, grid, headline, indented, pairs
 from hasten.reporting.result_schema import validate
 
 BAR = 40  # characters
@@ -30,19 +31,19 @@ CHANGES = {
 def tune_answer(result: dict) -> RenderableType:
     """The verdict of ``tune``, what each method gave, and what was tried in vain."""
     result = validate(result)
-    won = figures.won(result)
-    parts = [headline(figures.tune_headline(result), result["task"], won), Text(figures.tune_sentence(result)), Text()]
+    won = view_model.won(result)
+    parts = [headline(view_model.tune_headline(result), result["task"], won), Text(view_model.tune_sentence(result)), Text()]
     if won:
-        parts += [_before_and_after(result["time_to_target"]), pairs(_sureness(result)), *_shares(figures.shares_of(result))]
+        parts += [_before_and_after(result["time_to_target"]), pairs(_sureness(result)), *_shares(view_model.shares_of(result))]
     else:
-        best = figures.best_trial(figures.in_vain(result["trials"]))
-        closest = [("the best", f"{best['what']}, {words.with_interval(best['ratio'])}: {best['verdict']}")] if best else []
+        best = view_model.best_trial(view_model.in_vain(result["trials"]))
+        closest = [("the best", f"{best['what']}, {formatting.with_interval(best['ratio'])}: {best['verdict']}")] if best else []
         parts.append(
             pairs(
                 [
                     *closest,
                     *_one_process(result),
-                    ("the search", f"took {words.seconds(result['search_seconds'])}. {figures.break_even(result)}"),
+                    ("the search", f"took {formatting.seconds(result['search_seconds'])}. {view_model.break_even(result)}"),
                 ]
             )
         )
@@ -56,32 +57,32 @@ def compare_answer(result: dict) -> RenderableType:
     arms = grid("", "recipe", ">1000 samples", ">evaluation", ">start")
     for arm in ("a", "b"):
         costs = (result[key].get(arm) for key in ("seconds_per_1000_samples", "evaluation_seconds", "start_seconds"))
-        arms.add_row(Text(arm, HEAD), Text(result[arm] or words.NOTHING), *map(words.seconds, costs))
-    evidence = [("time of a / b", f"{words.with_interval(result['ratio'])}, 95 % interval")]
+        arms.add_row(Text(arm, HEAD), Text(result[arm] or formatting.NOTHING), *map(formatting.seconds, costs))
+    evidence = [("time of a / b", f"{formatting.with_interval(result['ratio'])}, 95 % interval")]
     if result["cpu_ratio"]["median"] is not None:
-        evidence.append(("in CPU seconds", words.with_interval(result["cpu_ratio"])))
+        evidence.append(("in CPU seconds", formatting.with_interval(result["cpu_ratio"])))
     if (result["processes"] or 1) > 1:
         evidence.append(("processes", f"{result['processes']:.0f} in each arm"))
-    evidence.append(("measured", f"{words.count(result['blocks'], 'block', 'blocks')}, the arms taking turns{_noise(result['noise'])}"))
+    evidence.append(("measured", f"{formatting.count(result['blocks'], 'block', 'blocks')}, the arms taking turns{_noise(result['noise'])}"))
     why = [Text(result["why"])] if result["why"] else []
-    return Group(headline(figures.compare_headline(result), result["task"], good), *why, Text(), pairs(evidence), Text(), indented(arms))
+    return Group(headline(view_model.compare_headline(result), result["task"], good), *why, Text(), pairs(evidence), Text(), indented(arms))
 
 
 def diagnose_answer(result: dict) -> RenderableType:
     """A bar for every phase with its share and ceiling, the verdict in words, and what could pay."""
     result = validate(result)
-    rows = figures.anatomy(result["phases"], {})
+    rows = view_model.anatomy(result["phases"], {})
     longest = max((row["before"] for row in rows), default=1) or 1
     phases = grid("phase", "", ">share", ">ceiling")
     for row in rows:
         phases.add_row(
             row["phase"],
             bar(row["before"] / longest, BAR),
-            words.percent(row["before"]),
-            words.ratio(result["headroom"].get(row["phase"])),
+            formatting.percent(row["before"]),
+            formatting.ratio(result["headroom"].get(row["phase"])),
         )
-    for name, value in figures.other_ceilings(result["headroom"], result["phases"]).items():
-        phases.add_row(Text(name.replace("_", " ")), "", "", words.ratio(value))
+    for name, value in view_model.other_ceilings(result["headroom"], result["phases"]).items():
+        phases.add_row(Text(name.replace("_", " ")), "", "", formatting.ratio(value))
     parts = [headline("Where the time goes", result["task"], False), Text(result["verdict"]), Text(), indented(phases)]
     parts += [
         Text(),
@@ -93,14 +94,14 @@ def diagnose_answer(result: dict) -> RenderableType:
 
 def _input_throughput(measured: dict) -> list[RenderableType]:
     """A bar for every stage of the input pipeline beside the training step; nothing if nothing was measured."""
-    rates, notes = figures.input_rates(measured), figures.input_notes(measured)
+    rates, notes = view_model.input_rates(measured), view_model.input_notes(measured)
     if not rates and not notes:
         return []
     longest = max((rate for _, rate, _ in rates), default=1.0)
     table = grid("input", "", ">samples/s")
     for name, rate, slowest in rates:
         table.add_row(Text(name, HEAD if slowest else ""), bar(rate / longest, BAR), f"{rate:,.0f}")
-    sentence = figures.input_sentence(measured)
+    sentence = view_model.input_sentence(measured)
     return [Text(), indented(table), *([Text(sentence)] if sentence else []), *([pairs(notes)] if notes else [])]
 
 
@@ -111,7 +112,7 @@ def advised(advice: list[dict]) -> list[RenderableType]:
     table = grid("could pay", ">at most", "why")
     for row in advice:
         if row["bound"] is not None:
-            table.add_row(Text(row["method"], HEAD), words.ratio(row["bound"]), Text(row["why"]))
+            table.add_row(Text(row["method"], HEAD), formatting.ratio(row["bound"]), Text(row["why"]))
     return [Text(), indented(table), *_unbounded(advice)]
 
 
@@ -119,16 +120,16 @@ def train_answer(result: dict) -> RenderableType:
     """The numbers that a training ended with."""
     result = validate({**result, "kind": "train"})
     name = result["metric_name"] or "metric"
-    rows = [(name, f"{words.metric(result['metric'])}, at its best {words.metric(result['best_metric'])}")]
-    rows.append(("trained for", f"{words.count(result['steps'], 'step', 'steps')} in {words.seconds(result['seconds'])}"))
+    rows = [(name, f"{formatting.metric(result['metric'])}, at its best {formatting.metric(result['best_metric'])}")]
+    rows.append(("trained for", f"{formatting.count(result['steps'], 'step', 'steps')} in {formatting.seconds(result['seconds'])}"))
     if result["seconds_to_target"] is not None:
-        rows.append(("target", f"reached after {words.seconds(result['seconds_to_target'])}"))
+        rows.append(("target", f"reached after {formatting.seconds(result['seconds_to_target'])}"))
     elif result["target"] is not None:
-        rows.append(("target", f"{words.plain(result['target'])} not reached"))
+        rows.append(("target", f"{formatting.plain(result['target'])} not reached"))
     if result["stopped"]:
         rows.append(("stopped", "before the plan's last step"))
     if result["skipped"]:
-        many = words.count(result["skipped"], "row", "rows")
+        many = formatting.count(result["skipped"], "row", "rows")
         rows.append(("left out", f"{many} that could not be read{'; skipped.jsonl lists them' if result['out'] else ''}"))
     if result["chosen"]:
         where = "; recipe.toml keeps it" if result["out"] else ""
@@ -136,7 +137,7 @@ def train_answer(result: dict) -> RenderableType:
     rows += [("idle", ": ".join(pair)) for pair in result["idle"]]
     if result["out"]:
         rows.append(("folder", result["out"]))
-    return Group(headline(f"{name.capitalize()} {words.metric(result['metric'])}", result["task"], True), pairs(rows))
+    return Group(headline(f"{name.capitalize()} {formatting.metric(result['metric'])}", result["task"], True), pairs(rows))
 
 
 def methods_table(methods: list[dict]) -> RenderableType:
@@ -207,20 +208,20 @@ def _before_and_after(times: dict) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for arm, style in (("baseline", QUIET), ("competent", QUIET), ("tuned", "cyan")):
         if longest and times.get(arm) is not None:
-            table.add_row(arm, bar(times[arm] / longest, BAR, style), Text(words.seconds(times[arm]), no_wrap=True))
+            table.add_row(arm, bar(times[arm] / longest, BAR, style), Text(formatting.seconds(times[arm]), no_wrap=True))
     return Group(indented(table), Text()) if table.row_count else Text()
 
 
 def _sureness(result: dict) -> list[tuple[str, str]]:
     metric, quality, over = result["metric"], result["quality"], result["speedup_over_competent"]
-    tested = f"{metric['name'] or 'metric'} {words.metric(quality['tuned'], metric['unit'])}, baseline {words.metric(quality['baseline'], metric['unit'])}"
-    rows = [("sure", f"{words.between(result['speedup'])}, 95 % interval{_noise(result['noise'])}")]
-    rows.append(("quality", f"{tested}, margin {words.plain(quality['margin'], metric['unit'], 2)}: passed"))
+    tested = f"{metric['name'] or 'metric'} {formatting.metric(quality['tuned'], metric['unit'])}, baseline {formatting.metric(quality['baseline'], metric['unit'])}"
+    rows = [("sure", f"{formatting.between(result['speedup'])}, 95 % interval{_noise(result['noise'])}")]
+    rows.append(("quality", f"{tested}, margin {formatting.plain(quality['margin'], metric['unit'], 2)}: passed"))
     if over["median"] is not None:
         competent = Recipe(result["competent_recipe"])
-        rows.append(("competent", f"{words.with_interval(over)} over a set-up by hand{f': {competent}' if competent else ''}"))
+        rows.append(("competent", f"{formatting.with_interval(over)} over a set-up by hand{f': {competent}' if competent else ''}"))
     rows += _one_process(result)
-    rows.append(("the search", f"took {words.seconds(result['search_seconds'])}. {figures.break_even(result)}"))
+    rows.append(("the search", f"took {formatting.seconds(result['search_seconds'])}. {view_model.break_even(result)}"))
     return rows
 
 
@@ -228,10 +229,10 @@ def _one_process(result: dict) -> list[tuple[str, str]]:
     """What one process would be, as the original is and with what was found."""
     rows = []
     if (ratio := result["one_process"])["median"] is not None:
-        job = f"{words.plain(result['processes'])} as they are"
-        rows.append(("one process", f"with all cores, or OMP_NUM_THREADS, is {words.with_interval(ratio)} as fast as {job}"))
+        job = f"{formatting.plain(result['processes'])} as they are"
+        rows.append(("one process", f"with all cores, or OMP_NUM_THREADS, is {formatting.with_interval(ratio)} as fast as {job}"))
     if (ratio := result["winner_in_one_process"])["median"] is not None:
-        rows.append(("", f"with what it can take of the best recipe, {words.with_interval(ratio)} as fast, over as many samples"))
+        rows.append(("", f"with what it can take of the best recipe, {formatting.with_interval(ratio)} as fast, over as many samples"))
     return rows
 
 
@@ -245,9 +246,9 @@ def _shares(shares: list[dict]) -> list[RenderableType]:
     for share in shares:
         middle = share["speedup"]["median"]
         table.add_row(
-            words.shorten(share["method"], 34),
-            words.ratio(middle),
-            Text(words.between(share["speedup"]), QUIET),
+            formatting.shorten(share["method"], 34),
+            formatting.ratio(middle),
+            Text(formatting.between(share["speedup"]), QUIET),
             bar((middle - 1) / longest, 20),
         )
     return [Text(), indented(table)]
@@ -255,12 +256,12 @@ def _shares(shares: list[dict]) -> list[RenderableType]:
 
 def _losers(trials: list[dict]) -> list[RenderableType]:
     """What ran and lost, as many as fit; what had nothing to act on by name; the rest only counted."""
-    lost = figures.in_vain(trials)
-    shown = [trial for trial in lost if trial["verdict"] not in figures.NEVER_RAN][:MOST_LOSERS]
+    lost = view_model.in_vain(trials)
+    shown = [trial for trial in lost if trial["verdict"] not in view_model.NEVER_RAN][:MOST_LOSERS]
     idle = [trial["what"] for trial in lost if trial["verdict"] == "nothing to do"]
     table = grid("tried in vain", "", ">", "")
     for trial in shown:
-        table.add_row(words.shorten(trial["what"], 28), trial["verdict"], words.ratio(trial["ratio"]["median"]), Text(trial["why"], QUIET))
+        table.add_row(formatting.shorten(trial["what"], 28), trial["verdict"], formatting.ratio(trial["ratio"]["median"]), Text(trial["why"], QUIET))
     told = [indented(table)] if shown else []
     if idle:
         told.append(indented(Text(f"nothing to act on: {', '.join(dict.fromkeys(idle))}", QUIET)))
@@ -276,16 +277,16 @@ def _where(result: dict, won: bool) -> list[RenderableType]:
     if result["out"]:
         told.append(Text(f"Folder: {result['out']}; as a page: hasten report {shlex.quote(result['out'])}", style=QUIET))
     if won and result["recipe"] and result["recipe_file"]:
-        told.append(Text(words.train_command(result["task"], result["recipe"], result["recipe_file"], result["processes"])))
+        told.append(Text(formatting.train_command(result["task"], result["recipe"], result["recipe_file"], result["processes"])))
     return [Text(), *told] if told else []
 
 
 def _step_facts(result: dict) -> list[tuple[str, str]]:
     flops = result["flops"]
-    rows = [("a step", words.seconds(result["seconds_per_step"]))]
+    rows = [("a step", formatting.seconds(result["seconds_per_step"]))]
     if flops["share"] is not None:
-        of = f" ({words.plain(flops['achieved_gflops'])} of {words.plain(flops['peak_gflops'])} GFLOP/s)" if flops["peak_gflops"] else ""
-        rows.append(("arithmetic", f"{words.percent(flops['share'])} of the measured peak{of}"))
+        of = f" ({formatting.plain(flops['achieved_gflops'])} of {formatting.plain(flops['peak_gflops'])} GFLOP/s)" if flops["peak_gflops"] else ""
+        rows.append(("arithmetic", f"{formatting.percent(flops['share'])} of the measured peak{of}"))
     return rows + [
         (name.replace("_", " "), f"{value:.3g}" if isinstance(value, float) else str(value))
         for name, value in result["causes"].items()
@@ -310,8 +311,8 @@ def _noise(noise: dict) -> str:
 def _claim(method: dict) -> str:
     gain = method.get("gain")
     if gain and gain[0] <= 1:
-        return f"up to {words.ratio(gain[1])}"
-    return words.between({"low": gain[0], "high": gain[1]}) if gain else words.NOTHING
+        return f"up to {formatting.ratio(gain[1])}"
+    return formatting.between({"low": gain[0], "high": gain[1]}) if gain else formatting.NOTHING
 
 
 def _meanings(method: dict, field: str, known: dict[str, str]) -> str:

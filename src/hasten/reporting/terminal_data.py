@@ -6,8 +6,8 @@ from collections.abc import Callable
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from hasten.reporting import words
-from hasten.reporting.layout import HEAD, QUIET, grid, headline, indented, pairs
+from hasten.reporting import formatting
+from hasten.reporting.rich_layout import HEAD, QUIET, grid, headline, indented, pairs
 
 MOST_COLUMNS, MOST_BAD = 12, 3  # shown; the JSON has them all
 LIMITS = {
@@ -22,9 +22,9 @@ def inspect_answer(result: dict) -> RenderableType:
     """What is there, how fast it is read, and which storage would be faster."""
     about = "" if result["rows_exact"] else "about "
     rows = [
-        ("files", f"{words.count(result['files'], 'file', 'files')}, {size(result['bytes'])}"),
+        ("files", f"{formatting.count(result['files'], 'file', 'files')}, {size(result['bytes'])}"),
         ("beside them", _left(result["others"], "not looked at")),
-        ("rows", f"{about}{words.count(result['rows'], 'row', 'rows')}"),
+        ("rows", f"{about}{formatting.count(result['rows'], 'row', 'rows')}"),
         ("columns", _columns(result["columns"])),
         ("classes", _classes(result["classes"])),
         ("left out", _listed(result["left_out"])),
@@ -45,15 +45,15 @@ def convert_answer(result: dict) -> RenderableType:
     """What was written, that it was read back, and what it gives."""
     gain = result["gain"]
     paces = f"{pace(gain['before'])} before, {pace(gain['after'])} now" if gain["ratio"] else ""
-    estimated = f"estimated {words.ratio(gain['estimated'])}" if gain["estimated"] else "not estimated"
+    estimated = f"estimated {formatting.ratio(gain['estimated'])}" if gain["estimated"] else "not estimated"
     rows = [
-        ("files", f"{words.count(len(result['files']), 'file', 'files')}, {size(result['bytes'])}, before {size(result['bytes_before'])}"),
+        ("files", f"{formatting.count(len(result['files']), 'file', 'files')}, {size(result['bytes'])}, before {size(result['bytes_before'])}"),
         ("left as they are", _left(result["others"], "not converted")),
-        ("read back", f"all {words.count(result['rows'], 'row', 'rows')}, content {result['digest']}"),
+        ("read back", f"all {formatting.count(result['rows'], 'row', 'rows')}, content {result['digest']}"),
         ("left out", _skipped(result)),
         ("classes", _classes(result["classes"])),
-        ("took", words.seconds(result["seconds"])),
-        ("gain", f"{estimated}, measured {words.with_interval(gain | {'median': gain['ratio']})}" if gain["ratio"] else ""),
+        ("took", formatting.seconds(result["seconds"])),
+        ("gain", f"{estimated}, measured {formatting.with_interval(gain | {'median': gain['ratio']})}" if gain["ratio"] else ""),
         ("one core", paces),
         ("open it with", result["open"]),
     ]
@@ -64,8 +64,8 @@ def size(number: float) -> str:
     """``512 bytes``, ``1.2 GB`` (10**9 bytes)."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if number >= unit:
-            return f"{words.plain(number / unit, digits=3)} {name}"
-    return words.count(number, "byte", "bytes")
+            return f"{formatting.plain(number / unit, digits=3)} {name}"
+    return formatting.count(number, "byte", "bytes")
 
 
 def pace(rows: float | None) -> str:
@@ -92,7 +92,7 @@ def _told(rows: list[tuple[str, str]]) -> RenderableType:
 def _columns(columns: dict) -> str:
     shown = [f"{name}: {kind}" for name, kind in list(columns.items())[:MOST_COLUMNS]]
     more = len(columns) - len(shown)
-    return "; ".join([*shown, *([f"and {more} more"] if more > 0 else [])]) or words.NOTHING
+    return "; ".join([*shown, *([f"and {more} more"] if more > 0 else [])]) or formatting.NOTHING
 
 
 def _left(others: dict, what: str) -> str:
@@ -116,7 +116,7 @@ def _listed(bad: list[dict]) -> str:
 
 
 def _files_and_rows(files: int, rows: int) -> str:
-    told = [words.count(files, "file", "files") if files else "", words.count(rows, "row", "rows") if rows else ""]
+    told = [formatting.count(files, "file", "files") if files else "", formatting.count(rows, "row", "rows") if rows else ""]
     return " and ".join(filter(None, told))
 
 
@@ -130,7 +130,7 @@ def _gained(to: str, gain: dict) -> str:
     """What a conversion gave, in as strong words as the measurement bears."""
     if gain["verdict"] == "no difference":
         return f"Stored as {to}; no clear difference in how fast it is read"
-    return f"Read {words.ratio(gain['ratio'])} as fast" if gain["ratio"] else f"Stored as {to}"
+    return f"Read {formatting.ratio(gain['ratio'])} as fast" if gain["ratio"] else f"Stored as {to}"
 
 
 def _verdict(result: dict) -> str:
@@ -152,7 +152,7 @@ def _storages(result: dict) -> list[RenderableType]:
     table = grid(head, ">estimate", ">rows/s", ">size")
     for each in result["storages"]:
         name = f"{each['to']} at {each['resize']} pixels" if each["resize"] else each["to"]
-        estimate = words.with_interval(each | {"median": each["gain"]})
+        estimate = formatting.with_interval(each | {"median": each["gain"]})
         table.add_row(Text(name, HEAD), estimate, _three_digits(each["rows_per_second"]), size(each["bytes"]))
     best = result["storages"][0]
     command = ["hasten", "data", "convert", result["path"], "--to", best["to"]]

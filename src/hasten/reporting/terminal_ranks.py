@@ -3,9 +3,9 @@
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from hasten.contract.card import PHASES
-from hasten.reporting import words
-from hasten.reporting.layout import QUIET, grid, headline, indented, pairs
+from hasten.core.card import PHASES
+from hasten.reporting import formatting
+from hasten.reporting.rich_layout import QUIET, grid, headline, indented, pairs
 from hasten.reporting.terminal import advised
 from hasten.reporting.terminal_data import size
 
@@ -31,34 +31,34 @@ def _ranks(result: dict) -> RenderableType:
     waits = "waits" in ranks[0]
     table = grid("rank", *(f">{name}" for name in shown), *([">waits", ">is last"] if waits else []))
     for row in ranks:
-        last = [words.seconds(row["waits"]), words.percent(row["last"])] if waits else []
-        table.add_row(str(row["rank"]), *(words.seconds(row["phases"][name]) for name in shown), *last)
-    table.add_row(Text("skew", QUIET), *(Text(words.seconds(result["skew"][name]), QUIET) for name in shown))
+        last = [formatting.seconds(row["waits"]), formatting.percent(row["last"])] if waits else []
+        table.add_row(str(row["rank"]), *(formatting.seconds(row["phases"][name]) for name in shown), *last)
+    table.add_row(Text("skew", QUIET), *(Text(formatting.seconds(result["skew"][name]), QUIET) for name in shown))
     return table
 
 
 def _facts(result: dict) -> list[tuple[str, str]]:
     talk = result["communication"]
-    rows = [("a step", f"{words.seconds(result['seconds_per_step'])}, {result['batch_size']} samples")]
+    rows = [("a step", f"{formatting.seconds(result['seconds_per_step'])}, {result['batch_size']} samples")]
     if talk["exposed"] is not None:
-        rows.append(("averaging", f"of gradients makes it {words.seconds(talk['exposed'])} longer ({words.percent(talk['share'])})"))
+        rows.append(("averaging", f"of gradients makes it {formatting.seconds(talk['exposed'])} longer ({formatting.percent(talk['share'])})"))
     if talk["seconds"] is not None:
-        buckets = words.count(talk["buckets"], "bucket", "buckets")
+        buckets = formatting.count(talk["buckets"], "bucket", "buckets")
         rows.append(
             (
                 "by itself",
-                f"{words.seconds(talk['seconds'])} for {size(talk['bytes'])} in {buckets}, {words.seconds(talk['hidden'])} hidden",
+                f"{formatting.seconds(talk['seconds'])} for {size(talk['bytes'])} in {buckets}, {formatting.seconds(talk['hidden'])} hidden",
             )
         )
     for name, ratio in result["ceilings"].items():
         what, more = CEILINGS[name]
-        rows.append((what, f"{more}: {words.with_interval(ratio)} as fast"))
+        rows.append((what, f"{more}: {formatting.with_interval(ratio)} as fast"))
     if result["speedup"]:
-        gain = words.with_interval(result["speedup"])
+        gain = formatting.with_interval(result["speedup"])
         rows.append(
             (
                 f"{result['processes']} processes",
-                f"train {gain} as fast as one with {words.count(result['threads']['alone'], 'thread', 'threads')}: efficiency {result['efficiency']:.2f}",
+                f"train {gain} as fast as one with {formatting.count(result['threads']['alone'], 'thread', 'threads')}: efficiency {result['efficiency']:.2f}",
             )
         )
     slowest = max(result["links"], key=lambda link: link["seconds"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hasten.contract.task import Task
+from hasten.core.task import Task
 
 CLASSES, LETTERS = 4, 16
 

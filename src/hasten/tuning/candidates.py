@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
-from hasten.contract.card import Exactness
-from hasten.contract.errors import ConfigurationError
-from hasten.contract.recipe import Recipe
-from hasten.engine.find import DISTRIBUTED, cards_that_state, make_methods, method_class
+from hasten.core.card import Exactness
+from hasten.core.errors import ConfigurationError
+from hasten.core.recipe import Recipe
+from hasten.engine.registry import DISTRIBUTED, cards_that_state, make_methods, method_class
 from hasten.tuning.search import EXACT, Candidate, candidate
 
 MUCH_TALK = 1.5  # times as fast without: then talking less is tried first

@@ -15,10 +15,10 @@ from statistics import fmean, stdev
 
 from scipy.special import stdtrit
 
-from hasten.contract.card import Exactness
-from hasten.contract.recipe import Recipe
-from hasten.measure.ratio import LOOKS as PACE_LOOKS
-from hasten.measure.ratio import Ratio
+from hasten.core.card import Exactness
+from hasten.core.recipe import Recipe
+from hasten.benchmarking.ratio import LOOKS as PACE_LOOKS
+from hasten.benchmarking.ratio import Ratio
 from hasten.tuning.gate import FEWEST_SEEDS, LOOKS, NonInferiorityResult, confidence_of, equal_by_construction, quality_gate
 from hasten.tuning.search import EXACT, Baseline, Incumbents
 from hasten.tuning.study import OutOfBudget, Study, exactness_of

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import psutil
 
-from hasten.contract.card import Exactness
-from hasten.contract.recipe import Recipe
+from hasten.core.card import Exactness
+from hasten.core.recipe import Recipe
 from hasten.engine.environment import environment
-from hasten.engine.find import drop_distributed
-from hasten.engine.folder import atomic_write
-from hasten.measure.ratio import Ratio
+from hasten.engine.registry import drop_distributed
+from hasten.engine.run_dir import atomic_write
+from hasten.benchmarking.ratio import Ratio
 from hasten.reporting.result_schema import Curve, Offered, Point, TuneResult
 from hasten.tuning.candidates import Candidates
 from hasten.tuning.confirm import SURELY_FASTER, Confirmation

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean, stdev
 
-from hasten.contract.card import Card, Exactness
-from hasten.contract.errors import ConfigurationError
-from hasten.contract.recipe import Recipe
+from hasten.core.card import Card, Exactness
+from hasten.core.errors import ConfigurationError
+from hasten.core.recipe import Recipe
 from hasten.engine.composition import check_conflicts, sort_methods
-from hasten.engine.find import make_methods, method_class
-from hasten.measure.ratio import FASTER, SAME, UNSURE
+from hasten.engine.registry import make_methods, method_class
+from hasten.benchmarking.ratio import FASTER, SAME, UNSURE
 from hasten.tuning.study import Study
 
 EXACT = (Exactness.BIT_EXACT, Exactness.EQUIVALENT_MATH)

@@ -11,17 +11,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from hasten.contract.card import Exactness
-from hasten.contract.errors import RunError, ConfigurationError
-from hasten.contract.recipe import Recipe
-from hasten.contract.watch import ProgressCallback
-from hasten.diagnosis.anatomy import profile_steps
-from hasten.engine.find import make_method
-from hasten.engine.outcome import first_sustained_target
+from hasten.core.card import Exactness
+from hasten.core.errors import RunError, ConfigurationError
+from hasten.core.recipe import Recipe
+from hasten.core.progress import ProgressCallback
+from hasten.profiling.step_profile import profile_steps
+from hasten.engine.registry import make_method
+from hasten.engine.summary import first_sustained_target
 from hasten.engine.tasks import TaskRef
-from hasten.measure.compare import PATIENCE, evaluation_seconds_per_sample, run_interleaved
-from hasten.measure.job import start_workers
-from hasten.tuning.ledger import TrialStore
+from hasten.benchmarking.compare import PATIENCE, evaluation_seconds_per_sample, run_interleaved
+from hasten.benchmarking.worker_group import start_workers
+from hasten.tuning.trial_store import TrialStore
 
 SHORT_LOOKS = (6, 9, 14)  # pairs; the search screens, the confirmation measures
 PROOF_SECONDS = 20.0

@@ -6,19 +6,19 @@ import math
 import time
 from dataclasses import asdict, dataclass
 
-from hasten.contract.card import Card, Exactness, WrapOrder
-from hasten.contract.errors import RunError
-from hasten.contract.method import Method
-from hasten.contract.recipe import Recipe
-from hasten.contract.run_context import Evaluation, RunContext, TrainPlan
-from hasten.contract.types import StepFn
-from hasten.contract.watch import no_progress
-from hasten.engine.outcome import first_sustained_target
-from hasten.engine.ranks import init_process_group
+from hasten.core.card import Card, Exactness, WrapOrder
+from hasten.core.errors import RunError
+from hasten.core.method import Method
+from hasten.core.recipe import Recipe
+from hasten.core.run_context import Evaluation, RunContext, TrainPlan
+from hasten.core.types import StepFn
+from hasten.core.progress import no_progress
+from hasten.engine.summary import first_sustained_target
+from hasten.distributed.process_group import init_process_group
 from hasten.engine.tasks import TaskRef
 from hasten.engine.train import device_of, train
-from hasten.measure.exactness import check_exactness
-from hasten.measure.job import COLLECTIVE_TIMEOUT_S
+from hasten.benchmarking.exactness import check_exactness
+from hasten.benchmarking.worker_group import COLLECTIVE_TIMEOUT_S
 
 
 class Trial:

@@ -13,29 +13,29 @@ from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
 
-from hasten.contract.errors import RunError, HastenWarning, ProgressWarning, ConfigurationError
-from hasten.contract.ranks import DEFAULT_TIMEOUT_S
-from hasten.contract.recipe import Recipe
-from hasten.contract.spans import parse_budget
-from hasten.contract.watch import ProgressCallback, no_progress
-from hasten.diagnosis.diagnose import diagnose
-from hasten.engine.budget import warn_oversubscribed
+from hasten.core.errors import RunError, HastenWarning, ProgressWarning, ConfigurationError
+from hasten.core.process_group_info import DEFAULT_TIMEOUT_S
+from hasten.core.recipe import Recipe
+from hasten.core.durations import parse_budget
+from hasten.core.progress import ProgressCallback, no_progress
+from hasten.profiling.diagnose import diagnose
+from hasten.engine.resources import warn_oversubscribed
 from hasten.engine.devices import pick_device
 from hasten.engine.environment import cores, own_code
-from hasten.engine.find import drop_distributed
+from hasten.engine.registry import drop_distributed
 from hasten.engine.metrics import higher_is_better, name_of
-from hasten.engine.sources import check_process_count
+from hasten.engine.data_adapters import check_process_count
 from hasten.engine.tasks import TaskRef
-from hasten.measure.arm import estimate
-from hasten.measure.ratio import SLOWER, Ratio
-from hasten.measure.workers import mark_warnings_shown, reset_shown_warnings
+from hasten.benchmarking.arm import estimate
+from hasten.benchmarking.ratio import SLOWER, Ratio
+from hasten.benchmarking.fork_server import mark_warnings_shown, reset_shown_warnings
 from hasten.tuning.candidates import MethodSelection, candidates_for, strong_baselines
 from hasten.tuning.confirm import SEED_STEP, against_competent, confirm
 from hasten.tuning.gate import FEWEST_SEEDS, resolve_margin
-from hasten.tuning.ledger import TrialStore
+from hasten.tuning.trial_store import TrialStore
 from hasten.tuning.result import Found, result_of, surroundings, write
 from hasten.tuning.search import NOTHING_TO_DO, Baseline, gain_of_a_run, search_systems, search_training
-from hasten.tuning.shares import leave_one_out, contributions
+from hasten.tuning.ablation import leave_one_out, contributions
 from hasten.tuning.study import ANATOMY_SECONDS, Budget, OutOfBudget, Study
 
 BASELINE_SEEDS = 3

@@ -18,9 +18,9 @@ from importlib import metadata
 import numpy
 import torch
 
-from hasten.contract.errors import ConfigurationError, format_error
-from hasten.data.checks import at_least
-from hasten.data.memory import thread_scratch, acquire
+from hasten.core.errors import ConfigurationError, format_error
+from hasten.data.validation import at_least
+from hasten.data.buffer_pool import thread_scratch, acquire
 from hasten.data.source import BadRow
 
 PIXELS = 178_956_970 // 4  # a quarter of what Pillow warns of twice: 44 million, 134 MB of colours

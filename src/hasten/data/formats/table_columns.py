@@ -14,9 +14,9 @@ from typing import Any
 import numpy
 import torch
 
-from hasten.contract.errors import HastenWarning, ConfigurationError
-from hasten.data.formats.in_memory import gathered
-from hasten.data.formats.table_fills import filled, missing_whole
+from hasten.core.errors import HastenWarning, ConfigurationError
+from hasten.data.formats.arrays import gathered
+from hasten.data.formats.missing_values import filled, missing_whole
 from hasten.data.formats.table_types import is_number, plain, shape_of, tensor_type
 
 LARGEST = (1 << 63) - 1

@@ -21,10 +21,10 @@ from typing import Any, Protocol
 
 import psutil
 
-from hasten.contract.errors import RunError, ConfigurationError, format_error
-from hasten.data.formats import settings
+from hasten.core.errors import RunError, ConfigurationError, format_error
+from hasten.data.formats import argument_checks
 from hasten.data.formats.table_types import leads_elsewhere
-from hasten.data.places.files import BLAMING, FileMissingError, is_remote, open_file
+from hasten.data.io.paths import BLAMING, FileMissingError, is_remote, open_file
 
 MOST_ROWS = 1 << 48  # of a file
 MOST_BAD = 100_000  # lines of a CSV file: with more it is rather read wrongly, and each is handed over and kept
@@ -130,7 +130,7 @@ class Csv:
         said = isinstance(delimiter, str) and len(delimiter) == 1 and delimiter.isascii() and delimiter not in NEVER
         if delimiter is not None and not said:
             raise ConfigurationError(f"csv(delimiter=) is one character that divides fields, as in delimiter=';', not {delimiter!r:.80}")
-        header = None if header is None else settings.names("csv(header=)", header)
+        header = None if header is None else argument_checks.names("csv(header=)", header)
         self.settings, self._parsed = {"delimiter": delimiter, "header": header}, {}
 
     def manifest(self, path: str) -> Manifest:

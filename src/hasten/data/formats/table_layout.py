@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from hasten.contract.errors import ConfigurationError, suggest
-from hasten.data.formats import settings
-from hasten.data.formats.in_memory import gathered
+from hasten.core.errors import ConfigurationError, suggest
+from hasten.data.formats import argument_checks
+from hasten.data.formats.arrays import gathered
 from hasten.data.formats.table_columns import Classes, Matrix, Numbers, column
 from hasten.data.formats.table_types import is_number, plain, shape_of, tensor_type
 from hasten.data.source import tree_leaves, tree_map
@@ -43,8 +43,8 @@ class Layout:
         Raises:
             Refusal: there is no such column, the files differ, or the target cannot be learnt.
         """
-        columns = None if columns is None else settings.names("columns=", columns)
-        settings.name("target=", target)
+        columns = None if columns is None else argument_checks.names("columns=", columns)
+        argument_checks.name("target=", target)
         path, schema = next(iter(schemas.items()))
         wanted = list(dict.fromkeys([*(schema.names if columns is None else columns), *([] if target is None else [target])]))
         for name in wanted:

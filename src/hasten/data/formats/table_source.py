@@ -22,16 +22,16 @@ from time import perf_counter
 import numpy
 import torch
 
-from hasten.contract.errors import RunError, HastenWarning, ConfigurationError, format_error
-from hasten.data.caching.filling import noticing, paced
-from hasten.data.faults import BadRowPolicy
-from hasten.data.formats import settings
+from hasten.core.errors import RunError, HastenWarning, ConfigurationError, format_error
+from hasten.data.cache.populate import noticing, paced
+from hasten.data.bad_rows import BadRowPolicy
+from hasten.data.formats import argument_checks
 from hasten.data.formats.table_files import Format, Manifest, asks_too_much, check
-from hasten.data.formats.table_fills import checked_fill, typed, without_empty
+from hasten.data.formats.missing_values import checked_fill, typed, without_empty
 from hasten.data.formats.table_layout import Layout, Rows, merged
-from hasten.data.places.files import FileMissingError, resolve_paths, is_lost, file_signature, check_unchanged
+from hasten.data.io.paths import FileMissingError, resolve_paths, is_lost, file_signature, check_unchanged
 from hasten.data.source import BadRow, Source
-from hasten.engine.budget import free_memory
+from hasten.engine.resources import free_memory
 
 SHARE = 4  # a table may take this part of the free memory
 WASTE = 4  # times the rows that are given may be decoded before it is told
@@ -62,7 +62,7 @@ class Table(Source):
         self._layout = Layout.of(schemas, columns, target, self._guessed)
         if classes is not None and not self._layout.has_classes:
             raise ConfigurationError("classes= are the words of a target of text; there is none")
-        self._chosen_classes = None if classes is None else settings.names("classes=", classes)
+        self._chosen_classes = None if classes is None else argument_checks.names("classes=", classes)
         self._empty_is_missing = self._guessed and self._layout.has_classes and "" not in (self._chosen_classes or ())
         self._fill = checked_fill(fill, self._layout.types, next(iter(schemas.values())).names)
         if gigabytes is not None and not (isinstance(gigabytes, (int, float)) and gigabytes >= 0):

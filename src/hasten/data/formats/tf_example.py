@@ -12,8 +12,8 @@ from functools import cache
 import numpy
 import torch
 
-from hasten.contract.errors import ConfigurationError, suggest
-from hasten.data.formats import settings
+from hasten.core.errors import ConfigurationError, suggest
+from hasten.data.formats import argument_checks
 
 Summary = dict[str, tuple[str | None, int]]  # of one message: feature name -> ("bytes", "float", "int64" or None, number of values)
 
@@ -195,4 +195,4 @@ def _parse_form(name: str, kind: str, form) -> tuple[tuple[int, ...] | None, tor
         raw, form = form
         if kind != "bytes":
             raise ConfigurationError(f"feature {name!r} holds {kind} values, no byte strings to be read as {raw}; give its shape alone")
-    return None if form is None else settings.shape(f"features={{{name!r}: ...}}", form), raw
+    return None if form is None else argument_checks.shape(f"features={{{name!r}: ...}}", form), raw

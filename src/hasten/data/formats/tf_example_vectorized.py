@@ -24,7 +24,7 @@ import numpy
 import torch
 
 from hasten.data.formats.tf_example import Feature, normalize_example
-from hasten.data.memory import acquire
+from hasten.data.buffer_pool import acquire
 
 FIELD_1, FIELD_2 = 0x0A, 0x12  # tags of fields 1 and 2 with a length
 LIST_TAGS = {"bytes": 0x0A, "float": 0x12, "int64": 0x1A}  # tags of the lists in a Feature

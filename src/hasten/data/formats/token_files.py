@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy
 import torch
 
-from hasten.contract.errors import ConfigurationError
-from hasten.data.checks import at_least
-from hasten.data.formats.in_memory import from_numpy_array, opened_array
-from hasten.data.memory import acquire
+from hasten.core.errors import ConfigurationError
+from hasten.data.validation import at_least
+from hasten.data.formats.arrays import from_numpy_array, opened_array
+from hasten.data.buffer_pool import acquire
 from hasten.data.pipeline import Pipeline
-from hasten.data.places.files import resolve_paths, is_remote, file_signature
+from hasten.data.io.paths import resolve_paths, is_remote, file_signature
 from hasten.data.source import Source
 
 HEADER = 1024  # bytes of llm.c's header

@@ -1,0 +1,252 @@
+"""One arm of a comparison, in a worker process or as one rank of several: built once, then trained block by block."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from itertools import islice
+
+import torch
+
+from hasten.core.errors import PeerFailure, RunError, ConfigurationError
+from hasten.core.process_group_info import ProcessGroupInfo
+from hasten.core.recipe import Recipe
+from hasten.core.task import Task
+from hasten.engine import checkpoint
+from hasten.engine.error_messages import format_position
+from hasten.engine.registry import make_methods
+from hasten.engine.finite_checks import non_finite_loss_error
+from hasten.engine.loop import evaluate, train_steps
+from hasten.engine.observers import numbers_of
+from hasten.engine.cadence import LOG_EVERY_STEPS
+from hasten.engine.plan import Program, build
+from hasten.distributed.process_group import init_process_group
+from hasten.engine.tasks import TaskRef
+from hasten.engine.train import device_of, with_strategy
+from hasten.benchmarking.worker_group import COLLECTIVE_TIMEOUT_S, start_workers
+
+WARM_UP_STEPS, WARM_UP_ROUNDS = 3, 4
+LONG_EVALUATION = 10.0  # seconds; a longer one is timed once
+EVALUATION_SECONDS = 1.0  # a timed evaluation is a slice of about this length, scaled up
+
+
+class Arm:
+    """A run without an end, in blocks. Times are in seconds.
+
+    Args:
+        ranks: that train together; None joins those that the environment names.
+    """
+
+    def __init__(self, task: str | TaskRef, methods: dict, device: str, seed: int, ranks: ProcessGroupInfo | None = None):
+        self.task = task if isinstance(task, TaskRef) else TaskRef.from_json(task)
+        self.recipe, self.device, self.seed, self.ranks = Recipe(methods), device, seed, ranks
+        self.unread: list[tuple] = []  # (loss on the device, epoch, batch)
+        self.start_of_pass: dict | None = None
+
+    def build(self) -> dict:
+        """Builds the run and warms it up. Returns its plan, and the seconds that the start took beyond steady steps.
+
+        Loading the task is not counted: it takes the same time under every recipe.
+        """
+        task = self.task.load()
+        self.context = ExitStack()  # never closed: the process ends with the arm
+        if self.ranks is None:
+            self.ranks = self.context.enter_context(init_process_group(self.device, COLLECTIVE_TIMEOUT_S))
+            self.device = device_of(self.ranks, self.device)
+        self._meet()
+        began = time.perf_counter()
+        program = self.program_of(task)
+        if program.run.no_effect:
+            raise RunError("; ".join(f"{method} has nothing to act on: {why}" for method, why in program.run.no_effect))
+        self.context.enter_context(program.process_context())
+        self.source = program.train
+        self.program = _without_end(program, self._epoch)
+        self.steps = train_steps(self.program)
+        built = time.perf_counter() - began
+
+        first = self.train(WARM_UP_STEPS)["seconds"]
+        step = min(self.train(WARM_UP_STEPS)["seconds"] for _ in range(WARM_UP_ROUNDS)) / WARM_UP_STEPS
+        start = built + max(0.0, first - step * WARM_UP_STEPS)
+        evaluation = None
+        if program.validation is not None and program.run.plan is not None:
+            self.validation_batches = program.validation.length
+            first, evaluation = (self._evaluate(None) for _ in range(2))
+            start += max(0.0, first - evaluation)
+            self.slice = self._slice(evaluation)
+        plan, parallel = program.plan, program.run.parallel
+        return {
+            "start": start,
+            "step": step,
+            "rhythm": parallel.sync_period if parallel else 1,
+            "prelude": parallel.warmup_steps if parallel else 0,
+            "evaluation": evaluation,
+            "samples_a_pass": plan.samples or (program.train.length and program.train.length * plan.batch_size),
+            "batch_size": plan.batch_size,
+            "steps": plan.steps,
+            "epochs": plan.epochs,
+            "evaluate_every": plan.evaluate_every,
+        }
+
+    def program_of(self, task: Task) -> Program:
+        methods = with_strategy(make_methods(self.recipe), self.ranks)
+        return build(task, methods, device=self.device, seed=self.seed, ranks=self.ranks)
+
+    def train(self, count: int) -> dict:
+        """Trains a block of ``count`` steps, synchronized at its ends only.
+
+        Returns:
+            seconds, samples, and the sum over all ranks of: cpu and system (seconds), faults (minor page faults) and
+            switches (involuntary context switches).
+
+        Raises:
+            Failure: a loss is not finite.
+        """
+        progress = self.program.run.progress
+        self._synchronize()
+        samples, before, began = progress.samples, resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+        for _ in range(count):
+            loss = next(self.steps)  # may call _read_losses, between two epochs
+            self.unread.append((loss, progress.epoch, progress.batch - 1))
+            if len(self.unread) >= LOG_EVERY_STEPS:  # as a run does
+                self._read_losses()
+        self._synchronize()
+        seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
+        self._read_losses()
+        used = {
+            "cpu": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+            "system": after.ru_stime - before.ru_stime,
+            "faults": after.ru_minflt - before.ru_minflt,
+            "switches": after.ru_nivcsw - before.ru_nivcsw,
+        }
+        return {"seconds": seconds, "samples": progress.samples - samples} | self._sum_over_ranks(used)
+
+    def evaluate(self) -> float:
+        """Seconds of a whole evaluation, from a slice of its batches if it is long."""
+        return self._evaluate(self.slice)
+
+    def _evaluate(self, batches: int | None) -> float:
+        program = self.program
+        if batches is not None:
+            part = program.validation.map_iterator(lambda iterator: islice(iterator, batches))
+            program = dataclasses.replace(program, validation=part)
+        self._synchronize()
+        began = time.perf_counter()
+        evaluate(program)
+        self._synchronize()
+        scale = self.validation_batches / batches if batches is not None else 1.0
+        return self.ranks.all_reduce_max([(time.perf_counter() - began) * scale])[
+            0
+        ]  # the same on all ranks, because it decides what they do next
+
+    def _slice(self, seconds: float) -> int | None:
+        if not self.validation_batches or seconds <= EVALUATION_SECONDS:
+            return None
+        return max(1, round(self.validation_batches * EVALUATION_SECONDS / seconds))
+
+    def _read_losses(self) -> list[float]:
+        """Fetches the losses since the last call.
+
+        Raises:
+            Failure: a loss is not finite.
+        """
+        unread, self.unread = self.unread, []
+        if not unread:
+            return []
+        losses = numbers_of([loss for loss, _, _ in unread])
+        good = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
+        everywhere = -int(self.ranks.all_reduce_max([-good])[0])  # a NaN reaches all ranks a step later
+        if everywhere < len(losses):
+            _, epoch, batch = unread[everywhere]
+            where = format_position(self.program.run.progress.step - len(unread) + 1 + everywhere, epoch, batch)
+            if everywhere < good:
+                raise PeerFailure(f"the loss of another rank is not finite at {where}")
+            raise non_finite_loss_error(
+                losses[good],
+                where,
+                partial(checkpoint.read_again, self.program.source, self.start_of_pass, epoch, batch),
+            )
+        return losses
+
+    def _epoch(self, number: int, start: int = 0) -> Iterator:
+        """The task's batches of an epoch. As in a run, losses are read between two epochs.
+
+        The random state is kept if the source can only read an epoch from its start, for ``read_again``.
+        """
+        self._read_losses()
+        if not self.source.seekable:
+            checkpoint.sync_rng(self.ranks, self.source)
+            self.start_of_pass = {"epoch": number, **checkpoint.rng_state(self.source)}
+        return self.source.epoch(number, start)
+
+    def _synchronize(self) -> None:
+        if self.program.run.device.type == "cuda":
+            torch.cuda.synchronize()
+        self._meet()
+
+    def _sum_over_ranks(self, used: dict[str, float]) -> dict[str, float]:
+        return dict(zip(used, self.ranks.all_reduce_sum(list(used.values())), strict=True))
+
+    def _meet(self) -> None:
+        """Waits for all ranks."""
+        if not self.ranks.is_single_process:
+            self.ranks.any(False)
+
+
+def estimate(task: TaskRef, device: str, seed: int = 0, processes: int = 1, patience: float | None = None) -> dict:
+    """Estimates the seconds of the task's own training, from a few steps and one evaluation.
+
+    Args:
+        patience: seconds of silence after which a group of several processes counts as hanging.
+
+    Returns:
+        ``seconds`` and the ``plan`` that Arm.build returned.
+
+    Raises:
+        Failure, Refusal: the task's own training does not run.
+    """
+    with start_workers(
+        processes, "hasten.benchmarking.arm:Arm", patience, task=task.to_json(), methods={}, device=device, seed=seed
+    ) as worker:
+        plan = worker.call("build")
+        if 0.0 < (plan["evaluation"] or 0.0) < LONG_EVALUATION:  # one alone may have met a busy machine
+            plan["evaluation"] = min(plan["evaluation"], *(worker.call("evaluate") for _ in range(WARM_UP_ROUNDS)))
+    samples = plan["samples_a_pass"]
+    if samples is None:
+        raise ConfigurationError(
+            "the training data has no length, so nobody can say how long a run is; give the dataset a __len__"
+        )
+    samples *= plan["epochs"]
+    evaluations = samples / (plan["evaluate_every"] or plan["samples_a_pass"])
+    seconds = plan["start"] + plan["step"] * samples / plan["batch_size"] + (plan["evaluation"] or 0.0) * evaluations
+    return {"seconds": seconds, "plan": plan}
+
+
+class _RestartingSchedule:
+    """A learning rate schedule that restarts at the end of the plan, so that a run need not end."""
+
+    def __init__(self, schedule, length: int):
+        self.schedule, self.length, self.count = schedule, length, 0
+        self.initial_state = dict(schedule.state_dict())
+
+    def step(self) -> None:
+        self.count += 1
+        if self.count >= self.length:
+            self.schedule.load_state_dict(dict(self.initial_state))
+            self.count = 0
+        else:
+            self.schedule.step()
+
+
+def _without_end(program: Program, epoch: Callable[[int, int], Iterator]) -> Program:
+    schedule = program.schedule
+    if schedule is not None and program.plan.steps is not None:
+        schedule = _RestartingSchedule(schedule, program.plan.steps)
+    plan = dataclasses.replace(program.plan, steps=None, epochs=float("inf"))
+    return dataclasses.replace(
+        program, train=dataclasses.replace(program.train, epoch=epoch), plan=plan, schedule=schedule
+    )

@@ -1,0 +1,271 @@
+"""Runs the two arms of an exactness check from one seed: their exported weights, and their first gradients.
+
+If several ranks train together, all of them run both arms, and all stop as soon as one of them is out of time.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import chain, islice
+
+import torch
+from torch.utils.data import DataLoader
+
+from hasten._torch_compat import Dropout
+from hasten.core.batch import map_tensors, batch_tensors
+from hasten.core.card import Card, Exactness, WrapOrder
+from hasten.core.errors import RunError
+from hasten.core.method import Method
+from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
+from hasten.core.recipe import Recipe
+from hasten.core.run_context import RunContext, TrainPlan
+from hasten.distributed.dtensor_state import to_local
+from hasten.core.task import Task
+from hasten.core.types import BatchFn
+from hasten.engine.checkpoint import gather_weights
+from hasten.engine.registry import make_methods
+from hasten.engine.loop import train_steps as training_steps
+from hasten.engine.plan import Program, build
+from hasten.core.rng import preserve_rng_state
+from hasten.engine.train import with_strategy
+
+GRADIENT_BATCHES = 3
+FEWEST_STEPS = 3  # after one step of Adam every rescaling of the gradients is invisible
+EVALUATION_INTERVAL = "samples between evaluations"  # key of EquivalenceRun.plan
+
+
+@dataclass
+class EquivalenceCase:
+    """The two recipes to compare, and how.
+
+    Attributes:
+        steps: optimizer steps that each arm does at most.
+        seconds: that both arms together may take.
+        added: methods that only ``candidate`` has, or with other options.
+    """
+
+    task: Task
+    base: Recipe
+    candidate: Recipe
+    exactness: Exactness
+    device: str
+    seed: int
+    steps: int
+    seconds: float
+    ranks: ProcessGroupInfo = SINGLE_PROCESS
+    added: set[str] = field(init=False)
+
+    def __post_init__(self):
+        base, candidate = self.base.methods, self.candidate.methods
+        self.added = {name for name, options in candidate.items() if base.get(name) != options}
+        loaders = [data for data in (self.task.train_data, self.task.validation_data) if isinstance(data, DataLoader)]
+        owners = [owner for loader in loaders for owner in (loader, loader.sampler)]
+        generators = [owner.generator for owner in owners if getattr(owner, "generator", None)]
+        self._generator_states = [(generator, generator.get_state()) for generator in generators]
+
+    def program(self, recipe: Recipe, *extra: Method) -> Program:
+        for generator, state in self._generator_states:  # a given DataLoader would continue where the other arm stopped
+            generator.set_state(state)
+        methods = with_strategy([*make_methods(recipe), *extra], self.ranks)
+        return build(self.task, methods, device=self.device, seed=self.seed, ranks=self.ranks)
+
+    def is_over(self, deadline: float) -> bool:
+        """Whether the deadline has passed on any rank: all ranks have to stop together."""
+        return self.ranks.any(time.monotonic() >= deadline)
+
+    def refuse_idle(self, program: Program) -> None:
+        for name, why in program.run.no_effect:
+            if name in self.added:
+                raise RunError(f"{name} has nothing to act on: {why}")
+
+
+@dataclass(frozen=True)
+class RunConditions(Method):
+    """Switches dropout off and, if ``double``, runs the model in float64."""
+
+    card = Card(summary="no dropout, float64", exactness=Exactness.CHANGES_TRAINING, order=WrapOrder.FIRST)
+    double: bool
+
+    def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
+        for module in model.modules():
+            is_dropout = isinstance(module, Dropout)
+            for name, value in vars(module).items():
+                if isinstance(value, float) and (is_dropout or "drop" in name):
+                    setattr(module, name, 0.0)
+        return model.double() if self.double else model
+
+    def batch_transform(self, to_device: BatchFn, run: RunContext) -> BatchFn:
+        if not self.double:
+            return to_device
+        return lambda batch: map_tensors(lambda t: t.double() if t.is_floating_point() else t, to_device(batch))
+
+
+@dataclass(frozen=True)
+class EquivalenceRun:
+    """What one arm did.
+
+    Attributes:
+        steps: number of optimizer steps done.
+        start, weights: exported weights before and after them, on the CPU.
+        plan: what the recipe plans, by description.
+        validation: (rows, SHA-256) of each field of the validation data.
+        dropout: probabilities of the model's dropout layers without RunConditions.
+        in_time: False if the time ended before the steps.
+    """
+
+    steps: int
+    start: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+    plan: dict[str, object]
+    validation: list[tuple[int, str]] | None
+    dropout: list[float]
+    in_time: bool
+
+
+def both_arms(case: EquivalenceCase, *extra: Method, steps: int | None = None) -> tuple[EquivalenceRun, EquivalenceRun]:
+    """Runs base and candidate for the same number of steps, as many as the slower one has time for."""
+    a = _run(case, case.base, extra, min(case.steps, steps or case.steps))
+    b = _run(case, case.candidate, extra, a.steps)
+    if not b.in_time and b.steps < a.steps:
+        a = _run(case, case.base, extra, b.steps)
+    return a, b
+
+
+def _run(case: EquivalenceCase, recipe: Recipe, extra: tuple[Method, ...], steps: int) -> EquivalenceRun:
+    dropout = _dropout(case.program(recipe))
+    program = case.program(recipe, *extra)
+    deadline = math.inf  # counts from the first step, because a long start may be worth it
+    done, in_time = 0, True
+    with program.process_context():
+        start = _exported_weights(program)
+        validation = _digest(program)
+        for _ in training_steps(program):
+            done += 1
+            deadline = min(deadline, time.monotonic() + case.seconds / 2)
+            in_time = not case.is_over(deadline)
+            if done == steps or not in_time:
+                break
+        weights = _exported_weights(program)
+    if done < min(steps, FEWEST_STEPS) and not in_time:
+        raise RunError(f"only {done} steps could be done in the time, too few to tell; it needs {FEWEST_STEPS}")
+    if case.exactness is not Exactness.REDUCED_PRECISION:  # has no effect in float64; ``first_gradients`` checks it
+        case.refuse_idle(program)
+    if bad := [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]:
+        raise RunError(f"{bad[0]} is not finite after {done} steps of {recipe}")
+    return EquivalenceRun(done, start, weights, _plan(program.plan), validation, dropout, in_time)
+
+
+def _exported_weights(program: Program) -> dict[str, torch.Tensor]:
+    """Complete on rank 0, which judges; on another rank only what it holds."""
+    return _to_cpu(gather_weights(program.export().state_dict(), program.run))
+
+
+def _to_cpu(state: dict[str, torch.Tensor | None], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """Copies the tensors that are held here. DDP writes the next gradients over the last ones, so views would change."""
+    held = {name: value.detach() for name, value in state.items() if value is not None and not value.is_meta}
+    return {name: value.to("cpu", dtype or value.dtype, copy=True) for name, value in held.items()}
+
+
+def _digest(program: Program) -> list[tuple[int, str]] | None:
+    """(rows, SHA-256) of each field of all validation data, whatever the batches."""
+    if program.validation is None:
+        return None
+    rows, hashes = Counter(), {}
+    with preserve_rng_state():
+        for batch in program.validation.epoch(0, 0):
+            for index, tensor in enumerate(batch_tensors(batch)):
+                rows[index] += tensor.shape[0] if tensor.ndim else 1
+                values = tensor.detach().cpu().float().contiguous().numpy()
+                hashes.setdefault(index, sha256()).update(values.tobytes())
+    return [(rows[index], hashes[index].hexdigest()) for index in sorted(rows)]
+
+
+def _dropout(program: Program) -> list[float]:
+    modules = program.run.model.modules()
+    return [module.p for module in modules if isinstance(module, Dropout)]
+
+
+def _plan(plan: TrainPlan) -> dict[str, object]:
+    return {
+        "samples a step": plan.batch_size,
+        "passes": plan.epochs,
+        "steps": plan.steps,
+        "stops early": plan.stop is not None,
+        EVALUATION_INTERVAL: plan.evaluate_every,
+    }
+
+
+def plan_differences(plan: dict, usual: dict) -> str:
+    return ", ".join(f"{name}: {plan[name]} instead of {usual[name]}" for name in plan if plan[name] != usual[name])
+
+
+def plan_mismatch(a: EquivalenceRun, b: EquivalenceRun) -> str | None:
+    """Why two runs that should train the same thing do not; None if they do."""
+    if a.plan != b.plan:
+        return f"the plan of steps is another: {plan_differences(b.plan, a.plan)}"
+    if a.weights.keys() != b.weights.keys():
+        return f"other weights are exported, such as {min(a.weights.keys() ^ b.weights.keys())}"
+    if a.steps != b.steps:
+        return f"the data ended after {b.steps} steps instead of {a.steps}"
+    if a.dropout != b.dropout:
+        return "the model's dropout is another"
+    return validation_mismatch(a, b)
+
+
+def validation_mismatch(a: EquivalenceRun, b: EquivalenceRun) -> str | None:
+    """Why two runs would be evaluated on different data, or at other times; None if they would not."""
+    if a.validation != b.validation:
+        return "the validation data are not the same"
+    intervals = [{EVALUATION_INTERVAL: run.plan[EVALUATION_INTERVAL]} for run in (b, a)]
+    if intervals[0] != intervals[1]:
+        return f"it is judged at other times: {plan_differences(*intervals)}"
+    return None
+
+
+def first_gradients(
+    case: EquivalenceCase, recipe: Recipe, conditions: RunConditions, batches: int
+) -> tuple[list[dict | None], int]:
+    """Gradients of each parameter on the first ``batches`` batches, always at the initial weights.
+
+    Returns:
+        A dict of float64 tensors by parameter name for each batch, or None for a batch whose gradients overflowed and
+        were not used (loss scaling); and the number of batches with gradients. Ends early when that is
+        GRADIENT_BATCHES.
+    """
+    program = case.program(recipe, conditions)
+    model, found, used_batches = program.run.model, [], 0
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    parameters = {name: weight for name, weight in model.named_parameters() if not weight.is_meta}
+    deadline = time.monotonic() + case.seconds / 4
+    epochs = chain.from_iterable(program.train.epoch(index, 0) for index in range(batches))
+    with program.process_context():
+        for batch in islice(epochs, batches):
+            program.forward_backward(program.to_device(batch))
+            program.grad_transform()
+            gradients = {name: weight.grad for name, weight in parameters.items() if weight.grad is not None}
+            overflowed = case.ranks.any(any(not to_local(grad).isfinite().all() for grad in gradients.values()))
+            named = {_parameter_name(name): gradient for name, gradient in gradients.items()}
+            gathered_gradients = _to_cpu(gather_weights(named, program.run), torch.float64)
+            program.optimizer_step()
+            changed = (not torch.equal(to_local(weight), to_local(start[name])) for name, weight in parameters.items())
+            was_used = case.ranks.any(any(changed))
+            program.zero_grad()
+            model.load_state_dict(start)
+            counts = was_used or not overflowed
+            found.append(gathered_gradients if counts else None)
+            used_batches += counts
+            if used_batches == GRADIENT_BATCHES or (used_batches and case.is_over(deadline)):
+                break
+    case.refuse_idle(program)
+    if not used_batches:
+        raise RunError(f"no batch of the first {len(found)} gave finite gradients")
+    return found, used_batches
+
+
+def _parameter_name(name: str) -> str:
+    """Without the prefixes of DDP and torch.compile."""
+    return name.removeprefix("module.").replace("_orig_mod.", "")

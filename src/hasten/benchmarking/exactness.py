@@ -1,0 +1,226 @@
+"""Checks, by running it, that a recipe changes the numbers no more than its cards claim.
+
+BIT_EXACT      both runs from one seed, every exported weight the same to the bit
+EQUIVALENT_MATH     both runs in float64, the weights within a relative difference of 1e-10
+REDUCED_PRECISION     every parameter's gradient at least 20 dB above its error against float64; and since a method that
+               only rounds does nothing else, in float64 the weights must move as they do without it
+CHANGES_TRAINING    in float64 the weights or the plan of steps must differ, or the method has no effect
+=============  ============================================================================================
+=======
+=============  =======================================================================================================
+BIT_EXACT      Both runs from one seed: every exported weight is the same to the bit.
+EQUIVALENT_MATH     Both runs in float64: the weights agree within a relative difference of 1e-10.
+REDUCED_PRECISION     Every parameter's gradient stands at least 20 dB above its error against float64. Because a method that
+               only rounds does nothing else, the weights must move in float64 as they do without it.
+CHANGES_TRAINING    In float64 the weights or the plan of steps must differ, or the method has no effect.
+=============  =======================================================================================================
+
+In all classes the validation data must be the same. The check fails closed: a run that raises, gives a NaN or has
+nothing to act on does not pass. Methods from outside run here, so call this in a process of its own; it restores the
+global state that it knows of, but a method may change anything.
+
+Float64 runs compare the formula, so dropout is switched off in both arms: microbatches or a compiler draw other random
+numbers, rightly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hasten.core.card import Exactness
+from hasten.core.errors import RunError, ConfigurationError, format_error
+from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
+from hasten.core.recipe import Recipe
+from hasten.core.task import Task
+from hasten.engine.devices import pick_device
+from hasten.benchmarking.equivalence_runs import (
+    EquivalenceCase,
+    EquivalenceRun,
+    RunConditions,
+    both_arms,
+    first_gradients,
+    plan_differences,
+    plan_mismatch,
+    validation_mismatch,
+)
+from hasten.benchmarking.process_state import restored
+
+MAX_DIFFERENCE = 1e-10  # relative, of all weights together
+MIN_GRADIENT_DB, MIN_MOVEMENT_DB = 20.0, 40.0  # signal-to-noise ratios
+TRIED_BATCHES = 25  # a loss scale may need 16 overflows to find its level
+NEGLIGIBLE = (
+    1e-6  # a gradient this much smaller than the others is zero in exact arithmetic, e.g. a bias before batch norm
+)
+
+
+@dataclass(frozen=True)
+class ExactnessCheck:
+    """Result of an exactness check.
+
+    Attributes:
+        passed: False also if nothing could be measured.
+        number: BIT_EXACT: number of weights (tensors) that differ. EQUIVALENT_MATH and CHANGES_TRAINING: relative difference in
+            float64. REDUCED_PRECISION: signal-to-noise ratio of the worst gradient in dB. NaN if nothing could be measured.
+        why: one sentence with the number in it.
+    """
+
+    passed: bool
+    number: float
+    why: str
+
+
+def check_exactness(
+    task: Task,
+    base: Recipe,
+    candidate: Recipe,
+    exactness: Exactness,
+    *,
+    device: str | None = None,
+    seed: int = 0,
+    steps: int = 30,
+    seconds: float = 60.0,
+    ranks: ProcessGroupInfo = SINGLE_PROCESS,
+) -> ExactnessCheck:
+    """Compares ``candidate`` with ``base`` as the exactness class demands.
+
+    Args:
+        steps: optimizer steps that each arm does at most.
+        seconds: after about this long the arms are compared where they are; the step at work is finished.
+        ranks: that train together, in both arms. All of them must call this; the result of rank 0 counts.
+
+    Raises:
+        Failure: with several ranks only: the check could not be run on this one, for which the others would wait.
+    """
+    case = EquivalenceCase(task, base, candidate, exactness, pick_device(device), seed, steps, seconds, ranks)
+    try:
+        with restored():
+            if case.device != "cpu":
+                torch.use_deterministic_algorithms(True, warn_only=True)  # or a run could not repeat itself
+            measure, judge = _CHECKS[exactness]
+            evidence = measure(case)
+            if ranks.is_main_process:
+                return judge(*evidence)
+            return _not_passed("rank 0 judges, which has all weights")
+    except Exception as error:
+        known = isinstance(error, (RunError, ConfigurationError))
+        why = str(error) if known else f"the proof could not be run: {format_error(error)}"
+        if not ranks.is_single_process:
+            raise RunError(why) from error
+        return _not_passed(why)
+
+
+def _not_passed(why: str, number: float = math.nan) -> ExactnessCheck:
+    return ExactnessCheck(False, number, why)
+
+
+def _both_in_double(case: EquivalenceCase) -> tuple[EquivalenceRun, EquivalenceRun]:
+    return both_arms(case, RunConditions(double=True))
+
+
+def _gradients_and_movement(
+    case: EquivalenceCase,
+) -> tuple[list[dict], list[dict | None], int, EquivalenceRun, EquivalenceRun]:
+    noisy, batches = first_gradients(case, case.candidate, RunConditions(double=False), TRIED_BATCHES)
+    clean, _ = first_gradients(case, case.base, RunConditions(double=True), len(noisy))
+    return clean, noisy, batches, *both_arms(case, RunConditions(double=True), steps=5)
+
+
+def _judge_bit_exact(a: EquivalenceRun, b: EquivalenceRun) -> ExactnessCheck:
+    if why := plan_mismatch(a, b):
+        return _not_passed(why)
+    total, different = len(a.weights), [name for name in a.weights if not torch.equal(a.weights[name], b.weights[name])]
+    if different:
+        why = f"{len(different)} of {total} weights differ after {a.steps} steps, first {different[0]}"
+        return _not_passed(why, len(different))
+    return ExactnessCheck(True, 0, f"all {total} weights are the same to the bit after {a.steps} steps")
+
+
+def _judge_same_maths(a: EquivalenceRun, b: EquivalenceRun) -> ExactnessCheck:
+    if why := plan_mismatch(a, b):
+        return _not_passed(why)
+    number = _relative_difference(a.weights, b.weights)
+    passed = number < MAX_DIFFERENCE
+    relation = "below" if passed else "not below"
+    why = f"in float64 the weights differ by {number:.1e} after {a.steps} steps, {relation} {MAX_DIFFERENCE:.0e}"
+    return ExactnessCheck(passed, number, why)
+
+
+def _judge_fewer_bits(
+    clean: list[dict], noisy: list[dict | None], batches: int, a: EquivalenceRun, b: EquivalenceRun
+) -> ExactnessCheck:
+    name, worst = _worst_gradient(clean, noisy)
+    if not worst >= MIN_GRADIENT_DB:
+        why = f"the gradient of {name} stands only {worst:.1f} dB above its error against float64, not {MIN_GRADIENT_DB:.0f}"
+        return _not_passed(why, worst)
+    if why := plan_mismatch(a, b):
+        return _not_passed(why)
+    movement = _decibels(_movement(a), _movement(a).sub(_movement(b)))
+    if not movement >= MIN_MOVEMENT_DB:
+        why = (
+            f"it does more than round: in float64 the weights move otherwise ({movement:.1f} dB after {a.steps} steps)"
+        )
+        return _not_passed(why, movement)
+    why = f"every gradient stands at least {worst:.1f} dB above its error against float64, over {batches} batches"
+    return ExactnessCheck(True, worst, why)
+
+
+def _judge_other_maths(a: EquivalenceRun, b: EquivalenceRun) -> ExactnessCheck:
+    if why := validation_mismatch(a, b):
+        return _not_passed(why)
+    same_names = a.weights.keys() == b.weights.keys()
+    number = _relative_difference(a.weights, b.weights) if same_names else math.inf
+    difference = f"in float64 the weights differ by {number:.1e} after {b.steps} steps"
+    if number >= MAX_DIFFERENCE:
+        return ExactnessCheck(True, number, difference)
+    if a.plan != b.plan:
+        change = plan_differences(b.plan, a.plan)
+        why = f"the weights are the same after {b.steps} steps, but the plan is another: {change}"
+        return ExactnessCheck(True, number, why)
+    return _not_passed(f"it has no effect: {difference}", number)
+
+
+# What all ranks measure, and how rank 0 judges it.
+_CHECKS: dict[Exactness, tuple[Callable[[EquivalenceCase], tuple], Callable[..., ExactnessCheck]]] = {
+    Exactness.BIT_EXACT: (both_arms, _judge_bit_exact),
+    Exactness.EQUIVALENT_MATH: (_both_in_double, _judge_same_maths),
+    Exactness.REDUCED_PRECISION: (_gradients_and_movement, _judge_fewer_bits),
+    Exactness.CHANGES_TRAINING: (_both_in_double, _judge_other_maths),
+}
+
+
+def _relative_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    one, other = _flatten(a), _flatten(b)
+    return (one - other).norm().item() / (one.norm().item() or 1.0) if one.shape == other.shape else math.inf
+
+
+def _flatten(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([value.double().flatten() for _, value in sorted(weights.items()) if value.is_floating_point()])
+
+
+def _movement(run: EquivalenceRun) -> torch.Tensor:
+    return _flatten(run.weights) - _flatten(run.start)
+
+
+def _worst_gradient(clean: list[dict], noisy: list[dict | None]) -> tuple[str, float]:
+    """(parameter, dB) of the gradient with the lowest signal-to-noise ratio over all batches that count."""
+    pairs = [(reference, gradients) for reference, gradients in zip(clean, noisy, strict=True) if gradients is not None]
+    signals = {name: torch.cat([reference[name].flatten() for reference, _ in pairs]) for name in pairs[0][0]}
+    usual = torch.cat(list(signals.values())).square().mean().sqrt()
+    ratios = {"nothing": math.inf}
+    for name, signal in signals.items():
+        if signal.square().mean().sqrt() < NEGLIGIBLE * usual:
+            continue
+        values = [gradients.get(name, torch.zeros_like(reference[name])) for reference, gradients in pairs]
+        ratios[name] = _decibels(signal, signal - torch.cat([value.flatten() for value in values]))
+    return min(ratios.items(), key=lambda item: item[1])
+
+
+def _decibels(signal: torch.Tensor, noise: torch.Tensor) -> float:
+    power, error = signal.square().sum().item(), noise.square().sum().item()
+    if error == 0.0:
+        return math.inf
+    return 10 * math.log10(power / error) if 0 < power < math.inf and error < math.inf else -math.inf  # -inf for a NaN

@@ -1,0 +1,65 @@
+"""Reads, compares and restores the global state of a process that a method could change."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+
+import torch
+
+from hasten.core.data import bitwise_equal
+from hasten.core.rng import get_rng_state, set_rng_state
+
+
+def process_state() -> dict[str, object]:
+    """Global state that outlives a run, by name: flags, threads, environment variables, random number generators."""
+    return {name: read() for name, (read, _) in _SETTINGS.items()} | {"random numbers": get_rng_state()}
+
+
+def differences(before: dict[str, object], after: dict[str, object]) -> list[str]:
+    """Names of the entries that differ."""
+    return [name for name in before if not bitwise_equal(before[name], after[name])]
+
+
+@contextmanager
+def restored():
+    """Restores the global state at the end of the block."""
+    before = process_state()
+    try:
+        yield
+    finally:
+        for name, (read, write) in _SETTINGS.items():
+            if read() != before[name]:
+                write(before[name])
+        set_rng_state(before["random numbers"])
+
+
+def _set_environment(variables: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
+
+
+def _set_deterministic(state: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(state[0], warn_only=state[1])
+
+
+def _attribute(owner, name: str):
+    return (lambda: getattr(owner, name)), (lambda value: setattr(owner, name, value))
+
+
+_SETTINGS = {
+    "threads": (torch.get_num_threads, torch.set_num_threads),
+    "matrix product precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "anomaly mode": (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
+    "deterministic algorithms": (
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        _set_deterministic,
+    ),
+    "cudnn TF32": _attribute(torch.backends.cudnn, "allow_tf32"),
+    "cudnn benchmark": _attribute(torch.backends.cudnn, "benchmark"),
+    "cudnn deterministic": _attribute(torch.backends.cudnn, "deterministic"),
+    "oneDNN": _attribute(torch.backends.mkldnn, "enabled"),
+    "environment": (lambda: dict(os.environ), _set_environment),
+}

@@ -1,0 +1,153 @@
+"""Measures several ranks that train together as one: a Worker for each rank, used like a single Worker.
+
+Every call goes to all ranks and returns when all of them have answered. Rank 0 gives the result, the progress and the
+warnings. The first rank that fails by itself ends the group, and so does silence. The ranks meet through a store in
+this process, as they do under torchrun's agent.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import ExitStack
+from multiprocessing.connection import wait
+from typing import Any
+
+from torch.distributed import TCPStore
+
+from hasten.core.errors import PeerFailure, RunError, ConfigurationError
+from hasten.core.progress import ProgressCallback, no_progress
+from hasten.launch.rendezvous import HERE, interface_of
+from hasten.benchmarking.fork_server import ERRORS, Worker, forward_message, timeout_error
+
+COLLECTIVE_TIMEOUT_S = 86_400.0  # for a rank that waits for another one: this process has the limits
+SAME_ERROR_WAIT_S = 1.0  # in which the other ranks may report the same error
+ROOT_CAUSE_WAIT_S = 5.0  # in which the failing rank may report, after ranks that only noticed its end
+
+
+def start_workers(
+    processes: int, service: str, timeout: float | None = None, /, **arguments: Any
+) -> Worker | WorkerGroup:
+    """Creates an object in a process of its own, or one on each rank of a group.
+
+    ``timeout`` is the default of a group's calls. A single process waits for no other one, so its calls have no
+    default.
+    """
+    return Worker(service, **arguments) if processes == 1 else WorkerGroup(processes, service, timeout, **arguments)
+
+
+class WorkerGroup:
+    """An object on each of several ranks, which can join one process group (``joined``), once.
+
+    The objects are created one after the other, so the constructor must not wait for other ranks. Arguments: see
+    Worker.
+    """
+
+    def __init__(self, processes: int, service: str, timeout: float | None = None, /, **arguments: Any):
+        self.store, self.timeout = TCPStore(HERE, 0, is_master=True, wait_for_workers=False), timeout
+        with ExitStack() as stack:
+            self.ranks = [
+                stack.enter_context(
+                    Worker(service, _rank_environment(rank, processes, self.store.port), timeout, **arguments)
+                )
+                for rank in range(processes)
+            ]
+            self.stack = stack.pop_all()
+
+    def call(self, method: str, *, timeout: float | None = None, watch: ProgressCallback = no_progress, **arguments: Any) -> Any:
+        """Calls a method on all ranks and returns the result of rank 0.
+
+        Raises:
+            Refusal, Failure: the error of the first rank that failed by itself; also Failure if a rank died, or if
+                those that have not answered were silent for ``timeout`` seconds. All ranks are killed.
+        """
+        try:
+            for rank in self.ranks:
+                rank.send(method, arguments)
+            return self._collect_results(self.timeout if timeout is None else timeout, watch)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _collect_results(self, timeout: float | None, watch: ProgressCallback) -> Any:
+        results: dict[int, Any] = {}
+        errors: dict[int, Exception] = {}
+        while len(results) < len(self.ranks):
+            messages = self._recv(results, errors, timeout)
+            if not messages:
+                raise timeout_error(timeout)
+            if errors:
+                raise self._root_cause(results, errors)
+            for rank, kind, content in messages:
+                if rank == 0 and kind != "result":
+                    forward_message(kind, content, watch)
+        return results[0]
+
+    def _recv(
+        self, results: dict[int, Any], errors: dict[int, Exception], timeout: float | None
+    ) -> list[tuple[int, str, Any]]:
+        """Waits for the next messages, as (rank, kind, content), of the ranks that are in neither dict; [] on timeout.
+
+        Adds results and errors to the dicts.
+        """
+        pending = {
+            worker.connection: rank
+            for rank, worker in enumerate(self.ranks)
+            if rank not in results and rank not in errors
+        }
+        messages = []
+        for connection in wait(list(pending), timeout) if pending else ():
+            rank = pending[connection]
+            try:
+                kind, content = self.ranks[rank].recv()
+            except RunError as death:
+                kind, content = RunError.__name__, str(death)
+            if kind == "result":
+                results[rank] = content
+            elif kind in ERRORS:
+                errors[rank] = ERRORS[kind](content)
+            messages.append((rank, kind, content))
+        return messages
+
+    def _root_cause(self, results: dict[int, Any], errors: dict[int, Exception]) -> Exception:
+        """The error behind the first ones, which may come from ranks that only noticed the end of another."""
+        began = time.monotonic()
+        while True:
+            causes = [rank for rank, error in errors.items() if not isinstance(error, PeerFailure)]
+            left = began + (SAME_ERROR_WAIT_S if causes else ROOT_CAUSE_WAIT_S) - time.monotonic()
+            if left <= 0 or not self._recv(results, errors, left):
+                break
+        rank = causes[0] if causes else min(errors)
+        error = errors[rank]
+        all_the_same = len(errors) == len(self.ranks) and len({str(other) for other in errors.values()}) == 1
+        return error if all_the_same or isinstance(error, ConfigurationError) else RunError(f"rank {rank}: {error}")
+
+    def suspend(self) -> None:
+        for rank in self.ranks:
+            rank.suspend()
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+
+    def __enter__(self) -> WorkerGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()  # all at once, before the stack waits for one after the other
+        self.stack.close()
+
+
+def _rank_environment(rank: int, processes: int, port: int) -> dict[str, str]:
+    """The variables that torchrun sets for a rank."""
+    variables = {
+        "RANK": rank,
+        "WORLD_SIZE": processes,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": processes,
+        "MASTER_ADDR": HERE,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(HERE) or "",
+    }
+    return {name: str(value) for name, value in variables.items() if value != ""}

@@ -1,0 +1,208 @@
+"""What a method may read while a run is built: the run's plan, progress, objects, and its place among several processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
+from hasten.core.types import Batch
+
+if TYPE_CHECKING:
+    import torch
+
+    from hasten.core.method import Method
+
+
+@dataclass
+class TrainProgress:
+    """How far the training is. Step-dependent methods read it; only the training loop writes it.
+
+    Attributes:
+        step: optimizer steps done.
+        epoch: epochs completed.
+        batch: batches of the current epoch done.
+        samples: training samples seen, summed over all ranks.
+        microbatch_fraction: share of the current microbatch in the samples of its step.
+        is_last_microbatch: whether the current microbatch is the last of its step.
+        global_batch_size: samples of the current step, summed over all ranks; 0 in a single process.
+        loss_weight: samples of this rank's shard, divided by an equal share of the global batch.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    samples: int = 0
+    microbatch_fraction: float = 1.0
+    is_last_microbatch: bool = True
+    global_batch_size: int = 0
+    loss_weight: float = 1.0
+
+
+@dataclass
+class TrainPlan:
+    """How long the run trains, and in what portions.
+
+    Attributes:
+        batch_size: samples of an optimizer step, summed over all ranks.
+        epochs: epochs to train.
+        steps: optimizer steps of the whole run; None where the length of the data is unknown.
+        samples: samples of an epoch; None where unknown.
+        microbatches: pieces that a batch is cut into, each with its own forward and backward pass.
+        evaluate_every: training samples between two evaluations; None: once an epoch.
+        stop: called with all evaluations after each of them; True ends the run.
+    """
+
+    batch_size: int
+    epochs: float
+    steps: int | None = None
+    samples: int | None = None
+    microbatches: int = 1
+    evaluate_every: int | None = None
+    stop: Callable[[list[Evaluation]], bool] | None = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The metric after ``step`` optimizer steps and ``samples`` training samples."""
+
+    step: int
+    samples: int
+    metric: float
+
+
+@dataclass
+class EngineServices:
+    """What the engine looks up on behalf of methods, which must not import it.
+
+    Attributes:
+        higher_is_better: ``() -> bool``: the direction of the task's metric.
+        available_cpus: ``() -> int``: CPUs that this process may use; considers containers and other ranks.
+        free_memory: ``() -> int``: bytes of host memory that this process may still allocate.
+        peek_batch: ``() -> batch``: the first batch, on the device, without consuming it; None once the run is built.
+    """
+
+    higher_is_better: Callable[[], bool] = lambda: True
+    available_cpus: Callable[[], int] = lambda: os.cpu_count() or 1
+    free_memory: Callable[[], int] = lambda: 1 << 32
+    peek_batch: Callable[[], Batch] | None = None
+
+
+@dataclass
+class ParallelContext:
+    """The run as one of several processes. The mesh has the dimensions data parallel, pipeline stage and tensor shard.
+
+    Attributes:
+        ranks: rank, world size and the collectives of the job.
+        mesh_dim_owner: mesh dimension -> the method whose ``degree`` option sets its size.
+        model_parallel_size: ranks that hold one replica of the model between them and read the same samples. Consecutive ranks.
+        pp_size: pipeline stages of each replica. The ranks of a stage are consecutive.
+        device_mesh: the ``DeviceMesh``, once a method asked for it (``mesh_of``).
+        eval_needs_all_ranks: the model computes only if all ranks call it, so all of them evaluate.
+        num_parameter_owners: number of ranks per model replica that hold disjoint sets of parameters. Parameters owned by other ranks
+            are on the meta device.
+        replicated_params: parameters of this rank that all owners hold.
+        sync_period: steps after which the cost of a step repeats; greater than 1 where ranks communicate only every few steps.
+        warmup_steps: steps at the start with another cost.
+        init_device: where the model is built before the ``parallelize`` hooks get it: "device" (of the run), "cpu" or "meta".
+        materialize: ``(tensors) -> (index, tensor)`` pairs with initialized values, in one pass; for a model on the meta device.
+        rank_state: as ``RunContext.checkpoint_state``, for state that differs between ranks; restored only by as many ranks.
+        merge_rank_states: ``(state) -> state``: what a checkpoint holds, for any number of ranks, of weights that differ between ranks.
+    """
+
+    ranks: ProcessGroupInfo
+    mesh_dim_owner: dict[str, Method] = field(default_factory=dict)
+    model_parallel_size: int = 1
+    pp_size: int = 1
+    device_mesh: Any = None
+    eval_needs_all_ranks: bool = False
+    num_parameter_owners: int = 1
+    replicated_params: frozenset[torch.nn.Parameter] = frozenset()
+    sync_period: int = 1
+    warmup_steps: int = 0
+    init_device: str = "device"
+    materialize: Callable[[Iterable[torch.Tensor]], Iterable[tuple[int, torch.Tensor]]] = enumerate
+    rank_state: dict[str, Any] = field(default_factory=dict)
+    merge_rank_states: Callable[[dict], dict] = lambda state: state
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks of one pipeline stage: they compute shards of the same layers and draw the same random numbers."""
+        return self.model_parallel_size // self.pp_size
+
+    @property
+    def is_model_parallel(self) -> bool:
+        """Whether ranks hold disjoint sets of parameters."""
+        return self.num_parameter_owners > 1
+
+    @property
+    def duplicate_params(self) -> frozenset[torch.nn.Parameter]:
+        """Parameters of this rank that rank 0 of its replica holds, too, and accounts for."""
+        return self.replicated_params if self.ranks.rank % self.model_parallel_size else frozenset()
+
+    def global_grad_norm(self, local_norm: torch.Tensor) -> torch.Tensor:
+        """The norm over all parameter owners, from that of this rank's parameters without ``duplicate_params``."""
+        if not self.is_model_parallel:
+            return local_norm
+        copies = self.ranks.world_size / self.num_parameter_owners  # so many ranks contribute the same norm
+        return local_norm.double().new_tensor((self.ranks.all_reduce_sum([float(local_norm) ** 2])[0] / copies) ** 0.5)
+
+
+@dataclass
+class RunContext:
+    """What a method may read while it is being built, and the few things that it may write.
+
+    Attributes:
+        device: the device of this process.
+        task: what the user wants trained, as it was given.
+        progress: how far the training is.
+        seed: the run's seed.
+        plan: how long the run trains; set after the ``plan`` hooks.
+        model: the model after the ``parallelize`` hooks.
+        unwrapped_model: the model before the ``parallelize`` hooks: what a checkpoint stores.
+        optimizer: the optimizer, from the step functions' hooks on.
+        checkpoint_state: name -> object with ``state_dict()`` and ``load_state_dict()`` that checkpoints include.
+        no_effect: (method, reason) of each method that found nothing to act on.
+        tuned_settings: method -> options that it found while it ran, for the next run.
+        parallel: the run as one of several processes; None in a single process.
+        services: what the engine looks up for methods.
+    """
+
+    device: torch.device
+    task: Any
+    progress: TrainProgress = field(default_factory=TrainProgress)
+    seed: int = 0
+    plan: TrainPlan | None = None
+    model: torch.nn.Module | None = None
+    unwrapped_model: torch.nn.Module | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    checkpoint_state: dict[str, Any] = field(default_factory=dict)
+    no_effect: list[tuple[str, str]] = field(default_factory=list)
+    tuned_settings: dict[str, dict] = field(default_factory=dict)
+    parallel: ParallelContext | None = None
+    services: EngineServices = field(default_factory=EngineServices)
+
+    @property
+    def ranks(self) -> ProcessGroupInfo:
+        """Rank, world size and collectives; those of a single process where ``parallel`` is None."""
+        return SINGLE_PROCESS if self.parallel is None else self.parallel.ranks
+
+    @property
+    def duplicate_params(self) -> frozenset[torch.nn.Parameter]:
+        """Parameters that another rank accounts for in sums over all parameters."""
+        return frozenset() if self.parallel is None else self.parallel.duplicate_params
+
+    def any_rank(self, condition: bool) -> bool:
+        """Whether the condition holds on any rank. All ranks must call it at the same point."""
+        return self.ranks.any(condition)
+
+    def global_grad_norm(self, local_norm: torch.Tensor) -> torch.Tensor:
+        """The gradient norm of the whole model, from that of this rank's parameters without ``duplicate_params``."""
+        return local_norm if self.parallel is None else self.parallel.global_grad_norm(local_norm)
+
+    def report_no_effect(self, method: Method, reason: str) -> None:
+        """Records that a method found nothing to act on: a warning in ``train``, an error in ``tune``."""
+        if (method.name, reason) not in self.no_effect:
+            self.no_effect.append((method.name, reason))

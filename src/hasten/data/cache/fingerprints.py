@@ -1,0 +1,207 @@
+"""Fingerprints of functions: a hash of everything that the result of a function depends on.
+
+Hashed are the bytecode and constants, the defaults, the values of the closure, the globals that the code names and the
+modules that it imports; the user's own functions and classes are followed to the end. An installed package and Python
+itself count by name and version. What a function reads at run time (a file, the clock, a network) is not seen.
+
+``pickle`` takes values apart; this file says what stands for functions, classes, modules, tensors and sets. Libraries
+do not keep the promise that a changed function never gets a stale cache (tried on the tests of this file, 2026-11-23):
+``cloudpickle`` 3.1 and ``joblib.hash`` 1.6 store functions of importable modules by name only, so an edit goes
+unnoticed, as does an edit of the functions that they call (17 and 23 of 33 tests fail). ``cloudpickle`` also gives
+another hash in every process for classes in ``__main__``, sets and torch modules, and one that changes when a line is
+inserted above the function.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import dis
+import functools
+import hashlib
+import io
+import pickle
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from hasten.core.errors import ConfigurationError
+
+INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+ANY_CALLABLE = pickle.Pickler  # pickle wants a callable where a value is taken apart; it is never called
+NOT_BEHAVIOR = {"__dict__", "__weakref__", "__module__", "__doc__", "__annotations__", "__firstlineno__", "__static_attributes__"}
+
+
+def fingerprint(function: Callable) -> str:
+    """Returns a hash that changes when the function does, equal in every process with the same Python.
+
+    Returns:
+        32 hexadecimal digits.
+
+    Raises:
+        Refusal: The function depends on something that cannot be hashed (an open file, a lock, a generator).
+    """
+    return _digest(function, getattr(function, "__qualname__", type(function).__qualname__)).hex()
+
+
+def _digest(value, name: str) -> bytes:
+    stream = io.BytesIO()
+    _Pickler(stream, name).dump(value)
+    return _hash(stream.getbuffer())
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles what a function depends on, the same way in every process.
+
+    ``persistent_id`` returns bytes that stand for a value. ``reducer_override`` returns the parts of a value as state,
+    which ``pickle`` saves after it has remembered the value, so that circular references end.
+    """
+
+    def __init__(self, stream: io.BytesIO, name: str):
+        super().__init__(stream, protocol=5)
+        self.name = name
+
+    def persistent_id(self, value) -> bytes | None:
+        if type(value) in (str, bytes):  # pickle would note which of them are one object, which differs between processes
+            return _hash(type(value).__name__, value)
+        if type(value) in (set, frozenset):
+            return _hash(type(value).__name__, *sorted(_digest(item, self.name) for item in value))
+        if isinstance(value, types.ModuleType):
+            return _hash("module", _versioned(value.__name__))
+        if isinstance(value, type) and _is_installed(value.__module__):
+            return _hash("class", _versioned(value.__module__), value.__qualname__)
+        if isinstance(value, types.FunctionType) and _is_importable(value):
+            return _hash("function", _versioned(value.__module__), value.__qualname__)
+        return None
+
+    def reducer_override(self, value):
+        if isinstance(value, types.FunctionType):
+            return ANY_CALLABLE, ("function",), _function_parts(value)
+        if isinstance(value, types.CodeType):
+            return ANY_CALLABLE, ("code",), _code_parts(value)
+        if isinstance(value, type):
+            content = {name: _unwrap(part) for name, part in vars(value).items() if name not in NOT_BEHAVIOR and name[:5] != "_abc_"}
+            return ANY_CALLABLE, ("class",), [value.__qualname__, value.__bases__, content]
+        if isinstance(value, torch.Tensor):
+            content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            return ANY_CALLABLE, ("tensor",), [type(value), str(value.dtype), tuple(value.shape), content]
+        if isinstance(value, types.MappingProxyType):  # a dataclass holds some
+            return ANY_CALLABLE, ("mapping",), dict(value)
+        try:
+            reduce = copyreg.dispatch_table.get(type(value))
+            reduced = reduce(value) if reduce else value.__reduce_ex__(5)
+        except Exception:
+            raise self._refusal(value) from None
+        if not isinstance(reduced, str):
+            return reduced
+        if hasattr(value, "__wrapped__"):  # the user's function behind functools.cache
+            return ANY_CALLABLE, ("wrapper",), [type(value), value.__wrapped__]
+        module = getattr(value, "__module__", None) or type(value).__module__
+        if not _is_installed(module):
+            raise self._refusal(value)
+        return ANY_CALLABLE, ("named",), [type(value), _versioned(module), reduced]
+
+    def _refusal(self, value) -> ConfigurationError:
+        reason = f"whether {self.name} has changed cannot be told, as it depends on a {type(value).__name__}"
+        return ConfigurationError(f"{reason}; make that inside the function, or leave the cache out")
+
+
+def _function_parts(function: types.FunctionType) -> list:
+    names = _names(function.__code__)
+    used = [("", _content(cell)) for cell in function.__closure__ or ()]
+    used += [(name, function.__globals__[name]) for name in names if name in function.__globals__]
+    used += [("", module) for module in _imported(function.__code__, function.__globals__)]
+    used = [(name, _with_attributes(value, names)) for name, value in used]
+    return [function.__code__, function.__defaults__, function.__kwdefaults__, used]
+
+
+def _code_parts(code: types.CodeType) -> list:
+    """All but file names and line numbers. Names of arguments count, those of other local variables do not."""
+    arguments = [code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount]
+    names = [*code.co_names, *code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
+    return [code.co_code, code.co_exceptiontable, code.co_flags, arguments, names, list(code.co_consts)]
+
+
+def _with_attributes(value, names: list[str], around: tuple = ()) -> list:
+    """A value; for a module of the user's also its attributes that the code names, recursively."""
+    if not isinstance(value, types.ModuleType) or _is_installed(value.__name__) or value in around:
+        return [value]
+    attributes = [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+    return [value, *((name, _with_attributes(part, names, (*around, value))) for name, part in attributes)]
+
+
+def _imported(code: types.CodeType, namespace: dict) -> Iterator[types.ModuleType | str]:
+    """Yields what code and its inner functions import: modules of the user's, names of installed and missing ones."""
+    steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+    for level, parts, step in zip(steps, steps[1:], steps[2:], strict=False):
+        if step.opname == "IMPORT_NAME" and not level.argval and _is_installed(step.argval):
+            yield _versioned(step.argval)
+        elif step.opname == "IMPORT_NAME":
+            try:
+                yield __import__(step.argval, namespace, None, parts.argval, level.argval)
+            except ImportError:
+                yield step.argval
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _imported(inner, namespace)
+
+
+def _names(code: types.CodeType) -> list[str]:
+    """The globals and attributes that code and the functions inside it name."""
+    inner = [name for constant in code.co_consts if isinstance(constant, types.CodeType) for name in _names(constant)]
+    return list(dict.fromkeys([*code.co_names, *inner]))
+
+
+def _content(cell: types.CellType):
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None  # not assigned yet
+
+
+def _unwrap(part):
+    """The functions inside a descriptor of a class."""
+    if isinstance(part, (staticmethod, classmethod)):
+        return part.__func__
+    if isinstance(part, property):
+        return [part.fget, part.fset, part.fdel]
+    return part.__name__ if isinstance(part, (types.MemberDescriptorType, types.GetSetDescriptorType)) else part
+
+
+def _is_importable(function: types.FunctionType) -> bool:
+    """Whether the name and version of its module tell a function apart from all others."""
+    return _is_installed(function.__module__) and not function.__closure__ and "<locals>" not in function.__qualname__
+
+
+@functools.cache
+def _is_installed(module: str | None) -> bool:
+    """Whether a module belongs to Python or to an installed package, whose version tells whether it changed."""
+    package = (module or "builtins").partition(".")[0]
+    if package == "builtins" or package in sys.stdlib_module_names:
+        return package != "__main__"
+    file = getattr(sys.modules[package], "__file__", None) if package in sys.modules else getattr(find_spec(package), "origin", None)
+    return file is not None and any(Path(file).is_relative_to(folder) for folder in INSTALLED)
+
+
+@functools.cache
+def _versioned(module: str) -> str:
+    """A module's name with its version."""
+    package = module.partition(".")[0]
+    try:
+        return f"{module} {metadata.version(package)}"
+    except metadata.PackageNotFoundError:
+        return f"{module} {getattr(sys.modules.get(package), '__version__', sys.version_info[:3])}"
+
+
+def _hash(*parts: str | bytes | memoryview) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        part = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()

@@ -1,0 +1,315 @@
+"""TFRecord files of ``tf.train.Example`` messages, read without TensorFlow: framing, record index and checksums.
+
+A record is framed as (https://www.tensorflow.org/tutorials/load_data/tfrecord)
+
+    uint64 length    uint32 masked CRC-32C of the length    bytes data[length]    uint32 masked CRC-32C of the data
+
+so the positions of the records are known only after one walk through the file. After that any record is read directly.
+The walk reads twelve bytes per record, and skips over records of equal length many at a time.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy
+
+from hasten.core.errors import ConfigurationError, suggest
+from hasten.data.formats import argument_checks
+from hasten.data.formats.crc32c import crc32c, crc32c_of_rows, masked
+from hasten.data.formats.tf_example import infer_features, summarize_example
+from hasten.data.formats.tf_example_vectorized import MalformedExample, parse_examples
+from hasten.data.pipeline import Pipeline
+from hasten.data.io.paths import FileMissingError, resolve_paths, is_lost, is_remote, mapped_bytes, check_unchanged
+from hasten.data.io.metadata_cache import Found
+from hasten.data.io.index_cache import Tell, once, load_or_build_index
+from hasten.data.io.range_reader import LONGEST, read_ranges, whole
+from hasten.data.source import BadRow, Source, refuse_bad
+
+SUFFIXES = (".tfrecord", ".tfrecords", ".tfrec")
+HEAD, TAIL = 12, 4  # bytes of framing before and after the data
+SAMPLED = 64  # records that are inspected to learn which features there are
+AT_ONCE = 1 << 14  # records of equal length that the walk skips at a time
+EQUAL_BEFORE_SKIP = 8  # consecutive records of equal length after which the walk tries to skip
+RECORDS_PER_REPORT = 1 << 10  # records of unequal length after which the walk reports its progress
+COMPRESSED = {b"\x1f\x8b": "gzip", b"\x78\x9c": "zlib", b"\x78\x01": "zlib", b"\x78\xda": "zlib"}
+
+
+def tfrecord(
+    paths: str | Path | Iterable[str | Path],
+    features: Sequence[str] | Mapping | None = None,
+    target: str | None = None,
+    verify: bool = True,
+) -> Pipeline:
+    """Samples from TFRecord files of ``tf.train.Example`` messages.
+
+    A batch is a dict of columns. Floats are float32, integers int64, of shape (rows, *shape); byte strings are a list.
+
+    Args:
+        paths: Files, folders or patterns, local or remote. A remote file is read once to find its records; the index is
+            kept.
+        features: The names to read, or a dict from name to the shape of a sample: ``()`` for one number, ``(28, 28)``,
+            None for lists of unequal length (a list of tensors), or ``(torch.uint8, (28, 28))`` for a byte string that
+            holds little-endian numbers. Default: all features, in the shapes found in a sample of the records.
+        target: The feature to predict; a batch is then the tuple (other features in their order, target).
+        verify: Compares every record with its checksum when it is first read.
+
+    A file that is damaged, truncated or unreadable counts as one bad row after the records before the damage. Without
+    ``verify`` the records before the damage cannot be trusted either, and the file is a single bad row.
+
+    Raises:
+        Refusal: No file holds a complete record, or a feature does not exist.
+
+    Source: https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/example/example.proto
+    """
+    argument_checks.name("target=", target)
+    if features is not None:
+        names = argument_checks.names("features=", list(features) if isinstance(features, Mapping) else features)
+        features = features if isinstance(features, Mapping) else names
+    return Pipeline(Examples(Records(resolve_paths(paths, SUFFIXES), verify), features, target))
+
+
+class Examples(Source):
+    """Records that are ``tf.train.Example`` messages.
+
+    Attributes:
+        lost: {file: reason} of the damaged files.
+    """
+
+    def __init__(self, records: Records, features=None, target: str | None = None):
+        self.records, self.target, self.lost = records, target, dict(records.bad.values())
+        (summaries, _) = once(["kinds of values of records", records.verify], records.stamps, self._summarize_sample)
+        self.features = infer_features(summaries, features, target)
+        names = [feature.name for feature in self.features]
+        if target is not None and target not in names:
+            raise ConfigurationError(f"there is no feature {target!r} to be the target{suggest(target, names)}")
+        if target is not None and len(names) == 1:
+            raise ConfigurationError(f"{target!r} is the only feature; without a target there is nothing to predict it from")
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def read(self, rows: numpy.ndarray):
+        data, starts, ends = self.raw(rows)
+        try:
+            columns = parse_examples(data, starts, ends, self.features)
+        except MalformedExample as error:
+            row = int(rows[error.index])
+            raise BadRow(row, self.records.where(row), error.reason) from None
+        if self.target is None:
+            return columns
+        target = columns.pop(self.target)
+        return *columns.values(), target
+
+    def raw(self, rows: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
+        """Returns the messages of these rows as ``Records.data_of`` does."""
+        return self.records.data_of(rows)
+
+    def identity(self) -> dict:
+        features = [[f.name, f.kind, f.shape and list(f.shape), f.raw and str(f.raw)] for f in self.features]
+        return {"tfrecord": self.records.stamps, "features": features, "target": self.target, "verify": self.records.verify}
+
+    def edges(self) -> numpy.ndarray:
+        return self.records.edges
+
+    def known_bad(self) -> list[BadRow]:
+        return [BadRow(row, *bad) for row, bad in self.records.bad.items()]
+
+    def _summarize_sample(self) -> Found:
+        """Summarizes messages from all over the files. Bad ones are skipped and reported when they are read."""
+        rows = numpy.unique(numpy.linspace(0, len(self) - 1, min(SAMPLED, len(self))).astype(numpy.int64))
+        summaries, faults = [], []
+        for row in rows.tolist():
+            try:
+                data, (start,), (end,) = self.records.data_of(numpy.array([row]))
+                summaries.append(summarize_example(data[start:end].tobytes()))
+            except BadRow as fault:
+                faults.append(str(fault))
+            except ValueError as error:
+                faults.append(f"{self.records.where(row)} is no tf.train.Example: {error}")
+        if not summaries:
+            raise ConfigurationError(faults[0])
+        return summaries, []
+
+
+class Records:
+    """The records of some files, by index.
+
+    Attributes:
+        stamps: Signatures of the files at the time of the walk.
+        edges: Index of the first record of each file, and the total; shape (files + 1,).
+        begins, ends: Where the data of each record lie in their file; shape (records,).
+        unproven: Whether the checksum of each record is still to be compared.
+        bad: {record: (file, reason)} of the damaged files: one record stands for the rest of its file.
+    """
+
+    def __init__(self, paths: list[str], verify: bool = True):
+        walks = load_or_build_index(paths, ["records", verify], partial(_walked, verify=verify))
+        self.stamps, self.verify = [stamp for stamp, _, _ in walks], verify
+        begins = [_add_bad_row(positions[0], reason) for _, (_, positions), reason in walks]
+        ends = [_add_bad_row(positions[1], reason) for _, (_, positions), reason in walks]
+        self.edges = numpy.cumsum([0, *map(len, begins)])
+        self.begins, self.ends = numpy.concatenate(begins), numpy.concatenate(ends)
+        self.unproven = numpy.full(len(self.begins), verify)
+        last_rows, reasons = (self.edges[1:] - 1).tolist(), [reason for _, _, reason in walks]
+        self.bad = {row: (path, why) for path, row, why in zip(paths, last_rows, reasons, strict=True) if why is not None}
+        if len(self.begins) == len(self.bad):
+            raise FileMissingError(next(iter(self.bad.values()))[1]) if self.bad else ConfigurationError(f"there is no record in {', '.join(paths[:3])}")
+
+    def __len__(self) -> int:
+        return len(self.begins)
+
+    def data_of(self, rows: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
+        """Reads the data of some records.
+
+        Rows of one local file are served from its memory map: reading small records one by one takes twice as long. A
+        process that truncates the file right after the check that it is unchanged kills this one with SIGBUS.
+
+        Returns:
+            (uint8 array, start of each record in it, end of each): what was read, or the whole local file.
+
+        Raises:
+            BadRow: A checksum is wrong, or the record stands for the damaged part of a file.
+        """
+        refuse_bad(rows, self.bad)
+        starts, ends, files = self.begins[rows], self.ends[rows], numpy.searchsorted(self.edges, rows, "right") - 1
+        if len(rows) and (files == files[0]).all() and not is_remote(path := self.stamps[files[0]][0]):
+            check_unchanged(path, self.stamps[files[0]])
+            content = mapped_bytes(path)
+        else:
+            first, last = _contiguous_runs(files, starts, ends)
+            content = b"".join(read_ranges(self.stamps, files[first], starts[first], ends[last] + TAIL))
+            lengths = ends[last] + TAIL - starts[first]
+            shift = numpy.repeat(numpy.cumsum(lengths) - lengths - starts[first], last - first + 1)
+            starts, ends = starts + shift, ends + shift
+        if self.unproven[rows].any():
+            self._verify(rows, content, starts, ends)
+        return numpy.frombuffer(content, numpy.uint8), starts, ends
+
+    def where(self, row: int) -> str:
+        """Returns file, record and byte of a record for a message."""
+        file = int(numpy.searchsorted(self.edges, row, "right")) - 1
+        return f"{self.stamps[file][0]}, record {row - self.edges[file]}, byte {self.begins[row] - HEAD}"
+
+    def _verify(self, rows: numpy.ndarray, content: bytes | memoryview, starts: numpy.ndarray, ends: numpy.ndarray) -> None:
+        """Compares records with the checksums stored behind them, and remembers those that match."""
+        stored = numpy.frombuffer(content, numpy.uint8)[ends[:, None] + numpy.arange(TAIL)].view("<u4")[:, 0]
+        cut = getattr(content, "obj", content).__getitem__  # an mmap object gives bytes, a memoryview of it would give views
+        wrong = masked(crc32c([*map(cut, map(slice, starts.tolist(), ends.tolist()))])) != stored
+        self.unproven[rows[~wrong]] = False
+        if wrong.any():
+            row = int(rows[wrong.argmax()])
+            raise BadRow(row, self.where(row), "its checksum is wrong: the file was damaged after it was written")
+
+
+def frame_records(records: Iterable[bytes]) -> bytes:
+    """Returns records with their framing, as the content of a TFRecord file."""
+    records = list(records)
+    lengths = [struct.pack("<Q", len(record)) for record in records]
+    marks = [[mark.tobytes() for mark in masked(crc32c(pieces)).astype("<u4")] for pieces in (lengths, records)]
+    return b"".join(part for framing in zip(lengths, marks[0], records, marks[1], strict=True) for part in framing)
+
+
+def _contiguous_runs(files: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Returns the first and last index of each run of adjacent records in a file, to be read by one request.
+
+    A run does not cross a multiple of ``LONGEST`` bytes, the most that one connection should read.
+    """
+    new, parts = numpy.ones(len(files), bool), starts // LONGEST
+    new[1:] = (files[1:] != files[:-1]) | (starts[1:] != ends[:-1] + TAIL + HEAD) | (parts[1:] != parts[:-1])
+    return numpy.flatnonzero(new), numpy.flatnonzero(numpy.roll(new, -1))
+
+
+# ---- walk through a file
+
+
+def _walked(stamp: list, tell: Tell, verify: bool) -> tuple[Found, str | None]:
+    """Finds (starts, ends) of the data of each record, and the reason why a damaged file has no more."""
+    starts = ends = numpy.empty(0, numpy.int64)
+    try:
+        starts, ends, reason = _undamaged(whole(stamp, tell), stamp[0], verify, tell)
+    except ConfigurationError as refused:
+        if not is_lost(stamp[0], refused):
+            raise
+        reason = str(refused)
+    return (None, [starts, ends]), reason
+
+
+def _add_bad_row(positions: numpy.ndarray, reason: str | None) -> numpy.ndarray:
+    """Appends the record that stands for the damaged rest of a file."""
+    return positions if reason is None else numpy.append(positions, 0)
+
+
+def _undamaged(content: memoryview, path: str, verify: bool, tell: Tell) -> tuple[numpy.ndarray, numpy.ndarray, str | None]:
+    """Finds (starts, ends) of the data of the records before any damage, int64, and what the damage is."""
+    starts, lengths = _find_records(content, tell)
+    ends = starts + lengths
+    wrong = _first_wrong_length(content, starts) if verify else None
+    if wrong is not None and starts[wrong] <= len(content):
+        return starts[:wrong], ends[:wrong], f"{path} {_describe_damage(content, wrong, starts[wrong] - HEAD)}"
+    if len(ends) and ends[-1] + TAIL != len(content):
+        intact = len(starts) - 1 if verify else 0
+        reason = f"is cut off: record {len(starts) - 1}, at byte {starts[-1] - HEAD}, goes on after the end of the file"
+        return starts[:intact], ends[:intact], f"{path} {reason}; write the file again"
+    return starts, ends, None
+
+
+def _describe_damage(content: memoryview, record: int, position: int) -> str:
+    """Explains why the length of a record does not match its checksum."""
+    if kind := COMPRESSED.get(bytes(content[:2])):
+        return f"is compressed with {kind}, so that no record can be found by number; unpack it first"
+    if record == 0:
+        return "is no TFRecord file, or its first bytes are damaged: the first length does not fit its checksum"
+    where = f"the length of record {record}, at byte {position}"
+    return f"is damaged: {where}, does not fit its checksum; write the file again"
+
+
+def _find_records(content: memoryview, tell: Tell) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Returns (starts, lengths) of the data of the records; the last record may extend beyond the end of the file."""
+    length_at = struct.Struct("<Q").unpack_from
+    data, size = numpy.frombuffer(content, numpy.uint8), len(content)
+    positions: list[numpy.ndarray] = []  # of the framing of each record
+    at, count = 0, EQUAL_BEFORE_SKIP
+    while at < size:
+        single = []
+        for _ in range(count):
+            if at + HEAD > size:
+                break
+            single.append(at)
+            (length,) = length_at(content, at)
+            at += length + HEAD + TAIL
+        positions.append(numpy.array(single, numpy.int64))
+        last, count = positions[-1][-EQUAL_BEFORE_SKIP:], RECORDS_PER_REPORT
+        if len(last) == EQUAL_BEFORE_SKIP and at <= size and (numpy.diff(last) == (stride := at - single[-1])).all():
+            positions.append(at + stride * numpy.arange(_count_equal(data, single[-1], stride) - 1))
+            at, count = at + stride * len(positions[-1]), EQUAL_BEFORE_SKIP
+        if size - HEAD < at < size:  # the last framing is incomplete
+            positions.append(numpy.array([at]))
+            at = 2 * size
+        tell(min(at, size))
+    edges = numpy.concatenate([*positions, [min(at, 2 * size)]])
+    return edges[:-1] + HEAD, numpy.diff(edges) - HEAD - TAIL
+
+
+def _count_equal(data: numpy.ndarray, at: int, stride: int) -> int:
+    """Counts the complete records from this position on that have the same length, at most ``AT_ONCE``."""
+    count = min((len(data) - at) // stride, AT_ONCE)
+    if count < 2:
+        return 1
+    lengths = numpy.lib.stride_tricks.as_strided(data[at:], (count, 8), (stride, 1), writeable=False)
+    equal = (lengths == lengths[0]).all(axis=1)
+    return count if equal.all() else int(equal.argmin())
+
+
+def _first_wrong_length(content: memoryview, starts: numpy.ndarray) -> int | None:
+    """Returns the first record whose length does not match its checksum."""
+    data = numpy.frombuffer(content, numpy.uint8)
+    for first in range(0, len(starts), AT_ONCE):
+        heads = data.take(starts[first : first + AT_ONCE, None] + numpy.arange(-HEAD, 0), mode="clip")
+        wrong = masked(crc32c_of_rows(heads[:, :8])) != heads[:, 8:].copy().view("<u4")[:, 0]
+        if wrong.any():
+            return first + int(wrong.argmax())
+    return None

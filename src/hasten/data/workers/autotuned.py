@@ -1,0 +1,176 @@
+"""The runner of ``prefetch("auto")``: the autotuner chooses threads or processes, and whether to cache samples."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy
+import torch
+
+from hasten.loading.autotuner import WAIT_TOLERANCE, SearchSpace, LoaderAutotuner
+from hasten.core.data import WorkerConfig, bitwise_equal
+from hasten.core.errors import RunError, HastenWarning, ConfigurationError
+from hasten.data.cache.cache import Cache, DiskCache, cached
+from hasten.data.cache.cache_disk import CacheDirectory, default_folder, free_disk
+from hasten.data.cache.populate import bytes_of, read_first
+from hasten.data.rng import isolated_rng
+from hasten.data.bad_rows import BadRowPolicy
+from hasten.data.formats.arrays import Arrays
+from hasten.data.batch_builder import Map
+from hasten.data.workers.runners import Runner, runner_of
+from hasten.data.source import BadRow, Source, unbatch
+
+PROBED_ROWS = 32  # read twice to find whether samples are deterministic
+ASSUMED_EPOCHS = 5  # that remain, if the training loop does not give a number
+MAX_DISK_FRACTION = 0.25  # of the free space in the cache folder, for a cache that the user did not request
+
+
+@dataclass(frozen=True, eq=False)
+class AutotunedRunner:
+    """Runs batches with the worker configurations that the autotuner tries, and caches the samples if that pays.
+
+    Attributes:
+        timeout: Seconds that one batch may take; None waits forever.
+        in_threads: Whether the first configuration computes in threads.
+        kinds: Worker kinds that may be tried: "threads", "processes".
+        kept: {"source": the cached source}, empty without a cache.
+    """
+
+    autotuner: LoaderAutotuner
+    timeout: float | None = None
+    in_threads: bool = False
+    kinds: tuple[str, ...] = ()
+    kept: dict[str, Source] = field(default_factory=dict)
+
+    def __call__(self, make: Callable[[int], Any], numbers: range) -> Iterator:
+        def enter(crew: WorkerConfig, done: int) -> Iterator:
+            return runner_of(crew, self.timeout)(make, numbers[done:])
+
+        return self.autotuner.iterate(enter, SearchSpace(self.kinds, self.autotuner.cores, self.autotuner.memory_budget))
+
+    @property
+    def tuned_settings(self) -> dict:
+        """The settings found so far: threads or processes, ahead, cache."""
+        return self.autotuner.tuned_settings
+
+    @property
+    def workers(self) -> WorkerConfig:
+        return self.autotuner.workers
+
+    @property
+    def processes(self) -> int:
+        return self.workers.processes
+
+    def restrict(self, kinds: tuple[str, ...]) -> AutotunedRunner:
+        """Returns a copy that tries these kinds only; processes only if the system can fork."""
+        forks = "fork" in multiprocessing.get_all_start_methods()
+        return replace(self, kinds=tuple(kind for kind in kinds if kind == "threads" or forks))
+
+    def reset(self) -> AutotunedRunner:
+        """Returns a copy for other batches, which starts the search from the current settings."""
+        old = self.autotuner
+        return replace(self, climber=LoaderAutotuner(old.workers, cores=old.cores, room=old.memory_budget, passes=old.passes, told=old.on_converged), kept={})
+
+    def bulk_runner(self) -> Runner:
+        """Returns a runner that uses all cores, for work outside the training steps such as filling a cache."""
+        return runner_of(WorkerConfig(**dict.fromkeys(self.kinds[:1], self.autotuner.cores), prefetch=2), self.timeout)
+
+    def cached_source(self, source: Source, maps: tuple[Map, ...], faults: BadRowPolicy, epoch: int, start: int) -> Source | None:
+        """Returns the cached source after its maps for the epoch that begins, or None without a cache.
+
+        A cache is tried once, at the start of an epoch, if the search has converged and steps still wait so long for
+        data that reading everything once would pay.
+        """
+        climber, where = self.autotuner, self.autotuner.cache
+        if where is None and start == 0 and self._would_pay(epoch) and worth_keeping(source, maps, faults) and repeatable(source, maps):
+            where = self._where_they_fit(source, maps, faults)
+            if self._filled(source, maps, where, faults):
+                climber.try_cache(where)
+                _warn_about_disk(self.kept["source"])
+            else:
+                climber.cache = "no"
+        elif where in ("memory", "disk") and not self._filled(source, maps, where, faults):
+            climber.cache = "no"
+        if climber.cache == "no":
+            self.kept.clear()
+        return self.kept.get("source")
+
+    def _would_pay(self, epoch: int) -> bool:
+        """Whether the time that steps wait in the remaining epochs exceeds one epoch, about what filling takes."""
+        remaining = ASSUMED_EPOCHS if self.autotuner.passes is None else self.autotuner.passes - epoch
+        return self.autotuner.converged and self.autotuner.wait_fraction > WAIT_TOLERANCE and self.autotuner.wait_fraction * remaining > 1
+
+    def _where_they_fit(self, source: Source, maps: tuple[Map, ...], faults: BadRowPolicy) -> str:
+        """Returns "memory", or "disk" if the samples do not fit into the memory budget."""
+        try:
+            first, _ = read_first(cached(source, maps, "memory", None, None, None), faults)
+        except (ConfigurationError, RunError):
+            return "memory"  # neither works: filling the cache reports the reason
+        return "memory" if bytes_of(first, len(source)) <= self.autotuner.memory_budget() else "disk"
+
+    def _filled(self, source: Source, maps: tuple[Map, ...], where: str, faults: BadRowPolicy) -> bool:
+        """Fills or updates the cache. Returns False, with a Notice that gives the reason, if that fails."""
+        try:
+            kept = self.kept.get("source")
+            if kept is None:
+                kept = cached(source, maps, where, self._gigabytes(where), None, None)
+                if not repeatable(source, maps):
+                    raise ConfigurationError("they are random: they differ each time they are made")
+            kept.prepare(self.bulk_runner(), faults)
+        except (ConfigurationError, RunError) as why:
+            warnings.warn(f"the samples are not kept ({where}): {why}", HastenWarning, stacklevel=2)
+            return False
+        self.kept["source"] = kept
+        return True
+
+    def _gigabytes(self, where: str) -> float | None:
+        """Returns the limit for the cache; None is the usual one, for a place that the user or an earlier run chose."""
+        if where == "memory":
+            return self.autotuner.memory_budget() / 1e9
+        return max(1, MAX_DISK_FRACTION * free_disk(default_folder())) / 1e9 if self.autotuner.cache is None else None
+
+
+def worth_keeping(source: Source, maps: tuple[Map, ...], faults: BadRowPolicy) -> bool:
+    """Whether a cache could help: samples are not in memory in final form, no map is random, no bad row is allowed."""
+    in_memory = not maps and isinstance(source, (Arrays, Cache))
+    return not (in_memory or faults.max_rows or any(stage.stage is not None for stage in maps))
+
+
+def repeatable(source: Source, maps: tuple[Map, ...]) -> bool:
+    """Whether some samples are equal when they are read twice, without using the global random generators.
+
+    The states of the generators reveal a random map even if it seldom changes a sample.
+    """
+    rows = numpy.unique(numpy.linspace(0, len(source) - 1, min(PROBED_ROWS, len(source))).astype(numpy.int64))
+    results = []
+    for seed in (0, 1):
+        with isolated_rng(seed):
+            before = _generator_states()
+            try:
+                samples = unbatch(source.read(rows))
+                for stage in maps:
+                    samples = [stage.function(sample) for sample in samples]
+            except BadRow:
+                return False
+            if not bitwise_equal(_generator_states(), before):
+                return False
+            results.append(samples)
+    return bitwise_equal(*results)
+
+
+def _warn_about_disk(kept: Cache) -> None:
+    """Gives a Notice about a cache on disk that the user did not request."""
+    if isinstance(kept, DiskCache):
+        size, folder = bytes_of(kept.kept, len(kept)) / 1e9, CacheDirectory(kept.folder, kept.made_of).whole
+        message = f"the samples do not fit into the memory budget, so they are tried from the disk: {size:.3g} GB in {folder}"
+        warnings.warn(f"{message}, which stay there until somebody deletes them", HastenWarning, stacklevel=2)
+
+
+def _generator_states() -> list:
+    """Returns the states of the global random generators of torch, NumPy and Python."""
+    return [torch.get_rng_state(), numpy.random.get_state(), random.getstate()]

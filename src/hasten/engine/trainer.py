@@ -1,0 +1,206 @@
+"""The fit loop around the training steps: fetches losses, informs observers, evaluates, pauses for checkpoints, stops.
+
+What a step is stands in ``loop.py``; what is written to the disk, and how a run resumes, in ``persistence.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+from hasten.core.errors import PeerFailure, RunInterrupted
+from hasten.core.recipe import Recipe
+from hasten.core.run_context import Evaluation
+from hasten.core.progress import ProgressCallback
+from hasten.engine import finite_checks
+from hasten.engine.error_messages import explain_error, format_position
+from hasten.engine.run_dir import RunDirectory
+from hasten.engine.loop import evaluate, is_finished, empty_data_error, train_epoch
+from hasten.engine.observers import Observer, number_or_none, numbers_of, progress
+from hasten.engine.summary import run_summary
+from hasten.engine.cadence import PauseSchedule
+from hasten.engine.persistence import Persistence, RunRecord
+from hasten.engine.plan import Program
+
+
+class Trainer:
+    """Trains a program to the end of its plan.
+
+    Args:
+        program: the run, as ``build`` made it.
+        recipe: what the result names.
+        folder: the run directory; None writes nothing.
+        observers: called with the records of the log.
+        watch: called with the progress.
+        every: seconds between two checkpoints, at least; 0: after every step.
+        asked: grows when this process is asked to stop.
+        began: the process's time when the run began.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        recipe: Recipe,
+        folder: RunDirectory | None,
+        observers: Sequence[Observer],
+        watch: ProgressCallback,
+        every: float,
+        asked: list[Any],
+        began: float,
+    ) -> None:
+        self.context, self.ranks, self.recipe = program.run, program.run.ranks, recipe
+        self.observers = [*([folder.log] if folder else []), *observers]
+        self.record = RunRecord(began)
+        self.persistence = Persistence(program, recipe, folder, self.record)
+        self.program = self.persistence.program
+        self.pending: list[tuple] = []  # (loss on the device, epoch, batch, weight) since the last log point
+        self.stopped = False
+        self.report_progress = progress(watch, self._fraction_done)
+        self.pauses = PauseSchedule(self.context, asked, every, self.persistence.keeps_checkpoints)
+        self.next_evaluation = self._next_evaluation()
+        self.record.split["start"] += perf_counter() - began
+
+    def run(self) -> dict[str, Any]:
+        """Trains from the current progress to the end of the plan; returns the result."""
+        progress = self.context.progress
+        self.persistence.note_time("start")
+        while not is_finished(self.program) and not self.stopped:
+            before = progress.step, progress.batch
+            self._train_epoch()
+            self._fetch_losses()
+            if before == (progress.step, 0):
+                raise empty_data_error(progress.epoch)
+            if not self.stopped and self.context.plan.evaluate_every is None:
+                self._evaluate()
+        finite_checks.check_weights_finite(self.context.model, progress.step)
+        if not self.record.evaluations or self.record.evaluations[-1].step != progress.step:
+            self._evaluate()
+        return self._finish()
+
+    def close(self) -> None:
+        """Releases what the run holds; called after a failure, too."""
+        self.persistence.close()
+        self.program = None
+
+    def _train_epoch(self) -> None:
+        progress, pending, is_time = self.context.progress, self.pending, self.pauses.is_time
+        advance = train_epoch(self.program).__next__
+        while True:
+            epoch, batch = progress.epoch, progress.batch
+            try:
+                loss = advance()
+            except StopIteration:
+                return
+            except Exception as error:
+                raise explain_error(error, format_position(progress.step + 1, epoch, batch), self.context.plan.batch_size) from error
+            pending.append((loss, epoch, batch, progress.loss_weight))
+            if progress.samples >= self.next_evaluation:
+                self._evaluate()
+                if self.stopped:
+                    return
+            if is_time(len(pending)):
+                self._pause()
+
+    def _pause(self) -> None:
+        """Between two steps, a few times a second: progress, losses, checkpoint, a request to stop."""
+        self.report_progress()
+        wishes = self.pauses.wishes(len(self.pending))
+        if wishes.log:
+            self._fetch_losses()
+        if wishes.save:
+            self._fetch_losses()
+            self.pauses.saved = perf_counter()
+            seconds = self.persistence.save(wait=wishes.stop or not self.pauses.every)
+            if seconds:
+                self.pauses.saved, self.pauses.saving = perf_counter(), seconds
+        if wishes.stop:
+            steps = self.context.plan.steps or "an unknown number"
+            raise RunInterrupted(f"stopped at step {self.context.progress.step} of {steps}{self._how_to_resume()}")
+        self.pauses.over()
+
+    def _fetch_losses(self) -> None:
+        """Copies the losses since the last log point to the host and passes them to the observers."""
+        pending, self.pauses.logged = self.pending, perf_counter()
+        if not pending:
+            return
+        step, batch_size = self.context.progress.step, self.context.plan.batch_size
+        _, epoch, batch, _ = pending[-1]
+        try:
+            local = numbers_of([loss for loss, *_ in pending])
+        except Exception as error:  # CUDA reports a failed kernel only when the host waits for it
+            raise explain_error(error, f"{format_position(step + 1, epoch, batch)} or just before", batch_size) from error
+        first = step - len(pending) + 1
+        losses = local if self.ranks.is_single_process else self._mean_over_ranks(local)
+        good = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
+        self._observe([{"step": first + i, "loss": loss} for i, loss in enumerate(losses[:good])])
+        if good < len(losses):
+            _, epoch, batch, _ = pending[good]
+            where = format_position(first + good, epoch, batch)
+            if number_or_none(local[good]) is not None:
+                raise PeerFailure(f"the loss of another rank is {losses[good]} at {where}")
+            raise finite_checks.non_finite_loss_error(local[good], where, partial(self.persistence.read_again, epoch, batch))
+        pending.clear()
+        self.persistence.note_time("steps")
+
+    def _mean_over_ranks(self, losses: list[float]) -> list[float]:
+        """The losses of global batches, from those of this rank's shards."""
+        weighted = [loss * weight for loss, (*_, weight) in zip(losses, self.pending, strict=True)]
+        return [total / self.ranks.world_size for total in self.ranks.all_reduce_sum(weighted)]
+
+    def _evaluate(self) -> None:
+        self._fetch_losses()
+        self.next_evaluation = self._next_evaluation()
+        if self.program.validation is None:
+            return
+        began, progress, plan, record = perf_counter(), self.context.progress, self.context.plan, self.record
+        try:
+            measured = evaluate(self.program)
+        except Exception as error:
+            raise explain_error(error, f"the evaluation after step {progress.step}", plan.batch_size) from error
+        if number_or_none(measured.metric) is None:
+            finite_checks.check_metric_finite(measured.metric, progress.step, self.program.validation)
+        record.split["evaluation"] += perf_counter() - began
+        record.evaluations.append(Evaluation(progress.step, progress.samples, measured.metric))
+        record.seconds_at.append(record.seconds())
+        logged = {"step": progress.step, "samples": progress.samples, "metric": measured.metric, "validation_loss": measured.loss}
+        self._observe([{name: number_or_none(value) for name, value in logged.items()}])
+        self.persistence.note_time("evaluation")
+        if plan.stop is not None and self.ranks.any(bool(plan.stop(record.evaluations))):
+            self.stopped = True
+
+    def _finish(self) -> dict[str, Any]:
+        """Writes the model and the result."""
+        self.persistence.finish()
+        seconds, split = self.record.seconds(), self.record.split
+        result = run_summary(self.program.task, self.context, self.record.evaluations, self.record.seconds_at) | {
+            "seconds": seconds,
+            "split": {**split, "training": seconds - sum(split.values())},
+            "stopped": self.stopped,
+            "skipped": self.persistence.list_skipped(),
+            "recipe": str(self.recipe),
+            "chosen": self.context.tuned_settings,
+            "out": str(self.persistence.folder.path) if self.persistence.folder else None,
+        }
+        self.persistence.write_result(result)
+        return result
+
+    def _observe(self, records: list[dict[str, Any]]) -> None:
+        for observer in self.observers:
+            observer(records)
+
+    def _next_evaluation(self) -> float:
+        """The sample count at which the next evaluation is due; infinite where the end of each epoch is the time."""
+        every = self.context.plan.evaluate_every
+        return math.inf if every is None else (self.context.progress.samples // every + 1) * every
+
+    def _fraction_done(self) -> float:
+        progress, plan = self.context.progress, self.context.plan
+        return progress.step / plan.steps if plan.steps else progress.epoch / plan.epochs
+
+    def _how_to_resume(self) -> str:
+        if not self.persistence.keeps_checkpoints:
+            return "; nothing was kept, give --out to be able to go on"
+        return f"; go on with --out {self.persistence.out} --resume"

@@ -1,0 +1,50 @@
+"""Sets how many threads torch computes with: small tensors are often faster on fewer, and shared machines always are."""
+
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from hasten.core.card import Card, Exactness
+from hasten.core.method import Method, option
+from hasten.core.run_context import RunContext
+from hasten.core.types import ContextFactory
+
+
+@dataclass(frozen=True)
+class NumThreads(Method):
+    """``count`` threads inside operations. Sums are split among them, so another count may round differently."""
+
+    count: int = option(1, at_least=1)
+
+    card = Card(
+        summary="choose the number of threads inside operations",
+        exactness=Exactness.EQUIVALENT_MATH,
+        source="https://docs.pytorch.org/docs/stable/notes/cpu_threading_torchscript_inference.html",
+        gain_when="small tensors, or cores that others use too",
+        accelerates={"forward", "backward", "optimizer_step"},
+        applies_to={"cpu"},
+        presets=({"count": 1}, {"count": 2}, {"count": 4}, {"count": 8}),
+    )
+
+    def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        if self.count == torch.get_num_threads():
+            run.report_no_effect(self, f"torch computes with {self.count} threads already")
+            return context
+        if self.count > cores:
+            run.report_no_effect(self, f"there are only {cores} cores for {self.count} threads")
+            return context
+
+        @contextmanager
+        def with_threads():
+            before = torch.get_num_threads()
+            with context():
+                torch.set_num_threads(self.count)
+                try:
+                    yield
+                finally:
+                    torch.set_num_threads(before)
+
+        return with_threads

@@ -1,0 +1,56 @@
+"""The arithmetic of a training step against what the machine can do: how much of the peak the training reaches."""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from hasten.core.batch import batch_size
+from hasten.engine.plan import Program
+
+PEAK_SECONDS = 0.3
+PEAK_LENGTHS = {"cpu": (256, 512, 1024), "cuda": (1024, 4096, 8192)}  # growing, so that a format without hardware stops early
+
+
+def flops_a_sample(program: Program) -> float:
+    """Floating-point operations of matrix products, convolutions and attention, forward and backward, for one sample.
+
+    The program has to be one without methods: a compiled or captured step hides its operations.
+    It trains on one batch without an update.
+    """
+    batch = program.to_device(next(iter(program.train.epoch(0, 0))))
+    with FlopCounterMode(display=False) as counter:
+        program.forward_backward(batch)
+    program.zero_grad()
+    return counter.get_total_flops() / batch_size(batch)
+
+
+@cache
+def peak_flops(device: str, dtype: torch.dtype) -> float:
+    """The best rate of a square matrix product here, all threads, in operations a second."""
+    device = torch.device(device)
+    best, began = 0.0, time.perf_counter()
+    for length in PEAK_LENGTHS[device.type]:
+        a, b = (torch.ones(length, length, device=device, dtype=dtype) for _ in range(2))
+        end = time.perf_counter() + PEAK_SECONDS / 3
+        while best == 0.0 or time.perf_counter() < end:
+            best = max(best, 2 * length**3 / _seconds_of_product(a, b))
+        if time.perf_counter() - began > 2 * PEAK_SECONDS:
+            break
+    return best
+
+
+def _seconds_of_product(a: torch.Tensor, b: torch.Tensor) -> float:
+    _synchronise(a.device)
+    began = time.perf_counter()
+    torch.mm(a, b)
+    _synchronise(a.device)
+    return time.perf_counter() - began
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,299 @@
+"""Input benchmark of ``hasten diagnose``: throughput of the input pipeline's stages against the training step's.
+
+``step_throughput`` is measured by training on one batch again and again: an input pipeline that is faster gains
+nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from inspect import ismethod
+from itertools import count
+from statistics import median
+
+import numpy
+import torch
+from torch.utils.data import IterableDataset, default_collate
+
+from hasten.core.batch import map_tensors, batch_size
+from hasten.core.data import BatchSource, LoaderSpec
+from hasten.core.errors import RunError
+from hasten.data.pipeline import Pipeline
+from hasten.data.workers.runners import InlineRunner
+from hasten.data.source import BadRow, Source
+from hasten.engine.error_messages import explain_error
+from hasten.engine.plan import Program
+
+BUDGET_SHARES = {"step_throughput": 0.25, "stages": 0.3, "copy": 0.1, "end_to_end": 0.35}
+WARM_UP_STEPS = 3
+MEASUREMENTS = 5  # their median is reported
+FAST_ENOUGH = 0.97  # of step_throughput: a prefetched input pipeline that reaches it is no bottleneck
+STAGES = ("read", "decode", "map", "batch", "copy")
+_END = object()
+
+
+def measure_input(program: Program, budget: float) -> dict:
+    """Measures the input pipeline of a built run. Trains the model while doing so: call it last.
+
+    Never raises: what cannot be measured is None, and ``not_measured`` holds the reason.
+
+    Args:
+        program: the run; ``program.train`` is the source of its batches.
+        budget: seconds to spend, exceeded by at most one batch or one step per measurement.
+
+    Returns:
+        ``stages``: samples/s of "read", "decode", "map", "batch" in one thread and of "copy" to the device; None for a
+        stage that does not exist or cannot be measured. Without "decode", "read" includes it. ``step_throughput``:
+        samples/s that the training step consumes when the next batch is always ready. ``end_to_end``: samples/s of the
+        whole input pipeline, workers included. ``first_batch_seconds``: seconds until its first batch. ``prefetched``:
+        whether batches are computed while the step runs; None if unknown. ``data_wait_fraction``: fraction of the time,
+        from 0 to 1, that the step waits for data. ``bottleneck``: the slowest stage, "input" if the stages are not
+        known, or "step". ``skipped_rows``: ``{"row", "where", "why"}`` of each row that could not be read and was
+        skipped. ``not_measured``: {name of a stage or key: reason}.
+    """
+    data, batch_size = program.task.train_data, program.loop.batch_size
+    not_measured: dict[str, str] = {}
+
+    def attempt(name: str, measure: Callable, *args):
+        try:
+            return measure(*args)
+        except Exception as error:
+            not_measured[name] = str(explain_error(error, f"measuring {name}", batch_size))
+            return None
+
+    seconds = {name: share * budget for name, share in BUDGET_SHARES.items()}
+    batch = attempt("first_batch", _first_batch, program.train)
+    step = rate = first = None
+    stages = dict.fromkeys(STAGES)
+    if batch is not None:
+        step = attempt("step_throughput", _step_throughput, program, batch, seconds["step_throughput"])
+        stages |= attempt("stages", _stage_throughput, program, seconds["stages"], not_measured) or {}
+        stages["copy"] = attempt("copy", _copy_throughput, program, batch, seconds["copy"])
+        rate, first = attempt("end_to_end", _end_to_end, program, seconds["end_to_end"]) or (None, None)
+    prefetched = _is_prefetched(program)
+    wait = bottleneck = None
+    if prefetched is None:
+        not_measured["prefetched"] = "a method of the recipe reads the samples in a way of its own"
+    elif step and rate:
+        wait = max(0.0, 1 - rate / step) if prefetched else step / (step + rate)
+        bottleneck = _bottleneck(stages, rate, step, prefetched)
+    return {
+        "stages": stages,
+        "step_throughput": step,
+        "end_to_end": rate,
+        "first_batch_seconds": first,
+        "prefetched": prefetched,
+        "data_wait_fraction": wait,
+        "bottleneck": bottleneck,
+        "skipped_rows": data.faults.listed() if isinstance(data, Pipeline) else [],
+        "not_measured": not_measured,
+    }
+
+
+def _bottleneck(stages: dict, end_to_end: float, step: float, prefetched: bool) -> str:
+    if prefetched and end_to_end >= FAST_ENOUGH * step:
+        return "step"
+    rates = {name: rate for name, rate in stages.items() if rate}
+    slowest = min(rates, key=rates.get, default="input")
+    return slowest if prefetched or not rates or rates[slowest] < step else "step"
+
+
+def _is_prefetched(program: Program) -> bool | None:
+    """Whether batches are computed while the step runs; None if a method reads the samples in a way of its own."""
+    data, batches = program.task.train_data, program.train
+    if batches.spec is not None:
+        return batches.spec.num_workers > 0
+    if batches.with_workers is not None:
+        return batches.workers.num_workers > 0
+    dataset = data if isinstance(data, Pipeline) else getattr(data, "dataset", data)
+    is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+    return getattr(data, "num_workers", 0) > 0 if is_stream and not isinstance(data, Pipeline) else None
+
+
+# ---- the training step and the whole input pipeline
+
+
+def _first_batch(batches: BatchSource):
+    for batch in batches.epoch(0, 0):
+        return batch
+    raise RunError("the training data gave no batch")
+
+
+def _step_throughput(program: Program, batch, seconds: float) -> float:
+    """Samples/s of training steps on one batch."""
+    batch = program.move(batch)
+
+    def step() -> None:
+        program.micro(batch)
+        program.gradients()
+        program.update()
+        program.clear()
+
+    for _ in range(WARM_UP_STEPS):
+        step()
+    return batch_size(batch) * _calls_per_second(program, step, seconds)
+
+
+def _copy_throughput(program: Program, batch, seconds: float) -> float | None:
+    """Samples/s copied to the device; None on the CPU, where nothing is copied."""
+    if program.run.device.type == "cpu":
+        return None
+    return batch_size(batch) * _calls_per_second(
+        program, lambda: map_tensors(lambda tensor: tensor.to(program.run.device), batch), seconds
+    )
+
+
+def _calls_per_second(program: Program, work: Callable[[], object], seconds: float) -> float:
+    """The median of several measurements, so that a short disturbance of the machine does not count."""
+    deadline, rates = time.perf_counter() + seconds, []
+    while not rates or (len(rates) < MEASUREMENTS and time.perf_counter() < deadline):
+        _synchronize(program)
+        began, calls = time.perf_counter(), 0
+        while not calls or time.perf_counter() - began < seconds / MEASUREMENTS:
+            work()
+            calls += 1
+        _synchronize(program)
+        rates.append(calls / (time.perf_counter() - began))
+    return median(rates)
+
+
+def _end_to_end(program: Program, seconds: float) -> tuple[float, float]:
+    """(samples/s as the training loop gets them, seconds until the first batch)."""
+    began, samples, first = time.perf_counter(), 0, None
+    for batch in (batch for epoch in count() for batch in program.train.epoch(epoch, 0)):
+        program.move(batch)
+        if first is None:
+            _synchronize(program)
+            first = time.perf_counter() - began
+            continue
+        samples += batch_size(batch)
+        if time.perf_counter() - began - first > seconds:
+            break
+    _synchronize(program)
+    return samples / (time.perf_counter() - began - first), first
+
+
+def _synchronize(program: Program) -> None:
+    if program.run.device.type == "cuda":
+        torch.cuda.synchronize(program.run.device)
+
+
+# ---- each stage alone, in one thread
+
+
+def _stage_throughput(program: Program, seconds: float, not_measured: dict[str, str]) -> dict:
+    data, samples = program.task.train_data, program.train.spec
+    if isinstance(data, Pipeline):
+        return _pipeline_stages(data, program.loop.batch_size, seconds, not_measured)
+    if samples is None:
+        not_measured["stages"] = (
+            "the batches are not read sample by sample from a map-style dataset; end_to_end measures them"
+        )
+        return {}
+    not_measured["decode"] = "read includes it, and the dataset's own transforms"
+    return _dataset_stages(samples, seconds)
+
+
+def _pipeline_stages(pipeline: Pipeline, batch_size: int, seconds: float, not_measured: dict[str, str]) -> dict:
+    source, maps_watch = TimedSource(pipeline.source), Stopwatch()
+    if not source.has_raw:
+        not_measured["decode"] = "read includes it: the source has no method raw() that only fetches the bytes"
+    maps = {
+        name: tuple(replace(each, function=maps_watch.time_calls(each.function)) for each in getattr(pipeline, name))
+        for name in ("sample_maps", "batch_maps")
+    }
+    timed = replace(pipeline, source=source, batch_size=batch_size, runner=InlineRunner(), device=None, **maps)
+    samples, total = _draw((timed.epoch(epoch) for epoch in count()), seconds)
+    spent = source.seconds_by_stage() | {"map": maps_watch.seconds}
+    if pipeline.sample_maps or pipeline.collate_fn:
+        spent["batch"] = total - sum(spent.values())
+    return {name: samples / each if each else None for name, each in spent.items()}
+
+
+def _dataset_stages(samples: LoaderSpec, seconds: float) -> dict:
+    watches = {"read": Stopwatch(), "batch": Stopwatch()}
+    dataset = samples.dataset
+    read = getattr(dataset, "__getitems__", None) or (lambda indices: [dataset[index] for index in indices])
+    read = watches["read"].time_calls(read)
+    collate = watches["batch"].time_calls(samples.collate or default_collate)
+    epochs = (map(collate, map(read, samples.batch_sampler(epoch))) for epoch in count())
+    drawn, _ = _draw(epochs, seconds)
+    return {name: drawn / watch.seconds for name, watch in watches.items()}
+
+
+def _draw(epochs: Iterator[Iterator], seconds: float) -> tuple[int, float]:
+    """(samples of the batches drawn in about ``seconds``, seconds it took)."""
+    samples, total = 0, 0.0
+    for epoch in epochs:
+        began = time.perf_counter()
+        for batch in epoch:
+            samples += batch_size(batch)
+            if total + time.perf_counter() - began > seconds:
+                return samples, total + time.perf_counter() - began
+        total += time.perf_counter() - began
+    raise AssertionError("there is always another epoch")
+
+
+class Stopwatch:
+    """Adds up the seconds spent in some functions."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def time_calls(self, function: Callable) -> Callable:
+        """``function``, timed; if it is a generator function, each of its items is timed when it is asked for."""
+
+        def timed(*args, **kwargs):
+            began = time.perf_counter()
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - began
+            return self._time_items(result) if isinstance(result, Generator) else result
+
+        return timed
+
+    def _time_items(self, generator: Generator) -> Iterator:
+        ask = self.time_calls(partial(next, generator, _END))
+        while (item := ask()) is not _END:
+            yield item
+
+
+class TimedSource(Source):
+    """A source whose reading is timed. A method ``raw``, which fetches the bytes, is timed too: the rest is decoding."""
+
+    def __init__(self, source: Source):
+        self.source, self._total, self._fetch = source, Stopwatch(), Stopwatch()
+        self.has_raw = ismethod(getattr(source, "raw", None))
+        if self.has_raw:
+            source = copy(source)
+            source.raw = self._fetch.time_calls(source.raw)
+        self._timed_read = self._total.time_calls(source.read)
+
+    def seconds_by_stage(self) -> dict[str, float]:
+        """Seconds spent in "read" and, if they can be separated, in "decode"."""
+        if not self.has_raw:
+            return {"read": self._total.seconds}
+        return {"read": self._fetch.seconds, "decode": self._total.seconds - self._fetch.seconds}
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, rows: numpy.ndarray):
+        return self._timed_read(rows)
+
+    def identity(self) -> dict:
+        return self.source.fingerprint()
+
+    def edges(self) -> numpy.ndarray:
+        return self.source.chunk_offsets()
+
+    def known_bad(self) -> list[BadRow]:
+        return self.source.known_bad_rows()
+
+    def prepare(self, runner, faults) -> None:
+        self.source.prepare(runner, faults)
