@@ -18,7 +18,7 @@ BENCHMARKS := import_time engine_overhead recording_overhead a_against_a planted
 .PHONY: demo test test-all test-slow test-matrix slowest chaos soak lint types docs bench wheel clean
 
 demo: .venv/ready
-	$(BIN)/hasten tune digits --out runs/demo || [ $$? -eq 1 ]  # 1: an honest "leave it"; there is a report about that too
+	$(BIN)/hasten tune digits --out runs/demo || [ $$? -eq 1 ]  # 1: an honest "no improvement"; there is a report about that too
 	@page=$$($(BIN)/hasten report runs/demo) && echo "The report: $$page"
 
 test: .venv/ready-dev lint

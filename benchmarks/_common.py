@@ -63,7 +63,11 @@ def interval(values: Iterable[float]) -> Interval:
     Below six values no interval reaches 95 %; then it is the whole range.
     """
     ordered = sorted(values)
-    count, left_out, tail = len(ordered), 0, 1  # the tail in parts of 2**count, whole numbers: floats end at a thousand values
+    count, left_out, tail = (
+        len(ordered),
+        0,
+        1,
+    )  # the tail in parts of 2**count, whole numbers: floats end at a thousand values
     while 2 * tail / 2**count <= MISS:
         left_out += 1
         tail += math.comb(count, left_out)
@@ -126,7 +130,9 @@ def show(headings: tuple[str, ...], rows: Iterable[tuple]) -> None:
 
 def parser(doc: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--json", type=Path, metavar="FILE", help="write the raw numbers there; into a folder (records), as a record")
+    made.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the raw numbers there; into a folder (records), as a record"
+    )
     return made
 
 
@@ -147,17 +153,26 @@ def record(records: Path, result: dict, words: str) -> Path:
     place = new_record(records, slug(script.stem))
     written(place / "result.json", result)
     text = README.format(
-        title=script.stem.replace("_", " ").capitalize(), reached=words, figure=result["figure"], said="\n".join(_said).strip(),
-        date=result["date"], command=result["command"], script=script.name, cpu=here["cpu"], cores=here["cores"],
+        title=script.stem.replace("_", " ").capitalize(),
+        reached=words,
+        figure=result["figure"],
+        said="\n".join(_said).strip(),
+        date=result["date"],
+        command=result["command"],
+        script=script.name,
+        cpu=here["cpu"],
+        cores=here["cores"],
         versions=", ".join(f"{name} {here[name]}" for name in ("hasten", "python", "torch", "numpy")),
-    )  # fmt: skip
+    )
     (place / "README.md").write_text(text, encoding="utf-8")
     return place
 
 
 def new_record(records: Path, claim: str) -> Path:
     """A folder ``DATE_CLAIM_MACHINE`` that is not there yet: earlier ones of the day stay, and come before it by name."""
-    names = (f"{time.strftime('%Y-%m-%d')}{letter}_{claim}_{machine_name()}" for letter in ("", *string.ascii_lowercase[1:]))
+    names = (
+        f"{time.strftime('%Y-%m-%d')}{letter}_{claim}_{machine_name()}" for letter in ("", *string.ascii_lowercase[1:])
+    )
     return next(records / name for name in names if not (records / name).exists())
 
 

@@ -16,7 +16,17 @@ from pathlib import Path
 
 from _common import Interval, in_turns, installed, interval, show, tell
 
-PACKAGES = ("pyarrow", "simplejpeg", "torchdata", "spdl", "grain", "tensorflow-cpu", "litdata", "webdataset", "datasets")
+PACKAGES = (
+    "pyarrow",
+    "simplejpeg",
+    "torchdata",
+    "spdl",
+    "grain",
+    "tensorflow-cpu",
+    "litdata",
+    "webdataset",
+    "datasets",
+)
 
 _start_up: dict[str, float] = {}  # seconds until a loader gave its first batch; rates leave them out, tables tell them
 
@@ -129,7 +139,12 @@ def table(taken: dict[str, list[float]], missing: dict[str, str], ours: str, uni
     """
     headings = ("loader", unit, "best round", f"{ours}: times as fast")
     rows = [
-        (name, f"{interval(values):,.0f}", f"{max(values):,.0f}", "" if name == ours else f"{over(taken, ours, name):.2f}")
+        (
+            name,
+            f"{interval(values):,.0f}",
+            f"{max(values):,.0f}",
+            "" if name == ours else f"{over(taken, ours, name):.2f}",
+        )
         for name, values in taken.items()
     ] + [(name, why, "", "") for name, why in missing.items()]
     if start_up:

@@ -62,7 +62,9 @@ class Clocked(Dataset):
         if index % self.leg == 0 and index:
             now = perf_counter(), process_time()
             if index > self.leg:
-                self.legs.append(tuple((after - before) / self.timed for before, after in zip(self.began, now, strict=True)))
+                self.legs.append(
+                    tuple((after - before) / self.timed for before, after in zip(self.began, now, strict=True))
+                )
             self.baton.pass_on(self.name)
             self.baton.wait(self.name)
         if index % self.leg == self.warm:
@@ -70,7 +72,9 @@ class Clocked(Dataset):
         return self.inputs[index % KEPT], self.targets[index % KEPT]
 
 
-def relay(arms: dict[str, Train], width: int, batch_size: int, steps: int, legs: int) -> dict[str, list[tuple[float, float]]]:
+def relay(
+    arms: dict[str, Train], width: int, batch_size: int, steps: int, legs: int
+) -> dict[str, list[tuple[float, float]]]:
     """Seconds of a step, on the wall and of the processor, leg by leg, of trainings that make one pass over a DataLoader in turns.
 
     Raises:

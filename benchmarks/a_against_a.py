@@ -14,13 +14,13 @@ from itertools import cycle, islice
 
 from _common import finish, parser, show, tell
 
-from hasten import RunError, ConfigurationError, compare
+from hasten import ConfigurationError, RunError, compare
 
 THINGS = (
     ("digits", "baseline"),
     ("digits", "fused_optimizer"),
     ("adult", "baseline"),
-    ("digits", "loader_workers:workers=1"),
+    ("digits", "loader_workers:num_workers=1"),
     ("digits", "batch_size:factor=4"),
 )
 MISS = 0.02
@@ -47,7 +47,7 @@ def main() -> int:
             each["verdict"],
             *(f"{each['ratio'][key]:.4f}" for key in ("median", "low", "high")),
             each["blocks"],
-            f"{each['noise']['spread_percent']:.1f}",
+            f"{each['system_noise']['spread_percent']:.1f}",
         )
         for each in done
     ]
@@ -58,8 +58,12 @@ def main() -> int:
     misses = [max(each["ratio"]["low"] - 1, 1 - each["ratio"]["high"], 0.0) for each in done]
     print("\nverdicts: " + ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common()))
     if not done:
-        return finish(options, "at least 19 of 20", None, {"missing": {", ".join(thing): why for thing, why in missing.items()}})
-    print(f"the interval holds 1 in {sum(miss == 0 for miss in misses)} of {len(done)}; the worst misses it by {100 * max(misses):.2f} %")
+        return finish(
+            options, "at least 19 of 20", None, {"missing": {", ".join(thing): why for thing, why in missing.items()}}
+        )
+    print(
+        f"the interval holds 1 in {sum(miss == 0 for miss in misses)} of {len(done)}; the worst misses it by {100 * max(misses):.2f} %"
+    )
     asked = len(done) - len(done) // ONE_WRONG_IN
     reached = honest >= asked and max(misses) <= MISS
     figure = f'at least {asked} of {len(done)} say "no difference" or "unsure" and no interval misses 1 by more than 2 %; it is {honest}'

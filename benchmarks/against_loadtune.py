@@ -29,7 +29,7 @@ from _common import finish, installed, parser, search_folder, show, tell, watch
 from time_to_target import newest_records
 
 import hasten
-from hasten import RunError, Recipe, ConfigurationError
+from hasten import ConfigurationError, Recipe, RunError
 
 WORKLOADS = ("digits", "fashion_mnist", "tiny_shakespeare", "adult", "cifar10")
 HERE = Path(__file__).parent
@@ -56,10 +56,14 @@ def loadtunes_choice(workload: str, steps: int) -> dict:
             Path(folder) / "report.md",
         ]
         began = time.monotonic()
-        done = subprocess.run(words, env=os.environ | {"HASTEN_BENCHMARK_TASK": workload}, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            words, env=os.environ | {"HASTEN_BENCHMARK_TASK": workload}, capture_output=True, text=True, check=False
+        )
         seconds = time.monotonic() - began
         if not raw.exists():
-            raise RunError(f"loadtune ended with code {done.returncode}: {(done.stdout + done.stderr).strip().splitlines()[-1][:200]}")
+            raise RunError(
+                f"loadtune ended with code {done.returncode}: {(done.stdout + done.stderr).strip().splitlines()[-1][:200]}"
+            )
         told = json.loads(raw.read_text())
     return {**chosen(told), "seconds": seconds, "trials": len(told["trials"]), "narrative": told["narrative"]}
 
@@ -84,7 +88,11 @@ def as_recipe(knobs: dict) -> Recipe:
     if workers := knobs["num_workers"]:
         prefetch = knobs["prefetch_factor"] or 2
         recipe = recipe.with_method(
-            "loader_workers", workers=workers, prefetch=prefetch, persistent=knobs["persistent_workers"], pin=knobs["pin_memory"]
+            "loader_workers",
+            workers=workers,
+            prefetch=prefetch,
+            persistent=knobs["persistent_workers"],
+            pin=knobs["pin_memory"],
         )
     if knobs["num_threads"] not in (None, torch.get_num_threads()):
         recipe = recipe.with_method("threads", count=knobs["num_threads"])
@@ -126,7 +134,9 @@ def against(workload: str, options) -> dict:
     known = proven(workload) if options.proven else None
     tell(f"{workload}: loadtune searches")
     theirs = loadtunes_choice(workload, options.steps)
-    tell(f"{workload}: loadtune recommends {theirs['recipe']}; hasten {'is told' if options.proven else 'searches, or remembers'}")
+    tell(
+        f"{workload}: loadtune recommends {theirs['recipe']}; hasten {'is told' if options.proven else 'searches, or remembers'}"
+    )
     found = known or searched(workload, options)
     ours = Recipe(found["recipe"])
     told = measured(workload, theirs["recipe"], ours, options) if ours.methods != theirs["recipe"].methods else None
@@ -156,7 +166,10 @@ def searched(workload: str, options) -> dict:
 
 
 def row_of(workload: str, one: dict) -> tuple[str, ...]:
-    told, searches = one["measured"], f"{one['loadtune']['seconds']:.0f} / {one['hasten']['seconds']:.0f}{one['hasten']['earlier']}"
+    told, searches = (
+        one["measured"],
+        f"{one['loadtune']['seconds']:.0f} / {one['hasten']['seconds']:.0f}{one['hasten']['earlier']}",
+    )
     recipes = one["loadtune"]["recipe"], one["hasten"]["recipe"]
     if told is None:
         return (workload, *recipes, "the same recipe", "", "", searches)
@@ -173,12 +186,20 @@ def row_of(workload: str, one: dict) -> tuple[str, ...]:
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(WORKLOADS)}; all of them unless said")
-    options.add_argument("--steps", type=int, default=100, help="steps of each of loadtune's trials; its own default is 100")
+    options.add_argument(
+        "workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(WORKLOADS)}; all of them unless said"
+    )
+    options.add_argument(
+        "--steps", type=int, default=100, help="steps of each of loadtune's trials; its own default is 100"
+    )
     options.add_argument("--budget", type=float, default=60.0, help="seconds of the comparison in turns")
     options.add_argument("--seeds", type=int, default=3)
-    options.add_argument("--search-budget", type=float, help="seconds of hasten's search; the tuner's own default unless said")
-    options.add_argument("--proven", action="store_true", help="hasten's recipes are those of the newest records: no search")
+    options.add_argument(
+        "--search-budget", type=float, help="seconds of hasten's search; the tuner's own default unless said"
+    )
+    options.add_argument(
+        "--proven", action="store_true", help="hasten's recipes are those of the newest records: no search"
+    )
     options.add_argument("--device", help="as for hasten")
     options.add_argument("--runs", type=Path, default=Path("runs"), help="folder of hasten's searches")
     options = options.parse_args()
@@ -194,7 +215,8 @@ def main() -> int:
             failed[workload] = str(error)
     show(
         ("workload", "loadtune's recipe", "hasten's recipe", "hasten faster by", "to target, s", "metric", "search, s"),
-        [row_of(name, one) for name, one in done.items()] + [(name, f"not measured: {why}", *[""] * 5) for name, why in failed.items()],
+        [row_of(name, one) for name, one in done.items()]
+        + [(name, f"not measured: {why}", *[""] * 5) for name, why in failed.items()],
     )
     ratios = [one["measured"]["ratio"] if one["measured"] else {"low": 1.0, "high": 1.0} for one in done.values()]
     faster, slower = sum(ratio["low"] > 1.01 for ratio in ratios), sum(ratio["high"] < 0.99 for ratio in ratios)

@@ -42,10 +42,16 @@ def program():
         torch.randn(4 * BATCH, WIDTH, generator=chance), torch.randint(0, 10, (4 * BATCH,), generator=chance)
     )
     task = Task(
-        model=lambda: nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())), nn.Linear(WIDTH, 10)),
-        train_data=data, loss=cross_entropy, optimizer=lambda model: torch.optim.Adam(model.parameters()),
-        metric="accuracy", batch_size=BATCH, epochs=10**6,
-    )  # fmt: skip
+        model=lambda: nn.Sequential(
+            *(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())), nn.Linear(WIDTH, 10)
+        ),
+        train_data=data,
+        loss=cross_entropy,
+        optimizer=lambda model: torch.optim.Adam(model.parameters()),
+        metric="accuracy",
+        batch_size=BATCH,
+        epochs=10**6,
+    )
     return build(task)
 
 
@@ -53,11 +59,13 @@ class Arms:
     """Each way to save: the seconds that the training stood still, and those of the whole leg."""
 
     def __init__(self, built, folder: Path, steps: int):
-        from hasten.engine.loop import train_steps as training
         from hasten.engine.async_checkpoint import AsyncCheckpointer
+        from hasten.engine.loop import train_steps as training
 
         self.folder, self.steps, self.saving, self.waited = folder, steps, AsyncCheckpointer(), 0.0
-        self.built = dataclasses.replace(built, optimizer_step=self._updating(built.optimizer_step))  # as engine/trainer.py does
+        self.built = dataclasses.replace(
+            built, optimizer_step=self._updating(built.optimizer_step)
+        )  # as engine/trainer.py does
         self.training = training(self.built)
 
     def _updating(self, update: Callable) -> Callable:
@@ -83,14 +91,18 @@ class Arms:
 
         checkpoints = checkpoint.Checkpoints(self.folder)
         checkpoints.whole = [self.folder]  # the first one of a run is also read back
-        self.saving.begin(checkpoint.get_state(self.built), checkpoint.update_only_tensors(self.built.run), checkpoints.save)
+        self.saving.begin(
+            checkpoint.get_state(self.built), checkpoint.update_only_tensors(self.built.run), checkpoints.save
+        )
         yield
         self.saving.finish()
 
     def torchs(self) -> Iterator[None]:
         run = self.built.run
         state = {"model": run.unwrapped_model.state_dict(), "optimizer": run.optimizer.state_dict()}
-        written = dcp.async_save(state, storage_writer=dcp.FileSystemWriter(self.folder / "dcp", overwrite=True), no_dist=True)
+        written = dcp.async_save(
+            state, storage_writer=dcp.FileSystemWriter(self.folder / "dcp", overwrite=True), no_dist=True
+        )
         yield
         getattr(written, "upload_completion", written).result()
 
@@ -126,16 +138,26 @@ def main() -> int:
 
 def told(options, taken: dict[str, list[tuple[float, float]]]) -> int:
     stood = {name: [stall for stall, _ in legs] for name, legs in taken.items()}
-    longer = {name: [leg - none for (_, leg), (_, none) in zip(legs, taken[NONE], strict=True)] for name, legs in taken.items()}
+    longer = {
+        name: [leg - none for (_, leg), (_, none) in zip(legs, taken[NONE], strict=True)]
+        for name, legs in taken.items()
+    }
     share = {name: interval(a / b for a, b in zip(stood[name], stood[BY_HAND], strict=True)) for name in (OURS, TORCHS)}
     rows = [
-        (name, f"{interval(1e3 * s for s in stood[name]):.0f}", f"{100 * share[name].median:.1f} %" if name in share else "", f"{interval(1e3 * s for s in longer[name]):.0f}")
+        (
+            name,
+            f"{interval(1e3 * s for s in stood[name]):.0f}",
+            f"{100 * share[name].median:.1f} %" if name in share else "",
+            f"{interval(1e3 * s for s in longer[name]):.0f}",
+        )
         for name in (BY_HAND, OURS, TORCHS)
-    ]  # fmt: skip
+    ]
     show(("saved by", "stands still, ms", "of torch.save", "leg longer by, ms"), rows)
     say(f"\nA step without a checkpoint takes {interval(1e3 * leg / options.steps for _, leg in taken[NONE]):.0f} ms.")
     figure = f"a stall of at most {100 * WANTED:g} % of a synchronous save; it is {100 * share[OURS].median:.1f} % ({100 * share[OURS].low:.1f} to {100 * share[OURS].high:.1f})"
-    return finish(options, figure, share[OURS].median <= WANTED, {"stood still": stood, "longer": longer, "share": share})
+    return finish(
+        options, figure, share[OURS].median <= WANTED, {"stood still": stood, "longer": longer, "share": share}
+    )
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ All have one core, and give float32 batches of the same shape. Where a peer lets
 whole-batch function that a careful user would write (``Batched``): windows of a padded store by one advanced index, a ``where``
 for the flip, one conversion. ``Bound`` gathers rows and converts them, by torch's fastest ways, and does nothing else.
 
-hasten has two ways: ``augmented``, for arrays alone, which keeps the pictures twice, as they are and mirrored (its making is in the
+hasten has two ways: ``augmented_images``, for arrays alone, which keeps the pictures twice, as they are and mirrored (its making is in the
 start-up), and maps, which any source can have.
 
 Figure: at least 500 000 pictures a second; at least 10 times a per-sample DataLoader; at least the best of the others.
@@ -32,17 +32,21 @@ OURS, MAPS, BOUND, ONE_BY_ONE = "hasten", "hasten, maps", "bound: gather, conver
 
 
 def hasten(pictures, labels):
-    from hasten.data import augmented
+    from hasten.data import augmented_images
 
-    return augmented(pictures, labels, padding=PADDING, mean=MEAN, std=STD).shuffle(seed=0).batch(BATCH, drop_last=True)
+    return (
+        augmented_images(pictures, labels, padding=PADDING, mean=MEAN, std=STD)
+        .shuffle(seed=0)
+        .batch(BATCH, drop_last=True)
+    )
 
 
 def hasten_maps(pictures, labels):
     """The same batches by maps, which any source can have."""
-    from hasten.data import arrays, crop, normalise
+    from hasten.data import arrays, normalize, random_crop
 
     made = arrays(pictures, labels).shuffle(seed=0).batch(BATCH, drop_last=True)
-    return made.map(crop(PADDING, mirror=True)).map(normalise(MEAN, STD))
+    return made.map(random_crop(PADDING, mirror=True)).map(normalize(MEAN, STD))
 
 
 class Bound:
@@ -51,7 +55,10 @@ class Bound:
     def __init__(self, pictures, labels):
         from hasten.data.buffer_pool import alloc_huge
 
-        self.pictures, self.labels = alloc_huge(pictures.numel(), torch.uint8).view(pictures.shape).copy_(pictures), labels
+        self.pictures, self.labels = (
+            alloc_huge(pictures.numel(), torch.uint8).view(pictures.shape).copy_(pictures),
+            labels,
+        )
         self.rows = torch.empty((BATCH, *pictures.shape[1:]), dtype=torch.uint8)
         self.floats = alloc_huge(self.rows.numel(), torch.float32).view(self.rows.shape)
 
@@ -72,9 +79,9 @@ class Samples(Dataset):
         return len(self.pictures)
 
     def __getitem__(self, row):
-        return self.augmented(self.pictures[row]), self.labels[row]
+        return self.augmented_images(self.pictures[row]), self.labels[row]
 
-    def augmented(self, picture):
+    def augmented_images(self, picture):
         if torch.rand(()) < 0.5:
             picture = picture.flip(2)
         top, left = torch.randint(2 * PADDING + 1, (2,)).tolist()
@@ -155,10 +162,12 @@ def tf_data(pictures, labels):
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    store = tf.constant(numpy.pad(pictures.permute(0, 2, 3, 1).numpy(), ((0, 0), (PADDING,) * 2, (PADDING,) * 2, (0, 0))))
+    store = tf.constant(
+        numpy.pad(pictures.permute(0, 2, 3, 1).numpy(), ((0, 0), (PADDING,) * 2, (PADDING,) * 2, (0, 0)))
+    )
     targets, mean, std = tf.constant(labels.numpy()), tf.constant(MEAN), tf.constant(STD)
 
-    def augmented(index):
+    def augmented_images(index):
         places = tf.range(SIDE)[None] + tf.random.uniform((2, BATCH, 1), 0, 2 * PADDING + 1, tf.int32)
         down, across = places[0], tf.where(tf.random.uniform((BATCH, 1)) < 0.5, places[1][:, ::-1], places[1])
         rows = tf.gather(tf.gather(store, index), down, axis=1, batch_dims=1)
@@ -166,7 +175,7 @@ def tf_data(pictures, labels):
         return (tf.cast(batch, tf.float32) / 255.0 - mean) / std, tf.gather(targets, index)
 
     rows = tf.data.Dataset.range(len(labels)).shuffle(len(labels)).batch(BATCH, drop_remainder=True)
-    batches = rows.map(augmented, num_parallel_calls=tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
+    batches = rows.map(augmented_images, num_parallel_calls=tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
     return Passes(batches.as_numpy_iterator)
 
 
@@ -175,15 +184,23 @@ def litdata(folder, pictures, labels):
     from litdata import StreamingDataLoader, StreamingDataset, optimize
 
     numpy.savez(folder / "all.npz", pictures=pictures.numpy(), labels=labels.numpy())
-    optimize(partial(sample_of, folder / "all.npz"), list(range(len(labels))), str(folder / "litdata"), chunk_bytes="64MB", num_workers=1)
+    optimize(
+        partial(sample_of, folder / "all.npz"),
+        list(range(len(labels))),
+        str(folder / "litdata"),
+        chunk_bytes="64MB",
+        num_workers=1,
+    )
     one = Samples(pictures, labels)
 
     class Streamed(StreamingDataset):
         def __getitem__(self, index):
             sample = super().__getitem__(index)
-            return one.augmented(torch.as_tensor(sample["picture"])), sample["label"]
+            return one.augmented_images(torch.as_tensor(sample["picture"])), sample["label"]
 
-    return StreamingDataLoader(Streamed(str(folder / "litdata"), shuffle=True), batch_size=BATCH, num_workers=0, drop_last=True)
+    return StreamingDataLoader(
+        Streamed(str(folder / "litdata"), shuffle=True), batch_size=BATCH, num_workers=0, drop_last=True
+    )
 
 
 @cache
@@ -209,12 +226,12 @@ def webdataset(folder, pictures, labels):
     def decoded(sample):
         return numpy.frombuffer(sample["bin"], numpy.uint8).reshape(3, SIDE, SIDE), int(sample["cls"])
 
-    def augmented(batch):
+    def augmented_images(batch):
         batched = Batched(torch.from_numpy(batch[0]), torch.as_tensor(batch[1]))
         return batched.of(torch.arange(len(batch[0])))
 
     dataset = webdataset.WebDataset(shard, shardshuffle=False).shuffle(1000).map(decoded)
-    return dataset.batched(BATCH, partial=False).map(augmented)
+    return dataset.batched(BATCH, partial=False).map(augmented_images)
 
 
 def fits(batch) -> bool:
@@ -244,7 +261,9 @@ def main() -> int:
     with scratch() as folder:
         peers = {
             "DataLoader, __getitems__": Loader(lambda: batched_loader(DataLoader, pictures, labels)),
-            "StatefulDataLoader, __getitems__": Loader(lambda: stateful(pictures, labels), "torchdata.stateful_dataloader"),
+            "StatefulDataLoader, __getitems__": Loader(
+                lambda: stateful(pictures, labels), "torchdata.stateful_dataloader"
+            ),
             "spdl": Loader(lambda: spdl(pictures, labels), "spdl.pipeline"),
             "grain": Loader(lambda: grain(pictures, labels), "grain"),
             "tf.data": Loader(lambda: tf_data(pictures, labels), "tensorflow"),
@@ -255,7 +274,9 @@ def main() -> int:
             OURS: Loader(lambda: hasten(pictures, labels)),
             MAPS: Loader(lambda: hasten_maps(pictures, labels)),
             BOUND: Loader(lambda: Bound(pictures, labels)),
-            ONE_BY_ONE: Loader(lambda: DataLoader(Samples(pictures, labels), batch_size=BATCH, shuffle=True, drop_last=True)),
+            ONE_BY_ONE: Loader(
+                lambda: DataLoader(Samples(pictures, labels), batch_size=BATCH, shuffle=True, drop_last=True)
+            ),
             **peers,
         }
         ready, missing = set_up(loaders, fits)
@@ -265,7 +286,9 @@ def main() -> int:
     over_samples, over_best = over(taken, OURS, ONE_BY_ONE), over(taken, OURS, best)
     say(f"\nof the bound: {over(taken, OURS, BOUND):.2f}; over the best of the others ({best}): {words(over_best)}")
     reached = ours.median >= FIGURE and over_samples.median >= TIMES and over_best.median >= 1
-    others = [name for name in taken if name in peers and peers[name].module]  # the figure names them: without any it is not measured
+    others = [
+        name for name in taken if name in peers and peers[name].module
+    ]  # the figure names them: without any it is not measured
     return finish(
         options,
         f"{FIGURE:,} pictures/s on one core, {TIMES}x a per-sample DataLoader, the best of the others; it is {ours:,.0f}, "

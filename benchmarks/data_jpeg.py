@@ -49,7 +49,9 @@ def copied(photos, folder, copies: int) -> list[str]:
 def hasten(folder):
     from hasten.data import images
 
-    return images(folder / "photos", resize=SIDE).shuffle(seed=0).batch(BATCH, drop_last=True).prefetch(2, threads=CORES)
+    return (
+        images(folder / "photos", resize=SIDE).shuffle(seed=0).batch(BATCH, drop_last=True).prefetch(2, threads=CORES)
+    )
 
 
 def restored(folder):
@@ -100,7 +102,14 @@ class Photos(Dataset):
 
 
 def loader(kind, paths, decode):
-    return kind(Photos(paths, decode), batch_size=BATCH, shuffle=True, drop_last=True, num_workers=CORES, persistent_workers=True)
+    return kind(
+        Photos(paths, decode),
+        batch_size=BATCH,
+        shuffle=True,
+        drop_last=True,
+        num_workers=CORES,
+        persistent_workers=True,
+    )
 
 
 def stateful(paths):
@@ -123,7 +132,9 @@ def spdl(paths, decode):
 
     def passes():
         built = PipelineBuilder().add_source(torch.randperm(len(paths)).tolist())
-        built = built.pipe(photos.__getitem__, concurrency=CORES).aggregate(BATCH, drop_last=True).pipe(stacked).add_sink(2)
+        built = (
+            built.pipe(photos.__getitem__, concurrency=CORES).aggregate(BATCH, drop_last=True).pipe(stacked).add_sink(2)
+        )
         with (pipeline := built.build(num_threads=CORES)).auto_stop():
             yield from pipeline
 
@@ -177,7 +188,9 @@ def tf_data(paths):
         picture = tf.image.resize_with_crop_or_pad(tf.image.resize(picture, whole, antialias=True), SIDE, SIDE)
         return tf.transpose(tf.cast(picture, tf.uint8), (2, 0, 1)), 0
 
-    batches = tf.data.Dataset.from_tensor_slices(paths).shuffle(len(paths)).map(decoded, num_parallel_calls=tf.data.AUTOTUNE)
+    batches = (
+        tf.data.Dataset.from_tensor_slices(paths).shuffle(len(paths)).map(decoded, num_parallel_calls=tf.data.AUTOTUNE)
+    )
     return Passes(batches.batch(BATCH, drop_remainder=True).prefetch(tf.data.AUTOTUNE).as_numpy_iterator)
 
 
@@ -193,7 +206,9 @@ class Decoding:
         while True:
             for begin in range(0, len(self.contents), BATCH):
                 for content in self.contents[begin : begin + BATCH]:
-                    simplejpeg.decode_jpeg(content, fastupsample=True, min_height=2 * SIDE, min_width=2 * SIDE, min_factor=2)
+                    simplejpeg.decode_jpeg(
+                        content, fastupsample=True, min_height=2 * SIDE, min_width=2 * SIDE, min_factor=2
+                    )
                 yield numpy.empty((len(self.contents[begin : begin + BATCH]) * CORES, 0))
 
 
@@ -201,7 +216,11 @@ def fits(batch) -> bool:
     if isinstance(batch, numpy.ndarray):
         return True  # the bound's
     pictures = torch.as_tensor(batch[0])
-    return pictures.dtype == torch.uint8 and pictures.shape == (BATCH, 3, SIDE, SIDE) and 60 < pictures.float().mean() < 190
+    return (
+        pictures.dtype == torch.uint8
+        and pictures.shape == (BATCH, 3, SIDE, SIDE)
+        and 60 < pictures.float().mean() < 190
+    )
 
 
 def main() -> int:
@@ -218,7 +237,11 @@ def main() -> int:
         raise SystemExit("the photos are not here: HASTEN_DATA names the folder that imagenet-sample-jpeg is in")
     torch.set_num_threads(1)
     with scratch() as folder:
-        paths = copied(sorted(path for path in photos.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg")), folder, options.copies)
+        paths = copied(
+            sorted(path for path in photos.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg")),
+            folder,
+            options.copies,
+        )
         of_spdl = {
             "spdl, its decoder": Loader(lambda: spdl_io(paths), "spdl.io"),
             "spdl, Pillow": Loader(lambda: spdl(paths, by_pillow), "spdl.pipeline"),
@@ -243,7 +266,9 @@ def main() -> int:
     best = best_of(taken, of_spdl)
     decoding, stored = over(taken, OURS, usual), over(taken, RESTORED, usual)
     against = over(taken, OURS, best)
-    say(f"\nover {PILLOW}: {words(over(taken, OURS, PILLOW))}; over {SAME_DECODER}: {words(over(taken, OURS, SAME_DECODER))}")
+    say(
+        f"\nover {PILLOW}: {words(over(taken, OURS, PILLOW))}; over {SAME_DECODER}: {words(over(taken, OURS, SAME_DECODER))}"
+    )
     say(f"re-stored, over {usual}: {words(stored)}; decoding, over the best of spdl ({best}): {words(against)}")
     bound = interval(taken[BOUND]).median if BOUND in taken else float("nan")
     return finish(

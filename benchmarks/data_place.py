@@ -76,7 +76,9 @@ def as_it_is(samples):
 
 
 def loader(kind, rows: int, workers: int):
-    made = kind(Batched(rows), batch_size=BATCH, collate_fn=as_it_is, num_workers=workers, persistent_workers=workers > 0)
+    made = kind(
+        Batched(rows), batch_size=BATCH, collate_fn=as_it_is, num_workers=workers, persistent_workers=workers > 0
+    )
     gone_through(made)  # its workers are there
     return made
 
@@ -107,9 +109,18 @@ def main() -> int:
         against[name] = plain
     taken = in_turns({name: (lambda arm=arm: seconds(arm)) for name, arm in arms.items()}, options.rounds)
     micro = {name: [1e6 * each / steps[name] for each in values] for name, values in taken.items()}
-    extra = {name: interval(a - b for a, b in zip(micro[name], micro[without], strict=True)) for name, without in against.items()}
-    rows = [(name, f"{interval(values):.2f}", f"{extra[name]:.2f}" if name in extra else "") for name, values in micro.items()]
-    show(("loader", "us a step", "more than without a place, us"), rows + [(name, said, "") for name, said in missing.items()])
+    extra = {
+        name: interval(a - b for a, b in zip(micro[name], micro[without], strict=True))
+        for name, without in against.items()
+    }
+    rows = [
+        (name, f"{interval(values):.2f}", f"{extra[name]:.2f}" if name in extra else "")
+        for name, values in micro.items()
+    ]
+    show(
+        ("loader", "us a step", "more than without a place, us"),
+        rows + [(name, said, "") for name, said in missing.items()],
+    )
     return finish(
         options,
         f"keeping the place below {FIGURE:g} us a step; it is {extra[KEPT]:.2f}, and {extra[ASKED]:.2f} with state_dict() every step (bound: 0)",

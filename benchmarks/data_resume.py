@@ -32,7 +32,10 @@ BOUND = "bound: an order, a batch"
 
 
 def digests(batches) -> list[str]:
-    return [hashlib.blake2b(b"".join(torch.as_tensor(part).numpy().tobytes() for part in batch)).hexdigest() for batch in batches]
+    return [
+        hashlib.blake2b(b"".join(torch.as_tensor(part).numpy().tobytes() for part in batch)).hexdigest()
+        for batch in batches
+    ]
 
 
 class Ours:
@@ -53,9 +56,9 @@ class Ours:
         return iter(pipeline)
 
 
-def noisy(batch, chance):
+def noisy(batch, rng):
     x, y = batch
-    return x + chance.uniform(WIDTH), y
+    return x + rng.uniform(WIDTH), y
 
 
 class Bound:
@@ -121,7 +124,9 @@ def stateful(x, y, places, workers):
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     def make():
-        return StatefulDataLoader(Batched(x, y), batch_size=BATCH, shuffle=True, collate_fn=as_it_is, num_workers=workers)
+        return StatefulDataLoader(
+            Batched(x, y), batch_size=BATCH, shuffle=True, collate_fn=as_it_is, num_workers=workers
+        )
 
     def load(loader, state):
         loader.load_state_dict(state)
@@ -158,7 +163,11 @@ def main() -> int:
     torch.manual_seed(0)
     x, y = torch.randn(options.samples, WIDTH), torch.randint(0, 10, (options.samples,))
     places = random.Random(0).sample(range(1, options.samples // BATCH - AFTER), options.rounds)
-    ours = {"hasten": Ours(x, y), "hasten, 2 threads": Ours(x, y, threads=2), "hasten, 2 processes": Ours(x, y, processes=2)}
+    ours = {
+        "hasten": Ours(x, y),
+        "hasten, 2 threads": Ours(x, y, threads=2),
+        "hasten, 2 processes": Ours(x, y, processes=2),
+    }
     peers = {
         "StatefulDataLoader": (lambda: stateful(x, y, places, 0), "torchdata.stateful_dataloader"),
         "StatefulDataLoader, 2 workers": (lambda: stateful(x, y, places, 2), "torchdata.stateful_dataloader"),
@@ -183,11 +192,19 @@ def main() -> int:
             missing[name] = f"does not run: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:90]}"
     taken = in_turns({name: _at_places(arm, places, expected[name]) for name, arm in arms.items()}, options.rounds)
     rows = [
-        (name, f"{interval(seconds):.4f}", f"{max(seconds):.4f}", "" if name == BOUND else f"{sum(exact)} of {len(exact)}")
+        (
+            name,
+            f"{interval(seconds):.4f}",
+            f"{max(seconds):.4f}",
+            "" if name == BOUND else f"{sum(exact)} of {len(exact)}",
+        )
         for name, each in taken.items()
         for seconds, exact in [zip(*each, strict=True)]
     ]
-    show(("loader", "seconds to the first batch", "slowest", "exact"), rows + [(name, why, "", "") for name, why in missing.items()])
+    show(
+        ("loader", "seconds to the first batch", "slowest", "exact"),
+        rows + [(name, why, "", "") for name, why in missing.items()],
+    )
     slowest = max(seconds for name in ours for seconds, _ in taken[name])
     exact = all(exact for name in ours for _, exact in taken[name])
     bound = interval(seconds for seconds, _ in taken[BOUND]).median

@@ -47,14 +47,14 @@ OWN = ("Pss_Anon:", "Pss_Shmem:")  # of a process, in kB
 def pipeline():
     from hasten.data import arrays
 
-    chance = torch.Generator().manual_seed(0)
-    x = torch.randint(0, 256, (ROWS, WIDTH), dtype=torch.uint8, generator=chance)
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 256, (ROWS, WIDTH), dtype=torch.uint8, generator=rng)
     return arrays(x, torch.arange(ROWS)).shuffle(seed=1).batch(BATCH).map(noisy)
 
 
-def noisy(batch, chance):
+def noisy(batch, rng):
     x, y = batch
-    return x.float().mul_(1 / 255).add_(chance.uniform(1)), y
+    return x.float().mul_(1 / 255).add_(rng.uniform(1)), y
 
 
 def digest(batches: Iterable) -> str:
@@ -191,7 +191,9 @@ def soak(options) -> int:
                 epochs.append((passed, memory))
                 if time.monotonic() - told > 10:
                     told = time.monotonic()
-                    tell(f"{passed:.0f} s: {len(epochs)} epochs, {deaths.count} deaths, {wrong} wrong, {memory / 1e6:.0f} MB")
+                    tell(
+                        f"{passed:.0f} s: {len(epochs)} epochs, {deaths.count} deaths, {wrong} wrong, {memory / 1e6:.0f} MB"
+                    )
         finally:
             deaths.over.set()
             deaths.join()
@@ -205,7 +207,10 @@ def soak(options) -> int:
             ("of them wrong", wrong),
             ("workers killed", deaths.count),
             ("deaths that interrupted a batch, and were told", noticed),
-            ("memory, all epochs", f"{interval(each / 1e6 for each in memory):.1f} MB, at most {max(memory) / 1e6:.1f} MB"),
+            (
+                "memory, all epochs",
+                f"{interval(each / 1e6 for each in memory):.1f} MB, at most {max(memory) / 1e6:.1f} MB",
+            ),
             *zip(("memory, second quarter", "memory, last quarter", "more"), _words(growth), strict=True),
             *((f"left: {what}", count) for what, count in leftovers.items()),
         ],
@@ -217,7 +222,14 @@ def soak(options) -> int:
         f"{seconds / 60:.3g} minutes of dying workers: exact, memory flat within {FIGURE:.0%}, nothing left; {wrong} of {len(epochs)} epochs wrong "
         f"after {deaths.count} deaths, memory {_words(growth)[2]}, left {sum(leftovers.values())}",
         None if growth is None else reached,
-        {"epochs": epochs, "deaths": deaths.count, "noticed": noticed, "wrong": wrong, "growth": growth, "left": leftovers},
+        {
+            "epochs": epochs,
+            "deaths": deaths.count,
+            "noticed": noticed,
+            "wrong": wrong,
+            "growth": growth,
+            "left": leftovers,
+        },
     )
 
 

@@ -34,9 +34,9 @@ def write(path, rows: int) -> None:
     import pyarrow
     from pyarrow.parquet import write_table
 
-    chance = numpy.random.default_rng(0)
-    columns = {f"f{number}": chance.standard_normal(rows, numpy.float32) for number in range(FLOATS)}
-    columns |= {f"i{number}": chance.integers(0, 10 ** (number + 1), rows, numpy.int32) for number in range(INTEGERS)}
+    rng = numpy.random.default_rng(0)
+    columns = {f"f{number}": rng.standard_normal(rows, numpy.float32) for number in range(FLOATS)}
+    columns |= {f"i{number}": rng.integers(0, 10 ** (number + 1), rows, numpy.int32) for number in range(INTEGERS)}
     write_table(pyarrow.table(columns), path, row_group_size=1 << 17)
 
 
@@ -57,7 +57,9 @@ def columns_of(path) -> tuple[torch.Tensor, torch.Tensor]:
     from pyarrow.parquet import read_table
 
     read = read_table(path)
-    arrays = [torch.from_numpy(read[name].to_numpy().astype(numpy.float32)) for name in read.column_names if name != TARGET]
+    arrays = [
+        torch.from_numpy(read[name].to_numpy().astype(numpy.float32)) for name in read.column_names if name != TARGET
+    ]
     return torch.stack(arrays, 1), torch.from_numpy(read[TARGET].to_numpy().astype(numpy.int64))
 
 
@@ -88,7 +90,9 @@ def batched(path):
 def stateful(path):
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    return StatefulDataLoader(Batched(columns_of(path)), batch_size=BATCH, shuffle=True, drop_last=True, collate_fn=as_it_is)
+    return StatefulDataLoader(
+        Batched(columns_of(path)), batch_size=BATCH, shuffle=True, drop_last=True, collate_fn=as_it_is
+    )
 
 
 def tf_data(path):
@@ -97,7 +101,9 @@ def tf_data(path):
 
     matrix, target = (tf.constant(each.numpy()) for each in columns_of(path))
     rows = tf.data.Dataset.range(len(target)).shuffle(len(target)).batch(BATCH, drop_remainder=True)
-    batches = rows.map(lambda index: (tf.gather(matrix, index), tf.gather(target, index)), num_parallel_calls=tf.data.AUTOTUNE)
+    batches = rows.map(
+        lambda index: (tf.gather(matrix, index), tf.gather(target, index)), num_parallel_calls=tf.data.AUTOTUNE
+    )
     return Passes(batches.prefetch(tf.data.AUTOTUNE).as_numpy_iterator)
 
 
@@ -106,7 +112,9 @@ def hugging_face(path):
     import datasets
 
     place = path.parent / f"datasets-{len(os.listdir(path.parent))}"
-    read = datasets.load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(place)).with_format("torch")
+    read = datasets.load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(place)).with_format(
+        "torch"
+    )
 
     def passes():
         for batch in read.shuffle(seed=0).iter(BATCH, drop_last_batch=True):
@@ -125,7 +133,10 @@ class Bound:
 
     def __iter__(self):
         for index in torch.randperm(len(self.target)).split(BATCH)[:-1]:
-            yield torch.index_select(self.matrix, 0, index, out=self.into[0]), torch.index_select(self.target, 0, index, out=self.into[1])
+            yield (
+                torch.index_select(self.matrix, 0, index, out=self.into[0]),
+                torch.index_select(self.target, 0, index, out=self.into[1]),
+            )
 
 
 def fits(batch) -> bool:
@@ -153,7 +164,9 @@ def main() -> int:
             "tf.data": (tf_data, "tensorflow"),
             "datasets": (hugging_face, "datasets"),
         }
-        ready, missing = set_up({name: Loader(lambda make=make: make(path), module) for name, (make, module) in makers.items()}, fits)
+        ready, missing = set_up(
+            {name: Loader(lambda make=make: make(path), module) for name, (make, module) in makers.items()}, fits
+        )
         extra = {ON_DISK: Loader(lambda: hasten_on_disk(path)), BOUND: Loader(lambda: Bound(path))}
         passes = {name: (lambda make=makers[name][0]: seconds_of_a_pass(lambda: make(path))) for name in ready}
         seconds = in_turns(passes, options.rounds)
@@ -172,7 +185,9 @@ def main() -> int:
     say()
     show(("against", "times as fast"), [(name, words(ratio)) for name, ratio in peers.items()])
     reached = (
-        ratios[0].median >= FIRST and ratios[1].median >= CACHED and all(ratio is None or ratio.median >= 1 for ratio in peers.values())
+        ratios[0].median >= FIRST
+        and ratios[1].median >= CACHED
+        and all(ratio is None or ratio.median >= 1 for ratio in peers.values())
     )
     return finish(
         options,

@@ -17,7 +17,21 @@ import os
 import shutil
 import sys
 
-from _loaders import Loader, Passes, best_of, on_one_core, over, quiet, rates, scratch, seconds_of_a_pass, set_up, table, versions, words
+from _loaders import (
+    Loader,
+    Passes,
+    best_of,
+    on_one_core,
+    over,
+    quiet,
+    rates,
+    scratch,
+    seconds_of_a_pass,
+    set_up,
+    table,
+    versions,
+    words,
+)
 
 if "--one-core" in sys.argv:
     on_one_core()
@@ -35,26 +49,26 @@ BOUND = "bound: copying the bytes"
 KINDS = ("pictures", "clicks")
 
 
-def record(kind: str, chance: numpy.random.Generator) -> dict:
-    label = int(chance.integers(10))
+def record(kind: str, rng: numpy.random.Generator) -> dict:
+    label = int(rng.integers(10))
     if kind == "pictures":
-        return {"image": [chance.bytes(28 * 28)], "label": [label]}
+        return {"image": [rng.bytes(28 * 28)], "label": [label]}
     return {
-        "dense": chance.standard_normal(13).astype("float32").tolist(),
-        "ids": chance.integers(0, 100_000, 26).tolist(),
+        "dense": rng.standard_normal(13).astype("float32").tolist(),
+        "ids": rng.integers(0, 100_000, 26).tolist(),
         "label": [label],
     }
 
 
 def write(folder, kind: str, records: int) -> list[str]:
-    from hasten.data.formats.tfrecord import frame_records
     from hasten.data.formats.tf_example import encode_example
+    from hasten.data.formats.tfrecord import frame_records
 
     tell(f"write {records} {kind}")
-    chance, paths = numpy.random.default_rng(0), []
+    rng, paths = numpy.random.default_rng(0), []
     for number in range(FILES):
         path = folder / f"{kind}-{number}.tfrecord"
-        path.write_bytes(frame_records(encode_example(record(kind, chance)) for _ in range(records // FILES)))
+        path.write_bytes(frame_records(encode_example(record(kind, rng)) for _ in range(records // FILES)))
         paths.append(str(path))
     return paths
 
@@ -91,7 +105,9 @@ def tf_data(read, kind, paths):
             columns["image"] = tf.reshape(tf.io.decode_raw(columns["image"], tf.uint8), (-1, 28, 28))
         return columns
 
-    return Passes(read(tf, paths).map(parsed, num_parallel_calls=tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE).as_numpy_iterator)
+    return Passes(
+        read(tf, paths).map(parsed, num_parallel_calls=tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE).as_numpy_iterator
+    )
 
 
 def file_after_file(tf, paths):
@@ -104,10 +120,16 @@ def record_by_record(tf, paths):
 
 def batch_by_batch(tf, paths):
     files = tf.data.Dataset.from_tensor_slices(paths)
-    return files.interleave(lambda path: tf.data.TFRecordDataset(path).batch(BATCH), num_parallel_calls=tf.data.AUTOTUNE)
+    return files.interleave(
+        lambda path: tf.data.TFRecordDataset(path).batch(BATCH), num_parallel_calls=tf.data.AUTOTUNE
+    )
 
 
-THEIRS = {"tf.data": file_after_file, "tf.data, parallel reads": record_by_record, "tf.data, parallel batches": batch_by_batch}
+THEIRS = {
+    "tf.data": file_after_file,
+    "tf.data, parallel reads": record_by_record,
+    "tf.data, parallel batches": batch_by_batch,
+}
 
 
 class Bound:
@@ -165,12 +187,16 @@ def main() -> int:
     if options.quick:
         options.rounds, options.seconds, options.records = 3, 0.5, 20_000
     numbers, ratios = {}, {}
-    options.records = -(-options.records // (FILES * BATCH)) * FILES * BATCH  # whole batches in every file, however they are read
+    options.records = (
+        -(-options.records // (FILES * BATCH)) * FILES * BATCH
+    )  # whole batches in every file, however they are read
     with scratch() as folder:
         for kind in KINDS:
             paths = write(folder, kind, options.records)
             loaders = {OURS: Loader(partial(hasten, kind, paths), None)}
-            loaders |= {name: Loader(partial(tf_data, read, kind, paths), "tensorflow") for name, read in THEIRS.items()}
+            loaders |= {
+                name: Loader(partial(tf_data, read, kind, paths), "tensorflow") for name, read in THEIRS.items()
+            }
             ready, missing = set_up(loaders, fits)
             compared(kind, ready)
             passes = {name: (lambda loader=loaders[name]: from_nothing(loader, options.records)) for name in ready}

@@ -42,7 +42,9 @@ def random_windows(path):
             data = numpy.memmap(path, dtype=numpy.uint16, mode="r")
             places = torch.randint(len(data) - LENGTH, (BATCH,))
             x = torch.stack([torch.from_numpy(data[place : place + LENGTH].astype(numpy.int64)) for place in places])
-            y = torch.stack([torch.from_numpy(data[place + 1 : place + 1 + LENGTH].astype(numpy.int64)) for place in places])
+            y = torch.stack(
+                [torch.from_numpy(data[place + 1 : place + 1 + LENGTH].astype(numpy.int64)) for place in places]
+            )
             yield x, y
 
     return Passes(passes)
@@ -163,7 +165,10 @@ def main() -> int:
             "litdata, TokensLoader": Loader(lambda: litdata(path), "litdata"),
         }
         ready, missing = set_up(loaders, fits)
-        taken = {name: [LENGTH * each for each in values] for name, values in rates(ready, options.rounds, options.seconds).items()}
+        taken = {
+            name: [LENGTH * each for each in values]
+            for name, values in rates(ready, options.rounds, options.seconds).items()
+        }
     table(taken, missing, OURS, "tokens/s")
     once, random = over(taken, OURS, USUAL), over(taken, ANY, USUAL)
     print()

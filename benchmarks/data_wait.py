@@ -25,29 +25,38 @@ from contextlib import ExitStack
 import torch
 from _common import Interval, finish, in_turns, interval, parser, say, show, tell
 
-from hasten import RunError, Recipe, ConfigurationError
+from hasten import ConfigurationError, Recipe, RunError
+from hasten.benchmarking.fork_server import Worker
 from hasten.core.batch import batch_size, batch_tensors
-from hasten.profiling.probe import Probe
-from hasten.profiling.ablations import outside_name
-from hasten.profiling.phase_timer import Timeline
 from hasten.engine.environment import cores
 from hasten.engine.registry import method_names
 from hasten.engine.tasks import TaskRef
-from hasten.benchmarking.fork_server import Worker
+from hasten.profiling.ablations import outside_name
+from hasten.profiling.phase_timer import Timeline
+from hasten.profiling.probe import Probe
 
 FIGURE = 0.01
 WORKLOADS = ("digits", "adult", "fashion_mnist", "tiny_shakespeare", "cifar10", "imdb")
 TEXTBOOK = "textbook"
-TUNED = "autotuned_loader"
-METHODS = ("batched_fetch", "loader_workers", TUNED)
-STORE = 256_000_000  # bytes of the store that the bound gathers from, where the data are that many: more than a cache holds
+TUNED = "autotune_loader"
+METHODS = ("in_memory_batches", "loader_workers", TUNED)
+STORE = (
+    256_000_000  # bytes of the store that the bound gathers from, where the data are that many: more than a cache holds
+)
 GATHERS = 50
 FEWEST = 5  # steps of a block
 PATIENCE = 12.0  # seconds in which a tuner may settle before it is timed
 HEADINGS = (
-    "workload", "loader", "wait, of a step", "bound: gather", "step, ms", "steps a second, over the textbook's",
-    "start, s more", "wait, of a run", "bound: read once",
-)  # fmt: skip
+    "workload",
+    "loader",
+    "wait, of a step",
+    "bound: gather",
+    "step, ms",
+    "steps a second, over the textbook's",
+    "start, s more",
+    "wait, of a run",
+    "bound: read once",
+)
 
 
 class Waiting(Probe):
@@ -55,11 +64,13 @@ class Waiting(Probe):
 
     def warm_up(self, seconds: float) -> None:
         """Steps until buffers are full, processes there, and a tuner has settled."""
-        began, climber = time.perf_counter(), self.program.run.checkpoint_state.get(TUNED)
-        while (passed := time.perf_counter() - began) < seconds or (climber and climber.waits is None and passed < PATIENCE):
+        began, autotuner = time.perf_counter(), self.program.run.checkpoint_state.get(TUNED)
+        while (passed := time.perf_counter() - began) < seconds or (
+            autotuner and autotuner.wait_fraction is None and passed < PATIENCE
+        ):
             self.train(1)
 
-    def waits(self, steps: int) -> dict:
+    def wait_fraction(self, steps: int) -> dict:
         """Seconds of a block of steps, and those of them that were spent waiting for batches."""
         block = self.anatomy(steps)
         return {"seconds": block["seconds"], "waited": block["phases"]["input"], "steps": steps}
@@ -100,13 +111,17 @@ def task_of(workload: str) -> TaskRef:
     return TaskRef.of(training)
 
 
-def arms_of(workload: str, stack: ExitStack, warm_up: float) -> tuple[dict[str, Worker], dict[str, dict], dict[str, str]]:
+def arms_of(
+    workload: str, stack: ExitStack, warm_up: float
+) -> tuple[dict[str, Worker], dict[str, dict], dict[str, str]]:
     """(arms that run, standing still; their plans; why others do not)."""
     arms, plans, missing, task, known = {}, {}, {}, task_of(workload).to_json(), method_names()
     for name in (TEXTBOOK, *(each for each in METHODS if each in known)):
         tell(f"{workload}: {name}")
         recipe = Recipe({} if name == TEXTBOOK else {name: {}}).with_method(outside_name(Timeline))
-        worker = stack.enter_context(Worker("data_wait:Waiting", task=task, methods=recipe.methods, device="cpu", seed=0))
+        worker = stack.enter_context(
+            Worker("data_wait:Waiting", task=task, methods=recipe.methods, device="cpu", seed=0)
+        )
         try:
             plans[name] = worker.call("build")
             worker.call("warm_up", seconds=warm_up)
@@ -130,7 +145,9 @@ def measured(workload: str, options) -> dict:
     with ExitStack() as stack:
         arms, plans, missing = arms_of(workload, stack, options.warm_up)
         steps = {name: max(FEWEST, math.ceil(options.seconds / plans[name]["step"])) for name in arms}
-        blocks = in_turns({name: (lambda name=name: block_of(arms[name], steps[name])) for name in arms}, options.rounds)
+        blocks = in_turns(
+            {name: (lambda name=name: block_of(arms[name], steps[name])) for name in arms}, options.rounds
+        )
         reading = arms[TEXTBOOK].call("reading", seconds=options.seconds)
         gather = arms[TEXTBOOK].call("gathering")
     plan = plans[TEXTBOOK]
@@ -146,7 +163,7 @@ def measured(workload: str, options) -> dict:
 
 def block_of(arm: Worker, steps: int) -> dict:
     try:
-        return arm.call("waits", steps=steps)
+        return arm.call("wait_fraction", steps=steps)
     finally:
         arm.suspend()
 
@@ -155,7 +172,10 @@ def outcome(told: dict) -> dict[str, dict]:
     """Of each arm: a step's length and the share it waits, the same of a whole run, and what the bounds leave of both at least."""
     found = {}
     for name, blocks in told["blocks"].items():
-        step, wait = (interval(block[what] / block[of] for block in blocks) for what, of in (("seconds", "steps"), ("waited", "seconds")))
+        step, wait = (
+            interval(block[what] / block[of] for block in blocks)
+            for what, of in (("seconds", "steps"), ("waited", "seconds"))
+        )
         waited, work = step.median * wait.median, step.median * (1 - wait.median)
         start = max(0.0, told["starts"][name] - told["starts"][TEXTBOOK])
         found[name] = {
@@ -185,21 +205,31 @@ def rows_of(workload: str, arms: dict[str, dict]) -> list[tuple[str, ...]]:
     for name, arm in arms.items():
         step = Interval(*(1e3 * each for each in dataclasses.astuple(arm["step"])))
         over = arms[TEXTBOOK]["step"].median / step.median * 1e3
-        a_step, a_run = (f"{arm['wait']:.2%}", f"{arm['bound']:.2%}"), (f"{arm['wait_of_a_run']:.2%}", f"{arm['bound_of_a_run']:.2%}")
+        a_step, a_run = (
+            (f"{arm['wait']:.2%}", f"{arm['bound']:.2%}"),
+            (f"{arm['wait_of_a_run']:.2%}", f"{arm['bound_of_a_run']:.2%}"),
+        )
         rows.append((workload, name, *a_step, f"{step:.3g}", f"{over:.2f}", f"{arm['start']:.1f}", *a_run))
     return rows
 
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(WORKLOADS)}; all of them unless said")
+    options.add_argument(
+        "workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(WORKLOADS)}; all of them unless said"
+    )
     options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--seconds", type=float, default=0.5, help="of each arm in a round")
     options.add_argument("--warm-up", type=float, default=1.5, help="seconds of each arm before the first round")
     options.add_argument("--quick", action="store_true", help="a look at it: digits, three short rounds")
     options = options.parse_args()
     if options.quick:
-        options.workloads, options.rounds, options.seconds, options.warm_up = options.workloads or ["digits"], 3, 0.2, 0.3
+        options.workloads, options.rounds, options.seconds, options.warm_up = (
+            options.workloads or ["digits"],
+            3,
+            0.2,
+            0.3,
+        )
     told, failed = {}, {}
     for workload in options.workloads or WORKLOADS:
         try:
@@ -210,13 +240,19 @@ def main() -> int:
     show(HEADINGS, [row for workload, arms in found.items() for row in rows_of(workload, arms)])
     for name, why in failed.items():
         say(f"{name} not measured: {why}")
-    for name, why in ((f"{workload}, {name}", why) for workload, each in told.items() for name, why in each["missing"].items()):
+    for name, why in (
+        (f"{workload}, {name}", why) for workload, each in told.items() for name, why in each["missing"].items()
+    ):
         say(f"{name}: {why}")
     best = {workload: (fastest(arms), arms[fastest(arms)]) for workload, arms in found.items()}
     over = [workload for workload, (_, arm) in best.items() if arm["wait"].median > FIGURE]
     forbidden = [workload for workload in over if best[workload][1]["bound"] > FIGURE]
-    waits = [f"a step waits for data at most {FIGURE:.0%} of its time with the fastest loader, or the bound that forbids it is told"]
-    waits += [f"{workload} {arm['wait']:.2%} ({name}, bound {arm['bound']:.2%})" for workload, (name, arm) in best.items()]
+    waits = [
+        f"a step waits for data at most {FIGURE:.0%} of its time with the fastest loader, or the bound that forbids it is told"
+    ]
+    waits += [
+        f"{workload} {arm['wait']:.2%} ({name}, bound {arm['bound']:.2%})" for workload, (name, arm) in best.items()
+    ]
     waits += [f"the bound forbids it on {', '.join(forbidden)}"] if forbidden else []
     return finish(
         options,

@@ -42,21 +42,33 @@ ANSWER = "DDP_SCALING_ANSWER"  # where rank 0 leaves the exit code
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64 * 8 * 8, CLASSES),
-    )  # fmt: skip
+        nn.Conv2d(3, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(64, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64 * 8 * 8, CLASSES),
+    )
 
 
 def data() -> TensorDataset:
     chance = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randn(SAMPLES, 3, 32, 32, generator=chance), torch.randint(0, CLASSES, (SAMPLES,), generator=chance))
+    return TensorDataset(
+        torch.randn(SAMPLES, 3, 32, 32, generator=chance), torch.randint(0, CLASSES, (SAMPLES,), generator=chance)
+    )
 
 
 def optimizer(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
 
 
-def by_hand(net: nn.Module, loader, backward: Callable = torch.Tensor.backward, updated: Callable = optimizer) -> Iterator[float]:
+def by_hand(
+    net: nn.Module, loader, backward: Callable = torch.Tensor.backward, updated: Callable = optimizer
+) -> Iterator[float]:
     """A step at a time, for ever."""
     update = updated(net)
     for epoch in count():
@@ -72,7 +84,9 @@ def by_hand(net: nn.Module, loader, backward: Callable = torch.Tensor.backward, 
 
 def torch_ddp() -> Iterator:
     dataset = data()
-    return by_hand(DistributedDataParallel(model()), DataLoader(dataset, batch_size=BATCH, sampler=DistributedSampler(dataset)))
+    return by_hand(
+        DistributedDataParallel(model()), DataLoader(dataset, batch_size=BATCH, sampler=DistributedSampler(dataset))
+    )
 
 
 def alone() -> Iterator:
@@ -81,9 +95,9 @@ def alone() -> Iterator:
 
 def hasten(ranks) -> Iterator:
     from hasten import Task
-    from hasten.engine.registry import make_method
     from hasten.engine.loop import train_steps
     from hasten.engine.plan import build
+    from hasten.engine.registry import make_method
 
     task = Task(
         model=model,
@@ -121,7 +135,11 @@ def deepspeed() -> Iterator:
     import deepspeed
 
     net, dataset = model(), data()
-    config = {"train_micro_batch_size_per_gpu": BATCH, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 0}}
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": 0},
+    }
     engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer(net), config=config, dist_init_required=False)
     loader = DataLoader(dataset, batch_size=BATCH, sampler=DistributedSampler(dataset))
     return by_hand(engine, loader, engine.backward, lambda _: _Steps(engine))
@@ -149,7 +167,9 @@ class Ray:
         from ray.train.torch import TorchTrainer
 
         self.folder, self.turn = Path(folder), 0
-        here = {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "RAY_TRAIN_V2_ENABLED": "1"}}
+        here = {
+            "env_vars": {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "RAY_TRAIN_V2_ENABLED": "1"}
+        }
         for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
             del os.environ[name]  # this process has joined its job; Ray's would take torchrun's store for theirs
         ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env=here)
@@ -205,7 +225,10 @@ def main() -> int:
         for name in (name for name in PEERS if name not in missing):  # in one order on all ranks
             arms[name] = PEERS[name]()
         ways = {
-            name: lambda name=name: leg(arms[name], options.steps, ranks, idle=name == ONE and not ranks.is_main_process) for name in arms
+            name: lambda name=name: leg(
+                arms[name], options.steps, ranks, idle=name == ONE and not ranks.is_main_process
+            )
+            for name in arms
         }
         if (why := installed(RAY)) is None:
             ray = Ray(folder, options.steps) if ranks.is_main_process else None
@@ -233,11 +256,21 @@ def leg(arm: Iterator, steps: int, ranks, idle: bool) -> float:
 
 
 def told(options, taken: dict[str, list[float]], missing: dict[str, str], world: int) -> int:
-    efficiency = {name: interval(one / many for one, many in zip(taken[ONE], legs, strict=True)) for name, legs in taken.items()}
+    efficiency = {
+        name: interval(one / many for one, many in zip(taken[ONE], legs, strict=True)) for name, legs in taken.items()
+    }
     behind = interval(ours / theirs - 1 for ours, theirs in zip(taken[OURS], taken[THEIRS], strict=True))
-    rows = [(name, f"{1e3 * interval(legs).median:.1f}", f"{efficiency[name]:.3f}" if name != ONE else "") for name, legs in taken.items()]
-    show(("arm", "ms a step", f"efficiency of {world} processes"), [*rows, *((name, why, "") for name, why in missing.items())])
-    say(f"\nhasten against torch's own: {100 * behind.median:+.2f} % ({100 * behind.low:+.2f} to {100 * behind.high:+.2f})")
+    rows = [
+        (name, f"{1e3 * interval(legs).median:.1f}", f"{efficiency[name]:.3f}" if name != ONE else "")
+        for name, legs in taken.items()
+    ]
+    show(
+        ("arm", "ms a step", f"efficiency of {world} processes"),
+        [*rows, *((name, why, "") for name, why in missing.items())],
+    )
+    say(
+        f"\nhasten against torch's own: {100 * behind.median:+.2f} % ({100 * behind.low:+.2f} to {100 * behind.high:+.2f})"
+    )
     figure = f"efficiency of at least {WANTED:g} and at most {100 * BEHIND:g} % behind torch; it is {efficiency[OURS]:.3f} (bound: {efficiency[BOUND]:.3f}), {100 * behind.median:+.2f} %"
     reached = efficiency[OURS].median >= WANTED and behind.median <= BEHIND
     return finish(options, figure, reached, {"seconds a step": taken, "efficiency": efficiency, "behind torch": behind})

@@ -111,9 +111,17 @@ def composer(loader) -> None:
 
     net = Module()
     Trainer(
-        model=net, train_dataloader=loader, optimizers=sgd(net), max_duration="1ep", device="cpu",
-        algorithms=[], callbacks=[], loggers=[], progress_bar=False, console_log_interval="1000ep",
-    ).fit()  # fmt: skip
+        model=net,
+        train_dataloader=loader,
+        optimizers=sgd(net),
+        max_duration="1ep",
+        device="cpu",
+        algorithms=[],
+        callbacks=[],
+        loggers=[],
+        progress_bar=False,
+        console_log_interval="1000ep",
+    ).fit()
 
 
 OURS = {

@@ -26,7 +26,15 @@ def offered(name: str, options) -> dict:
     """What became of one method."""
     method = f"{FILE}:{name}"
     try:
-        result = tune(options.task, budget=options.budget, consider=BESIDE, extra=[method], out=options.out, device="cpu", watch=watch)
+        result = tune(
+            options.task,
+            budget=options.budget,
+            methods=BESIDE,
+            extra=[method],
+            out=options.out,
+            device="cpu",
+            watch=watch,
+        )
     except RunError as error:
         return {"name": name, "accepted": None, "why": f"the search failed: {error}", "trials": []}
     fate = result["offered"][0]
@@ -47,7 +55,9 @@ def main() -> int:
     options = parser(__doc__)
     options.add_argument("names", nargs="*", metavar="NAME", help="of the methods; all unless said")
     options.add_argument("--task", default="digits")
-    options.add_argument("--budget", type=float, default=None, help="seconds of a search; the tuner's own default unless said")
+    options.add_argument(
+        "--budget", type=float, default=None, help="seconds of a search; the tuner's own default unless said"
+    )
     options.add_argument("--out", type=Path, default=Path("runs/harmful"), help="folder that the searches share")
     options = options.parse_args()
     fates = []
@@ -55,7 +65,10 @@ def main() -> int:
         tell(f"offering {name}")
         fates.append(offered(name, options))
     words = {True: "taken", False: "refused", None: "failed"}
-    show(("method", "fate", "why"), [(each["name"], words[each["accepted"]], textwrap.shorten(each["why"], 120)) for each in fates])
+    show(
+        ("method", "fate", "why"),
+        [(each["name"], words[each["accepted"]], textwrap.shorten(each["why"], 120)) for each in fates],
+    )
 
     harmful = [each for each in fates if each["name"] in HARMFUL]
     refused = sum(each["accepted"] is False and _measured(each) for each in harmful)

@@ -39,13 +39,18 @@ CASES = {
 def program_of(recipe: str, ranks):
     from hasten import Task
     from hasten.core.recipe import Recipe
-    from hasten.engine.registry import make_methods
     from hasten.engine.plan import build
+    from hasten.engine.registry import make_methods
 
     task = Task(
-        model=model, train_data=data(), loss=cross_entropy, optimizer=optimizer, metric="accuracy",
-        batch_size=BATCH * ranks.world_size, epochs=10**6,
-    )  # fmt: skip
+        model=model,
+        train_data=data(),
+        loss=cross_entropy,
+        optimizer=optimizer,
+        metric="accuracy",
+        batch_size=BATCH * ranks.world_size,
+        epochs=10**6,
+    )
     return build(task, make_methods(Recipe.coerce(recipe)), ranks=ranks)
 
 
@@ -61,8 +66,8 @@ def rank_of_a_job(options) -> None:
     """Measures every recipe in every case, and leaves the numbers where the first process finds them."""
     from contextlib import ExitStack
 
-    from hasten.engine.loop import train_steps
     from hasten.distributed.process_group import init_process_group
+    from hasten.engine.loop import train_steps
 
     torch.set_num_threads(1)
     with init_process_group("cpu") as ranks, ExitStack() as stack:
@@ -104,13 +109,22 @@ def main() -> int:
     taken = {world: measured(world) for world in options.processes}
     faster = {
         world: {
-            case: {recipe: interval(ring / own for ring, own in zip(legs[RING], legs[recipe], strict=True)) for recipe in RECIPES[1:]}
+            case: {
+                recipe: interval(ring / own for ring, own in zip(legs[RING], legs[recipe], strict=True))
+                for recipe in RECIPES[1:]
+            }
             for case, legs in cases.items()
         }
         for world, cases in taken.items()
     }
     rows = [
-        (world, case, recipe, f"{1e3 * interval(times).median:.1f}", f"{faster[world][case][recipe]:.2f}" if recipe != RING else "")
+        (
+            world,
+            case,
+            recipe,
+            f"{1e3 * interval(times).median:.1f}",
+            f"{faster[world][case][recipe]:.2f}" if recipe != RING else "",
+        )
         for world, cases in taken.items()
         for case, legs in cases.items()
         for recipe, times in legs.items()

@@ -58,7 +58,14 @@ def planted_speed(comparisons: int, budget: float) -> list[dict]:
         inside = ratio["low"] <= truth[1] and ratio["high"] >= truth[0]
         tell(f"comparison {number + 1} of {comparisons}: wait x {share}: {'inside' if inside else 'OUTSIDE'}")
         found.append(
-            {"share": share, "truth": truth, "ratio": ratio, "verdict": told["verdict"], "blocks": told["blocks"], "inside": inside}
+            {
+                "share": share,
+                "truth": truth,
+                "ratio": ratio,
+                "verdict": told["verdict"],
+                "blocks": told["blocks"],
+                "inside": inside,
+            }
         )
     return found
 
@@ -75,9 +82,12 @@ def gate_passes(harm: float, spread: float, further: int, chance: random.Random)
     after = {seed: chance.gauss(0.9 - harm, spread) for seed in range(max(LOOKS) * (1 + further))}
     for seeds in LOOKS:
         gate = quality_gate(
-            {seed: before[seed] for seed in range(seeds)}, {seed: after[seed] for seed in range(seeds * (1 + further))},
-            margin=MARGIN, higher_is_better=True, more_baseline=earlier,
-        )  # fmt: skip
+            {seed: before[seed] for seed in range(seeds)},
+            {seed: after[seed] for seed in range(seeds * (1 + further))},
+            margin=MARGIN,
+            higher_is_better=True,
+            more_baseline=earlier,
+        )
         if gate.settled:
             return gate.passed
     return gate.passed
@@ -89,8 +99,12 @@ def planted_harm(repetitions: int) -> list[dict]:
         {
             "spread_in_margins": spread,
             "further_seeds_a_pair": further,
-            "refused_at_margin": sum(not gate_passes(MARGIN, spread * MARGIN, further, chance) for _ in range(repetitions)) / repetitions,
-            "passed_without_harm": sum(gate_passes(0.0, spread * MARGIN, further, chance) for _ in range(repetitions)) / repetitions,
+            "refused_at_margin": sum(
+                not gate_passes(MARGIN, spread * MARGIN, further, chance) for _ in range(repetitions)
+            )
+            / repetitions,
+            "passed_without_harm": sum(gate_passes(0.0, spread * MARGIN, further, chance) for _ in range(repetitions))
+            / repetitions,
         }
         for spread, further in product(SPREADS, (0, MOST_FURTHER))
     ]
@@ -122,7 +136,12 @@ def main() -> int:
     show(
         ("spread over seeds / margin", "further seeds a pair", "harm of one margin refused", "no harm passed"),
         [
-            (row["spread_in_margins"], row["further_seeds_a_pair"], f"{row['refused_at_margin']:.1%}", f"{row['passed_without_harm']:.1%}")
+            (
+                row["spread_in_margins"],
+                row["further_seeds_a_pair"],
+                f"{row['refused_at_margin']:.1%}",
+                f"{row['passed_without_harm']:.1%}",
+            )
             for row in harm
         ],
     )

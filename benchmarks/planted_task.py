@@ -20,7 +20,10 @@ class Slow(Dataset):
 
     def __init__(self, seconds: float, length: int = 4096):
         drawn = torch.Generator().manual_seed(0)
-        self.inputs, self.targets = torch.randn(length, 8, generator=drawn), torch.randint(4, (length,), generator=drawn)
+        self.inputs, self.targets = (
+            torch.randn(length, 8, generator=drawn),
+            torch.randint(4, (length,), generator=drawn),
+        )
         self.seconds = seconds
 
     def __len__(self) -> int:

@@ -39,7 +39,9 @@ FIGURE = 1.0  # per cent
 
 
 def model(width: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(INPUTS, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, CLASSES))
+    return nn.Sequential(
+        nn.Linear(INPUTS, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, CLASSES)
+    )
 
 
 def fitting_width() -> int:
@@ -67,9 +69,15 @@ def recorded(width: int, checkpoint_seconds: float):
     """``train()`` as the command line calls it, with its bar and a folder."""
 
     def train(loader) -> None:
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(Terminal()), watching(quiet=False) as watch:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            contextlib.redirect_stderr(Terminal()),
+            watching(quiet=False) as watch,
+        ):
             task = as_task(lambda: model(width), loader)
-            hasten.train(task, out=Path(folder) / "run", device="cpu", watch=watch, checkpoint_seconds=checkpoint_seconds)
+            hasten.train(
+                task, out=Path(folder) / "run", device="cpu", watch=watch, checkpoint_seconds=checkpoint_seconds
+            )
 
     return train
 
@@ -110,17 +118,26 @@ def main() -> int:
     wall, cpu = ({name: [1e3 * leg[clock] for leg in legs] for name, legs in taken.items()} for clock in (0, 1))
     first, *_, last = wall
     extra, of_processor = (
-        {name: interval(100 * (a / b - 1) for a, b in zip(legs, clock[first], strict=True)) for name, legs in clock.items()}
+        {
+            name: interval(100 * (a / b - 1) for a, b in zip(legs, clock[first], strict=True))
+            for name, legs in clock.items()
+        }
         for clock in (wall, cpu)
     )
     show(
         ("arm", "ms a step", "more than by hand, %", "of the processor, %"),
         [
-            (name, f"{interval(legs).median:.3f}", *((f"{extra[name]:.2f}", f"{of_processor[name]:.2f}") if name != first else ("", "")))
+            (
+                name,
+                f"{interval(legs).median:.3f}",
+                *((f"{extra[name]:.2f}", f"{of_processor[name]:.2f}") if name != first else ("", "")),
+            )
             for name, legs in wall.items()
         ],
     )
-    seconds = sum(leg * 1e-3 * steps for leg in wall[last]) * (options.legs + 1) / options.legs  # with the leg that is left out
+    seconds = (
+        sum(leg * 1e-3 * steps for leg in wall[last]) * (options.legs + 1) / options.legs
+    )  # with the leg that is left out
     share = 100 * between.seconds / seconds
     say(f"\nbetween the steps, by a watch of its own: {share:.2f} % of {seconds:.0f} s")
     figure = f"recording at most {FIGURE:g} % at steps of {interval(wall[first]).median:.2f} ms; it is {share:.2f} % (bound: 0)"

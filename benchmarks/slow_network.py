@@ -25,7 +25,17 @@ TASK = f"{HERE / 'slow_network_task.py'}:task"
 
 def on_the_cable(*words: str) -> dict:
     """The answer of a command there."""
-    command = [sys.executable, str(HERE / "slow_cable.py"), MEGABITS, MILLISECONDS, sys.executable, "-m", "hasten", *words, "--json"]
+    command = [
+        sys.executable,
+        str(HERE / "slow_cable.py"),
+        MEGABITS,
+        MILLISECONDS,
+        sys.executable,
+        "-m",
+        "hasten",
+        *words,
+        "--json",
+    ]
     of_one_core = os.environ | {"OMP_NUM_THREADS": "1"}
     told = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, env=of_one_core).stdout)
     if "error" in told:
@@ -46,9 +56,16 @@ def main() -> int:
 
 
 def told(options, reduce: dict, found: dict) -> int:
-    say(f"An all-reduce of two processes on this cable: {1e3 * reduce['latency']:.0f} ms + {reduce['bandwidth'] / 1e6:.0f} MB/s.\n")
+    say(
+        f"An all-reduce of two processes on this cable: {1e3 * reduce['latency']:.0f} ms + {reduce['bandwidth'] / 1e6:.0f} MB/s.\n"
+    )
     rows = [
-        (trial["what"], trial["stage"], trial["verdict"], f"{trial['ratio']['median']:.2f}x" if trial.get("ratio") else "")
+        (
+            trial["what"],
+            trial["stage"],
+            trial["verdict"],
+            f"{trial['ratio']['median']:.2f}x" if trial.get("ratio") else "",
+        )
         for trial in found["trials"]
         if trial["verdict"] != "not tried"
     ]

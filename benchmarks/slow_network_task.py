@@ -18,7 +18,9 @@ def clothes(split: str, count: int) -> TensorDataset:
 
 
 def model() -> nn.Module:
-    return nn.Sequential(nn.Linear(28 * 28, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 10))
+    return nn.Sequential(
+        nn.Linear(28 * 28, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 10)
+    )
 
 
 def task() -> Task:

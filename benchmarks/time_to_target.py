@@ -18,13 +18,23 @@ from pathlib import Path
 from _common import circumstances, finish, new_record, parser, search_folder, show, slug, tell, watch
 
 import hasten
-from hasten import RunError, Recipe, ConfigurationError
+from hasten import ConfigurationError, Recipe, RunError
 
 RECORDS = Path(__file__).parent.parent / "records"
 CLAIM = "time-to-target"
 FIGURES = {"digits": 3.0, "fashion_mnist": 5.0, "tiny_shakespeare": 1.5, "adult": 5.0, "cifar10": 4.0}
 OVER_COMPETENT, ON = 1.3, 3
-HEADINGS = ("workload", "textbook, s", "tuned, s", "speed-up", "over competent", "quality, before / after", "margin", "search, s", "recipe")
+HEADINGS = (
+    "workload",
+    "textbook, s",
+    "tuned, s",
+    "speed-up",
+    "over competent",
+    "quality, before / after",
+    "margin",
+    "search, s",
+    "recipe",
+)
 KEPT = ("result.json", "recipe.toml", "trials.jsonl")
 
 README = """# Time to target: {task}
@@ -49,7 +59,9 @@ Where the paired runs themselves took clearly less of a gain (`stopwatch`), that
 def tuned(workload: str, options) -> dict:
     """The result of the search, which goes on if there is one already."""
     tell(f"{workload}:")
-    return hasten.tune(workload, budget=options.budget, out=search_folder(options.runs, workload), device=options.device, watch=watch)
+    return hasten.tune(
+        workload, budget=options.budget, out=search_folder(options.runs, workload), device=options.device, watch=watch
+    )
 
 
 def record(workload: str, result: dict, folder: Path) -> Path:
@@ -63,7 +75,9 @@ def record(workload: str, result: dict, folder: Path) -> Path:
     text = README.format(
         task=workload,
         sentence=result["why"][:1].upper() + result["why"][1:] + ".",
-        rows="\n".join(f"| {heading} | {cell} |" for heading, cell in zip(HEADINGS, row_of(workload, result), strict=True)),
+        rows="\n".join(
+            f"| {heading} | {cell} |" for heading, cell in zip(HEADINGS, row_of(workload, result), strict=True)
+        ),
         date=about["date"],
         command=f"python benchmarks/time_to_target.py {workload} --budget {result['budget_seconds']:.0f}",  # what it had, by whomever
         versions=", ".join(f"{name} {value}" for name, value in result["versions"].items())
@@ -82,7 +96,7 @@ def row_of(workload: str, result: dict) -> tuple[str, ...]:
         f"{times['baseline']:.1f}" if times else "",
         f"{times['tuned']:.1f}" if times else "",
         _ratio(result["speedup"]) if result["speedup"] else result["verdict"],
-        _ratio(result["speedup_over_competent"]) if result["speedup_over_competent"] else "",
+        _ratio(result["speedup_over_strong_baseline"]) if result["speedup_over_strong_baseline"] else "",
         " / ".join(f"{metric:.4g}" for metric in (quality["baseline"], quality["tuned"]) if metric is not None),
         f"{quality['margin']:.2g}, {'passed' if quality['passed'] else 'not passed'}",
         f"{result['search_seconds']:.0f}",
@@ -115,7 +129,11 @@ def shortcomings(results: dict[str, dict], failed: dict[str, str]) -> list[str]:
             found.append(f"{name} is {speedup:.2f}x, not {wanted:g}x")
         if not result["quality"]["passed"]:
             found.append(f"{name} has not passed its quality gate")
-    good = [name for name, result in results.items() if (result["speedup_over_competent"] or {}).get("median", 1.0) >= OVER_COMPETENT]
+    good = [
+        name
+        for name, result in results.items()
+        if (result["speedup_over_strong_baseline"] or {}).get("median", 1.0) >= OVER_COMPETENT
+    ]
     if len(good) < min(ON, len(results)):
         found.append(f"{OVER_COMPETENT}x over the competent run on {len(good)} workloads only")
     return found
@@ -127,7 +145,9 @@ def _ratio(speedup: dict) -> str:
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(FIGURES)}; all of them unless said")
+    options.add_argument(
+        "workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(FIGURES)}; all of them unless said"
+    )
     options.add_argument("--budget", type=float, help="seconds of a search; the tuner's own default unless said")
     options.add_argument("--device", help="as for hasten")
     options.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the searches")

@@ -55,37 +55,56 @@ def main() -> int:
             measured = in_ranks(strategy, world)
             off = max(abs(each / formula(world) - 1) for each in measured)
             found[f"{strategy} at {world}"] = {"bytes a weight": measured, "formula": formula(world), "off": off}
-            rows.append((strategy, world, f"{min(measured):.2f} to {max(measured):.2f}", f"{formula(world):.2f}", f"{100 * off:.1f} %"))
+            rows.append(
+                (
+                    strategy,
+                    world,
+                    f"{min(measured):.2f} to {max(measured):.2f}",
+                    f"{formula(world):.2f}",
+                    f"{100 * off:.1f} %",
+                )
+            )
     show(("strategy", "processes", "bytes a weight, by rank", "formula", "farthest off"), rows)
     say("")
     off = max(each["off"] for each in found.values())
-    return finish(options, f"within {100 * WANTED:g} % of the formula; the farthest is {100 * off:.1f} % off", off <= WANTED, found)
+    return finish(
+        options,
+        f"within {100 * WANTED:g} % of the formula; the farthest is {100 * off:.1f} % off",
+        off <= WANTED,
+        found,
+    )
 
 
 def in_ranks(strategy: str, world: int) -> list[float]:
     """Bytes a weight that each rank has."""
     with tempfile.NamedTemporaryFile("r") as answer:
         agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-        subprocess.run([*agent, __file__], env=os.environ | {"OMP_NUM_THREADS": "1", ANSWER: answer.name, STRATEGY: strategy})
+        subprocess.run(
+            [*agent, __file__], env=os.environ | {"OMP_NUM_THREADS": "1", ANSWER: answer.name, STRATEGY: strategy}
+        )
         return json.loads(answer.read())  # of ranks that came to an end, however their interpreters then fared
 
 
 def measure() -> int:
     from hasten import Task
     from hasten.core.recipe import Recipe
-    from hasten.engine.registry import make_methods
+    from hasten.distributed.process_group import init_process_group
     from hasten.engine.loop import train_steps
     from hasten.engine.plan import build
-    from hasten.distributed.process_group import init_process_group
+    from hasten.engine.registry import make_methods
 
     def trained(width: int, ranks) -> int:
         """What is resident just before an update of a network so wide."""
         rows, readings = torch.randn(64, width), []
         task = Task(
             model=lambda: nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS))),
-            train_data=torch.utils.data.TensorDataset(rows, rows), loss=mse_loss,
-            optimizer=lambda model: torch.optim.Adam(model.parameters()), metric="loss", batch_size=8, epochs=10**6,
-        )  # fmt: skip
+            train_data=torch.utils.data.TensorDataset(rows, rows),
+            loss=mse_loss,
+            optimizer=lambda model: torch.optim.Adam(model.parameters()),
+            metric="loss",
+            batch_size=8,
+            epochs=10**6,
+        )
         program = build(task, make_methods(Recipe.coerce(os.environ[STRATEGY])), ranks=ranks)
 
         def update() -> None:

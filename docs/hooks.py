@@ -18,11 +18,17 @@ def on_files(files, config):
 def methods_page() -> str:
     from hasten.engine.registry import method_class, method_names
 
-    lines = ["# Methods", "", "One line per method; `hasten methods NAME` prints the whole card with its options and records.", ""]
+    lines = [
+        "# Methods",
+        "",
+        "One line per method; `hasten methods NAME` prints the whole card with its options and records.",
+        "",
+    ]
     lines += ["| method | what it does | exactness | source |", "|---|---|---|---|"]
     cards = {name: method_class(name).card for name in method_names()}
     lines += [
-        f"| [`{name}`](#{name}) | {card.summary} | `{card.exactness.name}` | {card.source} |" for name, card in sorted(cards.items())
+        f"| [`{name}`](#{name}) | {card.summary} | `{card.exactness.name}` | {card.source} |"
+        for name, card in sorted(cards.items())
     ]
     for name, card in sorted(cards.items()):
         lines += ["", f"## {name}", "", f"{card.summary.capitalize()}.", "", f"Pays when {card.gain_when}."]
@@ -75,7 +81,12 @@ def ratio(record: dict) -> str:
 def cli_page() -> str:
     from hasten.cli.main import build_parser
 
-    lines = ["# Command line", "", "Exit codes: 0 done, 1 a result that is a \"no\" or a run that could not continue, 2 a wrong request.", ""]
+    lines = [
+        "# Command line",
+        "",
+        'Exit codes: 0 done, 1 a result that is a "no" or a run that could not continue, 2 a wrong request.',
+        "",
+    ]
     for name, parser in subparsers(build_parser()):
         lines += [f"## {name}", "", "```", parser.format_help().strip(), "```", ""]
     return "\n".join(lines)

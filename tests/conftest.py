@@ -12,7 +12,12 @@ from hasten.core.errors import HastenWarning
 
 TESTS = Path(__file__).resolve().parent
 BESIDE = TESTS.parents[1] / "shared" / "data"
-HELPERS_THAT_START = {"netns_cluster": "launcher", "chaos": "launcher", "ranks": "multiprocess", "process": "multiprocess"}
+HELPERS_THAT_START = {
+    "netns_cluster": "launcher",
+    "chaos": "launcher",
+    "ranks": "multiprocess",
+    "process": "multiprocess",
+}
 
 if "HASTEN_DATA" not in os.environ and BESIDE.is_dir():
     os.environ["HASTEN_DATA"] = str(BESIDE)
@@ -20,7 +25,9 @@ if "HASTEN_DATA" not in os.environ and BESIDE.is_dir():
 os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 torch.set_num_threads(1)
-torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # a loader found in a circle cannot tell its workers to end, and waits 5 s for each
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = (
+    0.5  # a loader found in a circle cannot tell its workers to end, and waits 5 s for each
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,4 +52,4 @@ def _kind(item: pytest.Item) -> str:
     kinds = {kind for name, kind in HELPERS_THAT_START.items() if f"helpers.{name}" in modules}
     if "launcher" in kinds:
         return "launcher"
-    return "multiprocess" if kinds or item.path.parent.name in ("launch", "measure") else "unit"
+    return "multiprocess" if kinds or item.path.parent.name in ("launch", "benchmarking") else "unit"

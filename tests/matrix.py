@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAIRS = [(torch, python) for torch in ("2.11", "2.12", "2.13") for python in ("3.11", "3.12")] + [("2.15", "3.13")]
-TESTS = ["tests/test_torch_compat.py", "tests/engine", "tests/methods", "tests/contract"]
+TESTS = ["tests/test_torch_compat.py", "tests/engine", "tests/methods", "tests/core"]
 
 
 def main() -> int:
@@ -47,13 +47,28 @@ def run_pair(torch: str, python: str, options: argparse.Namespace) -> tuple[str,
     except NotInstalledError as error:
         return "not installed", str(error)
     version = "import sys, torch; print(torch.__version__, sys.version.split()[0])"
-    found = subprocess.run([environment_python, "-c", version], capture_output=True, text=True, check=True).stdout.split()
-    command = [environment_python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", options.markers, *options.tests]
+    found = subprocess.run(
+        [environment_python, "-c", version], capture_output=True, text=True, check=True
+    ).stdout.split()
+    command = [
+        environment_python,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        options.markers,
+        *options.tests,
+    ]
     log = folder / "pytest.log"
     with log.open("w") as file:
         code = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT).returncode
     summary = log.read_text().strip().splitlines()[-1].strip("= ")
-    return "passed" if code == 0 else "failed", f"torch {found[0]}, Python {found[1]}: {summary}; {log.relative_to(ROOT)}"
+    return (
+        "passed" if code == 0 else "failed",
+        f"torch {found[0]}, Python {found[1]}: {summary}; {log.relative_to(ROOT)}",
+    )
 
 
 class NotInstalledError(Exception):
@@ -103,7 +118,9 @@ def run(command: list, folder: Path) -> None:
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     (folder / "install.log").write_text(done.stdout + done.stderr)
     if done.returncode != 0:
-        errors = re.findall(r"^ERROR: (.*)$", done.stderr, re.MULTILINE) or done.stderr.strip().splitlines()[-1:] or ["?"]
+        errors = (
+            re.findall(r"^ERROR: (.*)$", done.stderr, re.MULTILINE) or done.stderr.strip().splitlines()[-1:] or ["?"]
+        )
         raise NotInstalledError(errors[-1][:160])
 
 

@@ -30,7 +30,11 @@ def applicable() -> list:
         for name in method_names()
         for check in CHECKS
         if check in WITHOUT_A_TASK
-        or (not set(SMALL_TASKS) <= set(tasks_with_effect(name)) if check is says_so_when_idle else tasks_with_effect(name))
+        or (
+            not set(SMALL_TASKS) <= set(tasks_with_effect(name))
+            if check is says_so_when_idle
+            else tasks_with_effect(name)
+        )
     ]
 
 

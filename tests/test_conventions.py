@@ -2,7 +2,9 @@
 
 import ast
 import dataclasses
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,17 @@ from hasten.engine.registry import cards_that_state, default_methods, method_cla
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "hasten"
 OUTSIDE_METHODS = sorted(path for path in PACKAGE.rglob("*.py") if not path.is_relative_to(PACKAGE / "methods"))
-ORDINARY_WORDS = {"allocator", "batch_size", "bfloat16", "compile", "float16", "pipeline", "threads", "zero"}  # of torch, or of English
-METHODS = sorted(path.stem for path in (PACKAGE / "methods").glob("*.py") if not path.stem.startswith("_"))
+ORDINARY_WORDS = {
+    "allocator",
+    "batch_size",
+    "bfloat16",
+    "compile",
+    "float16",
+    "pipeline",
+    "threads",
+    "zero",
+}  # of torch, or of English
+METHODS = sorted(path.stem for path in (PACKAGE / "methods").rglob("*.py") if not path.stem.startswith("_"))
 
 
 def literals(tree: ast.AST) -> list[str]:
@@ -21,7 +32,8 @@ def literals(tree: ast.AST) -> list[str]:
     docstrings = {
         id(node.body[0].value)
         for node in ast.walk(tree)
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(node) is not None
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        and ast.get_docstring(node) is not None
     }
     constants = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
     return [node.value for node in constants if id(node) not in docstrings]
@@ -41,7 +53,10 @@ def test_no_file_outside_methods_names_a_method(path):
 
 
 def test_a_named_method_is_noticed():
-    assert method_names_in('HINT = "add gradient_clipping"\nother = f"--with zero:stage={3}"') == ["gradient_clipping", "zero:stage="]
+    assert method_names_in('HINT = "add gradient_clipping"\nother = f"--with zero:stage={3}"') == [
+        "gradient_clipping",
+        "zero:stage=",
+    ]
     assert method_names_in('"""Like ddp."""\nfloat16 = "threads"') == []
 
 
@@ -50,7 +65,9 @@ def test_a_context_has_at_most_14_fields(context):
     assert len(dataclasses.fields(context)) <= 14
 
 
-@pytest.mark.parametrize("field", ["default_for", "remedy_for", "strong_baseline", "trial_priority", "ceiling", "not_searched"])
+@pytest.mark.parametrize(
+    "field", ["default_for", "remedy_for", "strong_baseline", "trial_priority", "ceiling", "not_searched"]
+)
 def test_cards_that_state_a_field_are_found_without_importing_all_methods(field):
     found = cards_that_state(field)
     states = {name for name in method_names() if ":" not in name and getattr(method_class(name).card, field)}
@@ -64,5 +81,87 @@ def test_there_is_one_default_strategy_and_a_remedy_for_each_problem():
 
 def test_no_method_asks_whether_it_is_alone():
     """The engine removes methods for several processes from a single one; only methods for one process may ask."""
-    asking = [path.name for path in (PACKAGE / "methods").glob("*.py") if "is_single_process" in path.read_text(encoding="utf-8")]
+    asking = [
+        path.name
+        for path in (PACKAGE / "methods").rglob("*.py")
+        if "is_single_process" in path.read_text(encoding="utf-8")
+    ]
     assert asking == []
+
+
+PUBLIC = {
+    "Task",
+    "Method",
+    "Card",
+    "Exactness",
+    "WrapOrder",
+    "option",
+    "RunContext",
+    "TrainPlan",
+    "Recipe",
+    "ConfigurationError",
+    "RunError",
+}
+
+
+def imports(path: Path, top_only: bool = False) -> list[str]:
+    """Every module that a file imports, as ``package.module`` or ``package.module.name``."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = []
+    for node in tree.body if top_only else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: import {node.module} by its absolute name"
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "workloads").glob("*.py")), ids=lambda path: path.stem)
+def test_a_workload_imports_public_names_only(path):
+    for module in imports(path):
+        if module.startswith("hasten.") and not module.startswith("hasten.workloads."):
+            assert module.partition(".")[2] in PUBLIC, (
+                f"{path.name} imports {module}; a workload uses what any user can"
+            )
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "methods").rglob("*.py")), ids=lambda path: path.stem)
+def test_a_method_imports_neither_the_engine_nor_another_method(path):
+    allowed = ("hasten.core.", "hasten.distributed.", "hasten.loading.", "hasten._torch_compat")
+    for module in imports(path):
+        assert not module.startswith("hasten.") or module.startswith(allowed), f"{path.name} imports {module}"
+
+
+HELP = ["__init__.py", "__main__.py", "core/__init__.py", "core/errors.py", "core/recipe.py", "core/progress.py"]
+
+
+@pytest.mark.parametrize("where", [*HELP, *[f"cli/{path.name}" for path in (PACKAGE / "cli").glob("*.py")]])
+def test_nothing_heavy_is_imported_on_the_way_to_help(where):
+    heavy = {
+        "torch",
+        "numpy",
+        "rich",
+        "PIL",
+        "jinja2",
+        "psutil",
+        "cloudpickle",
+        "tomli_w",
+        "safetensors",
+        "transformers",
+    }
+    for module in imports(PACKAGE / where, top_only=True):
+        assert module.partition(".")[0] not in heavy, f"{where} imports {module} at its top"
+
+
+BANNED = re.compile(r"kept|crew|climb|appetite|twins|whereabouts|unmade|in_vain|strangers|firsts|leads|alone")
+
+
+def test_identifiers_use_the_terms_of_the_field():
+    """Words of an earlier private dialect that no reader could guess."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
+            if token.type == tokenize.NAME and BANNED.search(token.string):
+                found.append(f"{path.relative_to(PACKAGE)}:{token.start[0]} {token.string}")
+    assert not found, "\n".join(found)

@@ -11,7 +11,7 @@ import pytest
 HASTEN = Path(__file__).resolve().parents[1] / "src" / "hasten"
 BUDGETS = {"engine/loop.py": 120, "engine/plan.py": 250}
 ROOMS = sorted(path.name for path in HASTEN.iterdir() if (path / "__init__.py").exists())
-METHODS = sorted(path for path in (HASTEN / "methods").glob("*.py") if not path.name.startswith("_"))
+METHODS = sorted(path for path in (HASTEN / "methods").rglob("*.py") if not path.name.startswith("_"))
 
 
 @pytest.mark.parametrize(("file", "budget"), BUDGETS.items())
@@ -32,7 +32,9 @@ def test_every_room_has_a_readme(room):
 def test_one_method_a_file(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
     classes = [
-        node.name for node in tree.body if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "Method" for base in node.bases)
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "Method" for base in node.bases)
     ]
     assert len(classes) == 1, f"{path.name} has the methods {classes}"
     assert ast.get_docstring(tree), f"{path.name} does not say what it is for"

@@ -8,14 +8,14 @@ from itertools import combinations, islice
 import pytest
 import torch
 
+from hasten.benchmarking.process_state import restored
 from hasten.core.card import TRAITS
 from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
 from hasten.engine.composition import check_conflicts
-from hasten.engine.registry import make_method, make_methods, method_names
 from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
-from hasten.benchmarking.process_state import restored
+from hasten.engine.registry import make_method, make_methods, method_names
 from helpers.small_tasks import ELSEWHERE, SETTINGS, names_with_effect, tasks_with_effect
 
 
@@ -24,7 +24,9 @@ def common_task(pair: tuple[str, str]):
     return next((task for task in tasks_with_effect(pair[0]) if task in tasks_with_effect(pair[1])), None)
 
 
-@pytest.mark.parametrize("pair", [pair for pair in combinations(names_with_effect(), 2) if common_task(pair)], ids=" and ".join)
+@pytest.mark.parametrize(
+    "pair", [pair for pair in combinations(names_with_effect(), 2) if common_task(pair)], ids=" and ".join
+)
 def test_a_pair_trains_together_in_any_order_or_is_refused(pair):
     task = common_task(pair)
     try:
@@ -36,7 +38,9 @@ def test_a_pair_trains_together_in_any_order_or_is_refused(pair):
         assert str(again.value) == str(reason)
         return
     reversed_weights = _two_steps(task, pair[::-1])
-    assert all(math.isfinite(value.sum()) for value in weights.values()), f"{pair} together give weights that are not finite"
+    assert all(math.isfinite(value.sum()) for value in weights.values()), (
+        f"{pair} together give weights that are not finite"
+    )
     assert weights.keys() == reversed_weights.keys()
     different = [name for name in weights if not torch.equal(weights[name], reversed_weights[name])]
     assert not different, f"the order in which {pair} are typed matters for {different}"

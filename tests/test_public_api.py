@@ -24,8 +24,14 @@ def test_type_checkers_see_the_modules_that_are_imported_at_run_time():
 
 
 def test_all_is_a_literal_list_of_the_public_names():
-    value = next(node.value for node in TREE.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__")
-    assert ast.literal_eval(value) == sorted(value.value for value in value.elts) == sorted([*hasten._MODULES, "__version__"])
+    value = next(
+        node.value for node in TREE.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    assert (
+        ast.literal_eval(value)
+        == sorted(value.value for value in value.elts)
+        == sorted([*hasten._MODULES, "__version__"])
+    )
     assert dir(hasten) == hasten.__all__
 
 

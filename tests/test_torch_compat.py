@@ -40,7 +40,12 @@ TORCH_OBJECTS = (
     nn.parallel.DistributedDataParallel,
     LocalElasticAgent,
 )
-PRIVATE = {name for thing in TORCH_OBJECTS for name in (*dir(thing), *getattr(thing, "__dict__", ())) if re.match("_[^_]", name)} | {
+PRIVATE = {
+    name
+    for thing in TORCH_OBJECTS
+    for name in (*dir(thing), *getattr(thing, "__dict__", ()))
+    if re.match("_[^_]", name)
+} | {
     "_pcontext",
     "_remaining_restarts",
     "_worker_group",
@@ -67,7 +72,9 @@ def private_torch_uses(text: str) -> list[str]:
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _root(node) in ("self", "cls"):
             own.add(node.attr)
         elif isinstance(node, ast.Import):
-            from_torch |= {(a.asname or a.name).partition(".")[0] for a in node.names if a.name.split(".")[0] == "torch"}
+            from_torch |= {
+                (a.asname or a.name).partition(".")[0] for a in node.names if a.name.split(".")[0] == "torch"
+            }
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             from_torch |= {alias.asname or alias.name for alias in node.names}
     for node in ast.walk(tree):
@@ -108,7 +115,10 @@ def test_source_forges_no_stack_frame():
             if isinstance(node, ast.Call):
                 name = ast.unparse(node.func).rpartition(".")[2]
                 forged = [keyword.arg for keyword in node.keywords if (keyword.arg or "").startswith("co_")]
-                assert not forged and name not in ("CodeType", "TracebackType", "_getframe", "exec"), (file, node.lineno)
+                assert not forged and name not in ("CodeType", "TracebackType", "_getframe", "exec"), (
+                    file,
+                    node.lineno,
+                )
 
 
 @pytest.mark.parametrize(
@@ -241,7 +251,9 @@ def test_cpu_attention_ops_are_what_attention_calls():
 
 
 def test_schema_arguments_tell_what_is_written():
-    written = [a.name for a in compat.schema_arguments(torch.ops.aten.add_.Tensor) if a.alias_info and a.alias_info.is_write]
+    written = [
+        a.name for a in compat.schema_arguments(torch.ops.aten.add_.Tensor) if a.alias_info and a.alias_info.is_write
+    ]
     assert written == ["self"]
 
 
@@ -341,7 +353,9 @@ def raised(function) -> Exception:
 def test_is_out_of_memory():
     assert compat.is_out_of_memory(raised(lambda: torch.empty(1 << 60, dtype=torch.uint8)))
     assert compat.is_out_of_memory(MemoryError()) and compat.is_out_of_memory(torch.OutOfMemoryError("CUDA"))
-    assert not compat.is_out_of_memory(ValueError("out of memory")) and not compat.is_out_of_memory(RuntimeError("lost"))
+    assert not compat.is_out_of_memory(ValueError("out of memory")) and not compat.is_out_of_memory(
+        RuntimeError("lost")
+    )
 
 
 def test_autograd_error_kind():
@@ -349,7 +363,9 @@ def test_autograd_error_kind():
     assert compat.autograd_error_kind(raised(lambda: torch.ones(1).sum().backward())) == "no_gradient"
     assert compat.autograd_error_kind(raised(lambda: (weight * 2).backward())) == "not_scalar"
     loss = nn.functional.cross_entropy
-    assert compat.autograd_error_kind(raised(lambda: loss(torch.ones(1, 2), torch.tensor([5])))) == "index_out_of_bounds"
+    assert (
+        compat.autograd_error_kind(raised(lambda: loss(torch.ones(1, 2), torch.tensor([5])))) == "index_out_of_bounds"
+    )
     assert compat.autograd_error_kind(raised(lambda: weight @ torch.ones(3))) is None
     assert compat.autograd_error_kind(KeyError("find_unused_parameters")) is None
 

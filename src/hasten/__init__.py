@@ -8,18 +8,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hasten.benchmarking.compare import compare
     from hasten.core.card import Card, Exactness, WrapOrder
     from hasten.core.data import BatchSource
-    from hasten.core.errors import RunError, HastenWarning, ConfigurationError
+    from hasten.core.errors import ConfigurationError, HastenWarning, RunError
     from hasten.core.method import Method, option
-    from hasten.core.run_context import ParallelContext, RunContext, TrainPlan, TrainProgress
-    from hasten.core.types import BackwardFn, Batch, BatchFn, ContextFactory, ForwardFn, LossFn, OptimizerFactory, StepFn
     from hasten.core.recipe import Recipe
+    from hasten.core.run_context import ParallelContext, RunContext, TrainPlan, TrainProgress
     from hasten.core.task import Task
-    from hasten.profiling.diagnose import diagnose
+    from hasten.core.types import (
+        BackwardFn,
+        Batch,
+        BatchFn,
+        ContextFactory,
+        ForwardFn,
+        LossFn,
+        OptimizerFactory,
+        StepFn,
+    )
     from hasten.engine.train import train
     from hasten.export.eject import eject
-    from hasten.benchmarking.compare import compare
+    from hasten.profiling.diagnose import diagnose
     from hasten.reporting.report import report
     from hasten.tuning.tune import tune
 
@@ -31,18 +40,18 @@ __all__ = [
     "BatchFn",
     "BatchSource",
     "Card",
+    "ConfigurationError",
     "ContextFactory",
     "Exactness",
-    "RunError",
     "ForwardFn",
+    "HastenWarning",
     "LossFn",
     "Method",
-    "HastenWarning",
     "OptimizerFactory",
     "ParallelContext",
     "Recipe",
-    "ConfigurationError",
     "RunContext",
+    "RunError",
     "StepFn",
     "Task",
     "TrainPlan",
@@ -62,20 +71,20 @@ _MODULES = {  # public name: the module that defines it
     "BackwardFn": "hasten.core.types",
     "Batch": "hasten.core.types",
     "BatchFn": "hasten.core.types",
-    "Batches": "hasten.core.data",
+    "BatchSource": "hasten.core.data",
     "Card": "hasten.core.card",
+    "ConfigurationError": "hasten.core.errors",
     "ContextFactory": "hasten.core.types",
     "Exactness": "hasten.core.card",
-    "Failure": "hasten.core.errors",
     "ForwardFn": "hasten.core.types",
+    "HastenWarning": "hasten.core.errors",
     "LossFn": "hasten.core.types",
     "Method": "hasten.core.method",
-    "Notice": "hasten.core.errors",
     "OptimizerFactory": "hasten.core.types",
     "ParallelContext": "hasten.core.run_context",
     "Recipe": "hasten.core.recipe",
-    "Refusal": "hasten.core.errors",
     "RunContext": "hasten.core.run_context",
+    "RunError": "hasten.core.errors",
     "StepFn": "hasten.core.types",
     "Task": "hasten.core.task",
     "TrainPlan": "hasten.core.run_context",

@@ -54,13 +54,19 @@ def test_a_package_that_breaks_is_told(common, tmp_path, monkeypatch):
     assert common.installed("broken_peer") == "does not import: RuntimeError: operator does not exist"
 
 
-@pytest.mark.parametrize(("reached", "code", "words"), [(True, 0, "reached"), (False, 1, "NOT reached"), (None, 1, "not measured")])
+@pytest.mark.parametrize(
+    ("reached", "code", "words"), [(True, 0, "reached"), (False, 1, "NOT reached"), (None, 1, "not measured")]
+)
 def test_the_verdict_is_an_exit_code_and_a_record(common, tmp_path, capsys, reached, code, words):
     options = argparse.Namespace(json=tmp_path / "deep" / "record.json")
     assert common.finish(options, "1 us", reached, {"extra": common.Interval(1, 0, 2), "pair": (1, 2)}) == code
     assert f"Figure: 1 us: {words}." in capsys.readouterr().out
     record = json.loads(options.json.read_text())
-    assert record["reached"] is reached and record["extra"] == {"median": 1, "low": 0, "high": 2} and record["pair"] == [1, 2]
+    assert (
+        record["reached"] is reached
+        and record["extra"] == {"median": 1, "low": 0, "high": 2}
+        and record["pair"] == [1, 2]
+    )
     assert record["environment"]["torch"] and record["date"] and record["command"]
 
 
@@ -78,6 +84,8 @@ def test_a_record_is_a_folder_of_its_own(common, tmp_path, monkeypatch):
     assert "_data-tokens_" in first.name and second.name.replace("b_", "_", 1) == first.name
     told = (first / "README.md").read_text()
     assert (
-        told.startswith("# Data tokens: reached\n\n10x; it is {12}x.\n") and "hasten  5\n" in told and "`benchmarks/data_tokens.py`" in told
+        told.startswith("# Data tokens: reached\n\n10x; it is {12}x.\n")
+        and "hasten  5\n" in told
+        and "`benchmarks/data_tokens.py`" in told
     )
     assert [json.loads((place / "result.json").read_text())["rates"] for place in (first, second)] == [[1, 2], [3, 4]]

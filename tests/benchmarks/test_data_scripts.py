@@ -30,7 +30,9 @@ def run_quickly(name: str, folder: Path) -> dict:
     """The raw numbers of ``--quick``. Whether a busy machine reaches a figure is not for tests to say."""
     file = folder / f"{name}.json"
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--quick", "--json", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert done.returncode in (0, 1) and "Figure: " in done.stdout, done.stdout + done.stderr
     return json.loads(file.read_text())
 
@@ -48,13 +50,17 @@ def test_the_wait_for_data(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import data_wait
 
-    monkeypatch.setattr(data_wait, "METHODS", ("batched_fetch", "loader_workers"))  # the third is given 12 s to settle
-    monkeypatch.setattr(sys, "argv", ["benchmarks/data_wait.py", "--quick", "--json", str(file := tmp_path / "data_wait.json")])
+    monkeypatch.setattr(
+        data_wait, "METHODS", ("in_memory_batches", "loader_workers")
+    )  # the third is given 12 s to settle
+    monkeypatch.setattr(
+        sys, "argv", ["benchmarks/data_wait.py", "--quick", "--json", str(file := tmp_path / "data_wait.json")]
+    )
     assert data_wait.main() in (0, 1)
     told = json.loads(file.read_text())
     arms = told["found"]["digits"]
-    assert arms.keys() == {"textbook", "batched_fetch", "loader_workers"} and not told["failed"]
-    assert arms["batched_fetch"]["wait"]["median"] < 0.5 * arms["textbook"]["wait"]["median"]
+    assert arms.keys() == {"textbook", "in_memory_batches", "loader_workers"} and not told["failed"]
+    assert arms["in_memory_batches"]["wait"]["median"] < 0.5 * arms["textbook"]["wait"]["median"]
     for arm in arms.values():
         shares = arm["wait"]["low"], arm["wait"]["high"], arm["bound"], arm["wait_of_a_run"], arm["bound_of_a_run"]
         assert all(0 < share < 1 for share in shares), arm

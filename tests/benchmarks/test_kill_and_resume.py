@@ -14,6 +14,10 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "kill_and_resume.p
 @pytest.mark.slow
 def test_one_kill(tmp_path):
     words = [sys.executable, str(SCRIPT), "--kills", "1", "--json", str(tmp_path / "kills.json")]
-    done = subprocess.run(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        words, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads((tmp_path / "kills.json").read_text())["kills"] == [{"seed": 0, "model.safetensors": True, "log.jsonl": True}]
+    assert json.loads((tmp_path / "kills.json").read_text())["kills"] == [
+        {"seed": 0, "model.safetensors": True, "log.jsonl": True}
+    ]

@@ -51,7 +51,9 @@ def test_who_does_not_run_is_told_and_ours_must(loaders):
     ready, missing = loaders.set_up(arms, lambda batch: True)
     assert list(ready) == ["fine"]
     assert missing == {"peer": "does not run: RuntimeError: no FFmpeg", "absent": "not installed"}
-    assert "not of the kind" in loaders.set_up({"peer": loaders.Loader(fine.make, "json")}, lambda batch: False)[1]["peer"]
+    assert (
+        "not of the kind" in loaders.set_up({"peer": loaders.Loader(fine.make, "json")}, lambda batch: False)[1]["peer"]
+    )
     with pytest.raises(RuntimeError):
         loaders.set_up({"ours": loaders.Loader(broken)}, lambda batch: True)
 
@@ -63,9 +65,13 @@ def test_the_best_of_those_that_ran(loaders):
 
 
 def test_the_table_tells_the_spread_and_what_rates_leave_out(loaders, capsys):
-    _, missing = loaders.set_up({"fine": loaders.Loader(lambda: loaders.Passes(batches_of_ten(start=0.05)))}, lambda batch: True)
+    _, missing = loaders.set_up(
+        {"fine": loaders.Loader(lambda: loaders.Passes(batches_of_ten(start=0.05)))}, lambda batch: True
+    )
     for start_up in (True, False):
-        loaders.table({"fine": [1000.0, 3000.0, 2000.0]}, missing | {"absent": "not installed"}, "fine", "rows/s", start_up)
+        loaders.table(
+            {"fine": [1000.0, 3000.0, 2000.0]}, missing | {"absent": "not installed"}, "fine", "rows/s", start_up
+        )
         fine, absent = capsys.readouterr().out.splitlines()[2:]
         assert "2,000 (1,000 to 3,000)" in fine and "not installed" in absent
         assert ("." in fine.split()[-1] and float(fine.split()[-1]) >= 0.05) is start_up

@@ -184,7 +184,7 @@ WRONG = [
     ("train pipe.py:task", "pipe.py is no regular file"),
     ("train mine.py:good --recipe pipe.toml", "pipe.toml is no regular file"),
     ("train mine.py:good --recipe mine.py", "mine.py is no recipe"),
-    ("train mine.py:good --skip-bad 9999999999", "from 1 to 999999999"),
+    ("train mine.py:good --max-bad-rows 9999999999", "from 1 to 999999999"),
     ("data inspect pipe.csv", "pipe.csv is no regular file"),
     ("train mine.py:no_module", "nn.Module"),
     ("train mine.py:good --with bfloat61", "bfloat16"),
@@ -195,14 +195,17 @@ WRONG = [
     ("train mine.py:good --with ema:start=-3", "start must be at least 0"),
     ("train mine.py:good --with ema:start=1e23", "whole number"),
     ("train mine.py:good --with threads:count=-2", "count must be at least 1"),
-    ("train mine.py:good --with compressed_schedule:factor=0", "factor must be above 0 and below 1"),
+    ("train mine.py:good --with budgeted_schedule:factor=0", "factor must be above 0 and below 1"),
     ("train mine.py:good --with gradient_clipping:max_norm=nan", "max_norm must be finite and above 0"),
     ("train mine.py:good --with early_stopping:patience=-1", "patience must be at least 1"),
     ("train mine.py:good --with batch_size:rule=cubic", "linear, sqrt, none"),
     ("train mine.py:good --with ema --with ema", "twice"),
     ("train mine.py:good --with ema+ema:decay=0.9", "twice"),
     ("train mine.py:good --with ema:decay=0.9,decay=0.99", "decay is given twice"),
-    ("train mine.py:good --with batched_fetch --with cache_dataset", "batched_fetch and cache_dataset both replace data"),
+    (
+        "train mine.py:good --with in_memory_batches --with cache_dataset",
+        "in_memory_batches and cache_dataset both replace data",
+    ),
     ("train mine.py:good --with mine.py:Bad", "hasten.Method"),
     ("train mine.py:good --with mine.py:NoCard", "card"),
     ("train mine.py:good --with mine.py:Misspelt", "optimizer"),
@@ -248,8 +251,8 @@ WRONG = [
     ("tune mine.py:good --budget inf", "--budget"),
     ("tune mine.py:good --margin nan", "--margin"),
     ("tune mine.py:good --runs 0", "--runs"),
-    ("tune mine.py:good --consider ,", "--consider"),
-    ("tune mine.py:good --consider ema,znrom", "znorm"),
+    ("tune mine.py:good --methods ,", "--methods"),
+    ("tune mine.py:good --methods ema,znrom", "znorm"),
     ("tune mine.py:good --with gone.py:Faster", "no file"),
     ("tune mine.py:good --out file", "file"),
     ("diagnose digit", "digits"),
@@ -263,7 +266,7 @@ WRONG = [
     ("eject digit", "digits"),
     ("eject mine.py:unknown_metric", "accuracy"),
     ("eject mine.py:good --out nowhere/script.py", "nowhere"),
-]  # fmt: skip
+]
 
 CANNOT_GO_ON = [
     ("train mine.py:plain_number", "Task(loss=) must return a tensor"),
@@ -283,7 +286,7 @@ CANNOT_GO_ON = [
     ("train mine.py:a_loss_for_each_sample", "Task(loss=) must return one number"),
     ("train mine.py:raises_in_a_worker", "of the pass, sample 5: OSError: a file is gone"),
     ("train mine.py:raises_at_a_sample", "a file is gone"),
-    ("train mine.py:raises_at_a_sample --with loader_workers:workers=1", "a file is gone"),
+    ("train mine.py:raises_at_a_sample --with loader_workers:num_workers=1", "a file is gone"),
     ("train mine.py:good --with compile:backend=warp", "warp"),
 ]
 
@@ -342,7 +345,8 @@ def test_what_is_worth_a_notice(words, says, here, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize(
-    "words", ["--recipe with_code.toml --with mine.py:Fine", "--recipe elsewhere/with_code.toml --with elsewhere/mine.py:Fine"]
+    "words",
+    ["--recipe with_code.toml --with mine.py:Fine", "--recipe elsewhere/with_code.toml --with elsewhere/mine.py:Fine"],
 )
 def test_code_that_a_recipe_and_the_command_line_both_name(words, here, monkeypatch, capfd):
     """The recipe's ``mine.py`` lies beside it, wherever the program runs; its settings hold."""
@@ -388,7 +392,11 @@ def test_no_checkpoint_of_a_stranger_is_executed(broken_off, here, capfd):
         torch.save({"model": Hostile()}, path)
     assert main(words) == 1
     lines = capfd.readouterr().err.splitlines()
-    assert [line.startswith("hasten: step-") for line in lines] == [True, True, False] and "choose another --out" in lines[-1]
+    assert [line.startswith("hasten: step-") for line in lines] == [
+        True,
+        True,
+        False,
+    ] and "choose another --out" in lines[-1]
     assert not (here / "executed").exists()
 
 

@@ -15,11 +15,10 @@ from functools import partial
 import psutil
 import pytest
 
-from hasten.cli import methods
-from hasten.cli import progress
-from hasten.cli.output import strict_json
-from hasten.cli.main import main, read
+from hasten.cli import methods, progress
 from hasten.cli.argument_types import seconds
+from hasten.cli.main import main, read
+from hasten.cli.output import strict_json
 from hasten.core.progress import no_progress
 from hasten.engine.registry import method_names
 from helpers.process import PATIENCE, begun, ended, program
@@ -99,7 +98,13 @@ def test_an_error_is_json_too(here):
 
 
 @pytest.mark.parametrize(
-    "words", ["--json --seed 7 train TASK", "train --json --seed 7 TASK", "train TASK --seed 7 --json", "--seed 7 train TASK --json"]
+    "words",
+    [
+        "--json --seed 7 train TASK",
+        "train --json --seed 7 TASK",
+        "train TASK --seed 7 --json",
+        "--seed 7 train TASK --json",
+    ],
 )
 def test_global_options_before_and_after_the_verb(words):
     options = read(words.split())
@@ -117,7 +122,7 @@ def test_one_method_told_as_data():
     method = methods.run(Namespace(name="znorm", device="cpu"), no_progress).result
     assert {"name": "eps", "type": "float", "default": 1e-8, "range": "above 0"} in method["settings"]
     assert "float16" in method["wraps"] and "znorm" not in method["wraps"]
-    both = methods.run(Namespace(name="batched_fetch", device="cpu"), no_progress).result
+    both = methods.run(Namespace(name="in_memory_batches", device="cpu"), no_progress).result
     assert "cache_dataset" in [conflict["method"] for conflict in both["conflicts"]]
     json.loads(strict_json(both))
 
@@ -125,7 +130,7 @@ def test_one_method_told_as_data():
 def test_a_method_page_tells_what_can_be_typed(capfd):
     """And what it is otherwise; None is nothing that one could type."""
     for name, *told in (
-        ("autotuned_loader", "threads: unless said, the method chooses (int, at least 0 and at most 256)"),
+        ("autotune_loader", "threads: unless said, the method chooses (int, at least 0 and at most 256)"),
         ("float16", "scale = dynamic (str or float, dynamic or above 0)"),
         ("loader_workers", "pin = true (true or false)", "workers = 2 (int, at least 0 and at most 64)"),
     ):
@@ -135,7 +140,10 @@ def test_a_method_page_tells_what_can_be_typed(capfd):
 
 
 def test_the_catalogue(here, monkeypatch, capfd):
-    listed = {method["name"]: method for method in methods.run(Namespace(name=None, device="cpu"), no_progress).result["methods"]}
+    listed = {
+        method["name"]: method
+        for method in methods.run(Namespace(name=None, device="cpu"), no_progress).result["methods"]
+    }
     assert listed.keys() == set(method_names())
     assert listed["tf32"]["not_here"] and not listed["ema"]["not_here"]
     assert main(["methods"]) == 0
@@ -149,7 +157,12 @@ def publish(trials: list[dict], folder, monkeypatch):
 
 
 def test_a_method_page_shows_its_records(here, monkeypatch, capfd):
-    trial = {"what": "ema:decay=0.9", "verdict": "no gain", "ratio": {"median": 0.973, "low": 0.9, "high": 1.1}, "why": "slower"}
+    trial = {
+        "what": "ema:decay=0.9",
+        "verdict": "no gain",
+        "ratio": {"median": 0.973, "low": 0.9, "high": 1.1},
+        "why": "slower",
+    }
     publish([trial, trial | {"what": "emanation"}], here, monkeypatch)
     assert main(["methods", "ema"]) == 0
     page = capfd.readouterr().out
@@ -157,7 +170,12 @@ def test_a_method_page_shows_its_records(here, monkeypatch, capfd):
 
 
 def test_a_record_of_several_methods_is_shown_with_each(here, monkeypatch):
-    trial = {"what": "batch_size:factor=4,rule=sqrt + ema:decay=0.9 + znorm", "verdict": "faster", "ratio": None, "why": ""}
+    trial = {
+        "what": "batch_size:factor=4,rule=sqrt + ema:decay=0.9 + znorm",
+        "verdict": "faster",
+        "ratio": None,
+        "why": "",
+    }
     publish([trial], here, monkeypatch)
     for name, times in (("batch_size", 1), ("ema", 1), ("znorm", 1), ("float16", 0)):
         records = methods.run(Namespace(name=name, device="cpu"), no_progress).result["records"]
@@ -183,13 +201,17 @@ def test_a_reader_that_has_seen_enough_is_no_mistake(here):
 @pytest.mark.slow
 def test_a_reader_of_the_progress_that_left_stops_no_work(here):
     """Our own broken pipe is no death of the process that measures, for whose answer one would wait for ever. A task's own is its own."""
-    quiet = [line for line in NOISY.format(nap=0, epochs=1).splitlines() if "print" not in line and "os.write" not in line]
+    quiet = [
+        line for line in NOISY.format(nap=0, epochs=1).splitlines() if "print" not in line and "os.write" not in line
+    ]
     (here / "quiet.py").write_text("\n".join(quiet))
     reader, theirs = os.pipe()
     os.close(reader)
     words = ["compare", "quiet.py:task", "--a", "baseline", "--b", "ema", "--budget", "1s", "--json"]
     with open(here / "answer", "w+") as answer:
-        code = ended(begun(*words, cwd=here, out=answer.fileno(), err=theirs, prepare=lambda: setattr(progress, "PATIENCE", 0.0)))
+        code = ended(
+            begun(*words, cwd=here, out=answer.fileno(), err=theirs, prepare=lambda: setattr(progress, "PATIENCE", 0.0))
+        )
         answer.seek(0)
         assert "ratio" in json.loads(answer.read()) and code in (0, 1)
     os.close(theirs)
@@ -206,7 +228,7 @@ def without_columns() -> None:
 @pytest.mark.parametrize("odd", [in_ascii, without_columns])
 def test_an_odd_terminal_gets_its_answer_too(here, odd):
     done = program("methods", cwd=here, prepare=odd)
-    assert done.returncode == 0 and done.stderr == "" and "batched_fetch" in done.stdout
+    assert done.returncode == 0 and done.stderr == "" and "in_memory_batches" in done.stdout
 
 
 def test_a_folder_that_is_gone_is_told(here):
@@ -236,7 +258,9 @@ def interrupted(ready, *words, here, by=signal.SIGINT) -> tuple[int, str, str]:
 @pytest.mark.parametrize(("options", "folder"), [(["--out", "run"], "run"), ([], "runs/train-slow-py-task")])
 def test_interruption_stops_cleanly_and_says_how_to_go_on(here, options, folder):
     log = here / folder / "log.jsonl"
-    code, _, err = interrupted(lambda: log.exists() and log.stat().st_size > 0, "train", "slow.py:task", *options, here=here)
+    code, _, err = interrupted(
+        lambda: log.exists() and log.stat().st_size > 0, "train", "slow.py:task", *options, here=here
+    )
     last = err.strip().splitlines()[-1]
     assert code == 1 and last.startswith("hasten: stopped") and f"--out {folder} --resume" in last
     assert "Traceback" not in err
@@ -304,7 +328,9 @@ def test_json_has_no_number_that_json_cannot_hold():
 
 
 def test_version_and_help(here):
-    done = subprocess.run([sys.executable, "-m", "hasten", "--version"], cwd=here, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "hasten", "--version"], cwd=here, capture_output=True, text=True, check=True
+    )
     assert done.stdout == "hasten 0.1.0\n" and done.stderr == ""
     assert "--resume" in program("train", "--help", cwd=here).stdout
     assert "tune" in program(cwd=here).stdout
@@ -340,7 +366,11 @@ def test_an_output_that_takes_nothing_is_one_line(here):
 
 def test_a_closed_output_is_none(here):
     done = subprocess.run(
-        ["sh", "-c", f"{sys.executable} -m hasten methods --json >&-"], cwd=here, capture_output=True, text=True, check=False
+        ["sh", "-c", f"{sys.executable} -m hasten methods --json >&-"],
+        cwd=here,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
 

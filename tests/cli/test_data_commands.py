@@ -18,7 +18,7 @@ WRONG = [
     ("data inspect broken.parquet", "no whole Parquet file"),
     ("data inspect x.npy --budget soon", "--budget"),
     ("data inspect x.npy --target y", "a target is a column of a table"),
-    ("data inspect x.npy --skip-bad 0", "--skip-bad"),
+    ("data inspect x.npy --max-bad-rows 0", "--max-bad-rows"),
     ("data inspect link.parquet", "link.parquet is a link that leads nowhere"),
     ("data convert x.npy --out out", "--to"),
     ("data convert x.npy --to feather", "--out"),
@@ -26,10 +26,13 @@ WRONG = [
     ("data convert x.npy --to shards --out out", "cannot be stored as shards"),
     ("data convert x.npy --to feather --out x.npy", "must be a folder"),
     ("data convert x.npy --to feather --out full", "holds no conversion"),
-    ("data convert x.npy --to feather --out words.dat/out", "cannot write to words.dat/out: Not a directory; choose another --out"),
+    (
+        "data convert x.npy --to feather --out words.dat/out",
+        "cannot write to words.dat/out: Not a directory; choose another --out",
+    ),
     ("data convert x.npy --to feather --out /proc/out", "cannot write to /proc/out"),
     ("data convert x.npy --to feather --out out --shards 5000", "1000 rows do not make 5000 files"),
-    ("data convert x.npy --to feather --out out --skip-bad 0", "--skip-bad"),
+    ("data convert x.npy --to feather --out out --max-bad-rows 0", "--max-bad-rows"),
     ("data convert gone --to feather --out out", "there is no file gone"),
     ("data convert full --to feather --out full/out", "part of the original"),
     (f"data convert x.npy --to feather --out {'o' * 300}", "File name too long"),
@@ -49,7 +52,7 @@ WRONG = [
     ("data convert x.npy --to feather --out out --resise 8", "did you mean --resize"),
     ("diagnose digit", "did you mean digits"),
     ("diagnose gone.py:task", "no file"),
-]  # fmt: skip
+]
 
 
 @pytest.fixture

@@ -44,7 +44,9 @@ def test_options_shown_exist(line):
     while parser._subparsers:  # a verb may have verbs of its own
         parser = parser._subparsers._group_actions[0].choices[next(words)]
     options = re.findall(r"--[\w-]+", line)
-    assert set(options) <= set(parser._option_string_actions), f"{parser.prog} has no {set(options) - set(parser._option_string_actions)}"
+    assert set(options) <= set(parser._option_string_actions), (
+        f"{parser.prog} has no {set(options) - set(parser._option_string_actions)}"
+    )
 
 
 def test_the_commands_of_make_exist():

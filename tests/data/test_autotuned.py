@@ -14,9 +14,6 @@ import pytest
 import torch
 
 from hasten import ConfigurationError
-from hasten.loading import autotuner
-from hasten.loading import loader_stats
-from hasten.loading.autotuner import LoaderAutotuner
 from hasten.core.data import WorkerConfig
 from hasten.core.errors import HastenWarning
 from hasten.data import Pipeline, Source, arrays
@@ -24,6 +21,9 @@ from hasten.data.cache.cache import Cache
 from hasten.data.cache.cache_disk import _Written, free_disk
 from hasten.data.workers import autotuned
 from hasten.data.workers.autotuned import AutotunedRunner, repeatable, worth_keeping
+from hasten.loading import autotuner as autotuner_module
+from hasten.loading import loader_stats
+from hasten.loading.autotuner import LoaderAutotuner
 from helpers.pipelines import BATCH, ROWS, augmented, equal
 
 PATIENCE = 60.0  # seconds, on a busy machine; most of it is never used
@@ -32,26 +32,32 @@ PATIENCE = 60.0  # seconds, on a busy machine; most of it is never used
 class Restless(LoaderAutotuner):
     """Looks at one crew after the other, for ever."""
 
-    crews = (WorkerConfig(), WorkerConfig(processes=1), WorkerConfig(processes=2, prefetch=3), WorkerConfig(threads=1, prefetch=2), WorkerConfig(threads=3))
+    crews = (
+        WorkerConfig(),
+        WorkerConfig(processes=1),
+        WorkerConfig(processes=2, prefetch=3),
+        WorkerConfig(threads=1, prefetch=2),
+        WorkerConfig(threads=3),
+    )
 
     def search(self, choices, seen=None):
         kinds = {"threads": "threads" in choices.kinds, "processes": "processes" in choices.kinds}
-        for crew in itertools.cycle(self.crews):
-            if not crew.num_workers or kinds["threads" if crew.threads else "processes"]:
-                yield crew
+        for workers in itertools.cycle(self.crews):
+            if not workers.num_workers or kinds["threads" if workers.threads else "processes"]:
+                yield workers
 
 
 @pytest.fixture
 def at_once(monkeypatch):
     """One batch makes a look, however short."""
     for name, value in {"LEAST_BATCHES": 1, "LEAST_SECONDS": 0.0, "ROUNDS": 0, "UNSETTLED": 0}.items():
-        monkeypatch.setattr(looking, name, value)
+        monkeypatch.setattr(loader_stats, name, value)
 
 
 def restless(pipeline):
     """The pipeline, whose crew changes every few batches, and the crews that were seen."""
-    climber = Restless(cores=3, room=lambda: math.inf)
-    return pipeline._with(runner=AutotunedRunner(climber, timeout=60.0))
+    autotuner = Restless(cores=3, memory_budget=lambda: math.inf)
+    return pipeline._with(runner=AutotunedRunner(autotuner, timeout=60.0))
 
 
 def nothing_left(before: list[threading.Thread]) -> bool:
@@ -60,10 +66,16 @@ def nothing_left(before: list[threading.Thread]) -> bool:
 
 def plain(rows=ROWS):
     """Nothing in it is anybody's own, so that threads may compute it."""
-    from hasten.data import flip, normalise
+    from hasten.data import normalize, random_horizontal_flip
 
     pictures = torch.arange(rows * 3 * 4 * 4).remainder(251).to(torch.uint8).view(rows, 3, 4, 4)
-    return arrays(pictures, torch.arange(rows)).shuffle(seed=3).batch(8).map(flip()).map(normalise(mean=0.5, std=0.25))
+    return (
+        arrays(pictures, torch.arange(rows))
+        .shuffle(seed=3)
+        .batch(8)
+        .map(random_horizontal_flip())
+        .map(normalize(mean=0.5, std=0.25))
+    )
 
 
 @pytest.mark.parametrize("made", [augmented, plain], ids=["own functions", "ours"])
@@ -85,7 +97,9 @@ def test_a_place_is_found_again_while_the_crew_changes(at_once):
 
 
 def noise(sample):
-    return torch.cat([torch.rand(1, dtype=torch.float64), torch.tensor([random.random(), numpy.random.rand()], dtype=torch.float64)])
+    return torch.cat(
+        [torch.rand(1, dtype=torch.float64), torch.tensor([random.random(), numpy.random.rand()], dtype=torch.float64)]
+    )
 
 
 def test_what_maps_draw_from_the_process_stays_the_same_and_threads_are_no_choice(at_once):
@@ -113,46 +127,55 @@ def napping(batch):
 def until_settled(pipeline, step):
     """Passes with steps of so many seconds, until the climber has settled."""
     end = time.perf_counter() + PATIENCE
-    while not pipeline.runner.climber.settled:
+    while not pipeline.runner.autotuner.converged:
         for _ in pipeline:
             time.sleep(step)
-        assert time.perf_counter() < end, f"not settled after {PATIENCE} s; at {pipeline.runner.chosen}"
-    return pipeline.runner.climber
+        assert time.perf_counter() < end, f"not settled after {PATIENCE} s; at {pipeline.runner.tuned_settings}"
+    return pipeline.runner.autotuner
 
 
 def test_a_fast_source_gets_no_workers(monkeypatch):
     threads, napped = threading.enumerate(), 0.0
-    monkeypatch.setattr(climbing, "perf_counter", lambda: time.thread_time() + napped)  # a busy machine is not a slow source
+    monkeypatch.setattr(
+        autotuner_module, "perf_counter", lambda: time.thread_time() + napped
+    )  # a busy machine is not a slow source
     pipeline = arrays(torch.arange(400)).batch(10).prefetch("auto")
     for _ in pipeline:
         napped += 0.05
-    climber = pipeline.runner.climber
-    assert climber.crew.workers == 0 and climber.chosen == {"processes": 0} and climber.waits < 0.1
+    autotuner = pipeline.runner.autotuner
+    assert (
+        autotuner.workers.workers == 0
+        and autotuner.tuned_settings == {"processes": 0}
+        and autotuner.wait_fraction < 0.1
+    )
     assert nothing_left(threads)
 
 
 def test_a_slow_source_gets_workers_within_the_cores():
     threads = threading.enumerate()
     pipeline = arrays(torch.arange(1200)).batch(10).map(napping).prefetch("auto", cores=2)
-    climber = until_settled(pipeline, step=0.04)
-    assert 1 <= climber.crew.processes <= 2 and not climber.crew.threads
-    assert climber.waits < climber.waited_first / 2, "steps wait much less than they did"
-    assert pipeline.runner.chosen == {"processes": climber.crew.processes, "ahead": climber.crew.ahead}
+    autotuner = until_settled(pipeline, step=0.04)
+    assert 1 <= autotuner.workers.processes <= 2 and not autotuner.workers.threads
+    assert autotuner.wait_fraction < autotuner.initial_wait_fraction / 2, "steps wait much less than they did"
+    assert pipeline.runner.tuned_settings == {
+        "processes": autotuner.workers.processes,
+        "prefetch": autotuner.workers.prefetch,
+    }
     for _ in itertools.islice(pipeline, 3):
-        assert len(psutil.Process().children()) == climber.crew.processes, "it uses what it chose"
+        assert len(psutil.Process().children()) == autotuner.workers.processes, "it uses what it chose"
     assert nothing_left(threads)
 
 
 def test_no_memory_no_workers():
     pipeline = arrays(torch.zeros(400, 1000)).batch(10).map(napping).prefetch("auto", cores=4, gigabytes=1e-6)
-    assert until_settled(pipeline, step=0.01).crew.workers == 0
+    assert until_settled(pipeline, step=0.01).workers.workers == 0
 
 
 @pytest.mark.slow
 def test_it_begins_with_what_it_is_told():
     pipeline = arrays(torch.arange(400)).batch(10).map(napping).prefetch("auto", processes=3)
-    assert pipeline.runner.chosen == {"processes": 3, "ahead": 2} and pipeline.num_workers == 3
-    assert until_settled(pipeline, step=0.05).crew.processes == 3, "nobody waited"
+    assert pipeline.runner.tuned_settings == {"processes": 3, "prefetch": 2} and pipeline.num_workers == 3
+    assert until_settled(pipeline, step=0.05).workers.processes == 3, "nobody waited"
 
 
 def test_threads_are_tried_where_nothing_is_the_users_own():
@@ -160,35 +183,37 @@ def test_threads_are_tried_where_nothing_is_the_users_own():
         seen = set()
 
         class Noting(LoaderAutotuner):
-            def over(self, enter, choices):
+            def iterate(self, enter, choices):
                 seen.update(choices.kinds)
                 return enter(WorkerConfig(), 0)
 
-        list(pipeline._with(runner=AutotunedRunner(Noting(cores=2, room=lambda: math.inf))))
+        list(pipeline._with(runner=AutotunedRunner(Noting(cores=2, memory_budget=lambda: math.inf))))
         return seen
 
     numbers = arrays(torch.arange(32.0))
     assert kinds(plain()) == kinds(numbers.cache().batch(8)) == {"threads", "processes"}
     assert kinds(numbers.batch(8).map(napping)) == kinds(numbers.map(slowly).batch(8)) == {"processes"}
-    assert kinds(numbers.map(slowly).cache().batch(8)) == {"processes"}, "its cache is filled by a function of the user's"
+    assert kinds(numbers.map(slowly).cache().batch(8)) == {"processes"}, (
+        "its cache is filled by a function of the user's"
+    )
 
 
 def test_other_batches_are_learnt_anew():
     base = arrays(torch.arange(400)).prefetch("auto")
     one, other = base.batch(10), base.batch(20)
-    assert one.runner.climber is not other.runner.climber
-    assert one.to("cpu").runner is one.runner and one.share(0, 1).runner is one.runner
+    assert one.runner.autotuner is not other.runner.autotuner
+    assert one.to("cpu").runner is one.runner and one.shard(0, 1).runner is one.runner
 
 
 def test_the_engine_is_given_the_crew_and_may_name_another():
     pipeline = augmented().prefetch(4, processes=2)
     batches = pipeline.batches(BATCH, 0, True)
     whole = list(batches.epoch(0, 0))
-    assert batches.crew == WorkerConfig(processes=2, prefetch=4)
-    for crew in (WorkerConfig(), WorkerConfig(processes=1, prefetch=1)):
-        other = batches.by(crew)
-        assert other.crew == crew and equal(list(other.epoch(0, 0)), whole) and other.length == batches.length
-    assert equal(list(batches.by(LoaderAutotuner(cores=2, room=lambda: math.inf)).epoch(0, 2)), whole[2:])
+    assert batches.workers == WorkerConfig(processes=2, prefetch=4)
+    for workers in (WorkerConfig(), WorkerConfig(processes=1, prefetch=1)):
+        other = batches.by(workers)
+        assert other.workers == workers and equal(list(other.epoch(0, 0)), whole) and other.length == batches.length
+    assert equal(list(batches.by(LoaderAutotuner(cores=2, memory_budget=lambda: math.inf)).epoch(0, 2)), whole[2:])
     assert batches.mapped(iter).by is None
 
 
@@ -226,21 +251,23 @@ def test_samples_that_are_slow_to_make_come_to_be_kept(where, gigabytes, caches)
     numbers = torch.arange(160.0)
     auto = arrays(numbers).shuffle(seed=1).map(slowly).batch(8).prefetch("auto", cores=1, gigabytes=gigabytes)
     whole = arrays(numbers).shuffle(seed=1).batch(8)
-    climber, end, passes = auto.runner.climber, time.perf_counter() + PATIENCE, 0
-    while not (climber.settled and climber.cache == where):
+    autotuner, end, passes = auto.runner.autotuner, time.perf_counter() + PATIENCE, 0
+    while not (autotuner.converged and autotuner.cache == where):
         for batch, expected in zip(auto, whole, strict=True):
             assert torch.equal(batch, 2 * expected)
             time.sleep(0.004)
         passes += 1
-        assert time.perf_counter() < end and climber.cache != "no", f"after {passes} passes: {auto.runner.chosen}, {climber.waits}"
+        assert time.perf_counter() < end and autotuner.cache != "no", (
+            f"after {passes} passes: {auto.runner.tuned_settings}, {autotuner.wait_fraction}"
+        )
     assert passes > 1 and isinstance(auto.runner.kept["source"], Cache)
-    assert climber.waits < climber.waited_first and auto.runner.chosen["cache"] == where
+    assert autotuner.wait_fraction < autotuner.initial_wait_fraction and auto.runner.tuned_settings["cache"] == where
     assert len([*caches.glob("*/cache.json")]) == (where == "disk")
 
 
 def waiting(pipeline):
     """The pipeline, whose crew has settled and still waits, so that it is tried next whether keeping the samples helps."""
-    pipeline.runner.climber.waits, pipeline.runner.climber.pace = 0.5, 1e-9
+    pipeline.runner.autotuner.wait_fraction, pipeline.runner.autotuner.seconds_per_batch = 0.5, 1e-9
     return pipeline
 
 
@@ -250,7 +277,7 @@ def test_where_samples_lie_on_the_disk_is_told_and_they_are_given_up_where_that_
         first = list(pipeline)
     (there,) = caches.glob("*/cache.json")
     assert any(str(there.parent) in str(each.message) for each in told)
-    assert pipeline.runner.climber.settled and pipeline.runner.climber.cache == "no", "it was a nanosecond before"
+    assert pipeline.runner.autotuner.converged and pipeline.runner.autotuner.cache == "no", "it was a nanosecond before"
     assert equal(list(pipeline), first) and not pipeline.runner.kept and there.is_file()
 
 
@@ -259,7 +286,7 @@ def left_as_they_are(told):
     pipeline = waiting(arrays(torch.arange(64.0)).map(slowly).batch(8).prefetch("auto", cores=1, gigabytes=1e-9))
     with pytest.warns(HastenWarning, match=f"not kept .disk.*{told}"):
         assert torch.equal(torch.cat(list(pipeline)), 2 * torch.arange(64.0))
-    assert pipeline.runner.climber.cache == "no" and not pipeline.runner.kept
+    assert pipeline.runner.autotuner.cache == "no" and not pipeline.runner.kept
 
 
 def test_samples_that_are_too_many_for_the_disk_are_not_kept(caches, monkeypatch):
@@ -287,10 +314,10 @@ def test_samples_that_are_not_the_same_every_time_are_never_kept():
     for random_one in (drawing, noise, Own()):
         pipeline = numbers.map(random_one).batch(8).prefetch("auto")
         assert not repeatable(pipeline.source, pipeline.sample_maps), random_one
-        pipeline.runner.climber.cache = "memory"
+        pipeline.runner.autotuner.cache = "memory"
         with pytest.warns(HastenWarning, match="not kept .memory."):
             list(pipeline)
-        assert pipeline.runner.climber.cache == "no" and not pipeline.runner.kept
+        assert pipeline.runner.autotuner.cache == "no" and not pipeline.runner.kept
 
 
 class Versioned(Source):
@@ -305,13 +332,13 @@ class Versioned(Source):
     def read(self, rows):
         return torch.full((len(rows),), self.version)
 
-    def identity(self):
+    def fingerprint(self):
         return {"version": self.version}
 
 
 def test_samples_that_are_kept_are_made_anew_when_the_data_have_changed():
     pipeline = Pipeline(Versioned()).map(lambda sample: sample * 10).batch(8).prefetch("auto", cores=1)
-    pipeline.runner.climber.cache = "memory"
+    pipeline.runner.autotuner.cache = "memory"
     assert torch.cat(list(pipeline)).unique().tolist() == [10] and isinstance(pipeline.runner.kept["source"], Cache)
     pipeline.source.version = 2
     assert torch.cat(list(pipeline)).unique().tolist() == [20]
@@ -325,16 +352,16 @@ def test_samples_that_gain_nothing_by_being_kept():
 
     assert worth(numbers.map(slowly))
     assert not worth(numbers) and not worth(numbers.map(slowly).cache()), "they are in memory"
-    assert not worth(numbers.map(slowly).skip_bad(3)), "not all are read before they are met"
-    assert not worth(numbers.map(lambda sample, chance: sample + chance.uniform()))
+    assert not worth(numbers.map(slowly).skip_bad_rows(3)), "not all are read before they are met"
+    assert not worth(numbers.map(lambda sample, rng: sample + rng.uniform()))
 
 
 def test_a_cache_that_does_not_fit_is_told_and_left():
     pipeline = arrays(torch.zeros(64, 1000)).map(slowly).batch(8).prefetch("auto", gigabytes=1e-6)
-    pipeline.runner.climber.cache = "memory"
+    pipeline.runner.autotuner.cache = "memory"
     with pytest.warns(HastenWarning, match="not kept .memory.*allowed"):
         assert len(list(pipeline)) == 8
-    assert pipeline.runner.climber.cache == "no"
+    assert pipeline.runner.autotuner.cache == "no"
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*not kept")  # told once; what was found may be told now
         assert len(list(pipeline)) == 8

@@ -5,16 +5,21 @@ import pytest
 
 from hasten.engine import resources
 
-KEPT = {"": "inactive_file 100000\nactive_file 50000\n", "memory": "total_inactive_file 100000\ntotal_active_file 50000\n"}
+KEPT = {
+    "": "inactive_file 100000\nactive_file 50000\n",
+    "memory": "total_inactive_file 100000\ntotal_active_file 50000\n",
+}
 
 
 @pytest.fixture(params=["", "memory"], ids=["version 2", "version 1"])
 def groups(request, tmp_path, monkeypatch):
     """A group with a limit, around one without."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr(budget, "GROUPS", tmp_path / "groups")
-    monkeypatch.setattr(budget, "MEMBERSHIP", tmp_path / "membership")
-    (tmp_path / "membership").write_text(f"1:name=systemd:/init\n{5 if request.param else 0}:{request.param}:/job/step\n")
+    monkeypatch.setattr(resources, "GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(resources, "MEMBERSHIP", tmp_path / "membership")
+    (tmp_path / "membership").write_text(
+        f"1:name=systemd:/init\n{5 if request.param else 0}:{request.param}:/job/step\n"
+    )
     limit, use, _ = resources.FILES[request.param]
     for folder, most in {"job": "1000000", "job/step": "max" if not request.param else str(2**63 - 4096)}.items():
         group = tmp_path / "groups" / request.param / folder
@@ -50,15 +55,19 @@ def test_without_groups_it_is_what_the_machine_has_free(groups, monkeypatch):
 @pytest.mark.parametrize("version", [1, 2])
 def test_the_cores_are_those_of_the_container_divided_among_the_ranks(version, tmp_path, monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr(budget, "GROUPS", tmp_path)
-    monkeypatch.setattr(budget, "MEMBERSHIP", tmp_path / "membership")
-    monkeypatch.setattr(budget, "cores", lambda: 16)
+    monkeypatch.setattr(resources, "GROUPS", tmp_path)
+    monkeypatch.setattr(resources, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(resources, "cores", lambda: 16)
     assert resources.available_cpus() == 16
     (tmp_path / "membership").write_text("0::/job/step\n" if version == 2 else "3:cpu,cpuacct:/job/step\n")
     job = tmp_path / "job" if version == 2 else tmp_path / "cpu" / "job"
     (job / "step").mkdir(parents=True)
     for folder, quota in ((job, "350000"), (job / "step", "max" if version == 2 else "-1")):
-        told = {"cpu.max": f"{quota} 100000"} if version == 2 else {"cpu.cfs_quota_us": quota, "cpu.cfs_period_us": "100000"}
+        told = (
+            {"cpu.max": f"{quota} 100000"}
+            if version == 2
+            else {"cpu.cfs_quota_us": quota, "cpu.cfs_period_us": "100000"}
+        )
         for name, content in told.items():
             (folder / name).write_text(content + "\n")
     assert resources.available_cpus() == 3

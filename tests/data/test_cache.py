@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 
-from hasten import RunError, ConfigurationError
+from hasten import ConfigurationError, RunError
 from hasten.core.errors import HastenWarning
 from hasten.data import Pipeline, arrays
 from helpers.caches import KINDS, NUMBERS, counting, files
@@ -40,7 +40,9 @@ def test_a_cache_changes_no_bit(kind, way):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_windowed_shuffle_keeps_its_order(kind):
     plain = Pipeline(Runs([0, 10, 35, 50]))
-    orders = [list(p.shuffle(window=2).batch(7)) for p in (plain, plain.cache(kind), plain.map(lambda row: row).cache(kind))]
+    orders = [
+        list(p.shuffle(window=2).batch(7)) for p in (plain, plain.cache(kind), plain.map(lambda row: row).cache(kind))
+    ]
     assert equal(orders[0], orders[1]) and equal(orders[0], orders[2])
 
 
@@ -58,17 +60,28 @@ def test_rows_are_read_once(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nestings_and_types(kind):
-    columns = {"a": (NUMBERS.double(), torch.arange(ROWS) % 2 == 0), "b": NUMBERS.bfloat16(), "c": numpy.arange(ROWS, dtype=numpy.uint16)}
+    columns = {
+        "a": (NUMBERS.double(), torch.arange(ROWS) % 2 == 0),
+        "b": NUMBERS.bfloat16(),
+        "c": numpy.arange(ROWS, dtype=numpy.uint16),
+    }
     for here, there in zip(arrays(columns).batch(BATCH), arrays(columns).cache(kind).batch(BATCH), strict=True):
         assert torch.equal(here["a"][0], there["a"][0]) and torch.equal(here["a"][1], there["a"][1])
-        assert torch.equal(here["b"], there["b"]) and torch.equal(here["c"].int(), there["c"].int()) and there["c"].dtype == torch.uint16
+        assert (
+            torch.equal(here["b"], there["b"])
+            and torch.equal(here["c"].int(), there["c"].int())
+            and there["c"].dtype == torch.uint16
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_budget_is_kept(kind, tmp_path):
     needed = NUMBERS.nbytes + ROWS * 8
     pipeline = counting(arrays(NUMBERS, torch.arange(ROWS)))
-    with pytest.raises(ConfigurationError, match=rf"{ROWS} rows needs {needed / 1e9:.3g} GB, and {(needed - 1) / 1e9:.3g} GB were allowed"):
+    with pytest.raises(
+        ConfigurationError,
+        match=rf"{ROWS} rows needs {needed / 1e9:.3g} GB, and {(needed - 1) / 1e9:.3g} GB were allowed",
+    ):
         list(pipeline.cache(kind, gigabytes=(needed - 1) / 1e9).batch(BATCH))
     assert pipeline.source.rows_read <= 4, "refused before it is filled"
     assert not (tmp_path / "cache").exists() or not any(name.endswith(".rows") for name in files(tmp_path))
@@ -93,11 +106,17 @@ print(peak() - before)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="this system does not tell how much memory a process had at most")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="this system does not tell how much memory a process had at most"
+)
 def test_the_memory_taken_is_what_was_allowed():
     """0.2 GB of rows; chunks of 16 MB are read at a time."""
-    at_once = {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # what is freed goes back to the system, as far as the C library is glibc
-    asked = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, check=True, text=True, env=os.environ | at_once)
+    at_once = {
+        "MALLOC_MMAP_THRESHOLD_": "1000000"
+    }  # what is freed goes back to the system, as far as the C library is glibc
+    asked = subprocess.run(
+        [sys.executable, "-c", MEASURE], capture_output=True, check=True, text=True, env=os.environ | at_once
+    )
     assert 0.15e9 < int(asked.stdout) < 0.2e9 + 0.08e9
 
 
@@ -106,21 +125,24 @@ def test_bad_rows_stay_bad(kind):
     with pytest.raises(RunError, match="row 3 "):
         list(Pipeline(Bad([3, 50])).cache(kind).batch(BATCH))
     for _ in range(2):  # the second time from the disk
-        pipeline = Pipeline(Bad([3, 50])).cache(kind).skip_bad(2).shuffle(seed=1).batch(BATCH)
-        plain = Pipeline(Bad([3, 50])).skip_bad(2).shuffle(seed=1).batch(BATCH)
+        pipeline = Pipeline(Bad([3, 50])).cache(kind).skip_bad_rows(2).shuffle(seed=1).batch(BATCH)
+        plain = Pipeline(Bad([3, 50])).skip_bad_rows(2).shuffle(seed=1).batch(BATCH)
         assert equal(list(pipeline), list(plain)) and sorted(pipeline.faults.found) == [3, 50]
         assert pipeline.faults.found[3].why == "no number"
     with pytest.raises(RunError, match="row "):
-        list(Pipeline(Bad([3, 50])).cache(kind).skip_bad(1).batch(BATCH))
+        list(Pipeline(Bad([3, 50])).cache(kind).skip_bad_rows(1).batch(BATCH))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("build", "told"),
     [
-        (lambda p, kind: p.map(lambda x, chance: x).cache(kind), "wants random numbers"),
+        (lambda p, kind: p.map(lambda x, rng: x).cache(kind), "wants random numbers"),
         (lambda p, kind: p.map(lambda x: x[: int(x[0]) % 2 + 1]).cache(kind), "cannot be stacked.*one shape"),
-        (lambda p, kind: p.map(lambda x: x[: 1 + (x[0] > 200)]).cache(kind), r"float32 \(1,\) in the first rows|cannot be stacked"),
+        (
+            lambda p, kind: p.map(lambda x: x[: 1 + (x[0] > 200)]).cache(kind),
+            r"float32 \(1,\) in the first rows|cannot be stacked",
+        ),
         (lambda p, kind: p.map(lambda x: "text").cache(kind), "holds strs"),
         (lambda p, kind: p.cache(kind, gigabytes=0), "gigabytes"),
         (lambda p, kind: p.cache("tape"), "'memory' or 'disk'"),

@@ -87,7 +87,7 @@ class Slow(Source):
         time.sleep(self.pause if any(self.folder.glob("cache/*.making/0.rows")) else 0.0)
         return torch.from_numpy(rows.copy())[:, None].repeat(1, 200_000)
 
-    def identity(self):
+    def fingerprint(self):
         return {"slow": 1}
 
 
@@ -125,7 +125,9 @@ def test_two_processes_share_one_making(tmp_path):
     said = [told_by(*each) for each in [maker(tmp_path) for _ in range(2)]]
     assert [total for total, _ in said] == [sum(range(40))] * 2
     assert sum(map(int, (tmp_path / "reads").read_text().split())) == 40 + 4, "read by one of them only"
-    assert sum("another process makes the cache" in notice for _, notices in said for notice in notices) <= 1  # none, if the first was done
+    assert (
+        sum("another process makes the cache" in notice for _, notices in said for notice in notices) <= 1
+    )  # none, if the first was done
     assert [name.split("/")[-1] for name in files(tmp_path)] == ["0.rows", "cache.json"]
 
 
@@ -151,7 +153,9 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
 def test_a_full_disk_is_told_by_its_name(tmp_path):
     (tmp_path / "0.rows").symlink_to("/dev/full")
     written = _Written(tmp_path)
-    with pytest.raises(RunError, match=r"cannot write .*: the disk is full; nothing is left .* make room, or choose another folder") as told:
+    with pytest.raises(
+        RunError, match=r"cannot write .*: the disk is full; nothing is left .* make room, or choose another folder"
+    ) as told:
         written.write(torch.zeros(1000, 100))
     written.abandon()
     assert "\n" not in str(told.value)

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from hasten import ConfigurationError
 from hasten.cli.main import main
-from hasten.data import arrays, convert, feather, images, parquet, shards, tfrecord
-from hasten.data.source import tree_leaves
+from hasten.data import arrays, convert, feather, images, parquet, tfrecord, webdataset
+from hasten.data.source import column_leaves
 from hasten.datatools.advice import gain_of
 from hasten.reporting.terminal_data import convert_answer
 from helpers.storages import ROWS, everything, numbers, pictures, table, written
@@ -20,16 +20,23 @@ from helpers.storages import ROWS, everything, numbers, pictures, table, written
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
-    for name, value in {"stages.COPY_SECONDS": 0.02, "stages.ENOUGH": 0.02, "advice.TURNS": 2, "advice.LEAST": 2}.items():
+    for name, value in {
+        "stages.COPY_SECONDS": 0.02,
+        "stages.ENOUGH": 0.02,
+        "advice.TURNS": 2,
+        "advice.LEAST": 2,
+    }.items():
         monkeypatch.setattr(f"hasten.datatools.{name}", value)  # how fast it is read is measured for a moment only
 
 
 def assert_equal(columns, others):
-    for one, other in zip(tree_leaves(columns), tree_leaves(others), strict=True):
+    for one, other in zip(column_leaves(columns), column_leaves(others), strict=True):
         if isinstance(one, torch.Tensor):
             assert torch.equal(one, other)
         else:
-            assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(one, other, strict=True))
+            assert all(
+                torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(one, other, strict=True)
+            )
 
 
 @pytest.mark.parametrize("to", ["parquet", "feather"])
@@ -82,7 +89,7 @@ def test_pictures_become_smaller_ones_in_tars(tmp_path):
     data = pictures(tmp_path / "in")
     result = convert(data, tmp_path / "out", to="shards", resize=64, shards=3)
     assert len(result["files"]) == 3 and result["bytes"] < result["bytes_before"]
-    read = everything(shards(tmp_path / "out", columns=["jpg"], target="cls", resize=64))
+    read = everything(webdataset(tmp_path / "out", columns=["jpg"], target="cls", resize=64))
     there, labels = everything(images(data, resize=64))
     assert torch.equal(read[1], labels)
     assert (read[0].float() - there.float()).abs().mean() < 6  # of 255: JPEG loses a little
@@ -91,14 +98,14 @@ def test_pictures_become_smaller_ones_in_tars(tmp_path):
 def test_pictures_that_are_not_resized_stay_the_same_bytes(tmp_path):
     data = pictures(tmp_path / "in")
     convert(data, tmp_path / "out", to="shards")
-    read = everything(shards(tmp_path / "out"))["jpg"]
+    read = everything(webdataset(tmp_path / "out"))["jpg"]
     assert_equal(read, everything(images(data, labels=None)))
 
 
 def test_shards_are_made_smaller(tmp_path):
     convert(pictures(tmp_path / "in"), tmp_path / "big", to="shards")
     result = convert(tmp_path / "big", tmp_path / "out", to="shards", resize=32)
-    read = everything(shards(tmp_path / "out", resize=32))
+    read = everything(webdataset(tmp_path / "out", resize=32))
     assert result["rows"] == 12 and read["jpg"].shape == (12, 3, 32, 32) and read["cls"].sum() == 6
     convert(tmp_path / "big", tmp_path / "rows", to="rows", resize=32)
     assert numpy.load(tmp_path / "rows" / "jpg.npy").shape == (12, 3, 32, 32)
@@ -169,7 +176,9 @@ def test_a_gain_is_told_with_its_range(tmp_path, capfd):
 
 def test_what_it_gives_is_estimated_before_and_measured_after(tmp_path, capfd):
     data = written(tmp_path / "in", content=numbers(50_000))
-    assert main(["data", "convert", str(data), "--to", "rows", "--out", str(tmp_path / "out"), "--target", "label"]) == 0
+    assert (
+        main(["data", "convert", str(data), "--to", "rows", "--out", str(tmp_path / "out"), "--target", "label"]) == 0
+    )
     told = re.search(r"gain +estimated ([\d.,]+)×, measured ([\d.,]+)×", capfd.readouterr().out)  # noqa: RUF001
     estimated, measured = (float(number.replace(",", "")) for number in told.groups())
     assert estimated > 1 and measured > 1

@@ -6,9 +6,9 @@ import tarfile
 import numpy
 import pytest
 
-from hasten import RunError, ConfigurationError
+from hasten import ConfigurationError, RunError
 from hasten.cli.main import main
-from hasten.data import arrays, convert, feather, inspect, parquet, shards
+from hasten.data import arrays, convert, feather, inspect, parquet, webdataset
 from helpers.storages import ROWS, damage, everything, numbers, pictures, written
 
 
@@ -22,7 +22,9 @@ def own_cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("to", "resize"), [("shards", 16), ("shards", None), ("rows", None)])
-@pytest.mark.parametrize(("damage", "why"), [("no picture", "it is no JPEG or PNG picture"), ("cut off", "it cannot be decoded")])
+@pytest.mark.parametrize(
+    ("damage", "why"), [("no picture", "it is no JPEG or PNG picture"), ("cut off", "it cannot be decoded")]
+)
 def test_a_row_that_cannot_be_read_is_named(tmp_path, to, resize, damage, why):
     """Also where its bytes could be stored as they are: what was converted can be read."""
     data = pictures(tmp_path / "in", sizes=((200, 300),))
@@ -44,7 +46,9 @@ def listed(folder):
     return [json.loads(line) for line in (folder / "skipped.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("to", "resize", "parts"), [("rows", 16, 1), ("shards", 16, 3), ("shards", None, 3), ("rows", None, 4)])
+@pytest.mark.parametrize(
+    ("to", "resize", "parts"), [("rows", 16, 1), ("shards", 16, 3), ("shards", None, 3), ("rows", None, 4)]
+)
 def test_bad_pictures_are_left_out_and_listed(tmp_path, monkeypatch, to, resize, parts):
     """The first one, too, by which the shape of all is known."""
     data = pictures(tmp_path / "in", sizes=((20, 30),))
@@ -52,32 +56,32 @@ def test_bad_pictures_are_left_out_and_listed(tmp_path, monkeypatch, to, resize,
         (data / name).write_bytes(b"no picture")
     size = sum(path.stat().st_size for path in data.rglob("*.jpg"))
     monkeypatch.setattr("hasten.datatools.conversion.PART_BYTES", size / parts)
-    result = convert(data, tmp_path / "out", to=to, resize=resize, skip_bad=3)
+    result = convert(data, tmp_path / "out", to=to, resize=resize, max_bad_rows=3)
     there = [each["where"] for each in listed(tmp_path / "out")]
     assert there == [str(data / name) for name in ("cat/1.jpg", "dog/10.jpg", "dog/6.jpg")]
-    assert (result["rows"], result["skipped"], result["classes"]) == (9, 3, ["cat", "dog"])
+    assert (result["rows"], result["skipped_rows"], result["classes"]) == (9, 3, ["cat", "dog"])
     if to == "rows":
         read, labels = everything(arrays(*(tmp_path / "out" / name for name in result["files"])))
         assert read.shape == (9, 3, *((16, 16) if resize else (20, 30)))
     else:
-        _, labels = everything(shards(tmp_path / "out", columns=["jpg"], target="cls", resize=16))
+        _, labels = everything(webdataset(tmp_path / "out", columns=["jpg"], target="cls", resize=16))
     assert labels.tolist() == [0] * 5 + [1] * 4
     assert inspect(tmp_path / "out", budget=0.5)["classes"] == ["cat", "dog"]
     with pytest.raises(RunError, match=r"dog/6.jpg.*bad row number 3, and 2 may be left out"):
-        convert(data, tmp_path / "fewer", to=to, resize=resize, skip_bad=2)
+        convert(data, tmp_path / "fewer", to=to, resize=resize, max_bad_rows=2)
     assert listed(tmp_path / "fewer")[0]["where"] == there[0]
     with pytest.raises(ConfigurationError, match=r"another conversion \(skip bad 2, not 3\)"):
-        convert(data, tmp_path / "fewer", to=to, resize=resize, skip_bad=3)
+        convert(data, tmp_path / "fewer", to=to, resize=resize, max_bad_rows=3)
 
 
 @pytest.mark.parametrize("to", ["feather", "parquet", "rows", "tfrecord"])
 def test_a_bad_run_is_as_many_bad_rows(tmp_path, to):
     data = written(tmp_path / "in", runs=50)
     damage(data / "train.parquet", run=3)
-    with pytest.raises(RunError, match=r"train.parquet, row group 3\).*let some be left out: --skip-bad 10"):
+    with pytest.raises(RunError, match=r"train.parquet, row group 3\).*let some be left out: --max-bad-rows 10"):
         convert(data, tmp_path / "none", to=to, shards=None if to == "rows" else 2)
-    result = convert(data, tmp_path / "out", to=to, skip_bad=50, shards=None if to == "rows" else 2)
-    assert (result["rows"], result["skipped"]) == (ROWS - 50, 50)
+    result = convert(data, tmp_path / "out", to=to, max_bad_rows=50, shards=None if to == "rows" else 2)
+    assert (result["rows"], result["skipped_rows"]) == (ROWS - 50, 50)
     assert [each["row"] for each in listed(tmp_path / "out")] == [*range(150, 200)]
     if to in ("feather", "parquet"):
         read = everything({"feather": feather, "parquet": parquet}[to](tmp_path / "out"))
@@ -93,15 +97,15 @@ def test_a_bad_line_of_csv_is_one_bad_row(tmp_path, to):
     (tmp_path / "in" / "t.csv").write_text("\n".join(["n,half", *lines]))
     with pytest.raises(RunError, match=r"row 7 \(.*t\.csv\): row 7 of the file, '7', has 1 field, not 2; mend it"):
         convert(tmp_path / "in", tmp_path / "none", to=to)
-    result = convert(tmp_path / "in", tmp_path / "out", to=to, skip_bad=2)
-    assert (result["rows"], result["skipped"], result["skipped_files"]) == (38, 2, 0)
+    result = convert(tmp_path / "in", tmp_path / "out", to=to, max_bad_rows=2)
+    assert (result["rows"], result["skipped_rows"], result["skipped_files"]) == (38, 2, 0)
     assert [(each["row"], each["why"]) for each in listed(tmp_path / "out")] == [
         (7, "row 7 of the file, '7', has 1 field, not 2"),
         (30, "row 30 of the file, '30,15,15', has 3 fields, not 2"),
     ]
     if to == "feather":
         assert everything(feather(tmp_path / "out"))["n"].tolist() == [row for row in range(40) if row not in (7, 30)]
-    read = inspect(tmp_path / "in", skip_bad=2, budget=0.5)
+    read = inspect(tmp_path / "in", max_bad_rows=2, budget=0.5)
     assert read["trouble"] is None and read["rows"] == 40
 
 
@@ -110,7 +114,7 @@ def test_a_csv_with_another_delimiter_is_no_bad_file(tmp_path):
     for name, line in {"a": "1,0", "b": "1;0"}.items():
         (tmp_path / "in" / f"{name}.csv").write_text("n,half\n" + f"{line}\n" * 40)
     with pytest.raises(ConfigurationError, match=r"b\.csv has no more good lines than bad ones"):
-        convert(tmp_path / "in", tmp_path / "out", to="feather", skip_bad=1)
+        convert(tmp_path / "in", tmp_path / "out", to="feather", max_bad_rows=1)
 
 
 def test_a_killed_conversion_remembers_what_it_left_out(tmp_path):
@@ -122,19 +126,21 @@ def test_a_killed_conversion_remembers_what_it_left_out(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        convert(data, tmp_path / "out", to="feather", shards=6, skip_bad=50, watch=stop)
+        convert(data, tmp_path / "out", to="feather", shards=6, max_bad_rows=50, watch=stop)
     (tmp_path / "out" / "skipped.jsonl").unlink()  # as after kill -9
-    result = convert(data, tmp_path / "out", to="feather", shards=6, skip_bad=50)
-    whole = convert(data, tmp_path / "again", to="feather", shards=6, skip_bad=50)
+    result = convert(data, tmp_path / "out", to="feather", shards=6, max_bad_rows=50)
+    whole = convert(data, tmp_path / "again", to="feather", shards=6, max_bad_rows=50)
     assert 0 < result["written"] <= ROWS / 2 and result["digest"] == whole["digest"]
-    assert listed(tmp_path / "out") == listed(tmp_path / "again") and result["skipped"] == 50
+    assert listed(tmp_path / "out") == listed(tmp_path / "again") and result["skipped_rows"] == 50
 
 
 def test_a_part_without_a_row_is_a_failure(tmp_path):
     data = pictures(tmp_path / "in", count=4)
     (data / "cat" / "1.jpg").write_bytes(b"no picture")
-    with pytest.raises(RunError, match=r"no row of part 0 can be read, the first is .*cat/1.jpg; mend it, or take fewer --shards"):
-        convert(data, tmp_path / "out", to="shards", resize=8, shards=4, skip_bad=2)
+    with pytest.raises(
+        RunError, match=r"no row of part 0 can be read, the first is .*cat/1.jpg; mend it, or take fewer --shards"
+    ):
+        convert(data, tmp_path / "out", to="shards", resize=8, shards=4, max_bad_rows=2)
 
 
 @pytest.mark.parametrize(("to", "resize"), [("rows", 16), ("shards", 16), ("shards", None)])
@@ -148,19 +154,23 @@ def test_pictures_that_cannot_be_opened_are_bad_rows(tmp_path, to, resize):
     with pytest.raises(ConfigurationError, match=r"^cannot read .*cat/1.jpg: No such file"):
         convert(data, tmp_path / "out", to=to, resize=resize)
     with pytest.raises(RunError, match=r"dog/6.jpg.*bad row number 2, and 1 may be left out"):
-        convert(data, tmp_path / "fewer", to=to, resize=resize, skip_bad=1)
-    result = convert(data, tmp_path / "out", to=to, resize=resize, skip_bad=2)
-    assert (result["rows"], result["skipped"], result["skipped_files"]) == (10, 2, 0) and result["gain"]["ratio"] > 0
+        convert(data, tmp_path / "fewer", to=to, resize=resize, max_bad_rows=1)
+    result = convert(data, tmp_path / "out", to=to, resize=resize, max_bad_rows=2)
+    assert (result["rows"], result["skipped_rows"], result["skipped_files"]) == (10, 2, 0) and result["gain"][
+        "ratio"
+    ] > 0
     assert [each["where"] for each in listed(tmp_path / "out")] == list(map(str, lost))
     if to == "rows":
         labels = everything(arrays(*(tmp_path / "out" / name for name in result["files"])))[1]
     else:
-        labels = everything(shards(tmp_path / "out", columns=["jpg"], target="cls", resize=16))[1]
+        labels = everything(webdataset(tmp_path / "out", columns=["jpg"], target="cls", resize=16))[1]
     assert labels.tolist() == [0] * 5 + [1] * 5
-    assert convert(data, tmp_path / "out", to=to, resize=resize, skip_bad=2)["written"] == 0
+    assert convert(data, tmp_path / "out", to=to, resize=resize, max_bad_rows=2)["written"] == 0
 
 
-@pytest.mark.parametrize(("form", "to"), [("feather", "parquet"), ("parquet", "rows"), ("tfrecord", "parquet"), ("shards", "shards")])
+@pytest.mark.parametrize(
+    ("form", "to"), [("feather", "parquet"), ("parquet", "rows"), ("tfrecord", "parquet"), ("shards", "shards")]
+)
 def test_files_that_cannot_be_opened_are_left_out(tmp_path, form, to, capfd):
     data, resize = tmp_path / "data", 8 if form == "shards" else None
     original = pictures(tmp_path / "in") if form == "shards" else written(tmp_path / "in")
@@ -171,23 +181,28 @@ def test_files_that_cannot_be_opened_are_left_out(tmp_path, form, to, capfd):
     with pytest.raises(ConfigurationError, match=rf"{first}|{third}"):
         convert(data, tmp_path / "out", to=to, resize=resize)
     with pytest.raises(ConfigurationError, match=rf"{third.name}.*; it is bad file number 2, and 1 may be left out"):
-        convert(data, tmp_path / "out", to=to, resize=resize, skip_bad=1)
-    words = ["--skip-bad", "2", *(["--resize", "8"] if resize else [])]
+        convert(data, tmp_path / "out", to=to, resize=resize, max_bad_rows=1)
+    words = ["--max-bad-rows", "2", *(["--resize", "8"] if resize else [])]
     assert main(["data", "convert", str(data), "--to", to, "--out", str(tmp_path / "out"), *words]) == 0
-    assert "left out 2 files that could not be read; skipped.jsonl lists them" in " ".join(capfd.readouterr().out.split())
-    assert [(each["row"], each["where"]) for each in listed(tmp_path / "out")] == [(None, str(first)), (None, str(third))]
+    assert "left out 2 files that could not be read; skipped.jsonl lists them" in " ".join(
+        capfd.readouterr().out.split()
+    )
+    assert [(each["row"], each["where"]) for each in listed(tmp_path / "out")] == [
+        (None, str(first)),
+        (None, str(third)),
+    ]
     assert str(first) in listed(tmp_path / "out")[0]["why"]
-    result = convert(data, tmp_path / "out", to=to, resize=resize, skip_bad=2)
-    assert (result["written"], result["skipped_files"], result["skipped"]) == (0, 2, 0)
+    result = convert(data, tmp_path / "out", to=to, resize=resize, max_bad_rows=2)
+    assert (result["written"], result["skipped_files"], result["skipped_rows"]) == (0, 2, 0)
     assert result["rows"] == (4 if form == "shards" else ROWS // 3)
     second.unlink()
     second.symlink_to("gone")
     with pytest.raises(ConfigurationError, match="there is no file that can be opened"):
-        convert(data, tmp_path / "none", to=to, resize=resize, skip_bad=3)
+        convert(data, tmp_path / "none", to=to, resize=resize, max_bad_rows=3)
 
 
 def test_files_that_differ_are_none_that_cannot_be_opened(tmp_path):
     data = written(tmp_path / "in")
     written(data, "other.parquet", numbers().drop_columns(["x0"]))
     with pytest.raises(ConfigurationError, match=r"the files differ: .* has a column 'x0'"):
-        convert(data, tmp_path / "out", to="feather", skip_bad=1)
+        convert(data, tmp_path / "out", to="feather", max_bad_rows=1)

@@ -13,7 +13,7 @@ from itertools import count
 import numpy
 import pytest
 
-from hasten import RunError, ConfigurationError
+from hasten import ConfigurationError, RunError
 from hasten.cli.main import main
 from hasten.data import convert, feather, inspect, parquet
 from helpers.process import FORK, ended, forked
@@ -93,7 +93,7 @@ def test_damage_while_writing_is_noticed(tmp_path, monkeypatch):
             again.seek(size // 4)
             again.write(bytes([byte ^ 1]))
 
-    monkeypatch.setattr(storages, "synced", damaged)
+    monkeypatch.setattr(writers, "synced", damaged)
     with pytest.raises(RunError, match=r"part 0 of .* is not what was written"):
         convert(written(tmp_path / "in"), tmp_path / "out", to="feather")
     assert [name for name in os.listdir(tmp_path / "out") if not name.endswith(".part")] == ["conversion.json"]
@@ -120,14 +120,20 @@ def test_no_room(tmp_path):
     ("settings", "told"),
     [
         ({"to": "fether"}, "did you mean feather"),
-        ({"to": "shards"}, "Parquet cannot be stored as shards; they can become parquet or feather or tfrecord or rows"),
+        (
+            {"to": "shards"},
+            "Parquet cannot be stored as shards; they can become parquet or feather or tfrecord or rows",
+        ),
         ({"to": "feather", "resize": 3}, "--resize is for pictures"),
         ({"to": "feather", "target": "label"}, "--target"),
         ({"to": "rows", "target": "lable"}, "did you mean label"),
         ({"to": "rows", "shards": 3}, "leave --shards out"),
         ({"to": "feather", "shards": 0}, "shards must be a whole number of at least 1"),
-        ({"to": "feather", "shards": ROWS + 1}, f"{ROWS} rows do not make {ROWS + 1} files; say --shards {ROWS} or fewer"),
-        ({"to": "feather", "skip_bad": 0}, "skip_bad must be a whole number of at least 1"),
+        (
+            {"to": "feather", "shards": ROWS + 1},
+            f"{ROWS} rows do not make {ROWS + 1} files; say --shards {ROWS} or fewer",
+        ),
+        ({"to": "feather", "max_bad_rows": 0}, "skip_bad must be a whole number of at least 1"),
     ],
 )
 def test_wrong_requests(tmp_path, settings, told):
@@ -153,7 +159,9 @@ def test_wrong_folders(tmp_path):
     with pytest.raises(ConfigurationError, match=r"no file name of .* tells what it holds"):
         convert(tmp_path / "file", tmp_path / "out", to="feather")
     with pytest.raises(ConfigurationError, match="text, bytes or rows of unequal shapes"):
-        convert(written(tmp_path / "texts", content=table().drop_columns(["word"])), tmp_path / "out", to="rows", fill=0)
+        convert(
+            written(tmp_path / "texts", content=table().drop_columns(["word"])), tmp_path / "out", to="rows", fill=0
+        )
 
 
 def test_one_process_a_folder(tmp_path):

@@ -6,7 +6,7 @@ import json
 import numpy
 import pytest
 
-from hasten.core.errors import RunError, ConfigurationError
+from hasten.core.errors import ConfigurationError, RunError
 from hasten.data import csv
 from hasten.data.formats import table_files
 
@@ -14,7 +14,9 @@ pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")
 
 
 def test_csv_of_a_harder_kind(tmp_path):
-    (tmp_path / "a.csv").write_text("x,y,t\n" + "1,2,no\n" * 300_000 + "1.5,2,yes\n")  # the fraction is beyond the first block
+    (tmp_path / "a.csv").write_text(
+        "x,y,t\n" + "1,2,no\n" * 300_000 + "1.5,2,yes\n"
+    )  # the fraction is beyond the first block
     (tmp_path / "b.csv").write_text("x,y,t\n7,8.25,no\n")
     source = csv(tmp_path / "*.csv", target="t").source
     x, y = source.read(numpy.array([0, 300_000, 300_001]))
@@ -28,8 +30,8 @@ def test_csv_of_a_harder_kind(tmp_path):
 def test_the_identity_of_a_csv_follows_how_it_is_read(tmp_path):
     (tmp_path / "t.csv").write_text("a,b\n1,2\n")
     settings = ({}, {"delimiter": ";"}, {"header": ["p", "q"]}, {"header": ["q", "p"]})
-    identities = [json.dumps(csv(tmp_path / "t.csv", **setting).source.identity()) for setting in settings]
-    assert len(set(identities)) == 4 and json.dumps(csv(tmp_path / "t.csv").source.identity()) == identities[0]
+    identities = [json.dumps(csv(tmp_path / "t.csv", **setting).source.fingerprint()) for setting in settings]
+    assert len(set(identities)) == 4 and json.dumps(csv(tmp_path / "t.csv").source.fingerprint()) == identities[0]
 
 
 ODD = 'n,word\n0,"two\nlines"\n\n1\n2,b\n3,c,d\n4,e\n5,f\n6'
@@ -45,11 +47,14 @@ def test_a_line_of_csv_with_other_fields_is_a_bad_row(tmp_path, form):
     path, settings = tmp_path / ("t.csv.gz" if form == "gz" else "t.csv"), {}
     content = ODD.encode()
     if form == "no header":
-        content, settings = content.replace(b"n,word", b"", 1), {"header": ["n", "word"]}  # an empty line, which counts as one
+        content, settings = (
+            content.replace(b"n,word", b"", 1),
+            {"header": ["n", "word"]},
+        )  # an empty line, which counts as one
     path.write_bytes(gzip.compress(content) if form == "gz" else content)
-    pipeline = csv(path, **settings).skip_bad(3).batch(4)
+    pipeline = csv(path, **settings).skip_bad_rows(3).batch(4)
     for seed in (None, 1):
-        read = pipeline if seed is None else csv(path, **settings).shuffle(seed).skip_bad(3).batch(7)
+        read = pipeline if seed is None else csv(path, **settings).shuffle(seed).skip_bad_rows(3).batch(7)
         batches = list(read)
         assert sorted(n for batch in batches for n in batch["n"].tolist()) == [0, 2, 4, 5]
         assert {row: (fault.where, fault.why) for row, fault in read.faults.found.items()} == {
@@ -75,22 +80,27 @@ def test_a_bad_line_of_csv_is_named_before_anything_is_read(tmp_path):
         next(iter(csv(path, target="label").batch(10)))
     with pytest.raises(RunError, match=told):
         csv(path, target="label").batches(10, seed=0, training=False)
-    assert sum(len(y) for _, y in csv(path, target="label").skip_bad(1).cache().batch(10)) == 200
+    assert sum(len(y) for _, y in csv(path, target="label").skip_bad_rows(1).cache().batch(10)) == 200
     (tmp_path / "u.csv").write_text(path.read_text())
-    with pytest.raises(RunError, match=r"row 301 \(.*u\.csv\): row 100 of the file, .*; it is bad row number 2, and 1 may be left out"):
-        next(iter(csv(tmp_path, target="label").skip_bad(1).batch(10)))
+    with pytest.raises(
+        RunError, match=r"row 301 \(.*u\.csv\): row 100 of the file, .*; it is bad row number 2, and 1 may be left out"
+    ):
+        next(iter(csv(tmp_path, target="label").skip_bad_rows(1).batch(10)))
 
 
 def test_a_quote_that_is_never_closed_makes_no_single_bad_row(tmp_path):
     """It has swallowed all lines after it."""
     (tmp_path / "t.csv").write_text("n,word,x\n" + "1,a,2\n" * 4 + '5,"Tom\n' + "6,b,7\n" * 100)
-    with pytest.raises(ConfigurationError, match=r"t\.csv is no whole CSV file: .*row 4 of the file, .* opens a quote that is never closed; "):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"t\.csv is no whole CSV file: .*row 4 of the file, .* opens a quote that is never closed; ",
+    ):
         csv(tmp_path / "t.csv")
 
 
 def test_a_sign_for_inches_is_no_quote_that_is_never_closed(tmp_path):
     (tmp_path / "t.csv").write_text("n,word,x\n" + "1,a,2\n" * 4 + '5,5" pipe,2,2\n' + "6,b,7\n" * 4)
-    (bad,) = csv(tmp_path / "t.csv").source.known_bad()
+    (bad,) = csv(tmp_path / "t.csv").source.known_bad_rows()
     assert (bad.row, bad.why) == (4, "row 4 of the file, '5,5\" pipe,2,2', has 4 fields, not 3")
 
 
@@ -98,9 +108,11 @@ def test_too_many_bad_lines_of_csv_are_not_collected(tmp_path, monkeypatch):
     monkeypatch.setattr(table_files, "MOST_BAD", 3)
     path = tmp_path / "t.csv"
     path.write_text("n,word\n" + "1,a\n" * 20 + "2\n" * 3)
-    assert len(csv(path).source.known_bad()) == 3
+    assert len(csv(path).source.known_bad_rows()) == 3
     path.write_text("n,word\n" + "1,a\n" * 20 + "2\n" * 4)
-    with pytest.raises(ConfigurationError, match=r"t\.csv has more than 3 lines with too few fields or too many; are the delimiter"):
+    with pytest.raises(
+        ConfigurationError, match=r"t\.csv has more than 3 lines with too few fields or too many; are the delimiter"
+    ):
         csv(path)
 
 
@@ -108,6 +120,7 @@ def test_a_csv_with_another_delimiter_is_no_bad_row_among_others(tmp_path):
     (tmp_path / "a.csv").write_text("n,label\n" + "1,0\n" * 100)
     (tmp_path / "b.csv").write_text("n,label\n" + "1;0\n" * 100)
     with pytest.raises(
-        ConfigurationError, match=r"b\.csv has no more good lines than bad ones: row 0 of the file, '1;0', has 1 field, not 2; are the delimiter"
+        ConfigurationError,
+        match=r"b\.csv has no more good lines than bad ones: row 0 of the file, '1;0', has 1 field, not 2; are the delimiter",
     ):
         csv(tmp_path)

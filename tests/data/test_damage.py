@@ -9,10 +9,10 @@ import sys
 import numpy
 import pytest
 
-from hasten.core.errors import RunError, ConfigurationError
+from hasten.core.errors import ConfigurationError, RunError
 from hasten.data import feather, parquet, tfrecord
-from hasten.data.formats.tfrecord import frame_records
 from hasten.data.formats.tf_example import encode_example
+from hasten.data.formats.tfrecord import frame_records
 from hasten.data.source import BadRow
 from helpers.process import said_by
 
@@ -36,23 +36,38 @@ def changed(path, old, new):
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
 def test_a_page_of_parquet_that_does_not_fit_its_checksum_is_bad(tmp_path, gigabytes):
     arrow_parquet.write_table(
-        TABLE, tmp_path / "t.parquet", row_group_size=RUN, compression="none", use_dictionary=False, write_page_checksum=True
+        TABLE,
+        tmp_path / "t.parquet",
+        row_group_size=RUN,
+        compression="none",
+        use_dictionary=False,
+        write_page_checksum=True,
     )
     changed(tmp_path / "t.parquet", (7_000_150).to_bytes(8, "little"), (8_000_150).to_bytes(8, "little"))
     table = parquet(tmp_path / "t.parquet", columns=["n"], gigabytes=gigabytes).batch(RUN)
     with pytest.raises(RunError, match=r"row 100 .*t\.parquet, row group 1\).*(CRC|checksum)"):
         list(table)
-    kept = [n for batch in table.shuffle(seed=0).skip_bad(RUN) for n in batch["n"].tolist()]
+    kept = [n for batch in table.shuffle(seed=0).skip_bad_rows(RUN) for n in batch["n"].tolist()]
     assert sorted(kept) == [7_000_000 + row for row in range(ROWS) if not RUN <= row < 2 * RUN]
 
 
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
 def test_a_damaged_run_is_decoded_once_and_told_of_all_rows_at_once(tmp_path, gigabytes):
     arrow_parquet.write_table(
-        TABLE, tmp_path / "t.parquet", row_group_size=RUN, compression="none", use_dictionary=False, write_page_checksum=True
+        TABLE,
+        tmp_path / "t.parquet",
+        row_group_size=RUN,
+        compression="none",
+        use_dictionary=False,
+        write_page_checksum=True,
     )
     changed(tmp_path / "t.parquet", (7_000_150).to_bytes(8, "little"), (8_000_150).to_bytes(8, "little"))
-    pipeline = parquet(tmp_path / "t.parquet", columns=["n"], gigabytes=gigabytes).shuffle(seed=0).skip_bad(RUN).batch(ROWS)
+    pipeline = (
+        parquet(tmp_path / "t.parquet", columns=["n"], gigabytes=gigabytes)
+        .shuffle(seed=0)
+        .skip_bad_rows(RUN)
+        .batch(ROWS)
+    )
     form, decoded = pipeline.source._form, []
     run = form.run
     form.run = lambda file, number, columns: decoded.append(number) or run(file, number, columns)
@@ -107,8 +122,12 @@ os._exit(0)
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="this system tells neither the memory nor the files of a process")
-@pytest.mark.parametrize(("lacking", "said"), [("memory", "MemoryError"), ("files", "cannot read .*row group 1: OSError: .*[Bb]ad file")])
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="this system tells neither the memory nor the files of a process"
+)
+@pytest.mark.parametrize(
+    ("lacking", "said"), [("memory", "MemoryError"), ("files", "cannot read .*row group 1: OSError: .*[Bb]ad file")]
+)
 def test_what_the_machine_lacks_is_no_fault_of_a_row(tmp_path, lacking, said):
     long = pa.table({"n": numpy.zeros(15_000_000, numpy.int64)})  # 120 MB once decoded, some kilobytes in the file
     with arrow_parquet.ParquetWriter(tmp_path / "t.parquet", long.schema) as writer:
@@ -146,7 +165,9 @@ def test_whatever_bytes_are_damaged_the_process_lives_and_tells(tmp_path, form):
         if form == "feather":
             arrow_feather.write_feather(table, whole, compression=compression)
         else:
-            arrow_parquet.write_table(table, whole, compression="none" if compression == "uncompressed" else compression)
+            arrow_parquet.write_table(
+                table, whole, compression="none" if compression == "uncompressed" else compression
+            )
         content = whole.read_bytes()
         for each in range(60):
             damaged = bytearray(content)
@@ -172,7 +193,10 @@ def test_a_text_that_is_none_is_bad_not_an_error_of_python(tmp_path, form):
 def test_a_file_that_tells_of_other_rows_than_it_has_is_bad(tmp_path):
     """Rows are counted in the heads of the record batches: one that says another number than its columns have."""
     arrow_feather.write_feather(
-        pa.table({"n": numpy.arange(1_000_003)}), tmp_path / "t.feather", compression="uncompressed", chunksize=2_000_000
+        pa.table({"n": numpy.arange(1_000_003)}),
+        tmp_path / "t.feather",
+        compression="uncompressed",
+        chunksize=2_000_000,
     )
     path, old = tmp_path / "t.feather", (1_000_003).to_bytes(8, "little")
     content = bytearray(path.read_bytes())
@@ -192,6 +216,6 @@ def test_a_record_with_a_wrong_checksum_is_left_out_and_counted(tmp_path):
     changed(tmp_path / "t.tfrecord", b"row 13", b"row 31")
     with pytest.raises(RunError, match=r"row 13 .*t\.tfrecord, record 13, byte \d+\): its checksum is wrong"):
         list(tfrecord(tmp_path).batch(4))
-    pipeline = tfrecord(tmp_path).skip_bad(1).batch(4)
+    pipeline = tfrecord(tmp_path).skip_bad_rows(1).batch(4)
     assert [n for batch in pipeline for n in batch["n"].tolist()] == [n for n in range(20) if n != 13]
     assert list(pipeline.faults.found) == [13]

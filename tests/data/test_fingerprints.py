@@ -104,7 +104,11 @@ def of(folder, old="", new="", what="f"):
         try:
             return fingerprint(eval(what, vars(importlib.import_module("user_code"))))
         finally:
-            for name in ("user_code", "helpers", *(name for name in sys.modules if name.partition(".")[0] == "package")):
+            for name in (
+                "user_code",
+                "helpers",
+                *(name for name in sys.modules if name.partition(".")[0] == "package"),
+            ):
                 sys.modules.pop(name)
 
 
@@ -172,7 +176,11 @@ def test_a_class_of_the_users_own_counts_with_its_methods(tmp_path):
         ("by_mode", "mode=Mode.NEAR", "mode=Mode.FAR"),
         ("by_mode", "FAR = 2", "FAR = 3"),
         ("guarded", "ValueError", "TypeError"),
-        ("by_name", "named(first, second): return first - second", "named(second, first): return second - first"),  # same bytecode
+        (
+            "by_name",
+            "named(first, second): return first - second",
+            "named(second, first): return second - first",
+        ),  # same bytecode
     ],
 )
 def test_what_changes_a_class_or_a_function_is_seen(tmp_path, what, old, new):
@@ -183,7 +191,11 @@ def test_arrays_and_modules_count_by_content():
     def adding(values):
         return lambda x: x + values
 
-    for a, b in [(torch.ones(3), torch.zeros(3)), (numpy.ones(3), numpy.ones(3, numpy.float32)), (torch.ones(3), torch.ones(1, 3))]:
+    for a, b in [
+        (torch.ones(3), torch.zeros(3)),
+        (numpy.ones(3), numpy.ones(3, numpy.float32)),
+        (torch.ones(3), torch.ones(1, 3)),
+    ]:
         assert fingerprint(adding(a)) != fingerprint(adding(b))
     layer = torch.nn.Linear(2, 2)
     before = fingerprint(layer)
@@ -234,15 +246,27 @@ class Named:
 
 
 @pytest.mark.parametrize(
-    "what", [threading.Lock(), sys.stdout, (x for x in [1]), Named()], ids=["lock", "file", "generator", "known by name"]
+    "what",
+    [threading.Lock(), sys.stdout, (x for x in [1]), Named()],
+    ids=["lock", "file", "generator", "known by name"],
 )
 def test_what_cannot_be_told_is_refused(what):
     def using(x):
         return x, what
 
-    with pytest.raises(ConfigurationError, match=f"using has changed cannot be told, as it depends on a {type(what).__name__}"):
+    with pytest.raises(
+        ConfigurationError, match=f"using has changed cannot be told, as it depends on a {type(what).__name__}"
+    ):
         fingerprint(using)
 
 
 def test_library_functions_count_by_name_and_version():
-    assert len({fingerprint(each) for each in (torch.relu, torch.sigmoid, numpy.sqrt, re.sub, random.random, textwrap.dedent, sorted)}) == 7
+    assert (
+        len(
+            {
+                fingerprint(each)
+                for each in (torch.relu, torch.sigmoid, numpy.sqrt, re.sub, random.random, textwrap.dedent, sorted)
+            }
+        )
+        == 7
+    )

@@ -26,7 +26,12 @@ def cache(tmp_path, monkeypatch):
     """Where samples are written; empty again after every test."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("HASTEN_CACHE", str(folder))
-    for name, value in {"conversion.GAIN_SECONDS": 0.1, "conversion.ESTIMATE_SECONDS": 0.1, "advice.TURNS": 2, "advice.LEAST": 2}.items():
+    for name, value in {
+        "conversion.GAIN_SECONDS": 0.1,
+        "conversion.ESTIMATE_SECONDS": 0.1,
+        "advice.TURNS": 2,
+        "advice.LEAST": 2,
+    }.items():
         monkeypatch.setattr(f"hasten.datatools.{name}", value)
     yield
     assert not folder.exists() or not [path for path in folder.rglob("*") if path.is_file()]
@@ -79,7 +84,10 @@ def test_a_long_csv_is_told_from_its_first_lines(tmp_path, monkeypatch):
     pyarrow.csv.write_csv(numbers(5000), tmp_path / "in" / "train.csv")
     result = inspect(tmp_path / "in", budget=BUDGET)
     assert not result["rows_exact"] and abs(result["rows"] - 5000) < 100
-    told = {"packed.csv.gz": (b"not packed at all", "is no whole CSV file: "), "ragged.csv": (b"1,2\n3\n", "has no more good lines than ")}
+    told = {
+        "packed.csv.gz": (b"not packed at all", "is no whole CSV file: "),
+        "ragged.csv": (b"1,2\n3\n", "has no more good lines than "),
+    }
     for name, (content, said) in told.items():
         (tmp_path / name).write_bytes(content * 10_000)
         with pytest.raises(ConfigurationError, match=f"^{tmp_path / name} {said}"):
@@ -90,7 +98,7 @@ def test_the_first_lines_of_a_csv_end_where_a_row_does(tmp_path, monkeypatch):
     (tmp_path / "t.csv").write_text("n,word,m\n" + '1,"two\nlines",2\n' * 50)
     (tmp_path / "head").mkdir()
     for size in range(100, 120):
-        monkeypatch.setattr(sampling, "SAMPLED_TEXT", size)
+        monkeypatch.setattr(file_sampling, "SAMPLED_TEXT", size)
         head, _ = file_sampling._head(str(tmp_path / "t.csv"), tmp_path / "head")
         (batch,) = csv(head).batch(50)
         assert set(batch["word"]) == {"two\nlines"}, size
@@ -139,7 +147,10 @@ def test_what_cannot_be_decoded_is_told_beside_what_is_there(tmp_path):
 
 def test_what_is_refused(tmp_path):
     torch.save([1], tmp_path / "model.pt")
-    for path, told in ((tmp_path / "nothing", "there is no file"), (tmp_path, "no file name of .* tells what it holds")):
+    for path, told in (
+        (tmp_path / "nothing", "there is no file"),
+        (tmp_path, "no file name of .* tells what it holds"),
+    ):
         with pytest.raises(ConfigurationError, match=told):
             inspect(path)
     (tmp_path / "x.parquet").write_bytes(b"PAR1 and no more")
@@ -165,7 +176,9 @@ def lacking(rows):
     return table.set_column(0, "x0", pa.array([None if row % 7 == 3 else row / 7 for row in range(rows)]))
 
 
-@pytest.mark.parametrize("kind", ["pictures of one size", "pictures", "shards of one size", "lacking", "pictures that are gone"])
+@pytest.mark.parametrize(
+    "kind", ["pictures of one size", "pictures", "shards of one size", "lacking", "pictures that are gone"]
+)
 def test_what_is_recommended_can_be_done(kind, tmp_path, capfd):
     more = []
     if kind == "lacking":
@@ -180,12 +193,14 @@ def test_what_is_recommended_can_be_done(kind, tmp_path, capfd):
     if kind == "pictures that are gone":
         (data / "cat" / "1.jpg").unlink()
         (data / "cat" / "1.jpg").symlink_to("gone")
-        more = ["--skip-bad", "1"]
+        more = ["--max-bad-rows", "1"]
     assert main(["data", "inspect", str(data), "--budget", "3", *more]) == 0
     page = capfd.readouterr().out
     (line,) = [line for line in page.splitlines() if line.startswith("hasten data convert")]
     assert ("1 row that could not be read: cannot read" in " ".join(page.split())) == (kind == "pictures that are gone")
-    assert ("--resize 256" in line) == (kind == "pictures") and ("--fill 0" in line) == (kind == "lacking" and "--to rows" in line)
+    assert ("--resize 256" in line) == (kind == "pictures") and ("--fill 0" in line) == (
+        kind == "lacking" and "--to rows" in line
+    )
     words = shlex.split(line.replace("DIR", shlex.quote(str(tmp_path / "out"))))
     assert main([*words[1:], "--quiet"]) == 0
 
@@ -198,19 +213,19 @@ def test_a_file_that_cannot_be_opened_is_named_or_left_out(tmp_path, capfd):
     assert out == "" and err == f"hasten: cannot read {data / 'gone.parquet'}: No such file or directory\n"
     (data / "cut.parquet").write_bytes(b"PAR1")
     with pytest.raises(ConfigurationError, match=r"gone.parquet.*; it is bad file number 2, and 1 may be left out"):
-        inspect(data, skip_bad=1, budget=BUDGET)
-    assert main(["data", "inspect", str(data), "--budget", "1", "--skip-bad", "2", "--json"]) == 0
+        inspect(data, max_bad_rows=1, budget=BUDGET)
+    assert main(["data", "inspect", str(data), "--budget", "1", "--max-bad-rows", "2", "--json"]) == 0
     result = json.loads(capfd.readouterr().out)
     assert (result["files"], result["rows"], result["trouble"]) == (1, ROWS, None) and result["speed"]["batches"] > 0
-    assert [each["where"] for each in result["left_out"]] == [str(data / "cut.parquet"), str(data / "gone.parquet")]
+    assert [each["where"] for each in result["skipped_rows"]] == [str(data / "cut.parquet"), str(data / "gone.parquet")]
 
 
 def test_a_run_that_cannot_be_read_is_told_or_left_out(tmp_path):
     data = written(tmp_path / "in", runs=50)
     damage(data / "train.parquet", run=0)
     assert "train.parquet, row group 0" in inspect(data, budget=BUDGET)["trouble"]
-    result = inspect(data, skip_bad=50, budget=BUDGET)
-    assert result["trouble"] is None and result["speed"]["batches"] > 0 and 0 < len(result["left_out"]) <= 50
+    result = inspect(data, max_bad_rows=50, budget=BUDGET)
+    assert result["trouble"] is None and result["speed"]["batches"] > 0 and 0 < len(result["skipped_rows"]) <= 50
 
 
 def test_nothing_measured_is_a_no(tmp_path, capfd):

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from hasten.data.io import manifests
-from hasten.data.io.paths import resolve_paths
 from hasten.data.io.manifests import manifest_of
+from hasten.data.io.paths import resolve_paths
 
 
 def filled(root, folders, files):
@@ -41,12 +41,16 @@ def within(seconds, do):
 
 
 @pytest.mark.parametrize(
-    ("folders", "files"), [(20, 1000), pytest.param(100, 10_000, marks=pytest.mark.slow)], ids=["20 thousand", "a million"]
+    ("folders", "files"),
+    [(20, 1000), pytest.param(100, 10_000, marks=pytest.mark.slow)],
+    ids=["20 thousand", "a million"],
 )
 def test_a_glob_takes_the_time_of_looking_at_the_folders(place, folders, files):
     filled(place, folders, files)
     began = time.process_time()
-    names = sorted(entry.path for folder in os.scandir(place) for entry in os.scandir(folder) if entry.name.endswith(".jpg"))
+    names = sorted(
+        entry.path for folder in os.scandir(place) for entry in os.scandir(folder) if entry.name.endswith(".jpg")
+    )
     looked = time.process_time() - began
     globbed = within(6 * looked + 0.2, lambda: resolve_paths(f"{place}/*/*.jpg", (".jpg",)))
     assert globbed == names and len(names) == folders * files

@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from hasten import RunError, ConfigurationError
+from hasten import ConfigurationError, RunError
 from hasten.data import Pipeline, arrays
 from helpers.pipelines import BATCH, ROWS, Bad, augmented, equal
 
@@ -39,7 +39,9 @@ def test_no_runner_touches_the_random_state_of_the_run(way):
 
 def noise(batch):
     """Drawn from generators that belong to the process."""
-    return torch.cat([torch.rand(2, dtype=torch.float64), torch.tensor([random.random(), numpy.random.rand()], dtype=torch.float64)])
+    return torch.cat(
+        [torch.rand(2, dtype=torch.float64), torch.tensor([random.random(), numpy.random.rand()], dtype=torch.float64)]
+    )
 
 
 def test_what_is_drawn_from_the_generators_of_a_process_is_the_same_whoever_draws_it():
@@ -48,9 +50,11 @@ def test_what_is_drawn_from_the_generators_of_a_process_is_the_same_whoever_draw
     for way in ({"processes": 1}, {"processes": 2}, {"batches": 0}):
         again = arrays(torch.arange(ROWS)).batch(BATCH).map(noise).prefetch(**way)
         assert equal(list(again), passes[0]) and equal(list(again), passes[1])
-    ranks = [list(pipeline.share(rank, 2).epoch(0)) for rank in (0, 1)]
+    ranks = [list(pipeline.shard(rank, 2).epoch(0)) for rank in (0, 1)]
     drawn = torch.cat([*passes[0], *passes[1], *ranks[1]])
-    assert equal(ranks[0], passes[0]) and len(drawn.unique()) == len(drawn), "no two batches, passes, ranks or generators are alike"
+    assert equal(ranks[0], passes[0]) and len(drawn.unique()) == len(drawn), (
+        "no two batches, passes, ranks or generators are alike"
+    )
 
 
 @pytest.mark.parametrize("way", [{"batches": 0}, {"processes": 2}], ids=str)
@@ -87,13 +91,17 @@ def python_alone(batch):
 @pytest.mark.parametrize("way", [{}, {"threads": 2}, {"batches": "auto", "threads": 1}], ids=str)
 @pytest.mark.parametrize("draws", [torch_alone, numpy_alone, python_alone, Noisy], ids=lambda each: each.__name__)
 def test_what_is_drawn_from_the_generators_of_a_process_is_refused_in_threads(draws, way):
-    pipeline = Pipeline(Noisy([])).batch(BATCH) if draws is Noisy else arrays(torch.arange(ROWS)).batch(BATCH).map(draws)
+    pipeline = (
+        Pipeline(Noisy([])).batch(BATCH) if draws is Noisy else arrays(torch.arange(ROWS)).batch(BATCH).map(draws)
+    )
     state = torch.get_rng_state(), random.getstate(), str(numpy.random.get_state())
     told = rf"{draws.__name__} draws from the generators .* a parameter chance .*, or say \.prefetch\(processes=1\)"
     for _ in range(2):
         with pytest.raises(ConfigurationError, match=told):
             next(iter(pipeline.prefetch(**way)))
-    assert torch.equal(torch.get_rng_state(), state[0]) and (random.getstate(), str(numpy.random.get_state())) == state[1:]
+    assert (
+        torch.equal(torch.get_rng_state(), state[0]) and (random.getstate(), str(numpy.random.get_state())) == state[1:]
+    )
 
 
 def test_what_draws_nothing_is_looked_at_once_in_threads():
@@ -103,7 +111,7 @@ def test_what_draws_nothing_is_looked_at_once_in_threads():
         seen.append(batch[0].item())
         return batch
 
-    pipeline = Pipeline(Bad([3])).skip_bad(1).batch(BATCH).map(noted).prefetch()
+    pipeline = Pipeline(Bad([3])).skip_bad_rows(1).batch(BATCH).map(noted).prefetch()
     for _ in range(2):
         assert torch.cat(list(pipeline)).tolist() == [row for row in range(ROWS) if row != 3]
     firsts = [0, *range(BATCH, ROWS, BATCH)]
@@ -123,15 +131,19 @@ def test_a_hang_in_the_look_is_told():
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_shares_of_all_ranks_are_the_whole_batch(whole, ranks):
-    shares = [list(augmented().share(rank, ranks)) for rank in range(ranks)]
-    joined = [tuple(torch.cat(parts) for parts in zip(*of_ranks, strict=True)) for of_ranks in zip(*shares, strict=True)]
+    shares = [list(augmented().shard(rank, ranks)) for rank in range(ranks)]
+    joined = [
+        tuple(torch.cat(parts) for parts in zip(*of_ranks, strict=True)) for of_ranks in zip(*shares, strict=True)
+    ]
     assert equal(joined, whole)
 
 
 def drawn(rows, size, share=(0, 1), start=0, bad=(), **way):
     """{row: what it drew} of a pass."""
-    pipeline = Pipeline(Bad(bad, rows)).shuffle(seed=3).skip_bad(len(bad)).batch(size).share(*share).prefetch(**way)
-    batches = pipeline.map(lambda batch, chance: (batch, chance.integers(0, 1 << 32), chance.uniform(3))).epoch(1, start)
+    pipeline = (
+        Pipeline(Bad(bad, rows)).shuffle(seed=3).skip_bad_rows(len(bad)).batch(size).shard(*share).prefetch(**way)
+    )
+    batches = pipeline.map(lambda batch, rng: (batch, rng.integers(0, 1 << 32), rng.uniform(3))).epoch(1, start)
     rows, *numbers = (torch.cat(column) for column in zip(*batches, strict=True))
     return {row: each for row, *each in zip(rows.tolist(), *(column.tolist() for column in numbers), strict=True)}
 
@@ -152,10 +164,10 @@ def test_what_a_row_draws_is_the_same_where_others_are_bad():
 
 
 def test_a_last_batch_that_has_no_row_for_some_rank_is_refused():
-    pipeline = arrays(torch.arange(17)).batch(8).share(0, 2)
+    pipeline = arrays(torch.arange(17)).batch(8).shard(0, 2)
     with pytest.raises(ConfigurationError, match="2 ranks cannot share a batch of 1 rows"):
         list(pipeline)
-    assert len(list(arrays(torch.arange(17)).batch(8, drop_last=True).share(0, 2))) == 2
+    assert len(list(arrays(torch.arange(17)).batch(8, drop_last=True).shard(0, 2))) == 2
 
 
 @pytest.mark.parametrize("way", [{"batches": 0}, {"threads": 2}, {"processes": 2}], ids=str)
@@ -173,8 +185,8 @@ def test_resumed_at_any_batch_exactly_the_rest_comes(way):
 
 @pytest.mark.parametrize(
     "way",
-    [lambda p: p.to("cpu"), lambda p: p.prefetch(1), lambda p: p.share(0, 1), lambda p: p.skip_bad(1)],
-    ids=["to", "prefetch", "share", "skip_bad"],
+    [lambda p: p.to("cpu"), lambda p: p.prefetch(1), lambda p: p.shard(0, 1), lambda p: p.skip_bad_rows(1)],
+    ids=["to", "prefetch", "share", "max_bad_rows"],
 )
 def test_passes_go_on_where_each_begins_with_the_same_words(whole, way):
     train, plain = augmented(), augmented()
@@ -232,8 +244,8 @@ def test_a_pass_that_was_left_is_followed_by_the_next():
 
 
 def test_maps_draw_numbers_of_their_own():
-    def drawn(batch, chance):
-        return (*batch, chance.uniform()) if isinstance(batch, tuple) else (batch, chance.uniform())
+    def drawn(batch, rng):
+        return (*batch, rng.uniform()) if isinstance(batch, tuple) else (batch, rng.uniform())
 
     for _, a, b in arrays(torch.arange(64)).batch(64).map(drawn).map(drawn):
         assert not torch.equal(a, b)
@@ -253,8 +265,8 @@ def test_batches_have_the_nesting_of_the_samples():
 
 
 def test_random_numbers_go_to_the_parameter_of_that_name():
-    def named(sample, scale=2, *, chance):
-        return sample * scale + chance.uniform()
+    def named(sample, scale=2, *, rng):
+        return sample * scale + rng.uniform()
 
     def other(sample, power=1):
         return sample**power
@@ -278,10 +290,14 @@ def test_all_batches_of_a_pass_may_be_kept():
 
 @pytest.mark.parametrize("way", [{"batches": 0}, {"threads": 3}, {"processes": 2}], ids=str)
 def test_bad_rows_are_left_out_the_same_everywhere(way):
-    pipeline = Pipeline(Bad([3, 50, 51])).shuffle(seed=2).skip_bad(3).batch(BATCH).prefetch(**way)
+    pipeline = Pipeline(Bad([3, 50, 51])).shuffle(seed=2).skip_bad_rows(3).batch(BATCH).prefetch(**way)
     rows = torch.cat(list(pipeline)).tolist()
     assert sorted(rows) == sorted(set(range(ROWS)) - {3, 50, 51})
-    assert rows == [row for row in torch.cat(list(Pipeline(Bad([])).shuffle(seed=2).batch(BATCH))).tolist() if row not in (3, 50, 51)]
+    assert rows == [
+        row
+        for row in torch.cat(list(Pipeline(Bad([])).shuffle(seed=2).batch(BATCH))).tolist()
+        if row not in (3, 50, 51)
+    ]
     assert sorted(pipeline.faults.found) == [3, 50, 51]
     list(pipeline)
     assert len(pipeline.faults.found) == 3, "a row is counted once, however often it is met"
@@ -317,10 +333,10 @@ def test_a_place_of_another_order_is_refused():
         (lambda p: p.prefetch(threads=10**6), "at most 256"),
         (lambda p: p.prefetch(processes=10**6), "at most 256"),
         (lambda p: p.prefetch(10**6), "at most 1024"),
-        (lambda p: p.share(2, 2), "rank is from 0"),
-        (lambda p: p.share("a", 2), "share.rank. must be a whole number"),
-        (lambda p: p.share(0, 1.5), "share.world. must be a whole number"),
-        (lambda p: p.share(-1, 2), "at least 0"),
+        (lambda p: p.shard(2, 2), "rank is from 0"),
+        (lambda p: p.shard("a", 2), "share.rank. must be a whole number"),
+        (lambda p: p.shard(0, 1.5), "share.world. must be a whole number"),
+        (lambda p: p.shard(-1, 2), "at least 0"),
         (lambda p: p.to("gpu"), "no device 'gpu'; say cpu"),
         (lambda p: p.to(3), "wants a device"),
         (lambda p: p.to(None), "wants a device"),
@@ -333,13 +349,28 @@ def test_a_place_of_another_order_is_refused():
         (lambda p: p.batch(4).set_epoch(None), "set_epoch.*whole number"),
         (lambda p: p.batch(4).set_epoch(10**30), "set_epoch.*whole number"),
         (lambda p: p.batch(4).load_state_dict(None), "a place is a dict"),
-        (lambda p: p.batch(4).load_state_dict({"seed": 0, "epoch": "1", "position": 0}), "epoch must be a whole number"),
-        (lambda p: p.batch(4).load_state_dict({"seed": 0, "epoch": True, "position": 0}), "epoch must be a whole number"),
-        (lambda p: p.batch(4).load_state_dict({"seed": 0, "epoch": -1, "position": 0}), "epoch must be a whole number of at least 0"),
-        (lambda p: p.batch(4).load_state_dict({"seed": 0, "epoch": 0, "position": 1.0}), "position must be a whole number"),
+        (
+            lambda p: p.batch(4).load_state_dict({"seed": 0, "epoch": "1", "position": 0}),
+            "epoch must be a whole number",
+        ),
+        (
+            lambda p: p.batch(4).load_state_dict({"seed": 0, "epoch": True, "position": 0}),
+            "epoch must be a whole number",
+        ),
+        (
+            lambda p: p.batch(4).load_state_dict({"seed": 0, "epoch": -1, "position": 0}),
+            "epoch must be a whole number of at least 0",
+        ),
+        (
+            lambda p: p.batch(4).load_state_dict({"seed": 0, "epoch": 0, "position": 1.0}),
+            "position must be a whole number",
+        ),
         (lambda p: p.batch(4).load_state_dict({"seed": 0, "epoch": 0, "position": 400}), "there are only 8 rows"),
-        (lambda p: p.batch(4).load_state_dict({"seed": None, "epoch": 0, "position": 0}), "seed must be a whole number"),
-        (lambda p: p.skip_bad(-1), "at_most"),
+        (
+            lambda p: p.batch(4).load_state_dict({"seed": None, "epoch": 0, "position": 0}),
+            "seed must be a whole number",
+        ),
+        (lambda p: p.skip_bad_rows(-1), "at_most"),
         (lambda p: list(p), "does not know its batch size"),
         (lambda p: p.batch(4).cache(), "before .batch"),
     ],

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hasten import RunError, ConfigurationError
+from hasten import ConfigurationError, RunError
 from hasten.data import Pipeline, images
 from helpers.pipelines import BATCH, ROWS, Bad, equal
 from helpers.tar_files import png
@@ -23,10 +23,10 @@ def own_cache(tmp_path, monkeypatch):
     ids=str,
 )
 def test_bad_rows_at_the_start_are_left_out_and_counted(kind, bad, rows):
-    plain = Pipeline(Bad(bad, rows)).skip_bad(len(bad)).batch(max(BATCH, rows if len(bad) > rows / 2 else 0))
+    plain = Pipeline(Bad(bad, rows)).skip_bad_rows(len(bad)).batch(max(BATCH, rows if len(bad) > rows / 2 else 0))
     expected = list(plain)
     for _ in range(2):  # the second time from the disk
-        cached = Pipeline(Bad(bad, rows)).cache(kind).skip_bad(len(bad)).batch(plain.batch_size)
+        cached = Pipeline(Bad(bad, rows)).cache(kind).skip_bad_rows(len(bad)).batch(plain.batch_size)
         assert equal(list(cached), expected) and sorted(cached.faults.found) == list(bad)
 
 
@@ -35,21 +35,21 @@ def test_one_too_many_is_named(kind):
     with pytest.raises(RunError, match=r"row 0 \(numbers.txt line 1\): no number; mend it, or let some be left out"):
         list(Pipeline(Bad([0, 1, 2, 3])).cache(kind).batch(BATCH))
     with pytest.raises(RunError, match=r"row 2 .*bad row number 3, and 2 may be left out"):
-        list(Pipeline(Bad([0, 1, 2, 3])).cache(kind).skip_bad(2).batch(BATCH))
+        list(Pipeline(Bad([0, 1, 2, 3])).cache(kind).skip_bad_rows(2).batch(BATCH))
     with pytest.raises(RunError, match="bad row number 3, and 2 may be left out"):
-        list(Pipeline(Bad([0, 4, 8], rows=9)).cache(kind).skip_bad(2).batch(3))
+        list(Pipeline(Bad([0, 4, 8], rows=9)).cache(kind).skip_bad_rows(2).batch(3))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_where_no_row_can_be_read_that_is_said(kind):
     with pytest.raises(ConfigurationError, match="all are bad, or there are none"):
-        list(Pipeline(Bad(range(6), rows=6)).cache(kind).skip_bad(100).batch(3))
+        list(Pipeline(Bad(range(6), rows=6)).cache(kind).skip_bad_rows(100).batch(3))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pictures_that_are_bad_first(tmp_path, kind):
     for row in range(8):
         (tmp_path / f"{row}.png").write_bytes(b"no picture" if row < 5 else png(row)[0])
-    plain = images(tmp_path, labels=None, resize=16).skip_bad(5).batch(8)
-    cached = images(tmp_path, labels=None, resize=16).skip_bad(5).cache(kind).batch(8)
+    plain = images(tmp_path, labels=None, resize=16).skip_bad_rows(5).batch(8)
+    cached = images(tmp_path, labels=None, resize=16).skip_bad_rows(5).cache(kind).batch(8)
     assert torch.equal(*plain, *cached) and len(*cached) == 3

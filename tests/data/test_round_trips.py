@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hasten.data import feather, parquet, tfrecord
-from hasten.data.formats.tfrecord import frame_records
 from hasten.data.formats.tf_example import encode_example
+from hasten.data.formats.tfrecord import frame_records
 from helpers.assertions import same
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")
@@ -16,7 +16,18 @@ import pyarrow.feather as arrow_feather  # noqa: E402
 import pyarrow.parquet as arrow_parquet  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*rows were decoded to give")  # no room is left on purpose
-NUMBERS = [pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.float32(), pa.float64(), pa.bool_()]
+NUMBERS = [
+    pa.int8(),
+    pa.int16(),
+    pa.int32(),
+    pa.int64(),
+    pa.uint8(),
+    pa.uint16(),
+    pa.uint32(),
+    pa.float32(),
+    pa.float64(),
+    pa.bool_(),
+]
 LETTERS = numpy.array(list("aé日\n\0 "))
 CASES = range(16)
 
@@ -93,7 +104,10 @@ def stored(folder, random):
             arrow_parquet.write_table(part, folder / f"{number}.parquet", row_group_size=run)
         else:
             arrow_feather.write_feather(
-                part, folder / f"{number}.feather", chunksize=run, compression=str(random.choice(["lz4", "uncompressed"]))
+                part,
+                folder / f"{number}.feather",
+                chunksize=run,
+                compression=str(random.choice(["lz4", "uncompressed"])),
             )
     room = None if random.random() < 0.5 else 0
     return {"parquet": parquet, "feather": feather}[form](folder, gigabytes=room), table
@@ -118,12 +132,15 @@ def test_shares_rests_and_maps_are_the_same_batches(tmp_path, case):
     window = None if random.random() < 0.5 else int(random.integers(1, 4))
     rows = len(pipeline.source)
     world = int(random.integers(1, min(3, rows) + 1))
-    shuffled, size = pipeline.shuffle(seed=int(random.integers(99)), window=window), int(random.integers(world, min(30, rows + 1)))
+    shuffled, size = (
+        pipeline.shuffle(seed=int(random.integers(99)), window=window),
+        int(random.integers(world, min(30, rows + 1))),
+    )
     pipeline = shuffled.batch(size, drop_last=True)
     whole = list(pipeline.epoch(1))
     assert len(whole) == rows // size > 0
     assert same(list(shuffled.map(lambda sample: sample).batch(size, drop_last=True).epoch(1)), whole)
-    shares = [list(pipeline.share(rank, world).epoch(1)) for rank in range(world)]
+    shares = [list(pipeline.shard(rank, world).epoch(1)) for rank in range(world)]
     assert same([joined(parts) for parts in zip(*shares, strict=True)], whole)
     begun = pipeline.batch(pipeline.batch_size, drop_last=True)
     begun.set_epoch(1)

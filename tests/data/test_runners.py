@@ -27,7 +27,9 @@ def numbers():
 
 
 def children():
-    return [each for each in psutil.Process().children() if "hasten.benchmarking.fork_server" not in each.cmdline()]  # of tests before these
+    return [
+        each for each in psutil.Process().children() if "hasten.benchmarking.fork_server" not in each.cmdline()
+    ]  # of tests before these
 
 
 class Odd(Exception):
@@ -38,7 +40,9 @@ class Odd(Exception):
 
 
 def test_a_killed_worker_is_named_and_another_one_goes_on(tmp_path):
-    with pytest.warns(HastenWarning, match=r"worker process \d+ was killed by SIGKILL.*memory.* batch 3 of the pass; another one") as told:
+    with pytest.warns(
+        HastenWarning, match=r"worker process \d+ was killed by SIGKILL.*memory.* batch 3 of the pass; another one"
+    ) as told:
         batches = list(numbers().map(Killing(tmp_path, 1)).prefetch(processes=2))
     assert torch.cat(batches).tolist() == list(range(ROWS))
     assert len([each for each in told if each.category is HastenWarning]) == 1 and not children()
@@ -56,7 +60,10 @@ def test_a_worker_that_is_killed_from_outside_at_any_time_costs_nothing(second):
 
 
 def test_the_same_batch_killing_twice_is_a_failure(tmp_path):
-    with pytest.warns(HastenWarning), pytest.raises(RunError, match=r"worker process \d+ was killed by SIGKILL.*so did the one before it"):
+    with (
+        pytest.warns(HastenWarning),
+        pytest.raises(RunError, match=r"worker process \d+ was killed by SIGKILL.*so did the one before it"),
+    ):
         list(numbers().map(Killing(tmp_path, 2)).prefetch(processes=2))
     assert not children()
 
@@ -72,7 +79,9 @@ def impatient(pipeline, seconds):
 @pytest.mark.parametrize("way", BOTH, ids=str)
 def test_a_hang_is_told(way):
     began = time.perf_counter()
-    with pytest.raises(RunError, match=r"batch 3 of the pass did not come within 0.5 s: (a thread|worker process \d+) hangs"):
+    with pytest.raises(
+        RunError, match=r"batch 3 of the pass did not come within 0.5 s: (a thread|worker process \d+) hangs"
+    ):
         list(impatient(numbers().map(hanging).prefetch(**way, timeout=PATIENCE), 0.5))
     assert time.perf_counter() - began < PATIENCE, "it has not waited until the hang was over"
     assert not children()
@@ -161,10 +170,18 @@ def test_a_pass_that_is_left_ends_its_workers(way):
 
 def test_any_nesting_travels_between_processes():
     def nested(batch):
-        return {"numbers": (batch, batch.double()), "names": [f"row {n}" for n in batch.tolist()], "none": None, "empty": batch[:0]}
+        return {
+            "numbers": (batch, batch.double()),
+            "names": [f"row {n}" for n in batch.tolist()],
+            "none": None,
+            "empty": batch[:0],
+        }
 
     for here, there in zip(numbers().map(nested), numbers().map(nested).prefetch(processes=1), strict=True):
-        assert torch.equal(here["numbers"][1], there["numbers"][1]) and here["numbers"][1].dtype == there["numbers"][1].dtype
+        assert (
+            torch.equal(here["numbers"][1], there["numbers"][1])
+            and here["numbers"][1].dtype == there["numbers"][1].dtype
+        )
         assert here["names"] == there["names"] and there["none"] is None and there["empty"].shape == (0,)
 
 
@@ -177,7 +194,12 @@ def test_batches_from_processes_may_all_be_kept_and_may_grow():
 
 
 def parent(begun):
-    for _ in arrays(torch.zeros(100_000, 100)).batch(1000).map(lambda batch: time.sleep(0.02) or batch).prefetch(4, processes=3):
+    for _ in (
+        arrays(torch.zeros(100_000, 100))
+        .batch(1000)
+        .map(lambda batch: time.sleep(0.02) or batch)
+        .prefetch(4, processes=3)
+    ):
         begun.set()
 
 

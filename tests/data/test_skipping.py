@@ -5,13 +5,16 @@ import json
 import pytest
 
 import hasten
-from hasten import RunError, ConfigurationError
+from hasten import ConfigurationError, RunError
 from hasten.cli.main import main
 from helpers import faulty_tasks
 from helpers.process import ended, forked
 
 LISTED = [
-    *[{"data": "train", "row": row, "where": f"patchy.txt line {row + 1}", "why": "no number"} for row in faulty_tasks.BAD],
+    *[
+        {"data": "train", "row": row, "where": f"patchy.txt line {row + 1}", "why": "no number"}
+        for row in faulty_tasks.BAD
+    ],
     {"data": "validation", "row": 5, "where": "patchy.txt line 6", "why": "no number"},
 ]
 
@@ -31,15 +34,15 @@ def left(folder):
 @pytest.mark.parametrize("name", ["threads", "processes", "made_later"])
 def test_rows_are_left_out_counted_and_listed(name, tmp_path):
     for each in ("here", name):
-        result = hasten.train(named(each), out=tmp_path / each, device="cpu", skip_bad=4)
-        assert result["skipped"] == 4 and result["steps"] == 16
-        assert json.loads((tmp_path / each / "result.json").read_text())["skipped"] == 4
+        result = hasten.train(named(each), out=tmp_path / each, device="cpu", max_bad_rows=4)
+        assert result["skipped_rows"] == 4 and result["steps"] == 16
+        assert json.loads((tmp_path / each / "result.json").read_text())["skipped_rows"] == 4
         assert listed(tmp_path / each) == LISTED
     assert left(tmp_path / "here") == left(tmp_path / name)
 
 
 def run(out):
-    hasten.train(named("killed"), out=out, resume=True, device="cpu", checkpoint_seconds=0, skip_bad=4)
+    hasten.train(named("killed"), out=out, resume=True, device="cpu", checkpoint_seconds=0, max_bad_rows=4)
 
 
 def test_a_killed_run_lists_the_same(tmp_path, monkeypatch):
@@ -56,14 +59,16 @@ def test_a_killed_run_lists_the_same(tmp_path, monkeypatch):
 
 def test_one_too_many_ends_the_run_and_is_listed(tmp_path):
     with pytest.raises(RunError, match="bad row number 3, and 2 may be left out"):
-        hasten.train(named("here"), out=tmp_path / "run", device="cpu", skip_bad=2)
+        hasten.train(named("here"), out=tmp_path / "run", device="cpu", max_bad_rows=2)
     assert [each["row"] for each in listed(tmp_path / "run")] == [3, 17, 40]
     with pytest.raises(ConfigurationError, match="another skip bad: 2 there, 4 here"):
-        hasten.train(named("here"), out=tmp_path / "run", device="cpu", skip_bad=4, resume=True)
+        hasten.train(named("here"), out=tmp_path / "run", device="cpu", max_bad_rows=4, resume=True)
 
 
 def test_without_it_the_first_one_ends_the_run(tmp_path):
-    with pytest.raises(RunError, match=r"no number; mend it, or let some be left out: .* --skip-bad 10 with hasten train"):
+    with pytest.raises(
+        RunError, match=r"no number; mend it, or let some be left out: .* --max-bad-rows 10 with hasten train"
+    ):
         hasten.train(named("here"), out=tmp_path / "run", device="cpu")
     assert not (tmp_path / "run" / "skipped.jsonl").exists()
 
@@ -71,21 +76,21 @@ def test_without_it_the_first_one_ends_the_run(tmp_path):
 def test_what_a_pipeline_allows_by_itself_is_listed_too(tmp_path):
     task = faulty_tasks.by_itself()
     for run in ("first", "second"):  # with the same data
-        assert hasten.train(task, out=tmp_path / run, device="cpu")["skipped"] == 3
+        assert hasten.train(task, out=tmp_path / run, device="cpu")["skipped_rows"] == 3
         assert [each["row"] for each in listed(tmp_path / run)] == [3, 17, 40]
-    assert hasten.train(task, device="cpu")["skipped"] == 3
+    assert hasten.train(task, device="cpu")["skipped_rows"] == 3
 
 
 def test_a_clean_run_lists_nothing(tmp_path):
     task = faulty_tasks.task(faulty_tasks.rows(()))
     clean = hasten.Task(**(vars(task) | {"validation_data": None, "metric": "loss"}))
-    assert hasten.train(clean, out=tmp_path / "run", device="cpu", skip_bad=1)["skipped"] == 0
+    assert hasten.train(clean, out=tmp_path / "run", device="cpu", max_bad_rows=1)["skipped_rows"] == 0
     assert not (tmp_path / "run" / "skipped.jsonl").exists()
 
 
 @pytest.mark.parametrize("name", ["no_pipeline", "no_pipeline_later"])
 def test_other_data_cannot_leave_rows_out(name, tmp_path, capfd):
-    assert main(["train", named(name), "--skip-bad", "3", "--device", "cpu", "--out", str(tmp_path / "run")]) == 2
+    assert main(["train", named(name), "--max-bad-rows", "3", "--device", "cpu", "--out", str(tmp_path / "run")]) == 2
     _, err = capfd.readouterr()
     assert err.count("\n") == 1 and "is a TensorDataset, and only a pipeline of hasten.data" in err
     assert not (tmp_path / "run").exists()
@@ -93,8 +98,10 @@ def test_other_data_cannot_leave_rows_out(name, tmp_path, capfd):
 
 def test_on_the_command_line(tmp_path, capfd):
     words = ["train", named("here"), "--device", "cpu", "--out", str(tmp_path / "run")]
-    assert main([*words, "--skip-bad", "4", "--quiet"]) == 0
-    assert "left out 4 rows that could not be read; skipped.jsonl lists them" in " ".join(capfd.readouterr().out.split())
-    assert main([*words, "--resume", "--skip-bad", "5", "--json"]) == 2
+    assert main([*words, "--max-bad-rows", "4", "--quiet"]) == 0
+    assert "left out 4 rows that could not be read; skipped.jsonl lists them" in " ".join(
+        capfd.readouterr().out.split()
+    )
+    assert main([*words, "--resume", "--max-bad-rows", "5", "--json"]) == 2
     assert "skip bad: 4 there, 5 here" in json.loads(capfd.readouterr().out)["error"]
-    assert main([*words, "--skip-bad", "0"]) == 2
+    assert main([*words, "--max-bad-rows", "0"]) == 2

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hasten import RunError
-from hasten.data import Pipeline, arrays, augmented, tokens
+from hasten.data import Pipeline, arrays, augmented_images, tokens
 from hasten.data.cache.cache import made_of
 from hasten.data.formats.arrays import Arrays
 from helpers.caches import KINDS, NUMBERS, counting, files
@@ -51,12 +51,26 @@ def test_what_must_not_share_a_cache_does_not(tmp_path):
         numpy.save(tmp_path / f"{name}.npy", x.numpy())
     pictures = torch.zeros(8, 3, 4, 4, dtype=torch.uint8)
     built = [
-        arrays(x), Pipeline(Doubled(x)), arrays(x, y), arrays({"x": x, "y": y}), arrays({"y": x, "x": y}), arrays({"x": (x, y)}),
-        arrays(tmp_path / "x.npy"), arrays({"x": tmp_path / "x.npy"}), arrays({"y": tmp_path / "x.npy"}), arrays(tmp_path / "y.npy"),
-        tokens(tmp_path / "x.npy", 2), tokens(tmp_path / "x.npy", 3), tokens(tmp_path / "x.npy", 2, stride=1),
-        arrays(pictures), augmented(pictures), arrays(pictures, x), augmented(pictures, x),
-        arrays(x).map(lambda x: x + 1).cache(), Pipeline(Doubled(x)).map(lambda x: x + 1).cache(),
-    ]  # fmt: skip
+        arrays(x),
+        Pipeline(Doubled(x)),
+        arrays(x, y),
+        arrays({"x": x, "y": y}),
+        arrays({"y": x, "x": y}),
+        arrays({"x": (x, y)}),
+        arrays(tmp_path / "x.npy"),
+        arrays({"x": tmp_path / "x.npy"}),
+        arrays({"y": tmp_path / "x.npy"}),
+        arrays(tmp_path / "y.npy"),
+        tokens(tmp_path / "x.npy", 2),
+        tokens(tmp_path / "x.npy", 3),
+        tokens(tmp_path / "x.npy", 2, stride=1),
+        arrays(pictures),
+        augmented_images(pictures),
+        arrays(pictures, x),
+        augmented_images(pictures, x),
+        arrays(x).map(lambda x: x + 1).cache(),
+        Pipeline(Doubled(x)).map(lambda x: x + 1).cache(),
+    ]
     told = [str(made_of(pipeline.source)) for pipeline in built]
     assert len(set(told)) == len(told)
     list(arrays(x).cache("disk").batch(8))
@@ -66,9 +80,16 @@ def test_what_must_not_share_a_cache_does_not(tmp_path):
 class Odd(Bad):
     """Says of itself what JSON does not know."""
 
-    def identity(self):
-        kinds = {"n": numpy.int64(3), 3: numpy.float32(0.5), "missing": float("nan"), "shape": torch.ones(2), "path": Path("x"), None: {1}}
-        return super().identity() | kinds
+    def fingerprint(self):
+        kinds = {
+            "n": numpy.int64(3),
+            3: numpy.float32(0.5),
+            "missing": float("nan"),
+            "shape": torch.ones(2),
+            "path": Path("x"),
+            None: {1},
+        }
+        return super().fingerprint() | kinds
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -115,7 +136,7 @@ def test_a_change_in_memory_is_noticed_between_two_passes():
 
 def test_rows_that_were_mended_are_read_again():
     source = Bad([3, 50])
-    pipeline = Pipeline(source).cache().skip_bad(2).batch(ROWS)
+    pipeline = Pipeline(source).cache().skip_bad_rows(2).batch(ROWS)
     assert len(*pipeline) == ROWS - 2
     source.bad = {7}
     assert sorted(set(range(ROWS)) - set(*map(torch.Tensor.tolist, pipeline))) == [7] == list(pipeline.faults.found)

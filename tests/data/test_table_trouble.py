@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hasten.core.errors import RunError, ConfigurationError
+from hasten.core.errors import ConfigurationError, RunError
 from hasten.data import csv, feather, parquet
 from hasten.data.formats.table_files import asks_too_much
 
@@ -29,22 +29,40 @@ def bad_inputs(folder):
     write(numbers().set_column(0, "a", pa.array(["x"] * ROWS)), folder / "other.parquet", "parquet")
     write(nested(), folder / "nested.parquet", "parquet")
     return {
-        "a column that is not there": (lambda: parquet(good, columns=["a", "lable"]), r"no column 'lable' \(did you mean label\?\)"),
+        "a column that is not there": (
+            lambda: parquet(good, columns=["a", "lable"]),
+            r"no column 'lable' \(did you mean label\?\)",
+        ),
         "a target that is not there": (lambda: parquet(good, target="lab"), r"no column 'lab' \(did you mean label"),
-        "classes of numbers": (lambda: parquet(good, target="label", classes=["a"]), "classes= are the words of a target of text"),
+        "classes of numbers": (
+            lambda: parquet(good, target="label", classes=["a"]),
+            "classes= are the words of a target of text",
+        ),
         "no room": (lambda: parquet(good, gigabytes=-1), "gigabytes= is a number of at least 0, not -1"),
         "columns as one text": (lambda: parquet(good, columns="a"), r"wants a list of names, as in columns=\['a'\]"),
         "nothing but the target": (lambda: parquet(good, columns=["a"], target="a"), "no column of .* is left to read"),
-        "a target that is a time": (lambda: parquet(folder / "nested.parquet", target="when"), r"'when' is of type timestamp\[ms\]"),
-        "a file without a column": (lambda: parquet([good, folder / "lacks.parquet"]), r"good\.parquet has a column 'a', .*lacks\.parquet has not"),
-        "another type": (lambda: parquet([good, folder / "other.parquet"]), r"column 'a' is of type float in .*good.*large_string in .*other"),
+        "a target that is a time": (
+            lambda: parquet(folder / "nested.parquet", target="when"),
+            r"'when' is of type timestamp\[ms\]",
+        ),
+        "a file without a column": (
+            lambda: parquet([good, folder / "lacks.parquet"]),
+            r"good\.parquet has a column 'a', .*lacks\.parquet has not",
+        ),
+        "another type": (
+            lambda: parquet([good, folder / "other.parquet"]),
+            r"column 'a' is of type float in .*good.*large_string in .*other",
+        ),
         "a footer cut off": (lambda: parquet(short), r"short\.parquet is no whole Parquet file"),
         "a feather cut off": (lambda: feather(folder / "short.feather"), r"short\.feather is no whole Feather file"),
         "one format for another": (lambda: feather(good), r"good\.parquet is no whole Feather file"),
         "an empty file": (lambda: csv(folder / "empty.csv"), r"empty\.csv is no whole CSV file"),
-        "a ragged file": (lambda: csv(folder / "ragged.csv"), r"ragged\.csv has no more good lines than bad ones: row 1 of the file, '3', has 1 field, not 2; "),
+        "a ragged file": (
+            lambda: csv(folder / "ragged.csv"),
+            r"ragged\.csv has no more good lines than bad ones: row 1 of the file, '3', has 1 field, not 2; ",
+        ),
         "an empty glob": (lambda: parquet(folder / "*.pqt"), r"no file matches .*\*\.pqt"),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("which", range(15))
@@ -66,7 +84,7 @@ def test_a_row_group_that_cannot_be_decoded(tmp_path, gigabytes):
     read = parquet(path, target="label", gigabytes=gigabytes).batch(50)
     with pytest.raises(RunError, match=rf"row {RUN} .*t\.parquet, row group 1\).*skip_bad"):
         list(read)
-    kept = torch.cat([x[:, 0] for x, _ in read.shuffle(0).skip_bad(RUN)])
+    kept = torch.cat([x[:, 0] for x, _ in read.shuffle(0).skip_bad_rows(RUN)])
     assert sorted(kept.tolist()) == [*range(RUN), *range(2 * RUN, ROWS)]
 
 
@@ -80,18 +98,24 @@ def test_a_file_that_cannot_be_opened_is_a_bad_row(tmp_path, form, gigabytes):
     (tmp_path / f"b.{ending}").symlink_to("gone")
     (tmp_path / f"c.{ending}").write_bytes((tmp_path / f"a.{ending}").read_bytes()[:-20])
     make = READERS[form]
-    pipeline = make(tmp_path, target="label", gigabytes=gigabytes).skip_bad(2).batch(50)
+    pipeline = make(tmp_path, target="label", gigabytes=gigabytes).skip_bad_rows(2).batch(50)
     for _ in range(2):
         assert [n for x, _ in pipeline for n in x[:, 0].tolist()] == [*range(RUN), *range(2 * RUN, 3 * RUN)]
-    assert [pipeline.faults.found[RUN + each].where for each in range(2)] == [str(tmp_path / f"{name}.{ending}") for name in "bc"]
+    assert [pipeline.faults.found[RUN + each].where for each in range(2)] == [
+        str(tmp_path / f"{name}.{ending}") for name in "bc"
+    ]
     with pytest.raises(RunError, match=rf"c\.{ending}\): .*no whole .*; it is bad row number 2, and 1 may be left out"):
-        next(iter(make(tmp_path, target="label", gigabytes=gigabytes).skip_bad(1).batch(50)))
-    with pytest.raises(RunError, match=rf"row {RUN} \(.*b\.{ending}\): cannot read .*b\.{ending}: No such file.*skip_bad"):
+        next(iter(make(tmp_path, target="label", gigabytes=gigabytes).skip_bad_rows(1).batch(50)))
+    with pytest.raises(
+        RunError, match=rf"row {RUN} \(.*b\.{ending}\): cannot read .*b\.{ending}: No such file.*skip_bad"
+    ):
         make(tmp_path, target="label", gigabytes=gigabytes).batches(50, seed=0, training=True)
 
 
 @pytest.mark.parametrize(
-    "fault", [OSError(errno.EMFILE, "Too many open files"), OSError(errno.EIO, "Input/output error"), MemoryError()], ids=repr
+    "fault",
+    [OSError(errno.EMFILE, "Too many open files"), OSError(errno.EIO, "Input/output error"), MemoryError()],
+    ids=repr,
 )
 @pytest.mark.parametrize("when", ["opened", "looked into"])
 def test_what_the_machine_lacks_makes_no_file_a_bad_row(tmp_path, monkeypatch, when, fault):
@@ -134,13 +158,14 @@ def test_a_damaged_remote_table_is_a_bad_row():
     content = whole.getvalue().to_pybytes()
     system.pipe_file("/damaged/a.parquet", content)
     system.pipe_file("/damaged/b.parquet", content[:-20])
-    pipeline = parquet("memory://damaged", target="label").skip_bad(1).batch(RUN + 1)
+    pipeline = parquet("memory://damaged", target="label").skip_bad_rows(1).batch(RUN + 1)
     assert [n for x, _ in pipeline for n in x[:, 0].tolist()] == [*range(RUN)]
     assert "b.parquet is no whole Parquet file" in pipeline.faults.found[RUN].why
 
 
 @pytest.mark.parametrize(
-    ("words", "absurd"), [("malloc of size 9000000000000000000 failed", True), ("malloc of size 4096 failed", False), ("", False)]
+    ("words", "absurd"),
+    [("malloc of size 9000000000000000000 failed", True), ("malloc of size 4096 failed", False), ("", False)],
 )
 def test_memory_that_no_machine_has_is_asked_for_by_a_broken_file(words, absurd):
     assert asks_too_much(MemoryError(words)) is absurd

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hasten.core.batch import split_inputs_target
-from hasten.core.errors import HastenWarning, ConfigurationError
+from hasten.core.errors import ConfigurationError, HastenWarning
 from hasten.data import feather, parquet
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")
@@ -23,7 +23,9 @@ from helpers.arrow_tables import ANY_ORDER, BY_RUN, READERS, ROWS, RUN, WHOLE, n
 pytestmark = pytest.mark.filterwarnings("ignore:.*rows were decoded to give")  # some tests leave no room on purpose
 
 
-@pytest.mark.parametrize(("form", "gigabytes"), [("csv", WHOLE), *product(("parquet", "uncompressed", "lz4", "zstd"), (WHOLE, BY_RUN))])
+@pytest.mark.parametrize(
+    ("form", "gigabytes"), [("csv", WHOLE), *product(("parquet", "uncompressed", "lz4", "zstd"), (WHOLE, BY_RUN))]
+)
 def test_a_matrix_and_a_target(tmp_path, form, gigabytes):
     table = numbers()
     path = write(table, tmp_path / f"t.{form}", form)
@@ -33,7 +35,7 @@ def test_a_matrix_and_a_target(tmp_path, form, gigabytes):
     for number, name in enumerate(("a", "b", "yes")):
         assert numpy.array_equal(x[:, number].numpy(), table[name].to_numpy()[ANY_ORDER].astype("f4"))
     assert numpy.array_equal(y.numpy(), table["label"].to_numpy()[ANY_ORDER])
-    assert source.edges().tolist() == ([0, ROWS] if form == "csv" else [*range(0, ROWS, RUN), ROWS])
+    assert source.chunk_offsets().tolist() == ([0, ROWS] if form == "csv" else [*range(0, ROWS, RUN), ROWS])
     assert len(source) == ROWS
 
 
@@ -46,7 +48,9 @@ def test_columns_of_every_kind(tmp_path, form, gigabytes):
     assert batch["id"].dtype == torch.int32 and batch["id"].tolist() == [row["id"] for row in rows]
     assert batch["pair"].dtype == torch.float32 and batch["pair"].tolist() == [row["pair"] for row in rows]
     assert batch["grid"].shape == (300, 2, 3) and batch["grid"].tolist() == [row["grid"] for row in rows]
-    assert [row.tolist() for row in batch["some"]] == [row["some"] for row in rows] and batch["some"][0].dtype == torch.int64
+    assert [row.tolist() for row in batch["some"]] == [row["some"] for row in rows] and batch["some"][
+        0
+    ].dtype == torch.int64
     for name in ("words", "raw", "names", "kind"):
         assert batch[name] == [row[name] for row in rows]
     assert batch["point"]["x"].tolist() == [row["point"]["x"] for row in rows]
@@ -57,14 +61,18 @@ def test_columns_of_every_kind(tmp_path, form, gigabytes):
 
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
 def test_a_target_of_text(tmp_path, gigabytes):
-    table = numbers().set_column(3, "label", pa.array([("dog", "cat", "eel")[i % 3] for i in range(ROWS)]).dictionary_encode())
+    table = numbers().set_column(
+        3, "label", pa.array([("dog", "cat", "eel")[i % 3] for i in range(ROWS)]).dictionary_encode()
+    )
     path = write(table, tmp_path / "t.parquet", "parquet")
     source = parquet(path, target="label", gigabytes=gigabytes).source
     assert source.classes == ["cat", "dog", "eel"]
     assert source.read(numpy.arange(4))[1].tolist() == [1, 0, 2, 1]
     chosen = parquet(path, target="label", classes=["eel", "dog", "cat"], gigabytes=gigabytes).source
     assert chosen.read(numpy.arange(4))[1].tolist() == [1, 2, 0, 1]
-    with pytest.raises(ConfigurationError, match=r"column 'label' holds 'dog' in .*, which is none of its classes: cat, eel"):
+    with pytest.raises(
+        ConfigurationError, match=r"column 'label' holds 'dog' in .*, which is none of its classes: cat, eel"
+    ):
         parquet(path, target="label", classes=["cat", "eel"], gigabytes=gigabytes).source.read(numpy.arange(4))
 
 
@@ -78,7 +86,9 @@ def test_a_target_of_fractions_and_text_beside_it(tmp_path):
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
 def test_a_target_beside_columns_of_every_kind_is_one_that_a_task_finds(tmp_path, gigabytes):
     path = write(nested().append_column("label", pa.array(range(ROWS))), tmp_path / "t.parquet", "parquet")
-    (inputs,), _, label = split_inputs_target(parquet(path, columns=["id", "words", "point"], target="label", gigabytes=gigabytes).source.read(ANY_ORDER))
+    (inputs,), _, label = split_inputs_target(
+        parquet(path, columns=["id", "words", "point"], target="label", gigabytes=gigabytes).source.read(ANY_ORDER)
+    )
     assert label.tolist() == inputs["id"].tolist() == inputs["point"]["x"].tolist() == ANY_ORDER.tolist()
 
 
@@ -115,7 +125,9 @@ def test_a_pass_is_every_row_once_whoever_reads(tmp_path, gigabytes):
     processes = list(read.prefetch(2, processes=2).epoch(0))
     assert sorted(torch.cat([x[:, 0] for x, _ in here]).tolist()) == list(range(ROWS))
     for others in (threads, processes):
-        assert all(torch.equal(a, b) for one, other in zip(here, others, strict=True) for a, b in zip(one, other, strict=True))
+        assert all(
+            torch.equal(a, b) for one, other in zip(here, others, strict=True) for a, b in zip(one, other, strict=True)
+        )
 
 
 @pytest.mark.parametrize("form", ["parquet", "csv", "lz4"])
@@ -124,17 +136,17 @@ def test_a_source_travels(tmp_path, form):
     before = source.read(ANY_ORDER)
     travelled = pickle.loads(pickle.dumps(source))
     assert len(pickle.dumps(source)) < 20_000
-    assert all(map(torch.equal, travelled.read(ANY_ORDER), before)) and travelled.identity() == source.identity()
+    assert all(map(torch.equal, travelled.read(ANY_ORDER), before)) and travelled.fingerprint() == source.fingerprint()
 
 
 def test_identity_follows_the_files_and_what_is_read(tmp_path):
     path = write(numbers(), tmp_path / "t.parquet", "parquet")
-    one = parquet(path, target="label").source.identity()
-    assert one == parquet([path], target="label").source.identity()
-    assert one != parquet(path, target="label", fill=0).source.identity()
-    assert one != parquet(path, columns=["a"], target="label").source.identity()
+    one = parquet(path, target="label").source.fingerprint()
+    assert one == parquet([path], target="label").source.fingerprint()
+    assert one != parquet(path, target="label", fill=0).source.fingerprint()
+    assert one != parquet(path, columns=["a"], target="label").source.fingerprint()
     os.utime(path, ns=(1, 1))
-    assert one != parquet(path, target="label").source.identity()
+    assert one != parquet(path, target="label").source.fingerprint()
 
 
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
@@ -142,7 +154,9 @@ def test_missing_values(tmp_path, gigabytes):
     table = pa.table({"a": [1.0, None, 3.0, None], "w": ["x", None, "y", "z"], "label": [0, 1, 0, 1]})
     path = write(table, tmp_path / "t.parquet", "parquet")
     rows = numpy.arange(4)
-    with pytest.raises(ConfigurationError, match=r"column 'a' lacks 2 of its 4 values in .*t\.parquet, row group 0; fill them"):
+    with pytest.raises(
+        ConfigurationError, match=r"column 'a' lacks 2 of its 4 values in .*t\.parquet, row group 0; fill them"
+    ):
         parquet(path, columns=["a"], target="label", gigabytes=gigabytes).source.read(rows)
     x, _ = parquet(path, columns=["a"], target="label", fill=-1, gigabytes=gigabytes).source.read(rows)
     assert x[:, 0].tolist() == [1, -1, 3, -1]
@@ -169,7 +183,10 @@ def test_a_window_that_is_too_large_is_told(tmp_path):
     path = write(numbers(), tmp_path / "t.parquet", "parquet")
     room = 2.5 * 4 * 4 * RUN / 1e9  # two runs and a half
     crowded = parquet(path, target="label", gigabytes=room).shuffle(0, window=4).batch(16)
-    with pytest.warns(HastenWarning, match=r"rows were decoded to give \d+: each row group is decoded again and again; use .shuffle\(window=\)"):
+    with pytest.warns(
+        HastenWarning,
+        match=r"rows were decoded to give \d+: each row group is decoded again and again; use .shuffle\(window=\)",
+    ):
         wide = list(crowded)
     with warnings.catch_warnings(action="error", category=HastenWarning):
         list(parquet(path, target="label", gigabytes=room).shuffle(0, window=2).batch(64))
@@ -180,7 +197,9 @@ def test_a_window_that_is_too_large_is_told(tmp_path):
 def test_a_column_of_text_that_makes_no_matrix_is_told_where_it_was_asked_for(tmp_path, recwarn):
     path = tmp_path / "t.parquet"
     write(pa.table({"age": [1, 2], "name": ["a", "b"], "word": ["c", "d"], "y": [0, 1]}), path, "parquet")
-    with pytest.warns(HastenWarning, match=r"^columns= takes in 'name' beside numbers, so batches are \(dict of columns, target\)") as told:
+    with pytest.warns(
+        HastenWarning, match=r"^columns= takes in 'name' beside numbers, so batches are \(dict of columns, target\)"
+    ) as told:
         parquet(path, columns=["age", "name"], target="y")
     assert [each.filename for each in told if each.category is HastenWarning] == [__file__]
     recwarn.clear()
@@ -202,6 +221,9 @@ def test_remote_tables():
             arrow_parquet.write_table(numbers(500, 500 * number), file, row_group_size=RUN)
         with system.open(f"/tables/{number}.feather", "wb") as file:
             arrow_feather.write_feather(numbers(500, 500 * number), file)
-    for source in (parquet("memory://tables", target="label").source, feather("memory://tables/*.feather", target="label").source):
+    for source in (
+        parquet("memory://tables", target="label").source,
+        feather("memory://tables/*.feather", target="label").source,
+    ):
         x, y = source.read(ANY_ORDER)
         assert x[:, 0].tolist() == ANY_ORDER.tolist() and y.tolist() == (ANY_ORDER % 7).tolist()

@@ -8,7 +8,7 @@ import numpy
 import pytest
 
 from hasten.core.errors import ConfigurationError
-from hasten.data import shards
+from hasten.data import webdataset
 from hasten.data.source import BadRow
 from helpers.tar_files import FORMS, pack, png, sample
 
@@ -49,7 +49,7 @@ def with_size(path, size, kind=b"0"):
 @pytest.mark.parametrize("size", [b"-0000001000\0", b"-0000002000\0", b"\xff" * 12])
 def test_negative_size_is_refused(tmp_path, kind, size):
     with at_most(60), pytest.raises(ConfigurationError, match=r"a\.tar is (no tar file|cut off|damaged)"):
-        shards(with_size(tmp_path / "a.tar", size, kind))
+        webdataset(with_size(tmp_path / "a.tar", size, kind))
 
 
 @pytest.mark.parametrize("size", ["²", "٣", "-512", "+1", "1_0", " 1", "9" * 5000, "9" * 18])
@@ -58,8 +58,10 @@ def test_a_pax_size_that_is_no_number_is_refused(tmp_path, size):
         info = tarfile.TarInfo("a.txt")
         info.pax_headers = {"size": size}
         tar.addfile(info)
-    with pytest.raises(ConfigurationError, match=r"a\.tar is (damaged: the extended header at byte 0 cannot be read|cut off)"):
-        shards(tmp_path / "a.tar")
+    with pytest.raises(
+        ConfigurationError, match=r"a\.tar is (damaged: the extended header at byte 0 cannot be read|cut off)"
+    ):
+        webdataset(tmp_path / "a.tar")
 
 
 def test_an_extended_header_of_countless_records_is_read_once(tmp_path):
@@ -68,12 +70,12 @@ def test_an_extended_header_of_countless_records_is_read_once(tmp_path):
         info.pax_headers = {f"{number:x}": "" for number in range(5_000)}
         tar.addfile(info)
     with at_most(60):
-        assert shards(tmp_path / "a.tar").source.read(numpy.array([0])) == {"txt": [""]}
+        assert webdataset(tmp_path / "a.tar").source.read(numpy.array([0])) == {"txt": [""]}
     (tmp_path / "b.tar").write_bytes((tmp_path / "a.tar").read_bytes()[: 1 << 14])
     with pytest.raises(ConfigurationError, match=r"b\.tar is cut off"):
-        shards(tmp_path / "b.tar")
+        webdataset(tmp_path / "b.tar")
     with pytest.raises(ConfigurationError, match=r"extended header at byte 0 has \d+ bytes"):
-        shards(with_size(tmp_path / "c.tar", b"%011o\0" % (1 << 21), b"x"))
+        webdataset(with_size(tmp_path / "c.tar", b"%011o\0" % (1 << 21), b"x"))
 
 
 LIES = (b"-0000001000\0", b"77777777777\0", b"\xff" * 12, b"00000000777\0")  # sizes
@@ -102,7 +104,7 @@ def test_whatever_is_damaged_is_told_in_our_words(tmp_path, form):
     for _ in range(250):
         (tmp_path / "a.tar").write_bytes(damaged(whole, random))
         with at_most(60), suppress(ConfigurationError):
-            source = shards(tmp_path / "a.tar").source
+            source = webdataset(tmp_path / "a.tar").source
             for row in range(len(source)):
                 with suppress(BadRow):
                     source.read(numpy.array([row]))

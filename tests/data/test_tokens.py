@@ -63,21 +63,21 @@ def test_no_window_reaches_across_files(tmp_path):
 
 
 def test_a_changed_file_is_another_source(tmp_path):
-    before = tokens(written(tmp_path / "a.bin"), 16).source.identity()
-    assert tokens(tmp_path / "a.bin", 16).source.identity() == before
-    assert tokens(written(tmp_path / "a.bin", TEXT[1:]), 16).source.identity() != before
-    assert tokens(tmp_path / "a.bin", 17).source.identity() != tokens(tmp_path / "a.bin", 16).source.identity()
+    before = tokens(written(tmp_path / "a.bin"), 16).source.fingerprint()
+    assert tokens(tmp_path / "a.bin", 16).source.fingerprint() == before
+    assert tokens(written(tmp_path / "a.bin", TEXT[1:]), 16).source.fingerprint() != before
+    assert tokens(tmp_path / "a.bin", 17).source.fingerprint() != tokens(tmp_path / "a.bin", 16).source.fingerprint()
 
 
 def test_a_file_in_its_place_is_read_from_the_next_pass_on(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pipeline = tokens(written(tmp_path / "a.bin").name, 16).batch(99)
     monkeypatch.chdir("/")
-    before = pipeline.source.identity()
+    before = pipeline.source.fingerprint()
     os.replace(written(tmp_path / "b", TEXT[1:]), tmp_path / "a.bin")
-    assert pipeline.source.identity() == before, "what is mapped is still the old one"
+    assert pipeline.source.fingerprint() == before, "what is mapped is still the old one"
     ((x, _),) = pipeline
-    assert x[0].tolist() == TEXT[1:17].tolist() and pipeline.source.identity() != before
+    assert x[0].tolist() == TEXT[1:17].tolist() and pipeline.source.fingerprint() != before
     os.replace(written(tmp_path / "b", TEXT[:3]), tmp_path / "a.bin")
     for _ in range(2):
         with pytest.raises(ConfigurationError, match="shorter than a window"):

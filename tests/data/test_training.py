@@ -52,7 +52,9 @@ def test_validation_is_never_shuffled_and_always_the_same():
         (labels,) = [torch.cat([labels for _, labels in data_adapters.validation(task, 8, seed).epoch(0, 0)])]
         assert torch.equal(labels, pipeline_tasks.LABELS)
     first, second = (list(data_adapters.validation(task, 8, seed).epoch(0, 0)) for seed in (0, 1))
-    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(first, second, strict=True)), "random maps draw the same at every evaluation"
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(first, second, strict=True)), (
+        "random maps draw the same at every evaluation"
+    )
 
 
 def test_the_plan_of_a_pipeline():

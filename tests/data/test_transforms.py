@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from hasten import ConfigurationError
-from hasten.data import arrays, augmented, crop, flip, normalise
+from hasten.data import arrays, augmented_images, normalize, random_crop, random_horizontal_flip
+from hasten.data.formats import augmented_images as augmented_images_format
 from hasten.data.rng import SampleRng
-from hasten.data.formats import augmented_images
 from hasten.data.unpacking import unpack_planes
 from helpers.pipelines import equal
 
@@ -23,7 +23,7 @@ def pictures(shape, kind=torch.uint8, rows=40):
     return drawn.to(kind) if kind == torch.uint8 else drawn.to(kind) - 100.5
 
 
-def chance(rows):
+def rng(rows):
     return SampleRng(numpy.arange(rows), *KEY)
 
 
@@ -37,7 +37,7 @@ def cropped(picture, one, padding, mirror=False):
 
 
 def flipped(picture, one):
-    return picture.flip(-1) if one.coins() else picture
+    return picture.flip(-1) if one.bernoulli() else picture
 
 
 @pytest.mark.parametrize("mirror", [False, True])
@@ -46,15 +46,19 @@ def flipped(picture, one):
 @pytest.mark.parametrize("padding", [1, 4, 9])
 def test_crops_as_one_by_one(shape, kind, padding, mirror):
     batch = pictures(shape, kind)
-    expected = [cropped(picture, one, padding, mirror) for picture, one in zip(batch, chance(len(batch)), strict=True)]
-    assert torch.equal(crop(padding, mirror)(batch, chance(len(batch))), torch.stack(expected))
+    expected = [cropped(picture, one, padding, mirror) for picture, one in zip(batch, rng(len(batch)), strict=True)]
+    assert torch.equal(random_crop(padding, mirror)(batch, rng(len(batch))), torch.stack(expected))
 
 
 def test_every_place_and_both_sides_are_drawn_alike():
     spot = torch.zeros(20_000, 5, 5, dtype=torch.uint8)
     spot[:, 2, 1] = 1
-    seen = crop(1, mirror=True)(spot, chance(len(spot))).sum(0)
-    assert seen.sum() == len(spot) and (seen[1:4, 0:5] > 0.8 * len(spot) / 18).all() and seen[0].sum() == seen[4].sum() == 0
+    seen = random_crop(1, mirror=True)(spot, rng(len(spot))).sum(0)
+    assert (
+        seen.sum() == len(spot)
+        and (seen[1:4, 0:5] > 0.8 * len(spot) / 18).all()
+        and seen[0].sum() == seen[4].sum() == 0
+    )
 
 
 @pytest.mark.parametrize("way", ["one pass", "two passes", "in turns, as if memory were fresh"])
@@ -62,24 +66,30 @@ def test_every_place_and_both_sides_are_drawn_alike():
 @pytest.mark.parametrize("shape", [*SHAPES, (3, 2, 8, 8)], ids=str)
 def test_stored_pictures_come_out_the_same(shape, mirror, way, monkeypatch):
     if way == "two passes":
-        monkeypatch.setattr(stored_pictures, "can_unpack", lambda means, stds: False)
+        monkeypatch.setattr(augmented_images_format, "can_unpack", lambda means, stds: False)
     if way == "in turns, as if memory were fresh":
-        monkeypatch.setattr(stored_pictures, "page_faults", count(step=1000).__next__)
-        monkeypatch.setattr(stored_pictures, "REST", 1)
+        monkeypatch.setattr(augmented_images_format, "page_faults", count(step=1000).__next__)
+        monkeypatch.setattr(augmented_images_format, "REST", 1)
     images = pictures(shape, rows=70)
     mean, std = ((0.2, 0.3, 0.4), (0.5, 0.6, 0.7)) if shape[0] == 3 else (0.2, 0.5)
-    slow = arrays(images, torch.arange(70)).shuffle(seed=2).batch(16).map(crop(3, mirror)).map(normalise(mean, std))
-    fast = augmented(images, torch.arange(70), padding=3, mirror=mirror, mean=mean, std=std).shuffle(seed=2).batch(16)
+    slow = (
+        arrays(images, torch.arange(70)).shuffle(seed=2).batch(16).map(random_crop(3, mirror)).map(normalize(mean, std))
+    )
+    fast = (
+        augmented_images(images, torch.arange(70), padding=3, mirror=mirror, mean=mean, std=std)
+        .shuffle(seed=2)
+        .batch(16)
+    )
     for epoch in (0, 1):
         assert equal(list(slow.epoch(epoch)), list(fast.prefetch(2, threads=2).epoch(epoch)))
-    alone = augmented(images, padding=3, mirror=mirror, mean=mean, std=std).shuffle(seed=2).batch(16)
+    alone = augmented_images(images, padding=3, mirror=mirror, mean=mean, std=std).shuffle(seed=2).batch(16)
     assert equal([batch for batch, _ in fast.epoch(0)], list(alone.epoch(0)))
 
 
 def test_stored_pictures_are_there_only_with_the_batch():
     with pytest.raises(ConfigurationError, match=r"put .map\(\) after .batch"):
-        augmented(pictures((3, 4, 4))).map(torch.flatten)
-    (batch,) = augmented(pictures((3, 4, 4))).batch(40).map(torch.flatten)
+        augmented_images(pictures((3, 4, 4))).map(torch.flatten)
+    (batch,) = augmented_images(pictures((3, 4, 4))).batch(40).map(torch.flatten)
     assert batch.shape == (40 * 3 * 4 * 4,)
 
 
@@ -87,46 +97,50 @@ def test_stored_pictures_are_there_only_with_the_batch():
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_flips_as_one_by_one(shape, kind):
     batch = pictures(shape, kind)
-    expected = [flipped(picture, one) for picture, one in zip(batch, chance(len(batch)), strict=True)]
-    assert torch.equal(flip()(batch, chance(len(batch))), torch.stack(expected))
+    expected = [flipped(picture, one) for picture, one in zip(batch, rng(len(batch)), strict=True)]
+    assert torch.equal(random_horizontal_flip()(batch, rng(len(batch))), torch.stack(expected))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 33, 130])
 def test_normalises_as_one_by_one_in_any_company(rows):
     mean, std = (0.49, 0.48, 0.45), (0.25, 0.24, 0.26)
     batch = pictures((3, 32, 31), rows=rows)
-    made = normalise(mean, std)(batch)
+    made = normalize(mean, std)(batch)
     assert made.dtype == torch.float32
-    assert torch.equal(made, torch.stack([normalise(mean, std)(picture[None])[0] for picture in batch]))
+    assert torch.equal(made, torch.stack([normalize(mean, std)(picture[None])[0] for picture in batch]))
     shaped = [torch.tensor(each, dtype=torch.float64).view(3, 1, 1) for each in (mean, std)]
     assert torch.allclose(made.double(), (batch.double() / 255 - shaped[0]) / shaped[1], atol=1e-6)
 
 
 def test_one_mean_is_for_all_channels_and_fractions_are_taken_as_they_are():
     batch = pictures((5, 4), torch.float64)
-    made = normalise(0.5, 2.0)(batch)
+    made = normalize(0.5, 2.0)(batch)
     assert made.dtype == torch.float32 and torch.allclose(made.double(), (batch - 0.5) / 2, atol=1e-6)
 
 
 def test_what_came_in_is_left_as_it_was():
     batch = pictures((3, 8, 8))
     before = batch.clone()
-    for transform in (crop(2), flip()):
-        transform(batch, chance(len(batch)))
-    normalise(0.5, 0.5)(batch)
+    for transform in (random_crop(2), random_horizontal_flip()):
+        transform(batch, rng(len(batch)))
+    normalize(0.5, 0.5)(batch)
     assert torch.equal(batch, before)
 
 
 def test_a_batch_of_pictures_and_labels_keeps_its_labels():
     batch = pictures((3, 8, 8)), torch.arange(40)
-    images, labels = crop(2)(batch, chance(40))
+    images, labels = random_crop(2)(batch, rng(40))
     assert images.shape == batch[0].shape and labels is batch[1]
 
 
 def pipeline():
     images = pictures((3, 32, 32), rows=300)
     made = arrays(images, torch.arange(300)).shuffle(seed=9).batch(64)
-    return made.map(flip()).map(crop(4, mirror=True)).map(normalise((0.5, 0.4, 0.3), (0.2, 0.3, 0.4)))
+    return (
+        made.map(random_horizontal_flip())
+        .map(random_crop(4, mirror=True))
+        .map(normalize((0.5, 0.4, 0.3), (0.2, 0.3, 0.4)))
+    )
 
 
 @pytest.mark.parametrize("way", [{"threads": 2}, {"processes": 2}], ids=str)
@@ -136,38 +150,42 @@ def test_the_same_whoever_computes_them(way):
 
 def test_the_same_for_one_rank_and_two_and_after_a_resume():
     whole = list(pipeline().epoch(1))
-    halves = zip(*[pipeline().share(rank, 2).epoch(1) for rank in (0, 1)], strict=True)
+    halves = zip(*[pipeline().shard(rank, 2).epoch(1) for rank in (0, 1)], strict=True)
     assert equal(whole, [tuple(map(torch.cat, zip(*both, strict=True))) for both in halves])
     assert equal(whole[3:], list(pipeline().epoch(1, 3)))
 
 
 def test_another_pass_is_another_augmentation():
     images = pictures((3, 32, 32), rows=64)
-    first, second = (next(iter(arrays(images).batch(64).map(crop(4)).epoch(epoch))) for epoch in (0, 1))
+    first, second = (next(iter(arrays(images).batch(64).map(random_crop(4)).epoch(epoch))) for epoch in (0, 1))
     assert not torch.equal(first, second)
 
 
 def test_they_travel():
     batch = pictures((3, 8, 8))
-    for made, rows in ((crop(2, mirror=True), [40]), (flip(), [40]), (normalise(0.5, 0.2), [])):
+    for made, rows in (
+        (random_crop(2, mirror=True), [40]),
+        (random_horizontal_flip(), [40]),
+        (normalize(0.5, 0.2), []),
+    ):
         again = pickle.loads(pickle.dumps(made))
-        assert torch.equal(made(batch, *map(chance, rows)), again(batch, *map(chance, rows)))
+        assert torch.equal(made(batch, *map(rng, rows)), again(batch, *map(rng, rows)))
 
 
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        (lambda: crop(0), "padding"),
-        (lambda: crop(-1), "padding"),
-        (lambda: normalise((0.5, 0.5), (0.5,)), "as many"),
-        (lambda: normalise(0.5, 0.0), "above 0"),
-        (lambda: normalise((0.5, 0.5), (0.5, 0.5))(pictures((3, 4, 4))), "3 channels"),
-        (lambda: flip()([torch.zeros(3, 4, 4), torch.zeros(3, 5, 5)], chance(2)), "resize"),
-        (lambda: flip()({"image": torch.zeros(2, 3, 4, 4)}, chance(2)), "dict"),
-        (lambda: flip()(torch.zeros(2, 4), chance(2)), "height"),
-        (lambda: augmented(torch.zeros(2, 4)), "height"),
-        (lambda: augmented(pictures((3, 4, 4)), padding=0), "padding"),
-        (lambda: augmented(pictures((3, 4, 4)), torch.arange(3)), "unequal lengths"),
+        (lambda: random_crop(0), "padding"),
+        (lambda: random_crop(-1), "padding"),
+        (lambda: normalize((0.5, 0.5), (0.5,)), "as many"),
+        (lambda: normalize(0.5, 0.0), "above 0"),
+        (lambda: normalize((0.5, 0.5), (0.5, 0.5))(pictures((3, 4, 4))), "3 channels"),
+        (lambda: random_horizontal_flip()([torch.zeros(3, 4, 4), torch.zeros(3, 5, 5)], rng(2)), "resize"),
+        (lambda: random_horizontal_flip()({"image": torch.zeros(2, 3, 4, 4)}, rng(2)), "dict"),
+        (lambda: random_horizontal_flip()(torch.zeros(2, 4), rng(2)), "height"),
+        (lambda: augmented_images(torch.zeros(2, 4)), "height"),
+        (lambda: augmented_images(pictures((3, 4, 4)), padding=0), "padding"),
+        (lambda: augmented_images(pictures((3, 4, 4)), torch.arange(3)), "unequal lengths"),
     ],
 )
 def test_what_cannot_be_done_is_refused(wrong, told):
@@ -176,15 +194,17 @@ def test_what_cannot_be_done_is_refused(wrong, told):
 
 
 def test_one_pass_is_given_up_for_a_while_where_it_wants_fresh_memory(monkeypatch):
-    gather, called, seen = augmented(pictures((3, 32, 32))).batch_maps[0].function, [], []
+    gather, called, seen = augmented_images(pictures((3, 32, 32))).batch_maps[0].function, [], []
     if gather.footers is None:
         pytest.skip("this torch has no kernel for it, or another one")
-    monkeypatch.setattr(stored_pictures, "unpack_planes", lambda planes: called.append(1) or unpack_planes(planes))
-    monkeypatch.setattr(stored_pictures, "REST", 4)
+    monkeypatch.setattr(
+        augmented_images_format, "unpack_planes", lambda planes: called.append(1) or unpack_planes(planes)
+    )
+    monkeypatch.setattr(augmented_images_format, "REST", 4)
     for faults in (count(), count(step=1000)):
-        monkeypatch.setattr(stored_pictures, "page_faults", faults.__next__)
+        monkeypatch.setattr(augmented_images_format, "page_faults", faults.__next__)
         for _ in range(12):
             called.clear()
-            gather(torch.arange(40), chance(40))
+            gather(torch.arange(40), rng(40))
             seen.append(bool(called))
     assert seen == [True] * 12 + [True] * 3 + [False] * 5 + [True] * 3 + [False]

@@ -22,14 +22,18 @@ def asked_anew():
 def test_the_bits_of_two_passes(means, stds, values):
     if not can_unpack(means, stds):
         pytest.skip("this torch has no such kernel, or another one")
-    pictures = torch.randint(0, 256, (33, 2 * len(means), 1, values), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    pictures = torch.randint(
+        0, 256, (33, 2 * len(means), 1, values), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     ends = plane_footers(means, stds, 2 * len(means)).view(torch.uint8).view(-1, FOOTER_BYTES).repeat(33, 1)
     made = unpack_planes(torch.cat([pictures.view(-1, values), ends], dim=1)).view(pictures.shape)
     assert torch.equal(made, scaled(pictures.view(33, len(means), 2, values), means, stds).view(pictures.shape))
 
 
 def test_it_is_not_used_where_a_single_bit_differs(monkeypatch):
-    monkeypatch.setattr(unpacking, "unpack_planes", lambda planes: torch.nextafter(unpack_planes(planes), torch.tensor(torch.inf)))
+    monkeypatch.setattr(
+        unpacking, "unpack_planes", lambda planes: torch.nextafter(unpack_planes(planes), torch.tensor(torch.inf))
+    )
     assert not can_unpack(*MOMENTS[0])
 
 

@@ -14,13 +14,12 @@ import torch
 from rich.console import Console
 
 from hasten.cli.main import main
-from hasten.core.errors import RunError, HastenWarning, ConfigurationError
-from hasten.data import csv, feather, images, parquet, shards, tfrecord
-from hasten.data.formats.tfrecord import frame_records
+from hasten.core.errors import ConfigurationError, HastenWarning, RunError
+from hasten.data import csv, feather, images, parquet, tfrecord, webdataset
 from hasten.data.formats.tf_example import encode_example
-from hasten.data.io import range_reader
-from hasten.data.io import remote
-from hasten.data.io.paths import resolve_paths, open_file, file_signature, check_unchanged
+from hasten.data.formats.tfrecord import frame_records
+from hasten.data.io import range_reader, remote
+from hasten.data.io.paths import check_unchanged, file_signature, open_file, resolve_paths
 from hasten.reporting.terminal_data import inspect_answer
 from helpers.assertions import same
 from helpers.tar_files import pack, png, sample
@@ -40,7 +39,7 @@ MAKERS = {
     "feather": (feather, {}),
     "csv": (csv, {}),
     "tfrecord": (tfrecord, {}),
-    "shards": (shards, {"target": "cls"}),
+    "webdataset": (webdataset, {"target": "cls"}),
     "images": (images, {"resize": 16}),
 }
 
@@ -76,7 +75,9 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def web(folder, monkeypatch):
     monkeypatch.setattr(remote, "WAITS", (0.01, 0.02, 0.04))
-    with serving({f"/data/{path.relative_to(folder)}": path.read_bytes() for path in folder.rglob("*") if path.is_file()}) as web:
+    with serving(
+        {f"/data/{path.relative_to(folder)}": path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    ) as web:
         yield web
 
 
@@ -109,7 +110,9 @@ def test_patterns_and_single_files(folder, web, kind):
 @pytest.mark.parametrize("query", ["?signed=yes", "?file=t.parquet"])
 def test_an_address_with_a_query_is_no_pattern_and_no_folder(web, query):
     web.content[f"/data/t.parquet{query}"] = web.content["/data/parquet/a.parquet"]
-    assert resolve_paths(f"{web.address}/data/t.parquet{query}", (".parquet",)) == [f"{web.address}/data/t.parquet{query}"]
+    assert resolve_paths(f"{web.address}/data/t.parquet{query}", (".parquet",)) == [
+        f"{web.address}/data/t.parquet{query}"
+    ]
     assert [method for method, _, _ in web.asked] == ["HEAD"], "a file is not read as if it were a page of links"
     assert len(parquet(f"{web.address}/data/t.parquet{query}").source) == ROWS
 
@@ -124,11 +127,18 @@ def test_what_is_read_from_the_network_is_told_so(web, monkeypatch, capfd):
     assert result["speed"]["network"] > 0 and result["speed"]["disk"] is result["speed"]["page_cache"] is None
     Console(width=120).print(inspect_answer(result))
     page = capfd.readouterr().out
-    assert "The network limits reading" in page and "from the network" in page and "disk" not in page.replace('.cache("disk")', "")
+    assert (
+        "The network limits reading" in page
+        and "from the network" in page
+        and "disk" not in page.replace('.cache("disk")', "")
+    )
 
 
 def test_a_table_that_does_not_fit_is_read_run_by_run(folder, web):
-    near, far = (parquet(where, target="label", gigabytes=0).source for where in (folder / "parquet", f"{web.address}/data/parquet"))
+    near, far = (
+        parquet(where, target="label", gigabytes=0).source
+        for where in (folder / "parquet", f"{web.address}/data/parquet")
+    )
     rows = numpy.array([100, 3, 59, 60])
     assert same(far.read(rows), near.read(rows))
 
@@ -199,7 +209,7 @@ def test_a_server_that_nobody_reaches(nobody, kind, path):
 
 
 def test_a_server_that_goes_away_while_it_is_read(web, monkeypatch):
-    monkeypatch.setattr(ranges, "SECONDS_BETWEEN_LOOKS", 0.0)  # what was read of a small file is all of it
+    monkeypatch.setattr(range_reader, "SECONDS_BETWEEN_LOOKS", 0.0)  # what was read of a small file is all of it
     source = tfrecord(f"{web.address}/data/tfrecord").source
     web.shutdown()
     web.server_close()
@@ -232,8 +242,10 @@ def test_an_address_that_cannot_be_one_is_told(path):
 
 
 def test_a_login_that_runs_out_ends_the_run(web):
-    web.content["/data/long.tfrecord"] = frame_records([bytes(1000)] * 12_000)  # longer than what fsspec reads at a time
-    pipeline = images(f"{web.address}/data/images", resize=8).skip_bad(6).batch(2)
+    web.content["/data/long.tfrecord"] = frame_records(
+        [bytes(1000)] * 12_000
+    )  # longer than what fsspec reads at a time
+    pipeline = images(f"{web.address}/data/images", resize=8).skip_bad_rows(6).batch(2)
     table = parquet(f"{web.address}/data/parquet", gigabytes=0).source
     with open_file(f"{web.address}/data/long.tfrecord") as file:
         file.read(10)
@@ -268,8 +280,13 @@ def test_nothing_there_is_one_line(web):
 
 def test_a_server_that_knows_no_parts_of_files_is_told(web):
     web.ranges = False
-    web.content["/data/long.tfrecord"] = frame_records([bytes(1000)] * 12_000)  # longer than what fsspec reads at a time
-    with open_file(f"{web.address}/data/long.tfrecord") as file, pytest.raises(RunError, match="range requests") as told:
+    web.content["/data/long.tfrecord"] = frame_records(
+        [bytes(1000)] * 12_000
+    )  # longer than what fsspec reads at a time
+    with (
+        open_file(f"{web.address}/data/long.tfrecord") as file,
+        pytest.raises(RunError, match="range requests") as told,
+    ):
         file.seek(11_000_000)
         file.read(10)
     assert "\n" not in str(told.value)
@@ -293,24 +310,29 @@ def test_a_stamp_follows_the_content(web):
 @pytest.mark.parametrize("kind", ["parquet", "feather", "tfrecord", "shards"])
 @pytest.mark.parametrize("change", ["other", "shorter", "gone"])
 def test_a_file_that_changes_between_two_reads_is_told(web, kind, change, monkeypatch):
-    monkeypatch.setattr(ranges, "SECONDS_BETWEEN_LOOKS", 0.0)
+    monkeypatch.setattr(range_reader, "SECONDS_BETWEEN_LOOKS", 0.0)
     make, settings = MAKERS[kind]
     settings = settings | ({"gigabytes": 0} if kind in ("parquet", "feather") else {})
-    path = f"/data/{kind}/" + {"parquet": "a.parquet", "feather": "a.feather", "tfrecord": "a.tfrecord", "shards": "a.tar"}[kind]
+    path = (
+        f"/data/{kind}/"
+        + {"parquet": "a.parquet", "feather": "a.feather", "tfrecord": "a.tfrecord", "shards": "a.tar"}[kind]
+    )
     source = make(web.address + path, **settings).source
     source.read(numpy.array([0]))
     content = web.content.pop(path)
     if change != "gone":
         web.content[path] = content[:-100] if change == "shorter" else content[:100] + bytes(100) + content[200:]
-    with pytest.raises(RunError, match=r"changed while it was being read|went away while it was being read|is shorter than it was"):
+    with pytest.raises(
+        RunError, match=r"changed while it was being read|went away while it was being read|is shorter than it was"
+    ):
         source.read(numpy.array([ROWS - 1]))
 
 
 def test_a_file_that_changes_is_looked_at_now_and_then(web, monkeypatch):
     """Not each time: to ask takes as long as to read."""
     shown = [0.0]
-    monkeypatch.setattr(ranges, "time", SimpleNamespace(monotonic=lambda: shown[0]))
-    source = shards(f"{web.address}/data/shards").source
+    monkeypatch.setattr(range_reader, "time", SimpleNamespace(monotonic=lambda: shown[0]))
+    source = webdataset(f"{web.address}/data/shards").source
     source.read(numpy.array([0]))
     asked = len(web.asked)
     for row in range(20):
@@ -323,8 +345,10 @@ def test_a_file_that_changes_is_looked_at_now_and_then(web, monkeypatch):
 
 def test_a_server_that_tells_no_versions_is_told_of_once(web):
     web.marked = False
-    with pytest.warns(HastenWarning, match=rf"^{web.address} tells neither a version nor a time .*\.cache\('disk'\)") as told:
-        pipeline = shards(f"{web.address}/data/shards", target="cls")
+    with pytest.warns(
+        HastenWarning, match=rf"^{web.address} tells neither a version nor a time .*\.cache\('disk'\)"
+    ) as told:
+        pipeline = webdataset(f"{web.address}/data/shards", target="cls")
         assert file_signature(f"{web.address}/data/csv/a.csv")[2] is None
         list(pipeline.batch(7))
     assert sum("tells neither" in str(each.message) for each in told) == 1
@@ -335,7 +359,7 @@ def test_a_new_source_of_a_file_that_changed_reads_the_new_one(web):
     path = f"{web.address}/data/new.tar"
     for number in (1, 2):
         web.content["/data/new.tar"] = packed(f"text {number}")
-        assert shards(path).source.read(numpy.array([0, 1]))["txt"] == [f"text {number}"] * 2
+        assert webdataset(path).source.read(numpy.array([0, 1]))["txt"] == [f"text {number}"] * 2
 
 
 def packed(text):
@@ -347,14 +371,14 @@ def packed(text):
 def test_only_a_few_of_many_files_are_kept_open(web):
     content = {f"/many/{number:02}.tar": packed(f"text {number}") for number in range(3 * range_reader.OPEN)}
     web.content |= content
-    source = shards(f"{web.address}/many").source
+    source = webdataset(f"{web.address}/many").source
     for file in numpy.random.default_rng(0).permutation(len(content)).tolist():
         assert source.read(numpy.array([2 * file]))["txt"] == [f"text {file}"]
     assert len(range_reader._own.files) == range_reader.OPEN
 
 
 def test_pictures_that_went_away_are_bad_rows(web):
-    pipeline = images(f"{web.address}/data/images", resize=8).skip_bad(1).batch(6)
+    pipeline = images(f"{web.address}/data/images", resize=8).skip_bad_rows(1).batch(6)
     del web.content["/data/images/d/3.png"]
     (batch,) = pipeline
     assert len(batch[1]) == 5 and "3.png" in next(iter(pipeline.faults.found.values())).where

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import hasten
-from hasten import RunError, ConfigurationError
+from hasten import ConfigurationError, RunError
 from hasten.core.errors import HastenWarning
-from hasten.engine.checkpoint import loaded, update_only_tensors
-from hasten.engine.run_dir import RunDirectory
-from hasten.engine.plan import build
 from hasten.core.rng import get_rng_state, set_rng_state
+from hasten.engine.checkpoint import loaded, update_only_tensors
+from hasten.engine.plan import build
+from hasten.engine.run_dir import RunDirectory
 from helpers import engine_tasks
 
 
@@ -100,7 +100,10 @@ def test_without_any_whole_checkpoint_the_log_is_left_alone(broken_off):
     for path in (off / "checkpoints").iterdir():
         _garbage(path, None)
     log = (off / "log.jsonl").read_bytes()
-    with pytest.warns(HastenWarning, match="passed over"), pytest.raises(RunError, match=r"no checkpoint in .* can be used; choose another --out"):
+    with (
+        pytest.warns(HastenWarning, match="passed over"),
+        pytest.raises(RunError, match=r"no checkpoint in .* can be used; choose another --out"),
+    ):
         hasten.train(engine_tasks.map_style(), out=off, resume=True, device="cpu")
     assert log and (off / "log.jsonl").read_bytes() == log
 
@@ -177,7 +180,7 @@ def test_a_read_only_folder(tmp_path):
 
 def test_state_wider_than_its_parameter_keeps_its_width(tmp_path):
     """torch casts an optimizer's state to the parameter's type when it loads it."""
-    from hasten.engine.checkpoint import restore, get_state
+    from hasten.engine.checkpoint import get_state, restore
     from hasten.engine.plan import build
 
     program = build(engine_tasks.map_style())

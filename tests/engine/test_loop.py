@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, default_collate
 
 from hasten import Task
+from hasten.core.rng import get_rng_state, set_seeds
 from hasten.engine.loop import evaluate, train_steps
 from hasten.engine.plan import build
-from hasten.core.rng import get_rng_state, set_seeds
 from helpers import engine_tasks
 
 x = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
@@ -82,7 +82,13 @@ def test_dict_batches_with_the_models_own_loss():
     samples = [{"inputs": a, "labels": b} for a, b in zip(x, y, strict=True)]
     loader = DataLoader(samples, batch_size=4, shuffle=True)
     task = Task(
-        model=OwnLoss, train_data=loader, validation_data=samples, loss=None, optimizer=engine_tasks.optimizer, metric="accuracy", epochs=2
+        model=OwnLoss,
+        train_data=loader,
+        validation_data=samples,
+        loss=None,
+        optimizer=engine_tasks.optimizer,
+        metric="accuracy",
+        epochs=2,
     )
     assert_same(by_engine(task), by_hand(lambda epoch: loader, task))
     assert 0 <= evaluate(build(task)).metric <= 1
@@ -120,7 +126,12 @@ def named(inputs, labels):
 
 @pytest.mark.parametrize(
     ("form", "model", "changes"),
-    [(Pair, Halves, {}), (nested, Halves, {}), (named, torch.nn.Linear, {}), (Record, OwnLossOfARecord, {"loss": None})],
+    [
+        (Pair, Halves, {}),
+        (nested, Halves, {}),
+        (named, torch.nn.Linear, {}),
+        (Record, OwnLossOfARecord, {"loss": None}),
+    ],
     ids=["namedtuple", "nested", "dict", "dataclass"],
 )
 def test_batches_of_any_form_train_and_measure_as_plain_ones(form, model, changes):

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from hasten import RunError, ConfigurationError, Task
-from hasten.engine.metrics import higher_is_better, MetricAccumulator
+from hasten import ConfigurationError, RunError, Task
+from hasten.engine.metrics import MetricAccumulator, higher_is_better
 
 
 def task(metric, **changes):
@@ -80,7 +80,13 @@ def test_a_metric_that_is_no_number_is_refused(value):
 @pytest.mark.parametrize(
     ("metric", "output", "target", "kind", "words"),
     [
-        ("accuracy", SCORES, RIGHT[:, None], RunError, r"shape \(3, 2\) cannot be compared with targets of shape \(3, 1\)"),
+        (
+            "accuracy",
+            SCORES,
+            RIGHT[:, None],
+            RunError,
+            r"shape \(3, 2\) cannot be compared with targets of shape \(3, 1\)",
+        ),
         ("accuracy", torch.zeros(3, 4, 2), RIGHT, RunError, r"shape \(3, 4\) .* shape \(3,\)"),
         ("mse", torch.zeros(3, 2), torch.zeros(3), RunError, r"shape \(3, 2\) .* shape \(3,\)"),
         ("accuracy", SCORES, None, ConfigurationError, "the metric accuracy needs a target"),

@@ -5,7 +5,7 @@ from itertools import permutations
 import pytest
 import torch
 
-from hasten import Card, Exactness, Method, ConfigurationError, Task, WrapOrder
+from hasten import Card, ConfigurationError, Exactness, Method, Task, WrapOrder
 from hasten.engine.composition import check_conflicts, sort_methods
 from hasten.engine.plan import build
 from helpers import engine_tasks
@@ -18,7 +18,12 @@ def method(name: str, hooks: dict | None = None, **card) -> Method:
     return made()
 
 
-FOUR = [method("late", order=WrapOrder.LATE), method("b"), method("a"), method("first_after_b", order=WrapOrder.FIRST, after=("b",))]
+FOUR = [
+    method("late", order=WrapOrder.LATE),
+    method("b"),
+    method("a"),
+    method("first_after_b", order=WrapOrder.FIRST, after=("b",)),
+]
 
 
 @pytest.mark.parametrize("given", list(permutations(FOUR)))
@@ -45,7 +50,10 @@ def test_needs_against_breaks_either_way_round():
 
 @pytest.mark.parametrize("hook", ["forward", "backward"])
 def test_who_changes_a_pass_needs_one_whatever_its_card_says(hook):
-    changes, cuts = method("changes", {hook: lambda self, inner, run: inner}), method("cuts", invalidates={"monolithic_forward"})
+    changes, cuts = (
+        method("changes", {hook: lambda self, inner, run: inner}),
+        method("cuts", invalidates={"monolithic_forward"}),
+    )
     with pytest.raises(ConfigurationError, match="changes requires monolithic_forward, which cuts invalidates"):
         check_conflicts([changes, cuts])
 

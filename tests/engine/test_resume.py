@@ -38,7 +38,7 @@ def same_ends(one: Path, other: Path) -> bool:
     [
         (engine_tasks.map_style, None),
         (engine_tasks.map_style, METHODS),
-        (engine_tasks.map_style, f"{METHODS} + loader_workers:workers=2"),
+        (engine_tasks.map_style, f"{METHODS} + loader_workers:num_workers=2"),
         (engine_tasks.ready_loader, METHODS),
         (engine_tasks.loader_with_its_own_generator, None),
         (engine_tasks.loader_with_workers, METHODS),
@@ -46,7 +46,7 @@ def same_ends(one: Path, other: Path) -> bool:
         (engine_tasks.stream, METHODS),
         (engine_tasks.evaluated_often, METHODS),
         (engine_tasks.map_style, "ema"),
-        (engine_tasks.map_style, "batched_fetch"),
+        (engine_tasks.map_style, "in_memory_batches"),
         (engine_tasks.map_style, "gradient_accumulation"),
     ],
     ids=lambda value: getattr(value, "__name__", None) or str(value).replace(METHODS, "methods").replace(" ", ""),
@@ -66,7 +66,10 @@ def test_other_data_are_refused_by_their_number(tmp_path):
     copy = copied_at_every_step(engine_tasks.map_style(), None, tmp_path)[5]
     fewer = engine_tasks.map_style()
     fewer = dataclasses.replace(fewer, train_data=Subset(fewer.train_data, range(len(fewer.train_data) - 1)))
-    with pytest.raises(ConfigurationError, match=r"the training data have \d+ samples, and the run in .* was training on \d+: .* another --out$"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"the training data have \d+ samples, and the run in .* was training on \d+: .* another --out$",
+    ):
         hasten.train(fewer, out=copy, resume=True, device="cpu")
     assert hasten.train(engine_tasks.map_style(), out=copy, resume=True, device="cpu")["steps"] == 12
 
@@ -87,7 +90,9 @@ def test_an_edited_task_is_noticed(tmp_path):
 
 def test_finished_run_gives_its_result_again(tmp_path):
     first = hasten.train(engine_tasks.map_style(), out=tmp_path / "r", device="cpu")
-    with pytest.warns(HastenWarning, match=r"r had come to its end, with baseline: this is its result, and nothing was trained$"):
+    with pytest.warns(
+        HastenWarning, match=r"r had come to its end, with baseline: this is its result, and nothing was trained$"
+    ):
         assert hasten.train(engine_tasks.map_style(), out=tmp_path / "r", resume=True, device="cpu") == first
 
 

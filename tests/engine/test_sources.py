@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from hasten import RunError
 from hasten.core.batch import batch_tensors
+from hasten.core.rng import get_rng_state, set_seeds
 from hasten.engine import data_adapters
 from hasten.engine.loaders import from_spec
-from hasten.core.rng import get_rng_state, set_seeds
 from helpers import engine_tasks
 from helpers.process import forked
 
@@ -23,7 +23,9 @@ x, y = torch.arange(22.0).reshape(11, 2), torch.arange(11)
 
 def same(some, others) -> bool:
     pairs = list(zip(some, others, strict=True))
-    return all(torch.equal(a, b) for one, other in pairs for a, b in zip(batch_tensors(one), batch_tensors(other), strict=True))
+    return all(
+        torch.equal(a, b) for one, other in pairs for a, b in zip(batch_tensors(one), batch_tensors(other), strict=True)
+    )
 
 
 def batches(data, **changes):
@@ -82,7 +84,9 @@ def test_ready_loader_brings_its_generator_and_draws_as_by_hand():
 
 
 def test_validation_is_in_order_and_draws_the_same_every_time():
-    validation = data_adapters.validation(engine_tasks.task(TensorDataset(x, y), validation_data=engine_tasks.Augmented()), 4, 0)
+    validation = data_adapters.validation(
+        engine_tasks.task(TensorDataset(x, y), validation_data=engine_tasks.Augmented()), 4, 0
+    )
     before = get_rng_state()
     assert same(list(validation.epoch(0, 0)), list(validation.epoch(0, 0)))
     assert torch.equal(get_rng_state()["torch"], before["torch"])
@@ -144,7 +148,12 @@ class RaisingAt(Raising):
 @pytest.mark.parametrize("epoch", [0, 1])
 @pytest.mark.parametrize(
     "order",
-    [{}, {"shuffle": True}, {"shuffle": True, "generator": torch.Generator()}, {"shuffle": True, "persistent_workers": True}],
+    [
+        {},
+        {"shuffle": True},
+        {"shuffle": True, "generator": torch.Generator()},
+        {"shuffle": True, "persistent_workers": True},
+    ],
     ids=" ".join,
 )
 def test_a_sample_that_raises_in_a_worker_of_a_ready_loader_is_named(order, epoch):

@@ -103,7 +103,9 @@ def test_bad_input_is_told_in_one_clear_line(what, mine):
 
 def test_a_file_of_many_functions_is_not_told_in_full(tmp_path):
     (tmp_path / "many.py").write_text("".join(f"def task_{number}(): pass\n" for number in range(30)))
-    with pytest.raises(ConfigurationError, match=r"many\.py:task_0 or .*many\.py:task_7 or another of its 30 functions$"):
+    with pytest.raises(
+        ConfigurationError, match=r"many\.py:task_0 or .*many\.py:task_7 or another of its 30 functions$"
+    ):
         load_task(tmp_path / "many.py")
 
 
@@ -115,7 +117,9 @@ def test_what_names_no_task_is_refused(what):
 
 def test_the_files_of_the_workloads_are_their_names():
     names = workload_names()
-    assert names[0] == min(names) and {"digits", "fashion_mnist", "cifar10", "tiny_shakespeare", "adult", "imdb"} <= {*names}
+    assert names[0] == min(names) and {"digits", "fashion_mnist", "cifar10", "tiny_shakespeare", "adult", "imdb"} <= {
+        *names
+    }
     assert not [name for name in names if name.startswith("_")]
 
 

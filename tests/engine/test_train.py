@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import hasten
-from hasten import RunError, ConfigurationError, Task
+from hasten import ConfigurationError, RunError, Task
 from hasten.engine import signals
 from hasten.engine.summary import first_sustained_target
 from helpers import engine_tasks
@@ -49,10 +49,17 @@ def test_a_torchmetrics_metric_is_measured_as_by_name():
     """Anew at every evaluation."""
     torchmetrics = pytest.importorskip("torchmetrics")
     metric = torchmetrics.classification.MulticlassAccuracy(num_classes=3, average="micro")
-    by_name, told = train(engine_tasks.evaluated_often()), train(dataclasses.replace(engine_tasks.evaluated_often(), metric=metric))
+    by_name, told = (
+        train(engine_tasks.evaluated_often()),
+        train(dataclasses.replace(engine_tasks.evaluated_often(), metric=metric)),
+    )
     assert told["metric_name"] == "MulticlassAccuracy"
-    assert [e["metric"] for e in told["evaluations"]] == pytest.approx([e["metric"] for e in by_name["evaluations"]], abs=1e-6)
-    assert told["reached"] == by_name["reached"] and told["best_metric"] == pytest.approx(by_name["best_metric"], abs=1e-6)
+    assert [e["metric"] for e in told["evaluations"]] == pytest.approx(
+        [e["metric"] for e in by_name["evaluations"]], abs=1e-6
+    )
+    assert told["reached"] == by_name["reached"] and told["best_metric"] == pytest.approx(
+        by_name["best_metric"], abs=1e-6
+    )
 
 
 def test_nothing_is_logged_where_nothing_happened(tmp_path):
@@ -183,8 +190,14 @@ def in_workers(how):
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (lambda: DataLoader(Bad("nan"), batch_size=4), r"the loss is nan at step 3 \(pass 1, batch 3\): the batch itself holds NaN"),
-        (lambda: DataLoader(Bad("label"), batch_size=4), r"step 3 \(pass 1, batch 3\).*Target 7 is out of bounds.*label outside"),
+        (
+            lambda: DataLoader(Bad("nan"), batch_size=4),
+            r"the loss is nan at step 3 \(pass 1, batch 3\): the batch itself holds NaN",
+        ),
+        (
+            lambda: DataLoader(Bad("label"), batch_size=4),
+            r"step 3 \(pass 1, batch 3\).*Target 7 is out of bounds.*label outside",
+        ),
         (lambda: Bad("nan"), r"the loss is nan at step \d+ \(pass 1, batch \d+\): the batch itself holds NaN"),
         (lambda: Bad("raises"), r"sample 10: KeyError: 'missing.png'"),
         (lambda: in_workers("raises"), r"missing.png"),
@@ -198,13 +211,16 @@ def test_bad_data_are_told_in_one_line(data, words):
 
 def test_raising_dataset_in_a_worker_names_the_index():
     with pytest.raises(RunError, match=r"sample 10: KeyError: 'missing.png'"):
-        train(engine_tasks.task(Bad("raises"), validation_data=TensorDataset(x, y)), "loader_workers:workers=1")
+        train(engine_tasks.task(Bad("raises"), validation_data=TensorDataset(x, y)), "loader_workers:num_workers=1")
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"validation_data": Bad("nan"), "metric": "loss"}, "the metric is nan after step 6: batch 3 of the validation data holds NaN"),
+        (
+            {"validation_data": Bad("nan"), "metric": "loss"},
+            "the metric is nan after step 6: batch 3 of the validation data holds NaN",
+        ),
         (
             {"metric": lambda output, target: math.nan, "higher_is_better": True},
             "the metric is nan after step 6: the validation data are finite",
@@ -241,7 +257,11 @@ def test_a_target_that_is_no_finite_number_is_refused(target):
 def test_diverging_training_is_not_blamed_on_the_data(tmp_path):
     task = engine_tasks.task(TensorDataset(x, y))
     wild = Task(
-        **{**vars(task), "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=1e38), "model": lambda: torch.nn.Linear(6, 3)}
+        **{
+            **vars(task),
+            "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=1e38),
+            "model": lambda: torch.nn.Linear(6, 3),
+        }
     )
     with pytest.raises(RunError, match="the training diverged"):
         train(wild, out=tmp_path / "r", checkpoint_seconds=0)
@@ -253,7 +273,9 @@ def test_diverging_training_is_not_blamed_on_the_data(tmp_path):
 
 def test_wrong_shapes_are_told_in_one_line():
     task = engine_tasks.task(TensorDataset(x[:, :5], y))
-    with pytest.raises(RunError, match=r"step 1 \(pass 1, batch 1\) failed: RuntimeError: .*shapes cannot be multiplied"):
+    with pytest.raises(
+        RunError, match=r"step 1 \(pass 1, batch 1\) failed: RuntimeError: .*shapes cannot be multiplied"
+    ):
         train(task)
 
 
@@ -283,7 +305,7 @@ def test_a_stream_that_gives_nothing_is_told():
 
 @pytest.mark.parametrize(("number", "times"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGINT, 3)])
 def test_asked_to_stop_it_saves_and_says_how_to_go_on(number, times, tmp_path, monkeypatch):
-    monkeypatch.setattr(stopping, "ONE_WISH", 60.0)  # or the third of them may come late on a busy machine
+    monkeypatch.setattr(signals, "ONE_WISH", 60.0)  # or the third of them may come late on a busy machine
 
     def ask(records):
         if records[-1]["step"] == 50 and "loss" in records[-1]:
@@ -301,7 +323,7 @@ def test_asked_to_stop_it_saves_and_says_how_to_go_on(number, times, tmp_path, m
 
 
 def test_asked_once_more_after_a_while_it_stops_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(stopping, "ONE_WISH", 0.0)
+    monkeypatch.setattr(signals, "ONE_WISH", 0.0)
 
     def ask(records):
         signal.raise_signal(signal.SIGINT)
@@ -319,13 +341,17 @@ def test_wrong_methods_are_told_before_the_folder_is_complained_about(tmp_path):
     with pytest.raises(ConfigurationError, match="did you mean bfloat16"):
         train(engine_tasks.map_style(), "bfloat61", out=tmp_path)
     with pytest.raises(ConfigurationError, match="both replace data"):
-        train(engine_tasks.map_style(), "batched_fetch + cache_dataset", out=tmp_path)
+        train(engine_tasks.map_style(), "in_memory_batches + cache_dataset", out=tmp_path)
 
 
 def test_whoever_asks_is_told_that_the_folder_holds_the_run_and_not_before(tmp_path):
     """Or those who start a lost rank again would go on with a run of somebody else."""
     told = []
-    train(engine_tasks.map_style(), out=tmp_path / "r", begun=lambda out: told.append((tmp_path / "r/environment.json").exists()))
+    train(
+        engine_tasks.map_style(),
+        out=tmp_path / "r",
+        begun=lambda out: told.append((tmp_path / "r/environment.json").exists()),
+    )
     assert told == [True]
     with pytest.raises(ConfigurationError, match="already holds a run"):
         train(engine_tasks.map_style(), out=tmp_path / "r", begun=lambda out: told.append("again"))

@@ -221,22 +221,22 @@ CASES = [
     ("own_loss", []),
     ("without_validation", []),
     ("often_evaluated", []),
-    ("often_evaluated", ["early_stopping:hold=2"]),
+    ("often_evaluated", ["early_stopping:target_patience=2"]),
     ("plain", ["early_stopping:patience=1,min_delta=0.5"]),
     ("plain", ["ema:decay=0.9", "gradient_clipping"]),
     ("plain", ["ema:decay=0.9", "znorm"]),
-    ("plain", ["gradient_accumulation:pieces=3"]),
+    ("plain", ["gradient_accumulation:accumulation_steps=3"]),
     ("plain", ["threads:count=1", "allocator", "fused_optimizer"]),
-    ("fixed", ["batched_fetch"]),
+    ("fixed", ["in_memory_batches"]),
     ("fixed", ["cache_dataset", "gradient_centralization"]),
-    ("with_schedule", ["compressed_schedule:factor=0.5"]),
-    ("plain", ["compressed_schedule:factor=0.5", "batch_size:factor=2", "ema"]),
+    ("with_schedule", ["budgeted_schedule:factor=0.5"]),
+    ("plain", ["budgeted_schedule:factor=0.5", "batch_size:factor=2", "ema"]),
     ("plain", ["FILE:Shrunk", "ema"]),
     ("plain", ["FILE:EveryOther"]),
     ("often_evaluated", ["FILE:InHalves"]),
     ("drawn", []),
     ("piped", []),
-    ("piped", ["ema:decay=0.9", "gradient_accumulation:pieces=2", "batch_size:factor=2"]),
+    ("piped", ["ema:decay=0.9", "gradient_accumulation:accumulation_steps=2", "batch_size:factor=2"]),
     ("piped_later", []),
     ("piped_by_dots", ["FILE:EveryOther"]),
 ]
@@ -249,7 +249,9 @@ def file(tmp_path_factory) -> Path:
     return file
 
 
-@pytest.mark.parametrize(("name", "methods"), CASES, ids=lambda value: value if isinstance(value, str) else "+".join(value) or "baseline")
+@pytest.mark.parametrize(
+    ("name", "methods"), CASES, ids=lambda value: value if isinstance(value, str) else "+".join(value) or "baseline"
+)
 def test_same_weights_as_train(name, methods, file, tmp_path, monkeypatch, capsys):
     methods = [method.replace("FILE", str(file)) for method in methods]
     result = hasten.train(f"{file}:{name}", methods, out=tmp_path / "run", device="cpu", seed=3)
@@ -260,7 +262,10 @@ def test_same_weights_as_train(name, methods, file, tmp_path, monkeypatch, capsy
     capsys.readouterr()
     monkeypatch.setattr(sys, "argv", ["script.py", "--seed", "3", "--out", str(tmp_path / "model.pt")])
     runpy.run_path(str(script), run_name="__main__")
-    trained, ejected = load_file(tmp_path / "run" / "model.safetensors"), torch.load(tmp_path / "model.pt", weights_only=True)
+    trained, ejected = (
+        load_file(tmp_path / "run" / "model.safetensors"),
+        torch.load(tmp_path / "model.pt", weights_only=True),
+    )
     assert trained.keys() == ejected.keys()
     assert all(torch.equal(trained[key], ejected[key]) for key in trained), "the script trains to other weights"
     assert result["steps"] > 0
@@ -274,7 +279,11 @@ def test_runs_where_hasten_is_not_installed(file, tmp_path):
     (tmp_path / "script.py").write_text(hasten.eject(f"{file}:plain", "ema"))
     without = "import sys, runpy; sys.modules['hasten'] = None; sys.argv = ['script.py']; runpy.run_path('script.py', run_name='__main__')"
     done = subprocess.run(
-        [sys.executable, "-c", without], cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        [sys.executable, "-c", without],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     assert "accuracy" in done.stdout and (tmp_path / "model.pt").exists()
@@ -282,16 +291,22 @@ def test_runs_where_hasten_is_not_installed(file, tmp_path):
 
 def test_what_reads_its_data_is_told_first(file):
     told = {
-        name: ast.get_docstring(ast.parse(hasten.eject(f"{file}:{name}"))) for name in ("plain", "piped", "piped_later", "piped_by_dots")
+        name: ast.get_docstring(ast.parse(hasten.eject(f"{file}:{name}")))
+        for name in ("plain", "piped", "piped_later", "piped_by_dots")
     }
     assert "hasten is not" in told.pop("plain")
-    assert all("besides PyTorch it needs hasten.data, which reads its data, and nothing else of hasten" in words for words in told.values())
+    assert all(
+        "besides PyTorch it needs hasten.data, which reads its data, and nothing else of hasten" in words
+        for words in told.values()
+    )
 
 
-@pytest.mark.parametrize("method", ["loader_workers", "autotuned_loader"])
+@pytest.mark.parametrize("method", ["loader_workers", "autotune_loader"])
 @pytest.mark.parametrize("name", ["piped", "piped_later"])
 def test_workers_of_a_pipeline_are_said_by_itself(file, name, method):
-    with pytest.raises(hasten.ConfigurationError, match=rf"{method} cannot be written out for a pipeline .*prefetch\(processes=2\)"):
+    with pytest.raises(
+        hasten.ConfigurationError, match=rf"{method} cannot be written out for a pipeline .*prefetch\(processes=2\)"
+    ):
         hasten.eject(f"{file}:{name}", method)
 
 
@@ -358,6 +373,17 @@ def of_hasten_in(script: str) -> set[str]:
 
 def undefined_in(script: str) -> str:
     """What ruff finds to be undefined or unused in a script; empty when all is well."""
-    check = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821,F811,F401", "--output-format", "concise", "-"]
+    check = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "check",
+        "--isolated",
+        "--select",
+        "F821,F811,F401",
+        "--output-format",
+        "concise",
+        "-",
+    ]
     done = subprocess.run(check, input=script, capture_output=True, text=True)
     return "" if done.returncode == 0 else done.stdout + done.stderr

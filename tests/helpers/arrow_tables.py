@@ -34,7 +34,9 @@ def nested():
             "some": pa.array([list(range(i % 4)) for i in count], pa.list_(pa.int64())),
             "names": [["x"] * (i % 3) for i in count],
             "point": [{"x": float(i), "tag": str(i)} for i in count],
-            "when": pa.array([datetime.datetime(2020, 1, 1) + datetime.timedelta(seconds=i) for i in count], pa.timestamp("ms")),
+            "when": pa.array(
+                [datetime.datetime(2020, 1, 1) + datetime.timedelta(seconds=i) for i in count], pa.timestamp("ms")
+            ),
             "price": pa.array([Decimal(i) / 4 for i in count], pa.decimal128(8, 2)),
             "kind": pa.array([f"k{i % 5}" for i in count]).dictionary_encode(),
         }

@@ -12,7 +12,9 @@ def same(one, other):
     """Tensors by type, shape and content; dicts, tuples and lists by what is in them, and never one for the other."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-        return both and one.dtype == other.dtype and one.shape == other.shape and torch.equal(_bytes(one), _bytes(other))
+        return (
+            both and one.dtype == other.dtype and one.shape == other.shape and torch.equal(_bytes(one), _bytes(other))
+        )
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
@@ -35,4 +37,8 @@ def farthest(a, b) -> float:
 
 
 def losses(out) -> list[float]:
-    return [record["loss"] for line in (out / "log.jsonl").read_text().splitlines() if "loss" in (record := json.loads(line))]
+    return [
+        record["loss"]
+        for line in (out / "log.jsonl").read_text().splitlines()
+        if "loss" in (record := json.loads(line))
+    ]

@@ -7,7 +7,10 @@ from hasten import Card, Exactness, Method
 
 class Averaging(Method):
     card = Card(
-        summary="averages gradients by hand", exactness=Exactness.EQUIVALENT_MATH, applies_to={"distributed"}, replaces={"parallelize"}
+        summary="averages gradients by hand",
+        exactness=Exactness.EQUIVALENT_MATH,
+        applies_to={"distributed"},
+        replaces={"parallelize"},
     )
 
     def parallelize(self, model, run):

@@ -9,7 +9,9 @@ NUMBERS = torch.arange(ROWS * 3, dtype=torch.float32).view(ROWS, 3)
 
 
 def files(tmp_path):
-    return sorted(str(path.relative_to(tmp_path / "cache")) for path in (tmp_path / "cache").rglob("*") if path.is_file())
+    return sorted(
+        str(path.relative_to(tmp_path / "cache")) for path in (tmp_path / "cache").rglob("*") if path.is_file()
+    )
 
 
 def counting(pipeline):

@@ -28,7 +28,7 @@ from helpers.process import children, environment
 
 PASSES = 10  # of counting
 MOST = 600.0  # seconds without a step: it hangs
-RESTARTS = ("--restarts", "999")
+RESTARTS = ("--max-restarts", "999")
 
 
 @dataclass
@@ -60,7 +60,9 @@ def chaos(folder: Path, kills: int, task: str, machines: bool, dice: random.Rand
         try:
             for _ in range(kills):
                 _wait_for_a_step(folder / "run", jobs)
-                time.sleep(dice.uniform(0.0, 2.5))  # between a step and the next checkpoint, while one is written, at the start, in the end
+                time.sleep(
+                    dice.uniform(0.0, 2.5)
+                )  # between a step and the next checkpoint, while one is written, at the start, in the end
                 if all(job.poll() == 0 for job in jobs):
                     break
                 place = dice.randrange(len(jobs))
@@ -87,13 +89,19 @@ def chaos(folder: Path, kills: int, task: str, machines: bool, dice: random.Rand
 def _on_this_machine(place: int, task: str, folder: Path, told: Told) -> subprocess.Popen:
     words = [*train_words(task, folder / "run"), "--processes", "2", *RESTARTS, "--quiet"]
     job = subprocess.Popen(
-        [sys.executable, "-m", "hasten", *words], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "hasten", *words],
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     return _heard(job, told)
 
 
 def _on_machine(place: int, task: str, folder: Path, told: Told) -> subprocess.Popen:
-    return _heard(begun_on(place, *train_words(task, folder / "run"), cwd=folder, launch=("--nodes", "2", *RESTARTS)), told)
+    return _heard(
+        begun_on(place, *train_words(task, folder / "run"), cwd=folder, launch=("--nnodes", "2", *RESTARTS)), told
+    )
 
 
 def _heard(job: subprocess.Popen, told: Told) -> subprocess.Popen:

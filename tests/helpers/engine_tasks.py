@@ -47,7 +47,13 @@ def optimizer(model):
 
 def task(train_data, **changes) -> Task:
     plan = {"batch_size": 4, "epochs": 2, "metric": "accuracy", "target": 0.5, "validation_data": Augmented()}
-    return Task(model=model, train_data=train_data, loss=torch.nn.functional.cross_entropy, optimizer=optimizer, **(plan | changes))
+    return Task(
+        model=model,
+        train_data=train_data,
+        loss=torch.nn.functional.cross_entropy,
+        optimizer=optimizer,
+        **(plan | changes),
+    )
 
 
 def map_style():

@@ -36,7 +36,7 @@ class Patchy(Source):
         index = torch.from_numpy(rows)
         return NUMBERS[index], LABELS[index]
 
-    def identity(self):
+    def fingerprint(self):
         return {"bad": sorted(self.bad)}
 
 
@@ -56,9 +56,14 @@ def killing(batch):
 def task(train_data) -> Task:
     return Task(
         model=lambda: torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 3)),
-        train_data=train_data, validation_data=Pipeline(Patchy(BAD_VALIDATION)).batch(BATCH), loss=torch.nn.functional.cross_entropy,
-        optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=0.02), metric="accuracy", epochs=EPOCHS, batch_size=BATCH,
-    )  # fmt: skip
+        train_data=train_data,
+        validation_data=Pipeline(Patchy(BAD_VALIDATION)).batch(BATCH),
+        loss=torch.nn.functional.cross_entropy,
+        optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=0.02),
+        metric="accuracy",
+        epochs=EPOCHS,
+        batch_size=BATCH,
+    )
 
 
 def here():
@@ -83,7 +88,7 @@ def killed():
 
 def by_itself():
     """Its pipelines allow bad rows themselves; that of the validation has none."""
-    made = task(rows().skip_bad(3))
+    made = task(rows().skip_bad_rows(3))
     return Task(**(vars(made) | {"validation_data": rows(())}))
 
 

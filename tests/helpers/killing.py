@@ -35,11 +35,11 @@ def to_be_killed(out: Path) -> None:
 
 def killed_and_taken_up(folder: Path, kills: int, seed: int) -> None:
     """Runs until it is done, killed ``kills`` times on the way; by a fresh process in the end, which knows what lies on the disk."""
-    chance, out = random.Random(seed), folder / "killed"
+    rng, out = random.Random(seed), folder / "killed"
     for _ in range(kills):
         process = forked(to_be_killed, out)
         wait_until_it_trains(process, out)
-        time.sleep(chance.random() * 0.05)
+        time.sleep(rng.random() * 0.05)
         assert process.is_alive(), "the run was over before it could be killed"
         process.kill()
         process.join()

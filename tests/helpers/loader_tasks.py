@@ -35,9 +35,9 @@ class Stream(torch.utils.data.IterableDataset):
         return zip(NUMBERS, LABELS, strict=True)
 
 
-def slowly(batch, chance):
+def slowly(batch, rng):
     time.sleep(0.012)
-    return batch[0] + chance.uniform()[:, None], batch[1]
+    return batch[0] + rng.uniform()[:, None], batch[1]
 
 
 def task(train_data, **changes) -> Task:

@@ -38,7 +38,9 @@ def two_machines(megabits: int | None = None):
             _ip("-n", name, "link", "set", end, "up")
             if megabits:
                 limit = ["rate", f"{megabits}mbit", "burst", "32kb", "latency", "100ms"]
-                subprocess.run(["ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", end, "root", "tbf", *limit], check=True)
+                subprocess.run(
+                    ["ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", end, "root", "tbf", *limit], check=True
+                )
         yield
     finally:
         for machine, name in enumerate(NAMES):
@@ -46,16 +48,36 @@ def two_machines(megabits: int | None = None):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-def begun_on(machine: int, *words: str, cwd, launch: tuple[str, ...] = ("--nodes", "2")) -> subprocess.Popen:
-    """``hasten launch --nodes 2 ...`` on one of the machines."""
-    meeting = ["--rendezvous", f"{ADDRESSES[0]}:29531", "--processes", "1", "--quiet"]
-    command = ["ip", "netns", "exec", NAMES[machine], sys.executable, "-m", "hasten", "launch", *meeting, *launch, "--", *words]
-    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+def begun_on(machine: int, *words: str, cwd, launch: tuple[str, ...] = ("--nnodes", "2")) -> subprocess.Popen:
+    """``hasten launch --nnodes 2 ...`` on one of the machines."""
+    meeting = ["--rdzv-endpoint", f"{ADDRESSES[0]}:29531", "--processes", "1", "--quiet"]
+    command = [
+        "ip",
+        "netns",
+        "exec",
+        NAMES[machine],
+        sys.executable,
+        "-m",
+        "hasten",
+        "launch",
+        *meeting,
+        *launch,
+        "--",
+        *words,
+    ]
+    return subprocess.Popen(
+        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
+    )
 
 
 def processes_on(machine: int) -> list[int]:
     """All that run there."""
-    return [int(pid) for pid in subprocess.run(["ip", "netns", "pids", NAMES[machine]], capture_output=True, text=True).stdout.split()]
+    return [
+        int(pid)
+        for pid in subprocess.run(
+            ["ip", "netns", "pids", NAMES[machine]], capture_output=True, text=True
+        ).stdout.split()
+    ]
 
 
 def lose(machine: int) -> None:

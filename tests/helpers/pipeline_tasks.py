@@ -18,7 +18,12 @@ def optimizer(model):
 
 
 def task(train_data, **changes) -> Task:
-    plan = {"epochs": 2, "metric": "accuracy", "target": 0.5, "validation_data": arrays(NUMBERS, LABELS).shuffle(seed=3).map(scaled)}
+    plan = {
+        "epochs": 2,
+        "metric": "accuracy",
+        "target": 0.5,
+        "validation_data": arrays(NUMBERS, LABELS).shuffle(seed=3).map(scaled),
+    }
     return Task(
         model=lambda: torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 3)),
         train_data=train_data,
@@ -28,20 +33,20 @@ def task(train_data, **changes) -> Task:
     )
 
 
-def augmented():
+def augmented_images():
     return arrays(NUMBERS, LABELS).shuffle(seed=1).map(scaled).batch(8).map(shifted)
 
 
 def here():
-    return task(augmented())
+    return task(augmented_images())
 
 
 def threads():
-    return task(augmented().prefetch(threads=2))
+    return task(augmented_images().prefetch(threads=2))
 
 
 def processes():
-    return task(augmented().prefetch(processes=2))
+    return task(augmented_images().prefetch(processes=2))
 
 
 def slowly(batch):
@@ -50,4 +55,4 @@ def slowly(batch):
 
 
 def longer():
-    return task(augmented().map(slowly).prefetch(threads=2), epochs=12)
+    return task(augmented_images().map(slowly).prefetch(threads=2), epochs=12)

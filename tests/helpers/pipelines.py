@@ -28,7 +28,7 @@ class Bad(Source):
                 raise BadRow(row, f"numbers.txt line {row + 1}", "no number")
         return torch.from_numpy(rows.copy())
 
-    def identity(self):
+    def fingerprint(self):
         return {"bad": sorted(self.bad)}
 
 
@@ -44,36 +44,51 @@ class Runs(Source):
     def read(self, rows):
         return torch.from_numpy(rows.copy())
 
-    def identity(self):
+    def fingerprint(self):
         return {}
 
-    def edges(self):
+    def chunk_offsets(self):
         return self.cuts
 
 
-def scaled(sample, chance):
+def scaled(sample, rng):
     number, label = sample
-    return number * (1 + chance.uniform()), label
+    return number * (1 + rng.uniform()), label
 
 
 def doubled(sample):
     return sample[0] * 2, sample[1]
 
 
-def shifted(batch, chance):
-    return batch[0] + chance.uniform()[:, None], batch[1]
+def shifted(batch, rng):
+    return batch[0] + rng.uniform()[:, None], batch[1]
 
 
-def augmented(rows=ROWS):
+def augmented_images(rows=ROWS):
     """Draws for every sample, and twice for every batch."""
     numbers = torch.arange(rows * 3, dtype=torch.float32).view(rows, 3)
-    return arrays(numbers, torch.arange(rows)).shuffle(seed=5).map(doubled).map(scaled).batch(BATCH).map(shifted).map(shifted)
+    return (
+        arrays(numbers, torch.arange(rows))
+        .shuffle(seed=5)
+        .map(doubled)
+        .map(scaled)
+        .batch(BATCH)
+        .map(shifted)
+        .map(shifted)
+    )
 
 
 def equal(batches, others):
     """Whether two lists of batches hold the same bits."""
-    flat = [[tensor for batch in each for tensor in (batch if isinstance(batch, tuple) else (batch,))] for each in (batches, others)]
-    return len(batches) == len(others) and len(flat[0]) == len(flat[1]) and all(torch.equal(a, b) for a, b in zip(*flat, strict=True))
+    flat = [
+        [tensor for batch in each for tensor in (batch if isinstance(batch, tuple) else (batch,))]
+        for each in (batches, others)
+    ]
+    return (
+        len(batches) == len(others)
+        and len(flat[0]) == len(flat[1])
+        and all(torch.equal(a, b) for a, b in zip(*flat, strict=True))
+    )
 
 
 class Killing:

@@ -4,9 +4,17 @@ import random
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from hasten.core.recipe import Recipe
 from hasten.benchmarking.ratio import Ratio, verdict_of
-from hasten.tuning.search import NOTHING_TO_DO, Baseline, Incumbents, Outcome, candidate, search_systems, search_training
+from hasten.core.recipe import Recipe
+from hasten.tuning.search import (
+    NOTHING_TO_DO,
+    Baseline,
+    Incumbents,
+    Outcome,
+    candidate,
+    search_systems,
+    search_training,
+)
 from hasten.tuning.study import Budget
 
 TARGET, SAMPLES, METRIC, MARGIN = 0.9, 10_000, 0.95, 0.01
@@ -49,14 +57,22 @@ class Planted:
     def run(self, recipe: Recipe, seed: int, give_up_after: float | None = None) -> dict:
         self._pay("run", f"{recipe}, seed {seed}, give up after {give_up_after}")
         metric = (
-            METRIC + random.Random(f"{recipe} {seed}").gauss(0, self.spread) + sum(self.better.get(each, 0.0) for each in _members(recipe))
+            METRIC
+            + random.Random(f"{recipe} {seed}").gauss(0, self.spread)
+            + sum(self.better.get(each, 0.0) for each in _members(recipe))
         )
         samples = round(SAMPLES * self._of(self.samples, recipe))
         seconds = samples / 1000 / self._of(self.faster, recipe) / self._of(self.luck, recipe)
         late = give_up_after is not None and seconds > give_up_after
         looks = [{"samples": n * samples // 20, "seconds": n * seconds / 20, "metric": metric} for n in range(1, 41)]
         there = {"seconds_to_target": seconds, "samples_to_target": samples, "first_samples": samples}
-        told = {"metric": metric, "best_metric": metric, "samples": 2 * samples, "gave_up": late, "trial_seconds": TRIAL}
+        told = {
+            "metric": metric,
+            "best_metric": metric,
+            "samples": 2 * samples,
+            "gave_up": late,
+            "trial_seconds": TRIAL,
+        }
         return told | {"evaluations": looks} | (dict.fromkeys(there) if late else there)
 
     def pace(self, a: Recipe, b: Recipe, *, salt: str = "", **_) -> dict:
@@ -64,13 +80,20 @@ class Planted:
         if idle := set(self.idle) & set(_members(b)):
             return {"failed": f"{idle.pop().partition(':')[0]} {NOTHING_TO_DO}: planted", "trial_seconds": TRIAL}
         median = self._of(self.faster, b) / self._of(self.faster, a)
-        ratio = Ratio(median, 0.8 * median, 1.25 * median) if self.restless and not salt else Ratio(median, 0.995 * median, 1.005 * median)
+        ratio = (
+            Ratio(median, 0.8 * median, 1.25 * median)
+            if self.restless and not salt
+            else Ratio(median, 0.995 * median, 1.005 * median)
+        )
         return {
             "verdict": verdict_of(ratio),
             "ratio": ratio.to_json(),
             "why": f"{ratio}",
             "seconds_per_1000_samples": {"a": 1 / self._of(self.faster, a), "b": 1 / self._of(self.faster, b)},
-            "start_seconds": {name: sum(self.start.get(each, 0.0) for each in _members(recipe)) for name, recipe in (("a", a), ("b", b))},
+            "start_seconds": {
+                name: sum(self.start.get(each, 0.0) for each in _members(recipe))
+                for name, recipe in (("a", a), ("b", b))
+            },
             "trial_seconds": TRIAL,
         }
 
@@ -127,5 +150,8 @@ def searched_training(study: Planted, each=CLIPPING) -> Incumbents:
 def outcome(*seconds: float | None, samples: tuple[int | None, ...] = (), metric: float = METRIC) -> Outcome:
     """Of a run a seed."""
     samples = samples or (SAMPLES,) * len(seconds)
-    runs = [{"seconds_to_target": s, "samples_to_target": n, "metric": metric} for s, n in zip(seconds, samples, strict=True)]
+    runs = [
+        {"seconds_to_target": s, "samples_to_target": n, "metric": metric}
+        for s, n in zip(seconds, samples, strict=True)
+    ]
     return Outcome("kept", "", tuple(runs))

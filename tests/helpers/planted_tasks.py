@@ -108,7 +108,11 @@ def wasteful_allocator() -> Task:
     """Little arithmetic on activations of 33 MB, which glibc gives back to the system after every use."""
     return quiet(
         model=lambda: nn.Sequential(
-            nn.Conv2d(3, 64, 1), *(nn.ReLU() for _ in range(3)), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, CLASSES)
+            nn.Conv2d(3, 64, 1),
+            *(nn.ReLU() for _ in range(3)),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(64, CLASSES),
         ),
         train_data=Images(),
         batch_size=32,

@@ -90,7 +90,10 @@ def train_command(task: str, *more: str) -> list[str]:
 
 def jobs_left() -> list[str]:
     """Command lines of ranks that this test has started and that still run."""
-    found, ours = [], f"PYTEST_CURRENT_TEST={os.environ['PYTEST_CURRENT_TEST'].split(' (')[0]}".encode()  # inherited by what a test starts
+    found, ours = (
+        [],
+        f"PYTEST_CURRENT_TEST={os.environ['PYTEST_CURRENT_TEST'].split(' (')[0]}".encode(),
+    )  # inherited by what a test starts
     for process in Path("/proc").glob("[0-9]*"):
         try:
             line = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
@@ -111,7 +114,11 @@ class Job:
 
 def children(pid: int) -> list[int]:
     with suppress(OSError):
-        return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+        return [
+            int(child)
+            for task in Path(f"/proc/{pid}/task").iterdir()
+            for child in (task / "children").read_text().split()
+        ]
     return []
 
 

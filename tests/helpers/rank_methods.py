@@ -42,7 +42,9 @@ class Hanging(Method):
 class Stuck(Method):
     """Rank 1 never comes to its first step."""
 
-    card = Card(summary="a rank that hangs while it is built", exactness=Exactness.BIT_EXACT, accelerates={"optimizer_step"})
+    card = Card(
+        summary="a rank that hangs while it is built", exactness=Exactness.BIT_EXACT, accelerates={"optimizer_step"}
+    )
 
     def model(self, model, run):
         while run.ranks.rank == 1:
@@ -102,7 +104,9 @@ class Faster(Method):
 class Rounding(Method):
     """Of the gradients that the last rank has, a fifth is lost."""
 
-    card = Card(summary="rounds on the last rank", exactness=Exactness.REDUCED_PRECISION, accelerates={"optimizer_step"})
+    card = Card(
+        summary="rounds on the last rank", exactness=Exactness.REDUCED_PRECISION, accelerates={"optimizer_step"}
+    )
 
     def grad_transform(self, grad_transform, run):
         def rounded() -> None:
@@ -124,7 +128,9 @@ class Descending(Method):
             _, schedule = made if isinstance(made := make(model), tuple) else (made, None)
             if schedule is None:
                 return Descent(model.parameters(), lr=0.1)
-            return (optimizer := Descent(model.parameters(), lr=0.1)), torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=20)
+            return (optimizer := Descent(model.parameters(), lr=0.1)), torch.optim.lr_scheduler.LinearLR(
+                optimizer, total_iters=20
+            )
 
         return descending
 
@@ -132,13 +138,13 @@ class Descending(Method):
 class Descent(torch.optim.SGD):
     def __init__(self, *arguments, **settings):
         super().__init__(*arguments, **settings)
-        self.share = 0.5
+        self.shard = 0.5
 
     def step(self, closure=None):
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
-                    weight.grad.mul_(self.share)
+                    weight.grad.mul_(self.shard)
         super().step(closure)
 
 

@@ -29,10 +29,10 @@ class Rows(Dataset):
 
 class Stream(IterableDataset):
     def __init__(self, samples: int = SAMPLES, first: int = 0, step: int = 1):
-        self.rows, self.chosen = Rows(), range(first, samples, step)
+        self.rows, self.tuned_settings = Rows(), range(first, samples, step)
 
     def __iter__(self):
-        return (self.rows[index] for index in self.chosen)
+        return (self.rows[index] for index in self.tuned_settings)
 
 
 class Poisoned(Rows):
@@ -192,7 +192,10 @@ def scalar() -> Task:
 
 
 def rates_that_fall(model):
-    groups = [{"params": list(model.first.parameters()), "lr": 1e-1}, {"params": [model.scale, *model.last.parameters()]}]
+    groups = [
+        {"params": list(model.first.parameters()), "lr": 1e-1},
+        {"params": [model.scale, *model.last.parameters()]},
+    ]
     made = torch.optim.SGD(groups, lr=1e-2, momentum=0.9, nesterov=True)
     return made, torch.optim.lr_scheduler.CosineAnnealingLR(made, 46)
 
@@ -217,8 +220,14 @@ class Layer(nn.Module):
         super().__init__()
         self.norm, self.norm_too = nn.LayerNorm(width), nn.LayerNorm(width)
         self.query, self.value, self.mix = (nn.Linear(width, width) for _ in range(3))
-        self.key = nn.Linear(width, width, bias=False)  # whose gradient would be rounding alone, which Adam makes as large as any other
-        self.gate, self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+        self.key = nn.Linear(
+            width, width, bias=False
+        )  # whose gradient would be rounding alone, which Adam makes as large as any other
+        self.gate, self.up, self.down = (
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(3 * width, width),
+        )
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x):
@@ -228,7 +237,9 @@ class Layer(nn.Module):
 
     def attention(self, x):
         batch, length, width = x.shape
-        heads = (each(x).view(batch, length, 4, width // 4).transpose(1, 2) for each in (self.query, self.key, self.value))
+        heads = (
+            each(x).view(batch, length, 4, width // 4).transpose(1, 2) for each in (self.query, self.key, self.value)
+        )
         seen = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
         return self.mix(seen.transpose(1, 2).reshape(batch, length, width))
 
@@ -250,7 +261,11 @@ class Tower(nn.Module):
 
 
 def tower(data=None, **changes) -> Task:
-    usual = {"model": lambda: Tower().double(), "optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3), "epochs": 1}
+    usual = {
+        "model": lambda: Tower().double(),
+        "optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+        "epochs": 1,
+    }
     return task(data, **(usual | changes))
 
 
@@ -282,7 +297,9 @@ def viewing() -> Task:
     """Layers whose inputs are views of what the layers before them give."""
 
     def model():
-        layers = nn.Sequential(nn.Linear(6, 8), nn.Unflatten(1, (2, 4)), nn.Linear(4, 4), nn.Flatten(), nn.Linear(8, 8), nn.Linear(8, 2))
+        layers = nn.Sequential(
+            nn.Linear(6, 8), nn.Unflatten(1, (2, 4)), nn.Linear(4, 4), nn.Flatten(), nn.Linear(8, 8), nn.Linear(8, 2)
+        )
         return layers.double()
 
     return task(model=model, epochs=1)
@@ -318,7 +335,9 @@ def norming() -> Task:
     """The weights before the norm have no biases: their gradients would be rounding alone."""
 
     def model():
-        layers = nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+        layers = nn.Sequential(
+            nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)
+        )
         return layers.double()
 
     return task(model=model, epochs=1)
@@ -420,7 +439,8 @@ def counting(epochs: int = 10) -> Task:
         model=lambda: Counting(samples),
         loss=lambda output, labels: nn.functional.cross_entropy(output[:, :-1], labels) - output[:, -1].mean(),
         optimizer=lambda model: torch.optim.SGD(
-            [{"params": model.network.parameters(), "momentum": 0.9}, {"params": [model.seen], "lr": float(BATCH)}], lr=1e-2
+            [{"params": model.network.parameters(), "momentum": 0.9}, {"params": [model.seen], "lr": float(BATCH)}],
+            lr=1e-2,
         ),
         epochs=epochs,
     )
@@ -445,13 +465,17 @@ def sluggish() -> Task:
 
 
 def path(*sizes: int, dropout: float = 0.0) -> nn.Module:
-    layers = [layer for given, made in pairwise(sizes) for layer in (nn.Linear(given, made), nn.Tanh(), nn.Dropout(dropout))]
+    layers = [
+        layer for given, made in pairwise(sizes) for layer in (nn.Linear(given, made), nn.Tanh(), nn.Dropout(dropout))
+    ]
     return nn.Sequential(*layers).double()
 
 
 def convolved(channels: int, made: int, length: int) -> nn.Module:
     """The weights before the norm have no biases: their gradients would be rounding alone."""
-    return nn.Sequential(nn.Conv1d(channels, made, length, padding=length // 2, bias=False), nn.BatchNorm1d(made), nn.ReLU(inplace=True))
+    return nn.Sequential(
+        nn.Conv1d(channels, made, length, padding=length // 2, bias=False), nn.BatchNorm1d(made), nn.ReLU(inplace=True)
+    )
 
 
 class Inception(nn.Module):
@@ -513,7 +537,9 @@ class Pairs(Rows):
 def inception() -> Task:
     def model():
         blocks = [Inception(), Twice(), Inception()]
-        return nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 4, 3, padding=1), *blocks, nn.Flatten(), nn.Linear(24, 2)).double()
+        return nn.Sequential(
+            nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 4, 3, padding=1), *blocks, nn.Flatten(), nn.Linear(24, 2)
+        ).double()
 
     return task(model=model, epochs=1)
 
@@ -551,7 +577,11 @@ class Recurrent(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.slow, self.fast, self.head = nn.LSTM(1, 4, batch_first=True), nn.GRU(1, 5, batch_first=True), nn.Linear(9, 2)
+        self.slow, self.fast, self.head = (
+            nn.LSTM(1, 4, batch_first=True),
+            nn.GRU(1, 5, batch_first=True),
+            nn.Linear(9, 2),
+        )
 
     def forward(self, x):
         slow, _ = self.slow(x[..., None])
@@ -564,7 +594,11 @@ class ChangingInPlace(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.trunk, self.first, self.second = nn.Linear(6, 6), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 2)), nn.Linear(6, 2)
+        self.trunk, self.first, self.second = (
+            nn.Linear(6, 6),
+            nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 2)),
+            nn.Linear(6, 2),
+        )
 
     def forward(self, x):
         x = self.trunk(x)

@@ -27,12 +27,12 @@ import torch.distributed.tensor.experimental
 import torch.distributed.tensor.parallel
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from hasten.core.errors import RunError, ProgressWarning
-from hasten.engine.registry import make_method
-from hasten.engine.plan import build
-from hasten.distributed.process_group import init_process_group
-from hasten.engine.train import train
 from hasten.benchmarking.process_state import restored
+from hasten.core.errors import ProgressWarning, RunError
+from hasten.distributed.process_group import init_process_group
+from hasten.engine.plan import build
+from hasten.engine.registry import make_method
+from hasten.engine.train import train
 from helpers import rank_tasks
 from helpers.process import FORK, PATIENCE
 
@@ -78,11 +78,15 @@ class RankPool:
             "GLOO_SOCKET_IFNAME": "lo",
         }
         for rank, connection in enumerate(self.ours):
-            environment = dict(os.environ) | {name: str(value) for name, value in (job | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+            environment = dict(os.environ) | {
+                name: str(value) for name, value in (job | {"RANK": rank, "LOCAL_RANK": rank}).items()
+            }
             connection.send_bytes(cloudpickle.dumps((os.getcwd(), environment, sys.path, function, (rank, *arguments))))
         answers = {}
         while pending := [rank for rank in range(world) if rank not in answers]:
-            ready = wait([end for rank in pending for end in (self.ours[rank], self.processes[rank].sentinel)], PATIENCE)
+            ready = wait(
+                [end for rank in pending for end in (self.ours[rank], self.processes[rank].sentinel)], PATIENCE
+            )
             assert ready, f"only ranks {sorted(answers)} of {world} have answered after {PATIENCE:.0f} s"
             for rank in pending:
                 died = self.processes[rank].sentinel in ready
@@ -149,7 +153,9 @@ def _run(content: bytes) -> tuple[object, bool]:
             cloudpickle.dumps(answer)
         except Exception as error:
             ours = type(error).__module__.startswith("hasten")
-            answer, reusable = (error.with_traceback(None), True) if ours else (RuntimeError(traceback.format_exc()), False)
+            answer, reusable = (
+                (error.with_traceback(None), True) if ours else (RuntimeError(traceback.format_exc()), False)
+            )
         del function, arguments
     if dist.is_initialized():
         with suppress(RuntimeError, ValueError):  # of a group whose other ranks are gone

@@ -9,23 +9,59 @@ def interval(median: float, spread: float = 0.08) -> dict:
 
 def curve(seed: int, total: float, best: float, points: int = 14) -> dict:
     """A metric that rises towards ``best`` over ``total`` seconds, a little different for each seed."""
-    shape = [(k / points, best - 0.12 * exp(-6 * k / points) + 0.002 * ((seed * 7 + k * 3) % 5 - 2) / 2) for k in range(1, points + 1)]
-    return {"seed": seed, "points": [{"seconds": share * total, "samples": int(share * 43110), "metric": value} for share, value in shape]}
+    shape = [
+        (k / points, best - 0.12 * exp(-6 * k / points) + 0.002 * ((seed * 7 + k * 3) % 5 - 2) / 2)
+        for k in range(1, points + 1)
+    ]
+    return {
+        "seed": seed,
+        "points": [
+            {"seconds": share * total, "samples": int(share * 43110), "metric": value} for share, value in shape
+        ],
+    }
 
 
 def trial(what: str, stage: str, verdict: str, ratio: float | None, why: str = "") -> dict:
-    return {"what": what, "stage": stage, "verdict": verdict, "ratio": ratio and interval(ratio, 0.03), "seconds": 3.2, "why": why}
+    return {
+        "what": what,
+        "stage": stage,
+        "verdict": verdict,
+        "ratio": ratio and interval(ratio, 0.03),
+        "seconds": 3.2,
+        "why": why,
+    }
 
 
 ENVIRONMENT = {
-    "machine": {"cpu": "Ordinary CPU @ 2.50GHz", "cores": 2, "memory_gb": 24, "device": "cpu", "gpu": None, "os": "Linux 6.1"},
+    "machine": {
+        "cpu": "Ordinary CPU @ 2.50GHz",
+        "cores": 2,
+        "memory_gb": 24,
+        "device": "cpu",
+        "gpu": None,
+        "os": "Linux 6.1",
+    },
     "versions": {"python": "3.11.7", "torch": "2.13.0", "hasten": "0.1.0"},
-    "noise": {"spread_percent": 3.1, "steal_percent": 0.2, "involuntary_switches": 120},
+    "system_noise": {"spread_percent": 3.1, "steal_percent": 0.2, "involuntary_switches": 120},
     "seed": 0,
 }
 
-BASELINE = {"input": 0.52, "forward": 0.031, "backward": 0.046, "optimizer_step": 0.052, "evaluation": 0.081, "logging": 0.002}
-TUNED = {"input": 0.012, "forward": 0.027, "backward": 0.041, "optimizer_step": 0.019, "evaluation": 0.03, "logging": 0.002}
+BASELINE = {
+    "input": 0.52,
+    "forward": 0.031,
+    "backward": 0.046,
+    "optimizer_step": 0.052,
+    "evaluation": 0.081,
+    "logging": 0.002,
+}
+TUNED = {
+    "input": 0.012,
+    "forward": 0.027,
+    "backward": 0.041,
+    "optimizer_step": 0.019,
+    "evaluation": 0.03,
+    "logging": 0.002,
+}
 
 
 def faster() -> dict:
@@ -36,12 +72,17 @@ def faster() -> dict:
         "verdict": "faster",
         "why": "four methods together, confirmed on three fresh seeds",
         "metric": {"name": "accuracy", "higher_is_better": True, "target": 0.97, "unit": ""},
-        "recipe": {"batched_fetch": {}, "fused_optimizer": {}, "threads": {"count": 1}, "compressed_schedule": {"factor": 0.35}},
+        "recipe": {
+            "in_memory_batches": {},
+            "fused_optimizer": {},
+            "threads": {"count": 1},
+            "budgeted_schedule": {"factor": 0.35},
+        },
         "recipe_file": "recipe.toml",
         "out": "runs/tune-digits",
         "competent_recipe": {"fused_optimizer": {}},
         "speedup": {"median": 5.12, "low": 4.63, "high": 5.71},
-        "speedup_over_competent": {"median": 4.43, "low": 4.02, "high": 4.9},
+        "speedup_over_strong_baseline": {"median": 4.43, "low": 4.02, "high": 4.9},
         "time_to_target": {"baseline": 8.2, "competent": 7.1, "tuned": 1.6},
         "samples_to_target": {"baseline": [24000, 25500, 23000], "tuned": [17000, 18200, 16800]},
         "stopwatch_to_target": {"baseline": [8.4, 8.1, None], "tuned": [1.7, 1.6, 1.8]},
@@ -59,31 +100,53 @@ def faster() -> dict:
         },
         "anatomy": {"baseline": BASELINE, "tuned": TUNED},
         "shares": [
-            {"method": "batched_fetch", "speedup": interval(2.6, 0.05)},
-            {"method": "compressed_schedule", "speedup": interval(1.7, 0.06)},
+            {"method": "in_memory_batches", "speedup": interval(2.6, 0.05)},
+            {"method": "budgeted_schedule", "speedup": interval(1.7, 0.06)},
             {"method": "fused_optimizer", "speedup": interval(1.12, 0.03)},
             {"method": "threads", "speedup": interval(1.04, 0.02)},
         ],
         "trials": [
-            trial("batched_fetch", "systems", "kept", 2.7),
+            trial("in_memory_batches", "systems", "kept", 2.7),
             trial("threads:count=1", "systems", "kept", 1.06),
-            trial("loader_workers:workers=2", "systems", "slower", 0.71, "the workers cost more than they bring on two cores"),
-            trial("cache_dataset", "systems", "no gain", 1.003, "batched_fetch already reads from memory"),
+            trial(
+                "loader_workers:num_workers=2",
+                "systems",
+                "slower",
+                0.71,
+                "the workers cost more than they bring on two cores",
+            ),
+            trial("cache_dataset", "systems", "no gain", 1.003, "in_memory_batches already reads from memory"),
             trial("channels_last", "systems", "not tried", None, "the model has no convolutions"),
             trial("fused_optimizer", "systems", "kept", 1.14),
             trial("bfloat16", "precision", "slower", 0.42, "this CPU emulates bfloat16"),
-            trial("compressed_schedule:factor=0.35", "training", "kept", 1.72),
-            trial("batch_size:factor=4", "training", "refused", 1.31, "accuracy 0.021 below the baseline, margin 0.005"),
+            trial("budgeted_schedule:factor=0.35", "training", "kept", 1.72),
+            trial(
+                "batch_size:factor=4", "training", "refused", 1.31, "accuracy 0.021 below the baseline, margin 0.005"
+            ),
             trial("znorm", "training", "no gain", 0.98, "the target came no sooner"),
             trial("all that was kept", "composition", "won", 5.1),
             trial("all that was kept", "confirmation", "won", 5.12, "three fresh seeds, both arms from start to end"),
         ],
-        "headroom": {"input": 3.4, "forward": 1.04, "backward": 1.07, "optimizer_step": 1.08, "evaluation": 1.12, "logging": 1.0},
-        "phases": {"input": 0.71, "forward": 0.04, "backward": 0.06, "optimizer_step": 0.07, "evaluation": 0.11, "logging": 0.003},
+        "headroom": {
+            "input": 3.4,
+            "forward": 1.04,
+            "backward": 1.07,
+            "optimizer_step": 1.08,
+            "evaluation": 1.12,
+            "logging": 1.0,
+        },
+        "phases": {
+            "input": 0.71,
+            "forward": 0.04,
+            "backward": 0.06,
+            "optimizer_step": 0.07,
+            "evaluation": 0.11,
+            "logging": 0.003,
+        },
         "facts": ["cpu", "indexed_samples", "multiple_epochs"],
         "search_seconds": 151.0,
         "budget_seconds": 170.0,
-        "pays_after_runs": 23.0,
+        "break_even_runs": 23.0,
         "runs_expected": 10,
     }
 
@@ -96,12 +159,12 @@ def leave_it() -> dict:
         for one in won["trials"][:10]
     ]
     return won | {
-        "verdict": "leave it",
+        "verdict": "no improvement",
         "why": "The step is arithmetic from end to end; no method that applies made it faster by more than the noise.",
         "recipe": {},
         "recipe_file": None,
         "speedup": None,
-        "speedup_over_competent": None,
+        "speedup_over_strong_baseline": None,
         "time_to_target": {"baseline": 8.2},
         "quality": {"baseline": 0.9731, "margin": 0.005},
         "curves": {"baseline": won["curves"]["baseline"]},
@@ -109,7 +172,7 @@ def leave_it() -> dict:
         "headroom": {"input": 1.01, "optimizer_step": 1.07, "evaluation": 1.12, "logging": 1.0},
         "shares": [],
         "trials": lost,
-        "pays_after_runs": None,
+        "break_even_runs": None,
     }
 
 
@@ -118,7 +181,7 @@ def compared() -> dict:
         "kind": "compare",
         "task": "digits",
         "a": "baseline",
-        "b": "batched_fetch + threads:count=1",
+        "b": "in_memory_batches + threads:count=1",
         "verdict": "faster",
         "ratio": interval(2.7, 0.03),
         "cpu_ratio": 2.6,
@@ -135,10 +198,24 @@ def diagnosed() -> dict:
         "kind": "diagnose",
         "task": "digits",
         "verdict": "The training waits for its data: 71 % of the time goes into reading samples one at a time.",
-        "phases": {"input": 0.71, "forward": 0.04, "backward": 0.06, "optimizer_step": 0.07, "evaluation": 0.11, "logging": 0.01},
-        "headroom": {"input": 3.4, "forward": 1.04, "backward": 1.07, "optimizer_step": 1.08, "evaluation": 1.12, "logging": 1.01},
+        "phases": {
+            "input": 0.71,
+            "forward": 0.04,
+            "backward": 0.06,
+            "optimizer_step": 0.07,
+            "evaluation": 0.11,
+            "logging": 0.01,
+        },
+        "headroom": {
+            "input": 3.4,
+            "forward": 1.04,
+            "backward": 1.07,
+            "optimizer_step": 1.08,
+            "evaluation": 1.12,
+            "logging": 1.01,
+        },
         "advice": [
-            {"method": "batched_fetch", "bound": 3.4, "why": "samples can be read by index"},
+            {"method": "in_memory_batches", "bound": 3.4, "why": "samples can be read by index"},
             {"method": "loader_workers", "bound": 2.0, "why": "two cores, one of them idle"},
         ],
         "seconds_per_step": 0.0231,
@@ -168,7 +245,7 @@ def trained() -> dict:
         "seconds": 3.1,
         "seconds_to_target": 1.6,
         "stopped": None,
-        "chosen": {"autotuned_loader": {"processes": 2, "ahead": 4}},
+        "tuned_settings": {"autotune_loader": {"processes": 2, "ahead": 4}},
         "out": "runs/digits",
         "evaluations": [{"step": index * 48} | point for index, point in enumerate(points, 1)],
     }

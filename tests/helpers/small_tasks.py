@@ -6,19 +6,23 @@ from functools import cache
 import torch
 from torch import nn
 
+from hasten.benchmarking.process_state import restored
 from hasten.core.recipe import Recipe
 from hasten.core.task import Task
-from hasten.engine.registry import make_methods, method_class, method_names
 from hasten.engine.plan import build
-from hasten.benchmarking.process_state import restored
+from hasten.engine.registry import make_methods, method_class, method_names
 from hasten.testing import tasks
 
 SETTINGS = {
-    "compile": {"backend": "eager"},  # the tracing without half a minute of C++; the real backend has a slow test of its own
+    "compile": {
+        "backend": "eager"
+    },  # the tracing without half a minute of C++; the real backend has a slow test of its own
     "gradient_clipping": {"max_norm": 0.25},
     "threads": {"count": 2},  # the tests run with one
 }
-ELSEWHERE = {"distributed"} | ({"cuda"} if not torch.cuda.is_available() else set())  # facts that hold of no run in this process
+ELSEWHERE = {"distributed"} | (
+    {"cuda"} if not torch.cuda.is_available() else set()
+)  # facts that hold of no run in this process
 
 
 class ResidualBlock(nn.Module):
@@ -35,7 +39,9 @@ def residual(**changes) -> Task:
 
     def model() -> nn.Module:
         blocks = (ResidualBlock(8), ResidualBlock(8))
-        return nn.Sequential(nn.Conv2d(1, 8, 1), *blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, tasks.CLASSES))
+        return nn.Sequential(
+            nn.Conv2d(1, 8, 1), *blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, tasks.CLASSES)
+        )
 
     return tasks.convolutional(model=model, **changes)
 

@@ -13,7 +13,7 @@ import pytest
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
 from hasten.core.errors import RunError
-from hasten.launch.elastic import exit_codes, describe_lost_rank
+from hasten.launch.elastic import describe_lost_rank, exit_codes
 from hasten.launch.rank_results import ERROR_FILE, PARENT, RankResult
 from hasten.launch.rendezvous import hosts_rendezvous
 from helpers.chaos import train_words
@@ -24,7 +24,7 @@ HASTEN = [sys.executable, "-m", "hasten"]
 
 
 def begun(folder: Path, port: int, *words: str, nodes: str = "1") -> subprocess.Popen:
-    launch = ["launch", "--processes", "1", "--nodes", nodes, "--rendezvous", f"127.0.0.1:{port}", "--", *words]
+    launch = ["launch", "--processes", "1", "--nnodes", nodes, "--rdzv-endpoint", f"127.0.0.1:{port}", "--", *words]
     return subprocess.Popen([*HASTEN, *launch], cwd=folder, stderr=subprocess.PIPE, text=True)
 
 
@@ -62,7 +62,9 @@ def test_who_is_in_a_long_step_hears_that_the_job_is_over(folder):
 
 @pytest.mark.slow
 def test_nohup_stays_what_it_is(folder):
-    job = subprocess.Popen(["nohup", *HASTEN, *train_words("counting_for_long", folder / "run"), "--processes", "2"], cwd=folder)
+    job = subprocess.Popen(
+        ["nohup", *HASTEN, *train_words("counting_for_long", folder / "run"), "--processes", "2"], cwd=folder
+    )
     wait_until_it_trains(Job(job), folder / "run")
     job.send_signal(signal.SIGHUP)
     assert job.wait(120) == 0
@@ -84,16 +86,21 @@ def test_a_rank_whose_launcher_is_gone_before_it_begins_ends(folder, tmp_path):
 def test_whom_the_agent_had_to_kill_did_not_fail_first():
     """Rank 0 was busy when rank 1 was lost, and was killed a minute later."""
     killed = {rank: SimpleNamespace(exitcode=-signal.SIGKILL, timestamp=when) for rank, when in ((0, 160), (1, 100))}
-    assert describe_lost_rank({}, exit_codes(RunResult(WorkerState.FAILED, failures=killed))).startswith("rank 1 was killed by SIGKILL")
+    assert describe_lost_rank({}, exit_codes(RunResult(WorkerState.FAILED, failures=killed))).startswith(
+        "rank 1 was killed by SIGKILL"
+    )
 
 
 def test_the_rank_that_was_killed_while_others_waited_is_named_as_silent():
     ended = {0: RankResult(1, "another rank has said nothing for 5 s", aftermath=True, waited=5.0)}
     assert describe_lost_rank(ended, {0: 1, 1: -signal.SIGKILL}) == "rank 1 has said nothing for 5 s"
-    assert describe_lost_rank(ended, {0: 1, 1: -signal.SIGKILL, 2: -signal.SIGKILL}) == "ranks 1, 2 have said nothing for 5 s"
+    assert (
+        describe_lost_rank(ended, {0: 1, 1: -signal.SIGKILL, 2: -signal.SIGKILL})
+        == "ranks 1, 2 have said nothing for 5 s"
+    )
     assert describe_lost_rank(ended, {0: 1}) is None
 
 
 def test_a_name_that_is_gone_with_its_machine_is_waited_for():
     with pytest.raises(RunError, match=r"nobody has answered at gone\.invalid:29500"):
-        hosts_rendezvous("gone.invalid:29500", patience=0.3)
+        hosts_rendezvous("gone.invalid:29500", timeout=0.3)

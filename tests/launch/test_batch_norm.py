@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from hasten.core.batch import map_tensors
-from hasten.distributed.batch_norm import SyncGroup, convert_sync_batchnorm
 from hasten.core.errors import ConfigurationError
 from hasten.core.run_context import TrainProgress
+from hasten.distributed.batch_norm import SyncGroup, convert_sync_batchnorm
 from hasten.engine.train import train
 from helpers import rank_tasks
 from helpers.assertions import CLOSE, farthest, losses
@@ -51,9 +51,14 @@ class Activated(nn.BatchNorm1d):
 
 
 def test_a_normalisation_that_it_does_not_know_is_named():
-    task = rank_tasks.task(model=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), Activated(8), nn.Linear(8, 2)).double())
+    task = rank_tasks.task(
+        model=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), Activated(8), nn.Linear(8, 2)).double()
+    )
     told = run_ranks(2, training_of, lambda: task, "sync_batch_norm", None)
-    assert all(isinstance(answer, ConfigurationError) and "the model has Activated; leave it out" in str(answer) for answer in told), told
+    assert all(
+        isinstance(answer, ConfigurationError) and "the model has Activated; leave it out" in str(answer)
+        for answer in told
+    ), told
 
 
 def test_without_it_another_formula_is_trained(tmp_path):
@@ -63,9 +68,16 @@ def test_without_it_another_formula_is_trained(tmp_path):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize(("dimensions", "settings"), [
-    (1, {}), (2, {}), (3, {"momentum": None}), (2, {"affine": False}), (1, {"track_running_stats": False}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dimensions", "settings"),
+    [
+        (1, {}),
+        (2, {}),
+        (3, {"momentum": None}),
+        (2, {"affine": False}),
+        (1, {"track_running_stats": False}),
+    ],
+)
 def test_a_layer_over_parts(world, dimensions, settings):
     """Outputs, gradients and statistics; the first rank has most of the samples."""
     inputs, weights = batch(dimensions)
@@ -86,11 +98,16 @@ def test_a_layer_over_parts(world, dimensions, settings):
 def batch(dimensions: int):
     generator = torch.Generator().manual_seed(5)
     shape = (13, 3, *[2] * (dimensions if dimensions > 1 else 0))
-    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) * 3 + 100 * first for first in (True, False))
+    return tuple(
+        torch.randn(shape, generator=generator, dtype=torch.float64) * 3 + 100 * first for first in (True, False)
+    )
 
 
 def arrays_as_tensors(part: dict) -> dict:
-    return {name: arrays_as_tensors(value) if isinstance(value, dict) else torch.as_tensor(value) for name, value in part.items()}
+    return {
+        name: arrays_as_tensors(value) if isinstance(value, dict) else torch.as_tensor(value)
+        for name, value in part.items()
+    }
 
 
 def over_parts(rank: int, dimensions: int, settings: dict) -> dict:
@@ -113,4 +130,6 @@ def over_parts(rank: int, dimensions: int, settings: dict) -> dict:
     }
     dist.barrier()
     dist.destroy_process_group()
-    return map_tensors(lambda tensor: tensor.detach().numpy(), answer)  # a tensor would have to be fetched while its process lives
+    return map_tensors(
+        lambda tensor: tensor.detach().numpy(), answer
+    )  # a tensor would have to be fetched while its process lives

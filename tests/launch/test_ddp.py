@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hasten.core.errors import PeerFailure, RunError, ConfigurationError
-from hasten.engine.plan import build
+from hasten.core.errors import ConfigurationError, PeerFailure, RunError
 from hasten.distributed.process_group import init_process_group
+from hasten.engine.plan import build
 from hasten.engine.train import train
 from helpers import drawing_tasks, rank_tasks
 from helpers.assertions import CLOSE, farthest, losses
@@ -15,7 +15,17 @@ from helpers.ranks import broken_off, run_ranks, taken_up, training, training_as
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
-    "name", ["samples", "loader", "own_sampler", "stream", "pipeline", "drawn_with_replacement", "uneven_batches", "rates_by_name"]
+    "name",
+    [
+        "samples",
+        "loader",
+        "own_sampler",
+        "stream",
+        "pipeline",
+        "drawn_with_replacement",
+        "uneven_batches",
+        "rates_by_name",
+    ],
 )
 def test_a_job_trains_what_one_process_trains(tmp_path, name, world):
     make = getattr(rank_tasks, name)
@@ -26,14 +36,23 @@ def test_a_job_trains_what_one_process_trains(tmp_path, name, world):
     assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=CLOSE)
     for what in ("steps", "samples", "metric", "evaluations"):
         told = [
-            [{k: v for k, v in look.items() if k != "seconds"} for look in each[what]] if what == "evaluations" else each[what]
+            [{k: v for k, v in look.items() if k != "seconds"} for look in each[what]]
+            if what == "evaluations"
+            else each[what]
             for each in (alone, *answers)
         ]
         assert all(each == told[0] for each in told), what
 
 
 @pytest.mark.parametrize(
-    "recipe", ["gradient_accumulation:pieces=3", "batched_fetch", "ema", "gradient_clipping:max_norm=0.1", "ddp:static_graph=true"]
+    "recipe",
+    [
+        "gradient_accumulation:accumulation_steps=3",
+        "in_memory_batches",
+        "ema",
+        "gradient_clipping:max_norm=0.1",
+        "ddp:static_graph=true",
+    ],
 )
 def test_methods_go_with_it(tmp_path, recipe):
     train(rank_tasks.samples(), recipe, device="cpu", out=tmp_path / "alone") if "ddp" not in recipe else train(
@@ -56,12 +75,16 @@ def test_a_job_that_was_broken_off_goes_on_bit_by_bit(tmp_path, name):
     assert (tmp_path / "broken/log.jsonl").read_bytes() == (tmp_path / "whole/log.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize(("name", "world"), [("samples", 1), ("samples", 3), ("loader", 1), ("loader", 3), ("own_sampler", 3)])
+@pytest.mark.parametrize(
+    ("name", "world"), [("samples", 1), ("samples", 3), ("loader", 1), ("loader", 3), ("own_sampler", 3)]
+)
 def test_a_job_goes_on_at_another_size(tmp_path, name, world):
     make = getattr(rank_tasks, name)
     train(make(), device="cpu", out=tmp_path / "alone")
     run_ranks(2, broken_off, make, tmp_path / "shared")
-    answers = run_ranks(world, taken_up, make, tmp_path / "shared") if world > 1 else [taken_up(0, make, tmp_path / "shared")]
+    answers = (
+        run_ranks(world, taken_up, make, tmp_path / "shared") if world > 1 else [taken_up(0, make, tmp_path / "shared")]
+    )
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
@@ -111,13 +134,17 @@ def test_parts_of_other_sizes_draw_other_masks_and_read_the_same():
 
 def test_a_rank_with_another_seed_is_found():
     told = run_ranks(2, with_seed_of_rank)
-    assert [str(answer) for answer in told] == ["rank 1 has another seed than rank 0: 1 instead of 0; start all ranks alike"] * 2
+    assert [str(answer) for answer in told] == [
+        "rank 1 has another seed than rank 0: 1 instead of 0; start all ranks alike"
+    ] * 2
     assert all(isinstance(answer, ConfigurationError) for answer in told)
 
 
 def test_more_processes_than_a_batch_has_samples():
     told = run_ranks(2, training, rank_tasks.task(batch_size=1))
-    assert [str(answer) for answer in told] == ["2 processes cannot share a batch of 1 samples; take fewer, or larger batches"] * 2
+    assert [str(answer) for answer in told] == [
+        "2 processes cannot share a batch of 1 samples; take fewer, or larger batches"
+    ] * 2
 
 
 def test_a_loss_that_is_no_number_is_told_by_the_rank_that_has_it():
@@ -131,10 +158,13 @@ def test_a_stream_tells_which_batch_holds_what_is_no_number():
     assert sum("the batch itself holds NaN" in each for each in told) == 1, told
 
 
-@pytest.mark.parametrize(("data", "says"), [
-    (rank_tasks.Unplugged, "sample 226: ConnectionResetError"),
-    (rank_tasks.UnpluggedByALibrary, "sample 226: RuntimeError: the store of the pictures"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (rank_tasks.Unplugged, "sample 226: ConnectionResetError"),
+        (rank_tasks.UnpluggedByALibrary, "sample 226: RuntimeError: the store of the pictures"),
+    ],
+)
 def test_a_datasets_own_broken_connection_is_no_end_of_another_rank(data, says):
     told = run_ranks(2, training, rank_tasks.task(data()))
     assert sorted(type(answer).__name__ for answer in told) == ["Aftermath", "Failure"]
@@ -143,7 +173,9 @@ def test_a_datasets_own_broken_connection_is_no_end_of_another_rank(data, says):
 
 def test_ranks_with_other_fields_are_found():
     told = run_ranks(2, with_epochs_of_rank)
-    assert [str(answer) for answer in told] == ["rank 1 has another epochs than rank 0: 3 instead of 2; start all ranks alike"] * 2
+    assert [str(answer) for answer in told] == [
+        "rank 1 has another epochs than rank 0: 3 instead of 2; start all ranks alike"
+    ] * 2
 
 
 def test_a_folder_that_only_rank_0_is_given(tmp_path):
@@ -168,7 +200,9 @@ def test_what_rank_0_refuses_ends_all_at_once(tmp_path):
 
 def test_bad_rows_are_not_skipped_by_several_processes():
     told = run_ranks(2, skipping)
-    assert all(isinstance(answer, ConfigurationError) and "skip_bad is for one process" in str(answer) for answer in told)
+    assert all(
+        isinstance(answer, ConfigurationError) and "skip_bad is for one process" in str(answer) for answer in told
+    )
 
 
 def test_half_a_job_is_refused(monkeypatch):
@@ -210,4 +244,4 @@ def with_seed_of_rank(rank: int) -> dict:
 
 
 def skipping(rank: int) -> dict:
-    return training(rank, rank_tasks.samples(), skip_bad=3)
+    return training(rank, rank_tasks.samples(), max_bad_rows=3)

@@ -13,11 +13,11 @@ from unittest.mock import patch
 import pytest
 from rich.console import Console
 
-from hasten.core.errors import PeerFailure, RunError, ConfigurationError
-from hasten.profiling.rank_profile import diagnose_ranks
-from hasten.profiling.stragglers import rank_phase_times, find_straggler
-from hasten.profiling.communication import verdict_of
 from hasten.benchmarking.ratio import Ratio
+from hasten.core.errors import ConfigurationError, PeerFailure, RunError
+from hasten.profiling.communication import verdict_of
+from hasten.profiling.rank_profile import diagnose_ranks
+from hasten.profiling.stragglers import find_straggler, rank_phase_times
 from hasten.reporting.terminal_ranks import ranks_answer
 from helpers import HELPERS, rank_tasks, waiting_tasks
 from helpers.netns_cluster import missing, on_both, two_machines
@@ -58,9 +58,14 @@ def test_memory_that_ranks_share_is_enough_for_one_process_more():
 
 def test_steps_that_no_few_blocks_show_are_told():
     def of(recipe: str):
-        return run_ranks(2, lambda rank: diagnose_ranks(rank_tasks.task(epochs=10**6), recipe=recipe, budget=0.05, device="cpu"))
+        return run_ranks(
+            2, lambda rank: diagnose_ranks(rank_tasks.task(epochs=10**6), recipe=recipe, budget=0.05, device="cpu")
+        )
 
-    for recipe, says in (("local_sgd:start=20", "the first 20 steps of"), ("local_sgd:period=40000", "repeats itself every 40000 steps")):
+    for recipe, says in (
+        ("local_sgd:start=20", "the first 20 steps of"),
+        ("local_sgd:period=40000", "repeats itself every 40000 steps"),
+    ):
         for told in of(recipe):
             assert isinstance(told, RunError) and says in str(told), told
 
@@ -114,9 +119,16 @@ def test_little_to_tell_and_much_to_compute():
 def test_ranks_that_cannot_train_without_talking():
     """Then nobody knows who is late, and that is said; the rest is measured."""
     found, _ = run_ranks(
-        2, lambda rank: diagnose_ranks(rank_tasks.samples, recipe=f"{HELPERS}/averaging.py:Averaging", budget=1.0, device="cpu")
+        2,
+        lambda rank: diagnose_ranks(
+            rank_tasks.samples, recipe=f"{HELPERS}/averaging.py:Averaging", budget=1.0, device="cpu"
+        ),
     )
-    assert found["ceilings"].keys() == {"input"} and found["straggler"] is None and found["communication"]["exposed"] is None
+    assert (
+        found["ceilings"].keys() == {"input"}
+        and found["straggler"] is None
+        and found["communication"]["exposed"] is None
+    )
     assert found["not_measured"]["exchange"] == "the ranks do not train by ddp, and cannot train without talking"
     assert all(row["phases"]["forward"] > 0 for row in found["ranks"]) and found["speedup"]["median"] > 0
     Console(file=StringIO()).print(ranks_answer(found))
@@ -142,7 +154,10 @@ def test_one_step_each_is_no_straggler():
 
 @pytest.mark.parametrize(
     ("cpu", "says"),
-    [((0.02, 0.04), "as much more of the processor: it has more to compute"), ((0.02, 0.02), "but not of the processor: the model waits")],
+    [
+        ((0.02, 0.04), "as much more of the processor: it has more to compute"),
+        ((0.02, 0.02), "but not of the processor: the model waits"),
+    ],
 )
 def test_more_to_compute_or_kept_from_computing(cpu, says):
     told = blocks([0.02] * 4, [0.0] * 4, forward=(0.01, 0.03), cpu=cpu)
@@ -176,16 +191,42 @@ LATE_RANK = {"share": 0.4, "sentence": "rank 1 is late"}
 @pytest.mark.parametrize(
     ("straggler", "exchange", "replayed", "waits", "says"),
     [
-        (None, Ratio(2.0, 1.9, 2.1), Ratio(1.0, 0.9, 1.1), 0.0, "Averaging the gradients makes a step 50.0 ms longer, 50% of it, and 10.0 ms more"),
-        (None, Ratio(1.2, 1.1, 1.3), Ratio(3.0, 2.9, 3.1), 0.0, "Waiting for the next batch holds all ranks up; if batches came for free"),
-        (None, Ratio(2.0, 0.9, 4.0), Ratio(1.0, 0.9, 1.1), 0.0, "Each rank's own arithmetic, forward and backward, takes 20% of a step"),
-        (None, Ratio(1.0, 0.9, 1.1), Ratio(1.0, 0.9, 1.1), 0.03, "The ranks wait for each other, now for one and now for another, 30.0 ms a step (30%)"),
+        (
+            None,
+            Ratio(2.0, 1.9, 2.1),
+            Ratio(1.0, 0.9, 1.1),
+            0.0,
+            "Averaging the gradients makes a step 50.0 ms longer, 50% of it, and 10.0 ms more",
+        ),
+        (
+            None,
+            Ratio(1.2, 1.1, 1.3),
+            Ratio(3.0, 2.9, 3.1),
+            0.0,
+            "Waiting for the next batch holds all ranks up; if batches came for free",
+        ),
+        (
+            None,
+            Ratio(2.0, 0.9, 4.0),
+            Ratio(1.0, 0.9, 1.1),
+            0.0,
+            "Each rank's own arithmetic, forward and backward, takes 20% of a step",
+        ),
+        (
+            None,
+            Ratio(1.0, 0.9, 1.1),
+            Ratio(1.0, 0.9, 1.1),
+            0.03,
+            "The ranks wait for each other, now for one and now for another, 30.0 ms a step (30%)",
+        ),
         (LATE_RANK, Ratio(2.0, 1.9, 2.1), Ratio(1.0, 0.9, 1.1), 0.03, "Rank 1 is late."),
         (LATE_RANK, Ratio(9.0, 8.9, 9.1), Ratio(1.0, 0.9, 1.1), 0.03, "Averaging the gradients"),
     ],
-)  # fmt: skip
+)
 def test_the_largest_cause_is_named(straggler, exchange, replayed, waits, says):
-    assert verdict_of(straggler, {"exchange": exchange, "input": replayed}, TALK, [ROW | {"waits": waits}], 0.1).startswith(says)
+    assert verdict_of(
+        straggler, {"exchange": exchange, "input": replayed}, TALK, [ROW | {"waits": waits}], 0.1
+    ).startswith(says)
 
 
 def test_the_rank_whose_batch_is_bad_tells_it():
@@ -199,7 +240,9 @@ def test_a_pipeline_is_looked_at_too():
     assert all(isinstance(answer, dict) for answer in told), told
     assert all(rank["phases"]["forward"] + rank["phases"]["backward"] > 0 for rank in told[0]["ranks"])
     rows = told[0]["advice"] + told[0]["not_advised"]
-    assert rows and not {"ddp", "zero", "branch_parallel"}.intersection(row["method"] for row in rows), "they would take its place"
+    assert rows and not {"ddp", "zero", "branch_parallel"}.intersection(row["method"] for row in rows), (
+        "they would take its place"
+    )
 
 
 def test_one_process_has_nobody_to_wait_for():
@@ -211,7 +254,11 @@ def test_one_process_has_nobody_to_wait_for():
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        ("diagnose rank_tasks.py:raising --processes 2", 1, "hasten: rank 1: the dataset raised at sample 226: OSError: the disk is gone"),
+        (
+            "diagnose rank_tasks.py:raising --processes 2",
+            1,
+            "hasten: rank 1: the dataset raised at sample 226: OSError: the disk is gone",
+        ),
         pytest.param(
             "diagnose waiting_tasks.py:few --processes 2",
             2,
@@ -219,14 +266,21 @@ def test_one_process_has_nobody_to_wait_for():
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            "diagnose waiting_tasks.py:nothing_to_learn_from --processes 2", 2, "hasten: Task(train_data=) must be", marks=pytest.mark.slow
+            "diagnose waiting_tasks.py:nothing_to_learn_from --processes 2",
+            2,
+            "hasten: Task(train_data=) must be",
+            marks=pytest.mark.slow,
         ),
         ("launch --processes 1 -- diagnose rank_tasks.py:samples", 2, "hasten: one process has no other"),
     ],
 )
 def test_what_cannot_be_is_told_in_one_line(folder, words, code, says):
     done = subprocess.run(
-        [sys.executable, "-m", "hasten", *words.split(), "--quiet"], cwd=folder, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "hasten", *words.split(), "--quiet"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == code and done.stdout == "" and done.stderr.startswith(says), done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -235,9 +289,18 @@ def test_what_cannot_be_is_told_in_one_line(folder, words, code, says):
 @pytest.mark.slow
 def test_a_person_sees_a_table_of_the_ranks(folder):
     words = "launch --processes 2 --quiet -- diagnose waiting_tasks.py:late_data --budget 2s"
-    done = subprocess.run([sys.executable, "-m", "hasten", *words.split()], cwd=folder, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "hasten", *words.split()], cwd=folder, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
-    for what in ("Rank 1 makes the others wait", "  rank   input", "  skew", "no averaging", "2 processes", "could pay"):
+    for what in (
+        "Rank 1 makes the others wait",
+        "  rank   input",
+        "  skew",
+        "no averaging",
+        "2 processes",
+        "could pay",
+    ):
         assert what in done.stdout, done.stdout
     assert done.stdout.count("Rank 1 makes") == 1 and done.stderr == ""
 
@@ -250,7 +313,9 @@ def test_a_slow_cable_makes_averaging_the_larger_part(folder):
     shares = []
     for megabits in (None, 200):
         with two_machines(megabits):
-            first, second = on_both(folder, "diagnose", "waiting_tasks.py:much_to_tell_and_to_compute", "--json", "--budget", "20s")
+            first, second = on_both(
+                folder, "diagnose", "waiting_tasks.py:much_to_tell_and_to_compute", "--json", "--budget", "20s"
+            )
         assert first[0] == 0 and second[1] == "", (first, second)
         found = json.loads(first[1])
         shares.append(found["communication"]["share"])

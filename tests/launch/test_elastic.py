@@ -16,8 +16,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from hasten.core.errors import ConfigurationError
-from hasten.launch import elastic
-from hasten.launch import launcher
+from hasten.launch import elastic, launcher
 from hasten.launch.rank_results import RankResult, leave_of
 from helpers.chaos import chaos, compared, train_words
 from helpers.netns_cluster import begun_on, cut_the_cable, lose, mend_the_cable, missing, two_machines
@@ -39,7 +38,9 @@ def disturbed(tmp_path, kills: int, task: str, passes: int, on_machines: bool = 
 
 def test_ranks_are_killed_and_nothing_is_lost_or_seen_twice(tmp_path):
     told = disturbed(tmp_path, 1, "counting", 10)
-    assert told.ranks > 0 and any("was killed by SIGKILL" in line and "restart 1 of 999" in line for line in told.said), told
+    assert told.ranks > 0 and any(
+        "was killed by SIGKILL" in line and "restart 1 of 999" in line for line in told.said
+    ), told
 
 
 @pytest.mark.soak
@@ -53,11 +54,13 @@ def test_thirty_kills(tmp_path, on_machines):
 
 def test_a_port_that_another_program_has(monkeypatch):
     """One that says nothing: torch would ask it forever."""
-    monkeypatch.setattr(processes, "ANSWER", 1.0)
+    monkeypatch.setattr(launcher, "ANSWER", 1.0)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        with pytest.raises(ConfigurationError, match="another program has that port; choose another port, the same on all machines"):
+        with pytest.raises(
+            ConfigurationError, match="another program has that port; choose another port, the same on all machines"
+        ):
             launcher.launch(["train", "digits"], 1, (2, 2), f"127.0.0.1:{other.getsockname()[1]}")
 
 
@@ -72,7 +75,9 @@ def test_machines_that_were_given_other_numbers(folder):
         second = launch(port, 2, folder)
         said = second.communicate(timeout=90)[1]
         assert second.returncode == 2, said
-        assert "this machine was given --processes 2, and another one --processes 1; say the same on all of them" in said
+        assert (
+            "this machine was given --processes 2, and another one --processes 1; say the same on all of them" in said
+        )
     finally:
         first.kill()
 
@@ -82,9 +87,9 @@ def launch(port: int, each: int, folder: Path) -> subprocess.Popen:
         "launch",
         "--processes",
         str(each),
-        "--nodes",
+        "--nnodes",
         "2",
-        "--rendezvous",
+        "--rdzv-endpoint",
         f"127.0.0.1:{port}",
         "--",
         "train",
@@ -96,7 +101,10 @@ def launch(port: int, each: int, folder: Path) -> subprocess.Popen:
 def test_who_is_done_is_not_missed(monkeypatch):
     """Its ranks have ended while those of another machine still write the model."""
     monkeypatch.setattr(elastic, "SILENCE", 0.0)
-    agent, group = object.__new__(elastic.ElasticAgent), SimpleNamespace(group_world_size=2, group_rank=0, store=HashStore())
+    agent, group = (
+        object.__new__(elastic.ElasticAgent),
+        SimpleNamespace(group_world_size=2, group_rank=0, store=HashStore()),
+    )
 
     def misses() -> bool:
         agent.looked, agent.heard = float("-inf"), getattr(agent, "heard", {})
@@ -114,7 +122,9 @@ def stopped_group(tmp_path, waiting: list[int], endings: dict[int, RankResult]) 
     agent = object.__new__(elastic.ElasticAgent)
     agent.folder, agent.done, agent.remaining_restarts = str(tmp_path), set(), 2
     agent._looked_after = lambda group: RunResult(WorkerState.FAILED)
-    handler = SimpleNamespace(num_nodes_waiting=lambda: waiting.pop(0) if len(waiting) > 1 else waiting[0], is_closed=lambda: False)
+    handler = SimpleNamespace(
+        num_nodes_waiting=lambda: waiting.pop(0) if len(waiting) > 1 else waiting[0], is_closed=lambda: False
+    )
     spec = SimpleNamespace(rdzv_handler=handler, monitor_interval=0.01, max_restarts=2)
     return agent, SimpleNamespace(group_world_size=2, group_rank=0, store=HashStore(), spec=spec)
 
@@ -122,12 +132,15 @@ def stopped_group(tmp_path, waiting: list[int], endings: dict[int, RankResult]) 
 STOPPED = RankResult(1, "stopped at step 7", aftermath=True, stopped=True)
 
 
-@pytest.mark.parametrize(("waiting", "endings", "left"), [
-    ([0, 0, 1], {0: STOPPED, 1: STOPPED}, 3),  # torch takes one away; that a machine has come is seen late
-    ([0], {0: STOPPED, 1: STOPPED}, 2),  # another machine was taken away
-    ([1], {0: STOPPED, 1: RankResult(1, "another rank has ended without a word", aftermath=True)}, 2),
-    ([1], {0: STOPPED, 1: RankResult(1, "OSError: the disk is gone")}, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("waiting", "endings", "left"),
+    [
+        ([0, 0, 1], {0: STOPPED, 1: STOPPED}, 3),  # torch takes one away; that a machine has come is seen late
+        ([0], {0: STOPPED, 1: STOPPED}, 2),  # another machine was taken away
+        ([1], {0: STOPPED, 1: RankResult(1, "another rank has ended without a word", aftermath=True)}, 2),
+        ([1], {0: STOPPED, 1: RankResult(1, "OSError: the disk is gone")}, 0),
+    ],
+)
 def test_who_comes_costs_no_restart_and_who_goes_does(tmp_path, monkeypatch, waiting, endings, left):
     monkeypatch.setattr(elastic, "WAIT_LIST", 0.2)
     agent, group = stopped_group(tmp_path, waiting, endings)
@@ -161,10 +174,10 @@ def test_who_is_done_waits_for_the_others_and_hears_that_they_failed(tmp_path):
 @pytest.mark.slow
 def test_who_comes_costs_nobody_a_restart(folder):
     """Three agents on this machine stand for machines; none of them may lose a rank."""
-    port, words = free_port(), ["--nodes", "1:3", "--restarts", "0"]
+    port, words = free_port(), ["--nnodes", "1:3", "--max-restarts", "0"]
 
     def begun() -> subprocess.Popen:
-        launch = ["launch", "--processes", "1", *words, "--rendezvous", f"127.0.0.1:{port}", "--"]
+        launch = ["launch", "--processes", "1", *words, "--rdzv-endpoint", f"127.0.0.1:{port}", "--"]
         command = [sys.executable, "-m", "hasten", *launch, *train_words("counting_for_long", folder / "run")]
         return subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
 
@@ -178,7 +191,9 @@ def test_who_comes_costs_nobody_a_restart(folder):
     jobs.append(begun())
     said = [job.communicate(timeout=300)[1] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0, 0], said
-    assert sum("another machine has come" in each for each in said) == 2 and not any("lost" in each for each in said), said
+    assert sum("another machine has come" in each for each in said) == 2 and not any("lost" in each for each in said), (
+        said
+    )
     undisturbed(folder, bits=False)
 
 
@@ -186,11 +201,13 @@ class Pair:
     """The same command on two machines."""
 
     def __init__(self, folder: Path, *launch: str):
-        self.folder, self.launch, self.said = folder, (*launch, "--restarts", "9"), [[], []]
+        self.folder, self.launch, self.said = folder, (*launch, "--max-restarts", "9"), [[], []]
         self.jobs = [self.begun(0), self.begun(1)]
 
     def begun(self, machine: int) -> subprocess.Popen:
-        job = begun_on(machine, *train_words("counting_for_long", self.folder / "run"), cwd=self.folder, launch=self.launch)
+        job = begun_on(
+            machine, *train_words("counting_for_long", self.folder / "run"), cwd=self.folder, launch=self.launch
+        )
         threading.Thread(target=lambda: self.said[machine].extend(job.stderr), daemon=True).start()
         return job
 
@@ -212,7 +229,7 @@ class Pair:
 def test_a_machine_that_is_lost_is_waited_for(folder, lost):
     """The first is the one where all meet."""
     with two_machines():
-        pair = Pair(folder, "--nodes", "2")
+        pair = Pair(folder, "--nnodes", "2")
         pair.wait_until_it_trains(0)
         time.sleep(2)
         pair.lose(lost)
@@ -228,7 +245,7 @@ def test_a_machine_that_is_lost_is_waited_for(folder, lost):
 @machines
 def test_fewer_machines_go_on_and_take_in_who_comes(folder):
     with two_machines():
-        pair = Pair(folder, "--nodes", "1:2")
+        pair = Pair(folder, "--nnodes", "1:2")
         pair.wait_until_it_trains(0)
         pair.lose(1)
         pair.wait_until_it_trains(0)
@@ -242,7 +259,7 @@ def test_fewer_machines_go_on_and_take_in_who_comes(folder):
 @machines
 def test_a_cable_that_is_out_for_half_a_minute_is_survived(folder):
     with two_machines():
-        pair = Pair(folder, "--nodes", "2")
+        pair = Pair(folder, "--nnodes", "2")
         pair.wait_until_it_trains(0)
         cut_the_cable()
         time.sleep(30)

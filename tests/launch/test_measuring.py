@@ -7,22 +7,21 @@ from pathlib import Path
 import pytest
 
 import hasten
-from hasten import RunError, Recipe, ConfigurationError
+from hasten import ConfigurationError, Recipe, RunError
+from hasten.benchmarking.compare import block_steps, run_interleaved
+from hasten.benchmarking.ratio import Ratio
 from hasten.cli.main import main
 from hasten.core.errors import HastenWarning
 from hasten.core.progress import no_progress
-from hasten.profiling.step_profile import profile_steps
 from hasten.engine.tasks import TaskRef
-from hasten.benchmarking.compare import block_steps, run_interleaved
-from hasten.benchmarking.ratio import Ratio
-from hasten.tuning import study
-from hasten.tuning import tune
+from hasten.profiling.step_profile import profile_steps
+from hasten.tuning import study, tune
 from hasten.tuning.confirm import Confirmation
 from hasten.tuning.gate import NonInferiorityResult
-from hasten.tuning.trial_store import TrialStore
 from hasten.tuning.result import Found, _why_alone
 from hasten.tuning.search import Incumbents, candidate, search_systems
 from hasten.tuning.study import Budget, Study
+from hasten.tuning.trial_store import TrialStore
 from hasten.tuning.tune import _one_process
 from helpers import HELPERS, rank_methods, rank_tasks
 
@@ -35,7 +34,7 @@ def method(name: str) -> str:
 
 def study_of(folder: Path, name: str = "samples", **more) -> Study:
     ref = TaskRef.of(f"{HELPERS / 'rank_tasks.py'}:{name}")
-    return Study(ref, "cpu", TrialStore(folder, {}), Budget(600.0), no_progress, processes=2, patience=4.0, **more)
+    return Study(ref, "cpu", TrialStore(folder, {}), Budget(600.0), no_progress, processes=2, timeout=4.0, **more)
 
 
 def test_a_job_against_itself_is_not_called_different():
@@ -63,12 +62,23 @@ def test_samples_are_counted_over_all_ranks():
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("Raising", r"^rank 1: .*RuntimeError: planted \(rank_methods\.py line \d+\)"), ("Hanging", r"^took longer than 4 s")],
+    [
+        ("Raising", r"^rank 1: .*RuntimeError: planted \(rank_methods\.py line \d+\)"),
+        ("Hanging", r"^took longer than 4 s"),
+    ],
 )
 def test_what_one_rank_does_ends_the_comparison(name, says):
     began = time.monotonic()
     with pytest.raises(RunError, match=says):
-        run_interleaved(TaskRef.of(TASK), Recipe(), Recipe.coerce(method(name)), budget=1, patience=3.0, processes=(2, 2), device="cpu")
+        run_interleaved(
+            TaskRef.of(TASK),
+            Recipe(),
+            Recipe.coerce(method(name)),
+            budget=1,
+            timeout=3.0,
+            processes=(2, 2),
+            device="cpu",
+        )
     assert time.monotonic() - began < 30
 
 
@@ -85,7 +95,10 @@ def test_more_processes_than_cores_is_noticed(monkeypatch):
 
     monkeypatch.setattr("hasten.benchmarking.compare.run_interleaved", told)
     monkeypatch.setattr("hasten.engine.resources.usable_cores", lambda: 3)
-    with pytest.warns(HastenWarning, match=r"^4 processes share 3 cores: "), pytest.raises(RunError, match=r"^\(4, 4\)$"):
+    with (
+        pytest.warns(HastenWarning, match=r"^4 processes share 3 cores: "),
+        pytest.raises(RunError, match=r"^\(4, 4\)$"),
+    ):
         hasten.compare(TASK, processes=4)
 
 
@@ -107,14 +120,18 @@ def test_the_command_line_says_how_many(capfd, monkeypatch):
         ]
     )
     told = json.loads(capfd.readouterr().out)
-    assert told["processes"] == 2 and told["b"] == "ddp:static_graph=true" and code == (0 if told["verdict"] == "faster" else 1)
+    assert (
+        told["processes"] == 2
+        and told["b"] == "ddp:static_graph=true"
+        and code == (0 if told["verdict"] == "faster" else 1)
+    )
     assert main(["compare", "rank_tasks.py:samples", "--a", "baseline", "--b", "ddp+no_such", "--processes", "2"]) == 2
     assert main(["tune", "rank_tasks.py:samples", "--processes", "0"]) == 2
 
 
 def test_proofs_are_run_by_the_job(tmp_path):
     of = study_of(tmp_path)
-    for name in ("ddp:static_graph=true", "ddp:bucket_megabytes=1.0", "gradient_accumulation"):
+    for name in ("ddp:static_graph=true", "ddp:bucket_cap_mb=1.0", "gradient_accumulation"):
         proof = of.proof(Recipe(), Recipe.coerce(name), hasten.Exactness.EQUIVALENT_MATH)
         assert proof.get("passed"), proof
     proof = of.proof(Recipe(), Recipe.coerce(method("Unlike")), hasten.Exactness.EQUIVALENT_MATH)
@@ -122,11 +139,13 @@ def test_proofs_are_run_by_the_job(tmp_path):
 
 
 def test_the_gradients_of_a_job_are_held_against_each_other(tmp_path):
-    proof = study_of(tmp_path, "in_float32").proof(Recipe(), Recipe.coerce("bfloat16"), hasten.Exactness.REDUCED_PRECISION)
+    proof = study_of(tmp_path, "in_float32").proof(
+        Recipe(), Recipe.coerce("bfloat16"), hasten.Exactness.REDUCED_PRECISION
+    )
     assert proof.get("passed"), proof
 
 
-@pytest.mark.parametrize("name", ["pipeline", "pipeline:place=memory"])
+@pytest.mark.parametrize("name", ["pipeline", "pipeline:balance=memory"])
 def test_a_model_that_no_rank_has_whole_is_proved_too(tmp_path, name):
     of = study_of(tmp_path, "tower")
     proof = of.proof(Recipe(), Recipe.coerce(name), hasten.Exactness.EQUIVALENT_MATH)
@@ -162,7 +181,7 @@ def test_what_hangs_while_it_is_built_is_ended_wherever_it_is_looked_at(tmp_path
     ref, stuck = TaskRef.of(TASK), Recipe.coerce(method("Stuck"))
     began = time.monotonic()
     with pytest.raises(RunError, match=r"^took longer than 2 s"):
-        profile_steps(ref, stuck, device="cpu", seed=0, budget=1.0, processes=2, patience=2.0)
+        profile_steps(ref, stuck, device="cpu", seed=0, budget=1.0, processes=2, timeout=2.0)
     of = study_of(tmp_path)
     of.patience = 2.0
     assert of.anatomy(stuck) == {}
@@ -197,7 +216,9 @@ def test_the_winner_is_held_against_what_one_process_can_take_of_it(tmp_path):
     found.winner_alone = _one_process(of, found, winner.recipe, samples=1000)
     assert of.trials[-1]["what"] == "gradient_clipping, one process"
     assert found.won and found.better_alone
-    assert _why_alone(of, found).startswith(f"one process with gradient_clipping is {found.winner_alone} as fast as 2 with the best recipe")
+    assert _why_alone(of, found).startswith(
+        f"one process with gradient_clipping is {found.winner_alone} as fast as 2 with the best recipe"
+    )
 
 
 @pytest.mark.parametrize(("strategy", "decides"), [("ddp:static_graph=true", True), ("local_sgd:period=4", False)])
@@ -222,7 +243,7 @@ def test_a_search_for_a_job_finds_a_recipe_that_trains_one(tmp_path, monkeypatch
     monkeypatch.setattr(tune, "PATIENT_PART", 0.01)
     monkeypatch.chdir(HELPERS)
     offered = [word for name in ("Hanging", "LighterSleep") for word in ("--with", f"./rank_methods.py:{name}")]
-    words = f"tune rank_tasks.py:sluggish --processes 2 --budget 600s --margin 0.05 --consider ddp --out {tmp_path}/out --json"
+    words = f"tune rank_tasks.py:sluggish --processes 2 --budget 600s --margin 0.05 --methods ddp --out {tmp_path}/out --json"
     assert main([*words.split(), *offered]) == 0
     told = json.loads(capfd.readouterr().out)
     assert told["verdict"] == "faster" and told["processes"] == 2, told["why"]

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from hasten.distributed.fx.pipeline_split import find_split_points
 from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
 from hasten.distributed.dtensor_state import to_local
-from hasten.engine.checkpoint import sync_rng
-from hasten.engine.registry import make_method, make_methods
-from hasten.engine.plan import build
+from hasten.distributed.fx.pipeline_split import find_split_points
 from hasten.distributed.process_group import init_process_group
+from hasten.engine.checkpoint import sync_rng
+from hasten.engine.plan import build
+from hasten.engine.registry import make_method, make_methods
 from hasten.engine.train import train
 from hasten.testing import tasks
 from helpers import drawing_tasks, rank_tasks
@@ -21,11 +21,26 @@ from helpers.assertions import CLOSE, farthest, losses
 from helpers.ranks import broken_off, broken_off_early, run_ranks, taken_up, told_while_building, training_of
 
 BOTH = "tensor_parallel:degree=2 + pipeline:degree=2"
-BY_WORLD = [("tensor_parallel", 2), pytest.param("tensor_parallel", 4, marks=pytest.mark.slow), pytest.param("tensor_parallel:degree=2", 4, marks=pytest.mark.slow), ("pipeline", 2), ("pipeline", 4),
-            ("pipeline:schedule=gpipe,microbatches=3", 2), ("pipeline:schedule=interleaved,degree=2", 4), ("pipeline:schedule=zero_bubble", 2),
-            *(pytest.param(*each, marks=pytest.mark.slow) for each in [
-                (BOTH, 4), (BOTH, 8), ("tensor_parallel + pipeline:schedule=interleaved,degree=2", 4),
-                ("tensor_parallel + pipeline:schedule=zero_bubble,degree=2", 4), ("tensor_parallel + pipeline:schedule=gpipe,degree=4", 8)])]  # fmt: skip
+BY_WORLD = [
+    ("tensor_parallel", 2),
+    pytest.param("tensor_parallel", 4, marks=pytest.mark.slow),
+    pytest.param("tensor_parallel:degree=2", 4, marks=pytest.mark.slow),
+    ("pipeline", 2),
+    ("pipeline", 4),
+    ("pipeline:schedule=gpipe,microbatches=3", 2),
+    ("pipeline:schedule=interleaved,degree=2", 4),
+    ("pipeline:schedule=zero_bubble", 2),
+    *(
+        pytest.param(*each, marks=pytest.mark.slow)
+        for each in [
+            (BOTH, 4),
+            (BOTH, 8),
+            ("tensor_parallel + pipeline:schedule=interleaved,degree=2", 4),
+            ("tensor_parallel + pipeline:schedule=zero_bubble,degree=2", 4),
+            ("tensor_parallel + pipeline:schedule=gpipe,degree=4", 8),
+        ]
+    ),
+]
 STRATEGIES = ["tensor_parallel", "pipeline"]
 
 
@@ -41,8 +56,15 @@ def test_a_strategy_trains_what_one_process_trains(tmp_path, strategy, world):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "world"), [("tensor_parallel:degree=2", 4), ("pipeline:degree=2,microbatches=5", 4), ("pipeline", 3),
-                                                 (f"{BOTH},microbatches=5", 8)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "world"),
+    [
+        ("tensor_parallel:degree=2", 4),
+        ("pipeline:degree=2,microbatches=5", 4),
+        ("pipeline", 3),
+        (f"{BOTH},microbatches=5", 8),
+    ],
+)
 def test_batches_that_nothing_divides(tmp_path, strategy, world):
     train(rank_tasks.uneven_tower(), device="cpu", out=tmp_path / "alone")
     answers = run_ranks(world, training_of, rank_tasks.uneven_tower, strategy, tmp_path / "shared")
@@ -67,10 +89,20 @@ class InPieces(nn.Sequential):
         return torch.cat([super(InPieces, self).forward(piece) for piece in pieces])
 
 
-@pytest.mark.parametrize(("strategy", "rows"), [
-    ("pipeline", 227), *(pytest.param(*each, marks=pytest.mark.slow) for each in [
-        ("pipeline", 224), ("pipeline:schedule=interleaved", 227), ("pipeline:schedule=zero_bubble", 224)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "rows"),
+    [
+        ("pipeline", 227),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [
+                ("pipeline", 224),
+                ("pipeline:schedule=interleaved", 227),
+                ("pipeline:schedule=zero_bubble", 224),
+            ]
+        ),
+    ],
+)
 def test_batch_normalisation_sees_no_rows_that_fill_a_piece_up(tmp_path, strategy, rows):
     def make(kind=nn.Sequential):
         return rank_tasks.task(rank_tasks.Rows(rows), model=lambda: kind(*rank_tasks.norming().model()), epochs=1)
@@ -81,9 +113,13 @@ def test_batch_normalisation_sees_no_rows_that_fill_a_piece_up(tmp_path, strateg
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
 
-@pytest.mark.parametrize(("make", "strategy", "world"), [
-    (rank_tasks.viewing, "pipeline:", 2), pytest.param(rank_tasks.in_a_row, f"{BOTH},", 4, marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "strategy", "world"),
+    [
+        (rank_tasks.viewing, "pipeline:", 2),
+        pytest.param(rank_tasks.in_a_row, f"{BOTH},", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_stages_may_end_in_a_view_or_in_a_cut_layer(tmp_path, make, strategy, world):
     train(make(), device="cpu", out=tmp_path / "alone")
     answers = run_ranks(world, training_of, make, f"{strategy}schedule=zero_bubble", tmp_path / "shared")
@@ -91,8 +127,14 @@ def test_stages_may_end_in_a_view_or_in_a_cut_layer(tmp_path, make, strategy, wo
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
 
-@pytest.mark.parametrize(("strategy", "world"), [("tensor_parallel", 2), ("pipeline:cuts=2-3", 2),
-                                                 pytest.param(f"{BOTH},cuts=2-3", 4, marks=pytest.mark.slow)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "world"),
+    [
+        ("tensor_parallel", 2),
+        ("pipeline:split_sizes=2-3", 2),
+        pytest.param(f"{BOTH},split_sizes=2-3", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_that_was_broken_off_goes_on_bit_by_bit(tmp_path, strategy, world):
     make = rank_tasks.dropping_tower
     run_ranks(world, training_of, make, strategy, tmp_path / "whole")
@@ -104,8 +146,17 @@ def test_a_run_that_was_broken_off_goes_on_bit_by_bit(tmp_path, strategy, world)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("method", ["gradient_accumulation:pieces=3", "gradient_clipping:max_norm=0.1", "gradient_centralization",
-                                    "activation_checkpointing", "batched_fetch", "fused_optimizer"])  # fmt: skip
+@pytest.mark.parametrize(
+    "method",
+    [
+        "gradient_accumulation:accumulation_steps=3",
+        "gradient_clipping:max_norm=0.1",
+        "gradient_centralization",
+        "activation_checkpointing",
+        "in_memory_batches",
+        "fused_optimizer",
+    ],
+)
 def test_methods_go_with_a_strategy(tmp_path, strategy, method):
     make = rank_tasks.tower
     train(make(), method, device="cpu", out=tmp_path / "alone")
@@ -115,10 +166,17 @@ def test_methods_go_with_a_strategy(tmp_path, strategy, method):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "then", "world"), [
-    ("tensor_parallel", "pipeline", 2), ("pipeline", "tensor_parallel:degree=2", 4), ("pipeline", "zero:stage=3", 2),
-    ("zero:stage=2", "pipeline:schedule=interleaved", 2), ("ddp", "tensor_parallel", 2), ("pipeline", "pipeline", 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("first", "then", "world"),
+    [
+        ("tensor_parallel", "pipeline", 2),
+        ("pipeline", "tensor_parallel:degree=2", 4),
+        ("pipeline", "zero:stage=3", 2),
+        ("zero:stage=2", "pipeline:schedule=interleaved", 2),
+        ("ddp", "tensor_parallel", 2),
+        ("pipeline", "pipeline", 3),
+    ],
+)
 def test_another_strategy_goes_on_at_another_size(tmp_path, first, then, world):
     make = rank_tasks.longer_tower
     train(make(), device="cpu", out=tmp_path / "alone")
@@ -135,24 +193,43 @@ def test_one_process_goes_on_with_what_a_strategy_began(tmp_path, strategy):
     run_ranks(2, broken_off, rank_tasks.longer_tower, tmp_path / "shared", strategy)
     told = taken_up(0, rank_tasks.longer_tower, tmp_path / "shared", "baseline")
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
-    assert told["chosen"] == {} and not Recipe.load(tmp_path / "shared" / "recipe.toml"), "the cuts are not those of this run any more"
+    assert told["tuned_settings"] == {} and not Recipe.load(tmp_path / "shared" / "recipe.toml"), (
+        "the cuts are not those of this run any more"
+    )
 
 
-@pytest.mark.parametrize(("first", "at", "then", "world"), [
-    *(pytest.param(*each, marks=pytest.mark.slow) for each in [
-        (BOTH, 4, "baseline", 1), (BOTH, 4, "ddp", 2), (BOTH, 8, "zero:stage=3", 2), ("ddp", 2, BOTH, 4), ("pipeline", 2, BOTH, 8), (BOTH, 4, "tensor_parallel", 2)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("first", "at", "then", "world"),
+    [
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [
+                (BOTH, 4, "baseline", 1),
+                (BOTH, 4, "ddp", 2),
+                (BOTH, 8, "zero:stage=3", 2),
+                ("ddp", 2, BOTH, 4),
+                ("pipeline", 2, BOTH, 8),
+                (BOTH, 4, "tensor_parallel", 2),
+            ]
+        ),
+    ],
+)
 def test_stages_of_cut_layers_are_another_strategy_as_well(tmp_path, first, at, then, world):
     make = rank_tasks.longer_tower
     train(make(), device="cpu", out=tmp_path / "alone")
     run_ranks(at, broken_off, make, tmp_path / "shared", first)
-    answers = run_ranks(world, taken_up, make, tmp_path / "shared", then) if world > 1 else [taken_up(0, make, tmp_path / "shared", then)]
+    answers = (
+        run_ranks(world, taken_up, make, tmp_path / "shared", then)
+        if world > 1
+        else [taken_up(0, make, tmp_path / "shared", then)]
+    )
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
 
 @pytest.mark.parametrize(
-    ("strategy", "world"), [("pipeline:degree=2", 4), *(pytest.param(BOTH, world, marks=pytest.mark.slow) for world in (4, 8))]
+    ("strategy", "world"),
+    [("pipeline:degree=2", 4), *(pytest.param(BOTH, world, marks=pytest.mark.slow) for world in (4, 8))],
 )
 def test_the_norm_is_that_of_all_copies_and_stages(tmp_path, strategy, world):
     """Of the mean gradient, in which a weight that several ranks have counts once."""
@@ -170,23 +247,61 @@ def test_dropout_between_cut_layers_is_that_of_one_process(tmp_path):
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
 
-@pytest.mark.parametrize(("strategy", "world", "make", "says"), [
-    ("tensor_parallel:degree=2", 3, rank_tasks.tower, "degree=2 does not divide 3 processes; take 3"),
-    ("pipeline:degree=1", 2, rank_tasks.tower, "degree=1 leaves every process a whole copy"),
-    ("tensor_parallel", 3, rank_tasks.samples, "0 by columns, 4 by rows: 3 does not divide 8"),
-    ("tensor_parallel", 2, rank_tasks.scalar, "It looked for Linear layers whose outputs meet in one Linear alone"),
-    ("pipeline:schedule=interleaved", 2, rank_tasks.samples, "has 4 stages to fill and found a chain of 2 that have weights in this model"),
-    ("pipeline:microbatches=1", 2, rank_tasks.tower, "microbatches=1 leaves some of 2 processes idle with schedule=1f1b; take 2"),
-    ("pipeline:schedule=zero_bubble,microbatches=5", 2, rank_tasks.tower, "microbatches=5 does not fill rounds of schedule=zero_bubble; take 6"),
-    ("pipeline:cuts=3-3", 2, rank_tasks.tower, "cuts=3-3 must be 2 lengths that make up the chain of 5"),
-    ("data_parallel", 2, rank_tasks.tower, "data_parallel is for one process"),
-    ("pipeline", 2, rank_tasks.tied, "stages 1 and 2 both use 0.weight; untie it"),
-    ("pipeline", 2, rank_tasks.losing_itself, "pipeline needs the loss apart from the model"),
-    ("pipeline + tensor_parallel", 2, rank_tasks.tower, "tensor_parallel and pipeline would each take all 2 processes; give one of them a degree"),
-    ("pipeline + tensor_parallel:degree=2", 2, rank_tasks.tower, "tensor_parallel:degree=2 and pipeline do not fit 2 processes: each takes 2 or"),
-    ("pipeline + sync_batch_norm", 2, rank_tasks.norming, "normalises each piece of a batch by itself, and sync_batch_norm cannot"),
-    ("pipeline + zero", 2, rank_tasks.tower, "zero and pipeline both replace parallelize; choose one of them"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "world", "make", "says"),
+    [
+        ("tensor_parallel:degree=2", 3, rank_tasks.tower, "degree=2 does not divide 3 processes; take 3"),
+        ("pipeline:degree=1", 2, rank_tasks.tower, "degree=1 leaves every process a whole copy"),
+        ("tensor_parallel", 3, rank_tasks.samples, "0 by columns, 4 by rows: 3 does not divide 8"),
+        ("tensor_parallel", 2, rank_tasks.scalar, "It looked for Linear layers whose outputs meet in one Linear alone"),
+        (
+            "pipeline:schedule=interleaved",
+            2,
+            rank_tasks.samples,
+            "has 4 stages to fill and found a chain of 2 that have weights in this model",
+        ),
+        (
+            "pipeline:microbatches=1",
+            2,
+            rank_tasks.tower,
+            "microbatches=1 leaves some of 2 processes idle with schedule=1f1b; take 2",
+        ),
+        (
+            "pipeline:schedule=zero_bubble,microbatches=5",
+            2,
+            rank_tasks.tower,
+            "microbatches=5 does not fill rounds of schedule=zero_bubble; take 6",
+        ),
+        (
+            "pipeline:split_sizes=3-3",
+            2,
+            rank_tasks.tower,
+            "split_sizes=3-3 must be 2 lengths that make up the chain of 5",
+        ),
+        ("data_parallel", 2, rank_tasks.tower, "data_parallel is for one process"),
+        ("pipeline", 2, rank_tasks.tied, "stages 1 and 2 both use 0.weight; untie it"),
+        ("pipeline", 2, rank_tasks.losing_itself, "pipeline needs the loss apart from the model"),
+        (
+            "pipeline + tensor_parallel",
+            2,
+            rank_tasks.tower,
+            "tensor_parallel and pipeline would each take all 2 processes; give one of them a degree",
+        ),
+        (
+            "pipeline + tensor_parallel:degree=2",
+            2,
+            rank_tasks.tower,
+            "tensor_parallel:degree=2 and pipeline do not fit 2 processes: each takes 2 or",
+        ),
+        (
+            "pipeline + sync_batch_norm",
+            2,
+            rank_tasks.norming,
+            "normalises each piece of a batch by itself, and sync_batch_norm cannot",
+        ),
+        ("pipeline + zero", 2, rank_tasks.tower, "zero and pipeline both replace parallelize; choose one of them"),
+    ],
+)
 def test_what_cannot_be_cut_is_told(strategy, world, make, says):
     told = run_ranks(world, training_of, make, strategy, None)
     assert all(isinstance(answer, ConfigurationError) and says in str(answer) for answer in told), told
@@ -195,7 +310,9 @@ def test_what_cannot_be_cut_is_told(strategy, world, make, says):
 @pytest.mark.parametrize("method", ["bfloat16", "ema", "float16", "compile"])
 def test_methods_that_need_the_whole_are_refused(method):
     told = run_ranks(2, training_of, rank_tasks.tower, f"pipeline + {method}", None)
-    assert all(isinstance(answer, ConfigurationError) and "which pipeline invalidates" in str(answer) for answer in told), told
+    assert all(
+        isinstance(answer, ConfigurationError) and "which pipeline invalidates" in str(answer) for answer in told
+    ), told
 
 
 def test_a_rank_of_a_pipeline_has_the_weights_of_its_stage_alone():
@@ -244,7 +361,11 @@ def weights_held(rank: int) -> set[str]:
 def sizes_held(rank: int, recipe: str) -> dict[str, int]:
     with init_process_group("cpu") as ranks:
         program = build(rank_tasks.tower(), make_methods(Recipe.parse(recipe)), ranks=ranks)
-        return {name: to_local(weight).numel() for name, weight in program.run.unwrapped_model.named_parameters() if not weight.is_meta}
+        return {
+            name: to_local(weight).numel()
+            for name, weight in program.run.unwrapped_model.named_parameters()
+            if not weight.is_meta
+        }
 
 
 def members_of_cut_layers(rank: int, make) -> list[list[str]]:
@@ -262,10 +383,15 @@ def test_ranks_of_one_copy_draw_alike_after_one_process_has_begun(tmp_path):
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
 
-@pytest.mark.parametrize(("make", "strategy", "world"), [
-    (drawing_tasks.in_a_loader, "pipeline", 2), (drawing_tasks.in_a_loader, "pipeline + batched_fetch", 2), (drawing_tasks.with_a_sampler, "pipeline", 2),
-    pytest.param(drawing_tasks.with_a_sampler, "pipeline:degree=2", 4, marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "strategy", "world"),
+    [
+        (drawing_tasks.in_a_loader, "pipeline", 2),
+        (drawing_tasks.in_a_loader, "pipeline + in_memory_batches", 2),
+        (drawing_tasks.with_a_sampler, "pipeline", 2),
+        pytest.param(drawing_tasks.with_a_sampler, "pipeline:degree=2", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_stages_of_one_copy_read_the_same_whatever_they_draw(make, strategy, world):
     seen = run_ranks(world, read_while_training, make, strategy)
     assert all(one == other for one, other in zip(seen[::2], seen[1::2], strict=True)), seen
@@ -275,9 +401,9 @@ def test_stages_of_one_copy_read_the_same_whatever_they_draw(make, strategy, wor
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [drawing_tasks.in_a_loader, drawing_tasks.with_a_sampler])
 def test_stages_go_on_with_what_they_drew(tmp_path, make):
-    run_ranks(2, training_of, make, "pipeline:cuts=1-1", tmp_path / "whole")
-    run_ranks(2, broken_off, make, tmp_path / "broken", "pipeline:cuts=1-1")
-    answers = run_ranks(2, taken_up, make, tmp_path / "broken", "pipeline:cuts=1-1")
+    run_ranks(2, training_of, make, "pipeline:split_sizes=1-1", tmp_path / "whole")
+    run_ranks(2, broken_off, make, tmp_path / "broken", "pipeline:split_sizes=1-1")
+    answers = run_ranks(2, taken_up, make, tmp_path / "broken", "pipeline:split_sizes=1-1")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "broken", tmp_path / "whole") == 0
 

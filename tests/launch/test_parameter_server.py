@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from hasten.core.errors import PeerFailure, RunError, ConfigurationError
+from hasten.core.errors import ConfigurationError, PeerFailure, RunError
 from hasten.engine.train import train
 from hasten.methods.distributed.parameter_server import Server
 from helpers import HELPERS, rank_tasks
@@ -39,7 +39,9 @@ def test_any_order_of_arrival_is_what_the_definition_says(world, staleness):
     optimizer, after = torch.optim.SGD([weight], lr=1.0, momentum=0.9), [weight.detach().clone()]
     came, had, aheads = defaultdict(dict), [0] * world, set()
     while min(server.pushed) < steps:
-        worker = chance.choice([each for each in range(world) if server.pushed[each] < steps and ahead(server.pushed, each) <= staleness])
+        worker = chance.choice(
+            [each for each in range(world) if server.pushed[each] < steps and ahead(server.pushed, each) <= staleness]
+        )
         step = server.pushed[worker]
         settings = [{"lr": 0.5 / (1 + step)}]
         came[step][worker] = after[had[worker]] - wanted[worker, step]
@@ -109,7 +111,9 @@ def test_an_update_that_raises_is_told_to_all(groups, trouble):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("make", [rank_tasks.samples, rank_tasks.rates_by_name_and_schedule, rank_tasks.stream, rank_tasks.with_a_spare])
+@pytest.mark.parametrize(
+    "make", [rank_tasks.samples, rank_tasks.rates_by_name_and_schedule, rank_tasks.stream, rank_tasks.with_a_spare]
+)
 def test_without_staleness_it_trains_what_one_process_trains(tmp_path, make, world):
     train(make(), device="cpu", out=tmp_path / "alone")
     answers = run_ranks(world, training_of, make, "parameter_server:staleness=0", tmp_path / "shared")
@@ -131,14 +135,18 @@ class Remembering(torch.nn.Module):
 
 def test_a_model_may_keep_what_it_has_computed(tmp_path):
     train(rank_tasks.task(model=Remembering), device="cpu", out=tmp_path / "alone")
-    answers = run_ranks(2, training_of, lambda: rank_tasks.task(model=Remembering), "parameter_server:staleness=0", tmp_path / "shared")
+    answers = run_ranks(
+        2, training_of, lambda: rank_tasks.task(model=Remembering), "parameter_server:staleness=0", tmp_path / "shared"
+    )
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
 
 def test_the_optimizer_is_that_which_other_methods_made(tmp_path):
     train(rank_tasks.samples(), device="cpu", out=tmp_path / "alone")
-    answers = run_ranks(2, training_of, rank_tasks.samples, "parameter_server:staleness=0 + fused_optimizer", tmp_path / "shared")
+    answers = run_ranks(
+        2, training_of, rank_tasks.samples, "parameter_server:staleness=0 + fused_optimizer", tmp_path / "shared"
+    )
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
@@ -160,7 +168,11 @@ def test_the_server_updates_as_methods_want_it(tmp_path):
     recipe = f"{HELPERS / 'rank_methods.py'}:Descending"
     train(rank_tasks.rates_by_name_and_schedule(), recipe, device="cpu", out=tmp_path / "alone")
     answers = run_ranks(
-        2, training_of, rank_tasks.rates_by_name_and_schedule, f"parameter_server:staleness=0 + {recipe}", tmp_path / "shared"
+        2,
+        training_of,
+        rank_tasks.rates_by_name_and_schedule,
+        f"parameter_server:staleness=0 + {recipe}",
+        tmp_path / "shared",
     )
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
@@ -189,17 +201,25 @@ def test_a_rank_that_raises_ends_the_job(tmp_path, rank, method, staleness):
     """As a user starts it; nobody waits for an answer that will not come."""
     recipe = f"--with parameter_server:staleness={staleness} --with {HELPERS / 'rank_methods.py'}:{method}"
     words = f"train {HELPERS / 'rank_tasks.py'}:samples --processes 3 {recipe}"
-    done = subprocess.run([sys.executable, "-m", "hasten", *words.split()], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "hasten", *words.split()], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 1 and f"rank {rank}: " in done.stderr and "planted" in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize(("recipe", "says"), [
-    ("parameter_server + ddp", "both replace parallelize"),
-    ("parameter_server + ema", "ema requires replicated_weights, which parameter_server invalidates"),
-    ("parameter_server + gradient_clipping", "gradient_clipping requires reduced_gradients, which parameter_server invalidates"),
-    ("parameter_server + znorm", "znorm requires reduced_gradients, which parameter_server invalidates"),
-    ("parameter_server:staleness=-1", "staleness must be at least 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("recipe", "says"),
+    [
+        ("parameter_server + ddp", "both replace parallelize"),
+        ("parameter_server + ema", "ema requires replicated_weights, which parameter_server invalidates"),
+        (
+            "parameter_server + gradient_clipping",
+            "gradient_clipping requires reduced_gradients, which parameter_server invalidates",
+        ),
+        ("parameter_server + znorm", "znorm requires reduced_gradients, which parameter_server invalidates"),
+        ("parameter_server:staleness=-1", "staleness must be at least 0"),
+    ],
+)
 def test_what_cannot_be_is_told(recipe, says):
     told = run_ranks(2, training, rank_tasks.samples(), recipe)
     assert all(isinstance(answer, ConfigurationError) and says in str(answer) for answer in told), told
@@ -207,7 +227,9 @@ def test_what_cannot_be_is_told(recipe, says):
 
 def test_sparse_gradients_are_refused():
     told = run_ranks(2, training, rank_tasks.sparse(), "parameter_server")
-    assert all(isinstance(answer, ConfigurationError) and "those of 0 are sparse" in str(answer) for answer in told), told
+    assert all(isinstance(answer, ConfigurationError) and "those of 0 are sparse" in str(answer) for answer in told), (
+        told
+    )
 
 
 def threads_after(rank: int, make, recipe, out) -> tuple[dict, list[str]]:

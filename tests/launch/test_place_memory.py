@@ -8,10 +8,10 @@ import warnings
 import pytest
 from torch import nn
 
-from hasten.core.errors import ProgressWarning, ConfigurationError
-from hasten.engine.registry import make_method
-from hasten.engine.plan import build
+from hasten.core.errors import ConfigurationError, ProgressWarning
 from hasten.distributed.process_group import init_process_group
+from hasten.engine.plan import build
+from hasten.engine.registry import make_method
 from hasten.engine.train import train
 from helpers import rank_tasks
 from helpers.assertions import CLOSE, farthest, losses
@@ -32,14 +32,21 @@ def initialised_tower():
 
 
 SLOWER = [
-    ("pipeline:place=memory,degree=2,cuts=2-3", 4), ("pipeline:place=memory,schedule=interleaved", 2), ("zero:stage=2,shards=2,place=memory", 4),
-]  # fmt: skip
+    ("pipeline:balance=memory,degree=2,split_sizes=2-3", 4),
+    ("pipeline:balance=memory,schedule=interleaved", 2),
+    ("zero:stage=2,shards=2,place=memory", 4),
+]
 
 
-@pytest.mark.parametrize(("strategy", "world"), [
-    ("pipeline:place=memory", 2), pytest.param("pipeline:place=memory", 4, marks=pytest.mark.slow), ("zero:stage=3,place=memory", 2),
-    *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOWER),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "world"),
+    [
+        ("pipeline:balance=memory", 2),
+        pytest.param("pipeline:balance=memory", 4, marks=pytest.mark.slow),
+        ("zero:stage=3,init=meta", 2),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOWER),
+    ],
+)
 def test_it_trains_what_one_process_trains(tmp_path, strategy, world):
     train(initialised_tower(), device="cpu", out=tmp_path / "alone")
     answers = run_ranks(world, training_of, initialised_tower, strategy, tmp_path / "shared")
@@ -48,11 +55,11 @@ def test_it_trains_what_one_process_trains(tmp_path, strategy, world):
     assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=CLOSE)
 
 
-@pytest.mark.parametrize("then", ["ddp", pytest.param("pipeline:place=memory", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("then", ["ddp", pytest.param("pipeline:balance=memory", marks=pytest.mark.slow)])
 def test_a_run_goes_on_from_what_no_process_had_whole(tmp_path, then):
     make = rank_tasks.tower_with_a_mask
     train(make(), device="cpu", out=tmp_path / "alone")
-    run_ranks(2, broken_off_early, make, tmp_path / "shared", "pipeline:place=memory")
+    run_ranks(2, broken_off_early, make, tmp_path / "shared", "pipeline:balance=memory")
     answers = run_ranks(2, taken_up, make, tmp_path / "shared", then)
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
@@ -62,7 +69,7 @@ def test_a_run_goes_on_from_what_no_process_had_whole(tmp_path, then):
 def test_methods_change_a_model_that_is_nowhere(tmp_path):
     recipe = "activation_checkpointing + gradient_clipping:max_norm=0.1"
     train(rank_tasks.tower(), recipe, device="cpu", out=tmp_path / "alone")
-    answers = run_ranks(2, training_of, rank_tasks.tower, f"pipeline:place=memory + {recipe}", tmp_path / "shared")
+    answers = run_ranks(2, training_of, rank_tasks.tower, f"pipeline:balance=memory + {recipe}", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
@@ -71,7 +78,8 @@ def test_the_bytes_of_each_stage_are_told():
     told, others = run_ranks(2, told_while_building)
     assert len(told) == 2 and not others
     assert all(
-        "% of the weights, " in line and " MB with gradients, an optimizer as Adam and the pieces under way" in line for line in told
+        "% of the weights, " in line and " MB with gradients, an optimizer as Adam and the pieces under way" in line
+        for line in told
     )
 
 
@@ -91,14 +99,21 @@ def looking_tower():
     return rank_tasks.tower(model=model)
 
 
-@pytest.mark.parametrize(("strategy", "make", "says"), [
-    ("pipeline:place=memory", looking_tower, "the model looks at its numbers while it is made"),
-    ("pipeline:place=memory", rank_tasks.tied, "stages 1 and 2 both use 0.weight; untie it"),
-    ("pipeline:place=memory,cuts=3-3", rank_tasks.tower, "cuts=3-3 must be 2 lengths that make up the chain of 5"),
-    ("pipeline:place=banana", rank_tasks.tower, "place must be one of time, memory"),
-    ("zero:stage=3,place=memory", looking_tower, "the model looks at its numbers while it is made"),
-    ("zero:stage=1,place=memory", rank_tasks.tower, "zero:place=memory is for stages 2 and 3"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "make", "says"),
+    [
+        ("pipeline:balance=memory", looking_tower, "the model looks at its numbers while it is made"),
+        ("pipeline:balance=memory", rank_tasks.tied, "stages 1 and 2 both use 0.weight; untie it"),
+        (
+            "pipeline:balance=memory,split_sizes=3-3",
+            rank_tasks.tower,
+            "split_sizes=3-3 must be 2 lengths that make up the chain of 5",
+        ),
+        ("pipeline:place=banana", rank_tasks.tower, "place must be one of time, memory"),
+        ("zero:stage=3,init=meta", looking_tower, "the model looks at its numbers while it is made"),
+        ("zero:stage=1,init=meta", rank_tasks.tower, "zero:init=meta is for stages 2 and 3"),
+    ],
+)
 def test_what_cannot_be_placed_is_told(strategy, make, says):
     told = run_ranks(2, training_of, make, strategy, None)
     assert all(isinstance(answer, ConfigurationError) and says in str(answer) for answer in told), told
@@ -142,11 +157,14 @@ def most_while_building(strategy: str, world: int) -> list[int]:
     processes = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", MEASURED, strategy],
-            env=os.environ | {"MALLOC_ARENA_MAX": "1", "RANK": str(rank), "LOCAL_RANK": str(rank)} | {name: str(value) for name, value in usual.items()},
-            stdout=subprocess.PIPE, text=True,
+            env=os.environ
+            | {"MALLOC_ARENA_MAX": "1", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            | {name: str(value) for name, value in usual.items()},
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for rank in range(world)
-    ]  # fmt: skip
+    ]
     said = [process.communicate(timeout=300)[0] for process in processes]
     return [int(each) for each in said]
 
@@ -155,9 +173,9 @@ def most_while_building(strategy: str, world: int) -> list[int]:
 def test_no_process_ever_has_the_whole_model():
     layer = WIDTH**2 * 4 / MEGABYTE
     whole, slack = LAYERS * layer, 40
-    own = most_while_building("pipeline:place=memory", 4)
+    own = most_while_building("pipeline:balance=memory", 4)
     assert max(own) < whole / 4 + layer + slack, own
-    everything = most_while_building("pipeline:cuts=2-2-2-2", 4)
+    everything = most_while_building("pipeline:split_sizes=2-2-2-2", 4)
     assert min(everything) > whole, everything
-    shares = most_while_building("zero:stage=3,place=memory", 4)
+    shares = most_while_building("zero:stage=3,init=meta", 4)
     assert max(shares) < whole / 4 + layer + slack, shares

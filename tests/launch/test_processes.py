@@ -13,8 +13,8 @@ import pytest
 from hasten.cli.main import main
 from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
-from hasten.engine.registry import make_methods
 from hasten.engine.data_adapters import check_process_count
+from hasten.engine.registry import make_methods
 from hasten.engine.tasks import TaskRef
 from hasten.launch.launcher import preflight_check
 from helpers import HELPERS, rank_tasks
@@ -37,7 +37,20 @@ def test_a_job_answers_once(folder):
 
 @pytest.mark.slow
 def test_launch_hands_on_what_is_said_before_the_command(folder):
-    launch = [sys.executable, "-m", "hasten", "launch", "--processes", "2", "--json", "--seed", "7", "--", "train", "rank_tasks.py:samples"]
+    launch = [
+        sys.executable,
+        "-m",
+        "hasten",
+        "launch",
+        "--processes",
+        "2",
+        "--json",
+        "--seed",
+        "7",
+        "--",
+        "train",
+        "rank_tasks.py:samples",
+    ]
     done = subprocess.run(launch, cwd=folder, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["seed"] == 7
@@ -48,27 +61,36 @@ def test_launch_hands_on_what_is_said_before_the_command(folder):
     [
         ("launch --processes 2 -- train x --processes 4", "say --processes before the command"),
         ("launch --processes 2 -- compare digits", "launch runs train, "),
-        ("launch --processes 1 --nodes 1:2 --rendezvous a:1 -- train x --skip-bad 5", "--skip-bad is for one process"),
-        ("launch --processes 1 --nodes 1:2 --rendezvous a:1 -- train x --device cuda:1", "several processes cannot share cuda:1"),
-        ("launch --processes 2 --nodes 2 -- train digits", "--rendezvous HOST:PORT"),
-        ("launch --processes 2 --nodes 2 --rendezvous nowhere -- train digits", "must be HOST:PORT"),
-        ("launch --processes 0 -- train digits", "from 1 to"),
-        ("launch --processes 1 --nodes 3:2 --rendezvous a:1 -- train digits", "must be M or MIN:MAX, MIN not above MAX, not '3:2'"),
-        ("launch --processes 1 --nodes 2: --rendezvous a:1 -- train digits", "must be M or MIN:MAX"),
-        ("launch --processes 1 --nodes few --rendezvous a:1 -- train digits", "from 1 to"),
         (
-            "launch --processes 1 --nodes 2:3 --rendezvous a:1 -- train x --with tensor_parallel:degree=2",
-            "--nodes 2:3 may come to 3 processes, which tensor_parallel:degree=2 does not divide",
+            "launch --processes 1 --nnodes 1:2 --rdzv-endpoint a:1 -- train x --max-bad-rows 5",
+            "--max-bad-rows is for one process",
+        ),
+        (
+            "launch --processes 1 --nnodes 1:2 --rdzv-endpoint a:1 -- train x --device cuda:1",
+            "several processes cannot share cuda:1",
+        ),
+        ("launch --processes 2 --nnodes 2 -- train digits", "--rdzv-endpoint HOST:PORT"),
+        ("launch --processes 2 --nnodes 2 --rdzv-endpoint nowhere -- train digits", "must be HOST:PORT"),
+        ("launch --processes 0 -- train digits", "from 1 to"),
+        (
+            "launch --processes 1 --nnodes 3:2 --rdzv-endpoint a:1 -- train digits",
+            "must be M or MIN:MAX, MIN not above MAX, not '3:2'",
+        ),
+        ("launch --processes 1 --nnodes 2: --rdzv-endpoint a:1 -- train digits", "must be M or MIN:MAX"),
+        ("launch --processes 1 --nnodes few --rdzv-endpoint a:1 -- train digits", "from 1 to"),
+        (
+            "launch --processes 1 --nnodes 2:3 --rdzv-endpoint a:1 -- train x --with tensor_parallel:degree=2",
+            "--nnodes 2:3 may come to 3 processes, which tensor_parallel:degree=2 does not divide",
         ),
         ("launch --processes 2 -- train x --with dpd", "no method is called 'dpd' (did you mean ddp?)"),
         ("train x --processes 2 --with dpd", "no method is called 'dpd' (did you mean ddp?)"),
-        ("launch --processes 2 -- train x --restarts=4", "say --restarts before the command"),
-        ("train digits --processes 2 --restarts often", "from 0 to"),
-        ("train digits --processes 2 --restarts -1", "from 0 to"),
+        ("launch --processes 2 -- train x --max-restarts=4", "say --max-restarts before the command"),
+        ("train digits --processes 2 --max-restarts often", "from 0 to"),
+        ("train digits --processes 2 --max-restarts -1", "from 0 to"),
         ("train digits --processes 4096", "4096 processes take 819 GB before they begin"),
         ("launch --processes 5000 -- train digits", "at most 4096"),
         (
-            "launch --processes 1 --nodes 2 --rendezvous no.such.machine:2000 -- train digits",
+            "launch --processes 1 --nnodes 2 --rdzv-endpoint no.such.machine:2000 -- train digits",
             "the machines cannot meet at no.such.machine:2000",
         ),
         ("train digits --processes none", "from 1 to"),
@@ -79,7 +101,9 @@ def test_wrong_words(words, says, capfd):
     assert says in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("words", ["train TASK --processes N", "diagnose TASK --processes N", "launch --processes N -- train TASK"])
+@pytest.mark.parametrize(
+    "words", ["train TASK --processes N", "diagnose TASK --processes N", "launch --processes N -- train TASK"]
+)
 def test_more_processes_than_cores_are_held_against_the_batch_before_any_is_started(words, monkeypatch, capfd):
     def started(*arguments, **settings):
         raise AssertionError("nothing was to be started")
@@ -88,7 +112,10 @@ def test_more_processes_than_cores_are_held_against_the_batch_before_any_is_star
     monkeypatch.setattr("hasten.launch.launcher.usable_cores", lambda: 1)
     task = str(HELPERS / "waiting_tasks.py:few")
     assert main([{"N": "2", "TASK": task}.get(word, word) for word in words.split()]) == 2
-    assert capfd.readouterr().err == "hasten: 2 processes cannot share a batch of 1 samples; take fewer, or larger batches\n"
+    assert (
+        capfd.readouterr().err
+        == "hasten: 2 processes cannot share a batch of 1 samples; take fewer, or larger batches\n"
+    )
 
 
 def test_a_copy_of_the_model_among_all_processes_needs_one_sample_only():
@@ -120,9 +147,11 @@ def test_words_that_the_command_does_not_know_are_refused_before_it_is_launched(
 
 def test_the_recipe_of_the_run_that_is_gone_on_with_has_to_fit_too(tmp_path, capfd):
     (tmp_path / "recipe.toml").write_text(Recipe.coerce("zero:stage=2,shards=2").to_toml())
-    elastic = f"launch --processes 1 --nodes 2:3 --rendezvous a:1 -- train x --out {tmp_path} --resume"
+    elastic = f"launch --processes 1 --nnodes 2:3 --rdzv-endpoint a:1 -- train x --out {tmp_path} --resume"
     assert main(elastic.split()) == 2
-    assert "--nodes 2:3 may come to 3 processes, which zero:shards=2 does not divide" in capfd.readouterr().err
+    assert (
+        "--nnodes 2:3 may come to 3 processes, which zero:hybrid_shard_size=2 does not divide" in capfd.readouterr().err
+    )
 
 
 def test_the_rank_that_raises_is_told_and_all_are_gone_at_once(folder):
@@ -137,7 +166,9 @@ def test_the_rank_that_raises_is_told_and_all_are_gone_at_once(folder):
 @pytest.mark.slow
 def test_a_wrong_request_is_refused_by_the_job(folder):
     done = ran(folder, "samples", "--with", "batch_sise")
-    assert done.returncode == 2 and done.stderr.startswith("hasten: no method is called 'batch_sise' (did you mean batch_size"), done.stderr
+    assert done.returncode == 2 and done.stderr.startswith(
+        "hasten: no method is called 'batch_sise' (did you mean batch_size"
+    ), done.stderr
 
 
 @pytest.mark.slow
@@ -147,13 +178,18 @@ def test_a_rank_without_the_data_is_named(folder):
 
 
 def test_a_rank_that_is_killed_is_named_where_no_restart_is_left(folder):
-    job = subprocess.Popen(train_command("slow", "--out", "run", "--restarts", "0"), cwd=folder, stderr=subprocess.PIPE, text=True)
+    job = subprocess.Popen(
+        train_command("slow", "--out", "run", "--max-restarts", "0"), cwd=folder, stderr=subprocess.PIPE, text=True
+    )
     wait_until_it_trains(Job(job), folder / "run")
     victim = next(pid for pid in children(job.pid) if environment(pid).get("RANK") == "1")
     os.kill(victim, signal.SIGKILL)
     killed = time.monotonic()
     told = job.communicate(timeout=60)[1]
-    assert job.returncode == 1 and "hasten: rank 1 was killed by SIGKILL (out of memory?); the other ranks were ended" in told, told
+    assert (
+        job.returncode == 1
+        and "hasten: rank 1 was killed by SIGKILL (out of memory?); the other ranks were ended" in told
+    ), told
     assert time.monotonic() - killed < 20 and not jobs_left()
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, default_collate
 
-from hasten.core.errors import RunError, ConfigurationError
-from hasten.distributed.fx.tracing import try_trace
+from hasten.core.errors import ConfigurationError, RunError
 from hasten.data import arrays
+from hasten.distributed.fx.tracing import try_trace
 from helpers import rank_tasks
 from helpers.ranks import run_ranks, training, training_as_rank
 
@@ -41,18 +41,26 @@ def texts(number: int):
 @pytest.mark.parametrize("make", [ids, numbers])
 def test_a_stream_that_divides_itself_is_found_by_its_ids_or_targets(make):
     told = run_ranks(2, training_as_rank, lambda rank: rank_tasks.task(Made(make, first=rank, step=2)))
-    assert all(isinstance(answer, RunError) and str(answer).startswith("the ranks read other data as batch 1") for answer in told), told
+    assert all(
+        isinstance(answer, RunError) and str(answer).startswith("the ranks read other data as batch 1")
+        for answer in told
+    ), told
 
 
 @pytest.mark.parametrize("field", ["train_data", "validation_data"])
 def test_a_sampler_that_shares_data_out_is_refused(field):
     def task(rank: int):
         rows = rank_tasks.Rows()
-        loader = DataLoader(rows, batch_size=rank_tasks.BATCH, sampler=DistributedSampler(rows, num_replicas=2, rank=rank))
+        loader = DataLoader(
+            rows, batch_size=rank_tasks.BATCH, sampler=DistributedSampler(rows, num_replicas=2, rank=rank)
+        )
         return rank_tasks.task(**{"data": loader} if field == "train_data" else {field: loader})
 
     told = run_ranks(2, training_as_rank, task)
-    assert all(isinstance(answer, ConfigurationError) and f"DistributedSampler of Task({field}=)" in str(answer) for answer in told), told
+    assert all(
+        isinstance(answer, ConfigurationError) and f"DistributedSampler of Task({field}=)" in str(answer)
+        for answer in told
+    ), told
 
 
 class DrawingForItself(rank_tasks.Rows):
@@ -74,7 +82,9 @@ def test_ranks_of_one_copy_that_are_given_other_samples_are_found(strategy):
         return rank_tasks.tower(DataLoader(rows, batch_size=rank_tasks.BATCH, sampler=RandomSampler(rows)))
 
     told = run_ranks(2, lambda rank: training(rank, task(rank), strategy))
-    assert all(isinstance(answer, RunError) and "rank 1 was given other samples than rank 0" in str(answer) for answer in told), told
+    assert all(
+        isinstance(answer, RunError) and "rank 1 was given other samples than rank 0" in str(answer) for answer in told
+    ), told
 
 
 def ragged(batch: list) -> tuple:
@@ -105,10 +115,15 @@ def loader(collate) -> DataLoader:
     return DataLoader(rank_tasks.Stream(), batch_size=rank_tasks.BATCH, collate_fn=collate)
 
 
-@pytest.mark.parametrize("data", [lambda: Made(texts), *(partial(loader, each) for each in (ragged, named, single_numbers, worded))])
+@pytest.mark.parametrize(
+    "data", [lambda: Made(texts), *(partial(loader, each) for each in (ragged, named, single_numbers, worded))]
+)
 def test_a_batch_that_holds_more_than_tensors_cannot_be_cut(data):
     told = run_ranks(2, training, rank_tasks.task(data()))
-    assert all(isinstance(answer, RunError) and "not made of tensors with one number of samples" in str(answer) for answer in told), told
+    assert all(
+        isinstance(answer, RunError) and "not made of tensors with one number of samples" in str(answer)
+        for answer in told
+    ), told
 
 
 class Scaling(nn.Module):
@@ -128,7 +143,9 @@ def with_scales(batch: list) -> dict:
 
 
 def test_what_belongs_to_a_batch_may_be_as_long_as_the_last_one():
-    told = run_ranks(2, training, rank_tasks.task(loader(with_scales), validation_data=loader(with_scales), model=Scaling))
+    told = run_ranks(
+        2, training, rank_tasks.task(loader(with_scales), validation_data=loader(with_scales), model=Scaling)
+    )
     assert [answer["steps"] for answer in told] == [46, 46], told
 
 
@@ -136,7 +153,10 @@ def test_a_pipeline_that_leaves_bad_rows_out_is_for_one_process():
     rows = rank_tasks.Rows()
     data = arrays(rows.inputs.numpy(), rows.labels.numpy()).skip_bad(3)
     told = run_ranks(2, training, rank_tasks.task(data))
-    assert all(isinstance(answer, ConfigurationError) and str(answer).startswith("skip_bad is for one process") for answer in told), told
+    assert all(
+        isinstance(answer, ConfigurationError) and str(answer).startswith("skip_bad is for one process")
+        for answer in told
+    ), told
 
 
 class Skipping(rank_tasks.Tower):
@@ -149,7 +169,9 @@ class Skipping(rank_tasks.Tower):
     def forward(self, inputs):
         for layer in self.layers:
             self.calls += self.how == "counted"
-            chance = {"torch": lambda: torch.rand([]), "numpy": numpy.random.random, "counted": lambda: self.calls}[self.how]()
+            chance = {"torch": lambda: torch.rand([]), "numpy": numpy.random.random, "counted": lambda: self.calls}[
+                self.how
+            ]()
             if not (self.training and chance < 1e-9):
                 inputs = layer(inputs)
         return self.last(inputs.mean(1)) if hasattr(self, "last") else inputs

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from hasten.core.errors import RunError, HastenWarning, ConfigurationError
+from hasten.core.errors import ConfigurationError, HastenWarning, RunError
 from hasten.distributed.dtensor_state import PIECE
 from hasten.engine.checkpoint import loaded
 from hasten.engine.train import train
@@ -30,10 +30,16 @@ def test_a_strategy_trains_what_one_process_trains(tmp_path, name, strategy, wor
     assert {answer["metric"] for answer in answers} == {alone["metric"]}
 
 
-@pytest.mark.parametrize(("first", "then", "world"), [
-    ("zero:stage=1", "zero:stage=3", 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in [
-        ("zero:stage=3", "zero:stage=3", 2), ("zero:stage=2", "ddp", 2), ("ddp", "zero:stage=1", 4)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("first", "then", "world"),
+    [
+        ("zero:stage=1", "zero:stage=3", 3),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [("zero:stage=3", "zero:stage=3", 2), ("zero:stage=2", "ddp", 2), ("ddp", "zero:stage=1", 4)]
+        ),
+    ],
+)
 def test_another_strategy_goes_on_at_another_size(tmp_path, first, then, world):
     make = rank_tasks.blocks
     train(make(), device="cpu", out=tmp_path / "alone")
@@ -54,8 +60,17 @@ def test_one_process_goes_on_with_what_a_strategy_began(tmp_path, strategy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("method", ["gradient_accumulation:pieces=3", "gradient_clipping:max_norm=0.1", "gradient_centralization",
-                                    "activation_checkpointing", "batched_fetch", "fused_optimizer"])  # fmt: skip
+@pytest.mark.parametrize(
+    "method",
+    [
+        "gradient_accumulation:accumulation_steps=3",
+        "gradient_clipping:max_norm=0.1",
+        "gradient_centralization",
+        "activation_checkpointing",
+        "in_memory_batches",
+        "fused_optimizer",
+    ],
+)
 def test_methods_go_with_a_strategy(tmp_path, strategy, method):
     make = rank_tasks.blocks
     train(make(), method, device="cpu", out=tmp_path / "alone")
@@ -70,7 +85,9 @@ def test_a_weight_without_dimension(tmp_path):
     run_ranks(2, training_of, rank_tasks.scalar, "zero:stage=1", tmp_path / "shared")
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
     told = run_ranks(2, training_of, rank_tasks.scalar, "zero:stage=3", tmp_path / "refused")
-    assert all(isinstance(answer, ConfigurationError) and "the weight scale has no dimension" in str(answer) for answer in told), told
+    assert all(
+        isinstance(answer, ConfigurationError) and "the weight scale has no dimension" in str(answer) for answer in told
+    ), told
 
 
 def test_ranks_write_what_they_have(tmp_path):
@@ -80,7 +97,9 @@ def test_ranks_write_what_they_have(tmp_path):
     assert first["model"]["1.0.weight"]["shape"] == second["model"]["1.0.weight"]["shape"] == [801, 9]
     assert [len(state["model"]["1.0.weight"][PIECE]) for state in (first, second)] == [401, 400]
     (tmp_path / "shared/checkpoints/step-0000000029-of-rank-1.pt").unlink()
-    with pytest.warns(HastenWarning, match=r"step-0000000029.pt is passed over: ValueError: step-0000000029-of-rank-1.pt is not there"):
+    with pytest.warns(
+        HastenWarning, match=r"step-0000000029.pt is passed over: ValueError: step-0000000029-of-rank-1.pt is not there"
+    ):
         taken_up(0, rank_tasks.blocks, tmp_path / "shared", "baseline")
     train(rank_tasks.blocks(), device="cpu", out=tmp_path / "alone")
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
@@ -105,7 +124,7 @@ def saved_in_a_folder_of_its_own(rank: int, folder) -> dict:
 
 def test_ranks_with_fewer_samples_cut_them_into_as_many_pieces(tmp_path):
     """Sharded gradients travel after every piece."""
-    make, pieces = rank_tasks.uneven_batches, "gradient_accumulation:pieces=3"
+    make, pieces = rank_tasks.uneven_batches, "gradient_accumulation:accumulation_steps=3"
     train(make(), pieces, device="cpu", out=tmp_path / "alone")
     answers = run_ranks(2, training_of, make, f"zero:stage=2 + {pieces}", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
@@ -117,7 +136,9 @@ def test_parts_of_different_saves_are_not_put_together(tmp_path):
     run_ranks(2, broken_off, rank_tasks.blocks, tmp_path / "shared", "zero:stage=3")
     part = tmp_path / "shared/checkpoints/step-0000000029-of-rank-1.pt"
     torch.save(loaded(part) | {"save": "another"}, part)
-    with pytest.warns(HastenWarning, match=r"step-0000000029.pt is passed over: ValueError: its parts are of different saves"):
+    with pytest.warns(
+        HastenWarning, match=r"step-0000000029.pt is passed over: ValueError: its parts are of different saves"
+    ):
         taken_up(0, rank_tasks.blocks, tmp_path / "shared", "baseline")
 
 
@@ -182,13 +203,21 @@ def test_weights_that_only_some_ranks_use_are_gathered_by_all():
 def adding_up(shape: tuple = (1,)) -> rank_tasks.Task:
     """With an optimizer that makes at once what it knows of the weights."""
     return rank_tasks.task(
-        model=lambda: rank_tasks.Scaled(shape), optimizer=lambda model: torch.optim.Adagrad(model.parameters(), lr=1e-2, lr_decay=0.1)
+        model=lambda: rank_tasks.Scaled(shape),
+        optimizer=lambda model: torch.optim.Adagrad(model.parameters(), lr=1e-2, lr_decay=0.1),
     )
 
 
-@pytest.mark.parametrize(("stage", "make"), [
-    (1, adding_up), *(pytest.param(*each, marks=pytest.mark.slow) for each in [(1, partial(adding_up, ())), (2, adding_up), (3, adding_up)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stage", "make"),
+    [
+        (1, adding_up),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [(1, partial(adding_up, ())), (2, adding_up), (3, adding_up)]
+        ),
+    ],
+)
 def test_an_optimizer_that_makes_its_state_at_once_is_shared_out_and_goes_on(tmp_path, stage, make):
     train(make(), device="cpu", out=tmp_path / "alone")
     broken = run_ranks(2, broken_off, make, tmp_path / "shared", f"zero:stage={stage}")

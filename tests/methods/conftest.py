@@ -11,9 +11,9 @@ import torch
 
 from hasten.core.recipe import Recipe
 from hasten.core.run_context import RunContext
-from hasten.engine.registry import make_methods
 from hasten.engine.loop import train_steps
 from hasten.engine.plan import Program, build
+from hasten.engine.registry import make_methods
 from hasten.testing import tasks
 
 
@@ -69,7 +69,12 @@ def trained():
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
     """A method must undo what it did to the process, in its own tests too."""
-    before = (torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, torch.get_default_dtype())
+    before = (
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.allow_tf32,
+        torch.get_default_dtype(),
+    )
     yield
     assert before == (
         torch.get_num_threads(),

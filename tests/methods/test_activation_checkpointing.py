@@ -5,8 +5,8 @@ import copy
 import torch
 
 from hasten.core.recipe import Recipe
-from hasten.engine.registry import make_methods
 from hasten.engine.plan import build
+from hasten.engine.registry import make_methods
 from hasten.methods.activation_checkpointing import repeated_blocks
 
 

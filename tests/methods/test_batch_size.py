@@ -8,9 +8,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from hasten.core.batch import batch_size
 from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
-from hasten.engine.registry import make_methods
 from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
+from hasten.engine.registry import make_methods
 
 
 def sgd(model, rate=0.1):
@@ -23,7 +23,9 @@ SCHEDULES = {
     "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
     "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 2, 0.5),
     "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 12),
-    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, [0.1, 0.01], total_steps=40, cycle_momentum=False),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(
+        optimizer, [0.1, 0.01], total_steps=40, cycle_momentum=False
+    ),
     "sequence": lambda optimizer: lr_scheduler.SequentialLR(
         optimizer,
         [lr_scheduler.LinearLR(optimizer, 0.25, total_iters=4), lr_scheduler.ExponentialLR(optimizer, 0.9)],
@@ -65,14 +67,20 @@ def rates_of(task, recipe):
 def test_rates_step_by_step(perceptron, name, rule, scale):
     optimizer = with_schedule(SCHEDULES[name])
     plain = rates_of(perceptron(optimizer=optimizer, batch_size=8, epochs=1), "baseline")
-    large = rates_of(perceptron(optimizer=optimizer, batch_size=2, epochs=1), f"batch_size:factor=4,rule={rule},warmup=0.34")
+    large = rates_of(
+        perceptron(optimizer=optimizer, batch_size=2, epochs=1), f"batch_size:factor=4,rule={rule},warmup=0.34"
+    )
     assert len(plain) == len(large) == 12
-    climb = [(1 + (scale - 1) * min(step / 4, 1)) for step in range(12)]  # 4 = 0.34 of 12 steps; from 1 to the whole scale
+    climb = [
+        (1 + (scale - 1) * min(step / 4, 1)) for step in range(12)
+    ]  # 4 = 0.34 of 12 steps; from 1 to the whole scale
     torch.testing.assert_close(large, plain * torch.tensor(climb, dtype=torch.float64)[:, None])
 
 
 def test_the_rate_is_the_planned_one_again_after_the_step(perceptron):
-    program = build(perceptron(optimizer=sgd), make_methods(Recipe.coerce("batch_size:factor=2,rule=linear,warmup=0.9")))
+    program = build(
+        perceptron(optimizer=sgd), make_methods(Recipe.coerce("batch_size:factor=2,rule=linear,warmup=0.9"))
+    )
     for _ in train_steps(program):
         assert [group["lr"] for group in program.run.optimizer.param_groups] == [0.2, 0.02]
 
@@ -98,9 +106,15 @@ def test_a_loader_that_batches_by_itself_is_refused(perceptron):
         def __iter__(self):
             return iter([(torch.randn(12), 0)] * 32)
 
-    for loader in (DataLoader(Stream(), batch_size=8), DataLoader(perceptron().train_data, batch_sampler=[[0, 1], [2, 3]])):
+    for loader in (
+        DataLoader(Stream(), batch_size=8),
+        DataLoader(perceptron().train_data, batch_sampler=[[0, 1], [2, 3]]),
+    ):
         with pytest.raises(ConfigurationError, match="cannot be changed"):
-            build(perceptron(train_data=loader, batch_size=None), make_methods(Recipe.coerce("batch_size:factor=2,warmup=0")))
+            build(
+                perceptron(train_data=loader, batch_size=None),
+                make_methods(Recipe.coerce("batch_size:factor=2,warmup=0")),
+            )
 
 
 def test_a_stream_has_no_share_of_the_steps_to_warm_up(perceptron):
@@ -110,7 +124,9 @@ def test_a_stream_has_no_share_of_the_steps_to_warm_up(perceptron):
 
     with pytest.raises(ConfigurationError, match="say warmup=0"):
         build(perceptron(train_data=Stream()), make_methods(Recipe.coerce("batch_size")))
-    assert build(perceptron(train_data=Stream()), make_methods(Recipe.coerce("batch_size:warmup=0"))).plan.batch_size == 32
+    assert (
+        build(perceptron(train_data=Stream()), make_methods(Recipe.coerce("batch_size:warmup=0"))).plan.batch_size == 32
+    )
 
 
 @pytest.mark.parametrize("settings", ["factor=1", "rule=cubic", "warmup=1.0", "warmup=-0.1"])

@@ -11,7 +11,9 @@ def test_products_are_lowered_and_the_loss_is_not(perceptron, trained):
     run = trained(perceptron(model=lambda: model), "bfloat16", 3)
     assert seen["output"] == torch.bfloat16
     assert all(weight.dtype == torch.float32 for weight in run.weights.values())
-    assert all(parameter.grad is None or parameter.grad.dtype == torch.float32 for parameter in run.run.model.parameters())
+    assert all(
+        parameter.grad is None or parameter.grad.dtype == torch.float32 for parameter in run.run.model.parameters()
+    )
     assert run.program.forward(next(iter(run.program.train))).dtype == torch.float32
 
 

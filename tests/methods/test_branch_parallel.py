@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hasten.distributed.fx.branch_finder import find_branch_blocks, graphs_of, assign_branches
+from hasten.distributed.fx.branch_finder import assign_branches, find_branch_blocks, graphs_of
 
 
 class Uses(nn.Module):
@@ -87,5 +87,7 @@ def test_parts_of_a_model_that_cannot_be_traced():
 
 def test_the_dearest_go_to_who_has_least_to_do():
     assert assign_branches([[1.0, 5.0, 2.0, 2.0]], 2) == [[1, 0, 1, 1]]
-    assert assign_branches([[3.0, 1.0], [3.0, 1.0]], 2) == [[0, 1], [1, 0]], "of two blocks alike nobody has both dear branches"
+    assert assign_branches([[3.0, 1.0], [3.0, 1.0]], 2) == [[0, 1], [1, 0]], (
+        "of two blocks alike nobody has both dear branches"
+    )
     assert assign_branches([[0.0, 0.0]], 2) == [[0, 1]]

@@ -6,8 +6,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hasten.core.recipe import Recipe
-from hasten.engine.registry import make_methods
 from hasten.engine.plan import build
+from hasten.engine.registry import make_methods
 
 RECIPE = Recipe().with_method("cache_dataset")
 
@@ -34,7 +34,12 @@ def padded(samples: list[dict]):
 
 
 def ragged(perceptron, data, **changes):
-    return perceptron(train_data=DataLoader(data, batch_size=10, shuffle=True, collate_fn=padded), batch_size=None, epochs=5, **changes)
+    return perceptron(
+        train_data=DataLoader(data, batch_size=10, shuffle=True, collate_fn=padded),
+        batch_size=None,
+        epochs=5,
+        **changes,
+    )
 
 
 def test_the_same_bits_with_one_reading_a_sample(perceptron, trained):
@@ -75,7 +80,9 @@ def test_what_it_leaves_alone_and_why(perceptron, data, reason):
         def __getitem__(self, index):
             return torch.rand(12), 0
 
-    program = build(perceptron(train_data=Noise() if reason == "random" else data, validation_data=None), make_methods(RECIPE))
+    program = build(
+        perceptron(train_data=Noise() if reason == "random" else data, validation_data=None), make_methods(RECIPE)
+    )
     assert [reason in why for _, why in program.run.no_effect] == [True]
 
 

@@ -6,7 +6,9 @@ import torch
 def test_inputs_and_activations_have_the_channels_innermost(convolutional, trained):
     task, innermost = convolutional(), []
     model = task.model()
-    model[1].register_forward_hook(lambda module, inputs, output: innermost.append(output.is_contiguous(memory_format=torch.channels_last)))
+    model[1].register_forward_hook(
+        lambda module, inputs, output: innermost.append(output.is_contiguous(memory_format=torch.channels_last))
+    )
     run = trained(convolutional(model=lambda: model), "channels_last", 2).run
     assert innermost == [True, True]
     assert run.model[1][0].weight.is_contiguous(memory_format=torch.channels_last)
@@ -17,10 +19,14 @@ def test_tensors_that_are_no_images_stay_as_they_are(convolutional):
     from hasten.methods.channels_last import ChannelsLast
 
     labels, flat = torch.arange(4), torch.randn(4, 3)
-    moved = ChannelsLast().batch_transform(lambda batch: batch, run=None)({"x": torch.randn(4, 3, 2, 2), "flat": flat, "labels": labels})
+    moved = ChannelsLast().batch_transform(lambda batch: batch, run=None)(
+        {"x": torch.randn(4, 3, 2, 2), "flat": flat, "labels": labels}
+    )
     assert moved["labels"] is labels and moved["flat"] is flat
     assert moved["x"].is_contiguous(memory_format=torch.channels_last)
 
 
 def test_without_convolutions_it_says_so(perceptron, trained):
-    assert trained(perceptron(), "channels_last", 1).run.no_effect == [("channels_last", "the model has no two-dimensional convolution")]
+    assert trained(perceptron(), "channels_last", 1).run.no_effect == [
+        ("channels_last", "the model has no two-dimensional convolution")
+    ]

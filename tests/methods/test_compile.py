@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hasten.core.errors import ConfigurationError
-from hasten.engine.registry import make_method
 from hasten.engine.loop import evaluate
+from hasten.engine.registry import make_method
 
 
 def test_the_model_is_compiled_and_the_exported_one_is_not(transformer, trained):
@@ -37,9 +37,9 @@ def test_an_unknown_mode_is_refused():
 
 @pytest.mark.slow
 def test_the_real_backend_gives_the_same_formula(transformer):
+    from hasten.benchmarking.exactness import check_exactness
     from hasten.core.card import Exactness
     from hasten.core.recipe import Recipe
-    from hasten.benchmarking.exactness import check_exactness
 
     proof = check_exactness(transformer(), Recipe(), Recipe.parse("compile"), Exactness.EQUIVALENT_MATH, device="cpu")
     assert proof.passed, proof.why

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from hasten.core.recipe import Recipe
-from hasten.engine.registry import make_methods
 from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
+from hasten.engine.registry import make_methods
 
 needs_gpu = pytest.mark.gpu
 
@@ -18,7 +18,9 @@ def test_without_a_gpu_it_says_so_and_changes_nothing(perceptron, trained):
 
 
 @needs_gpu
-@pytest.mark.parametrize("more", ["", " + gradient_accumulation:pieces=3", " + float16", " + bfloat16", " + fused_optimizer"])
+@pytest.mark.parametrize(
+    "more", ["", " + gradient_accumulation:accumulation_steps=3", " + float16", " + bfloat16", " + fused_optimizer"]
+)
 @pytest.mark.parametrize("name", ["perceptron", "convolutional", "transformer"])
 def test_it_trains_as_without_it(name, more, request):
     """Batches of 20 from 96 samples: the last of each epoch has another shape and runs outside the graph."""

@@ -5,8 +5,8 @@ import pytest
 from hasten.core.process_group_info import ProcessGroupInfo
 from hasten.core.recipe import Recipe
 from hasten.core.run_context import Evaluation, ParallelContext
-from hasten.engine.registry import make_methods
 from hasten.engine.plan import build
+from hasten.engine.registry import make_methods
 
 
 def stops_at(task, metrics, agree=None, **settings) -> int | None:

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from hasten.core.recipe import Recipe
-from hasten.engine.registry import make_methods
 from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
+from hasten.engine.registry import make_methods
 
 
 @pytest.mark.parametrize(("decay", "start"), [(0.9, 0), (0.2, 0), (0.9, 5)])
@@ -55,7 +55,9 @@ def test_a_start_that_the_run_never_reaches_is_nothing_to_act_on(perceptron, tra
     assert not trained(perceptron(), f"ema:start={number - 1}").run.no_effect
     for start in (number, 10**23):
         idle = trained(perceptron(), f"ema:start={start}")
-        assert [name for name, _ in idle.run.no_effect] == ["ema"] and f"ends after {number} steps" in idle.run.no_effect[0][1]
+        assert [name for name, _ in idle.run.no_effect] == [
+            "ema"
+        ] and f"ends after {number} steps" in idle.run.no_effect[0][1]
         assert idle.same_bits(trained(perceptron()))
 
 

@@ -3,20 +3,22 @@
 import pytest
 import torch
 
-from hasten.core.errors import RunError, ConfigurationError
+from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.process_group_info import ProcessGroupInfo
 from hasten.core.recipe import Recipe
 from hasten.core.run_context import ParallelContext, RunContext
-from hasten.engine.registry import make_method
 from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
+from hasten.engine.registry import make_method
 from hasten.methods.float16 import GOOD_STEPS, Float16, Scale
 from hasten.testing.tasks import Labelled
 
 
 def test_gradients_are_unscaled_before_anybody_sees_them(perceptron, trained):
     """With a clipping that never bites the run is the same to the bit, whatever the scale (a power of two)."""
-    scaled, clipped = (trained(perceptron(), f"float16:scale=256{more}") for more in ("", " + gradient_clipping:max_norm=1e6"))
+    scaled, clipped = (
+        trained(perceptron(), f"float16:scale=256{more}") for more in ("", " + gradient_clipping:max_norm=1e6")
+    )
     assert scaled.same_bits(clipped)
 
 
@@ -86,7 +88,10 @@ def test_one_ranks_overflow_is_every_ranks():
     model = torch.nn.Linear(2, 2)
     model.weight.grad = torch.ones(2, 2)
     run = RunContext(
-        torch.device("cpu"), task=None, model=model, parallel=ParallelContext(ProcessGroupInfo(all_reduce_max=lambda mine: [True]))
+        torch.device("cpu"),
+        task=None,
+        model=model,
+        parallel=ParallelContext(ProcessGroupInfo(all_reduce_max=lambda mine: [True])),
     )
     method = Float16()
     method.forward(lambda batch: None, run)

@@ -13,7 +13,9 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_fused_optimizer_of_torch_gives_the_same_weights(name, perceptron, trained):
-    usual, fused = (trained(perceptron(optimizer=OPTIMIZERS[name]), recipe) for recipe in ("baseline", "fused_optimizer"))
+    usual, fused = (
+        trained(perceptron(optimizer=OPTIMIZERS[name]), recipe) for recipe in ("baseline", "fused_optimizer")
+    )
     assert fused.run.no_effect == [] and all(group["fused"] for group in fused.run.optimizer.param_groups)
     for key in usual.weights:
         torch.testing.assert_close(fused.weights[key], usual.weights[key], rtol=1e-4, atol=1e-6)

@@ -10,13 +10,16 @@ from hasten.engine.registry import make_method
 def test_the_batch_comes_in_pieces_and_the_step_stays_one(perceptron, trained):
     sizes, model = [], perceptron().model()
     model.register_forward_hook(lambda module, inputs, output: sizes.append(len(inputs[0])))
-    run = trained(perceptron(model=lambda: model), "gradient_accumulation:pieces=3", 2).run
+    run = trained(perceptron(model=lambda: model), "gradient_accumulation:accumulation_steps=3", 2).run
     assert sizes == [5, 5, 6, 5, 5, 6]
     assert run.progress.step == 2 and run.progress.samples == 32
 
 
 def test_unequal_pieces_give_the_gradient_of_the_whole(perceptron, trained):
-    whole, cut = (trained(perceptron(batch_size=7), recipe, 20) for recipe in ("baseline", "gradient_accumulation:pieces=3"))
+    whole, cut = (
+        trained(perceptron(batch_size=7), recipe, 20)
+        for recipe in ("baseline", "gradient_accumulation:accumulation_steps=3")
+    )
     for name in whole.weights:
         torch.testing.assert_close(cut.weights[name], whole.weights[name], rtol=1e-4, atol=1e-5)
     assert cut.losses == pytest.approx(whole.losses, rel=1e-4)
@@ -30,7 +33,7 @@ def test_batch_normalisation_is_another_formula_so_nothing_is_cut(convolutional,
 
 
 def test_one_piece_is_nothing_to_do(perceptron, trained):
-    assert trained(perceptron(), "gradient_accumulation:pieces=1", 1).run.no_effect == [
+    assert trained(perceptron(), "gradient_accumulation:accumulation_steps=1", 1).run.no_effect == [
         ("gradient_accumulation", "the batch stays in one piece")
     ]
 

@@ -4,8 +4,8 @@ import numpy
 import pytest
 
 from hasten.core.recipe import Recipe
-from hasten.engine.registry import make_methods
 from hasten.engine.plan import build
+from hasten.engine.registry import make_methods
 
 
 @pytest.mark.parametrize("convolutions_only", [False, True])

@@ -8,10 +8,10 @@ from torch.utils.data import DataLoader, Dataset
 from hasten.core.data import WorkerConfig
 from hasten.core.recipe import Recipe
 from hasten.data import arrays
-from hasten.profiling.facts import facts_of
-from hasten.engine.registry import make_methods
-from hasten.engine.plan import build
 from hasten.engine.data_adapters import from_spec
+from hasten.engine.plan import build
+from hasten.engine.registry import make_methods
+from hasten.profiling.facts import facts_of
 
 
 class Noisy(Dataset):
@@ -37,13 +37,15 @@ def test_any_number_of_workers_reads_a_random_dataset_alike(perceptron, trained)
 
 def test_persistent_workers_read_alike(perceptron, trained):
     task = perceptron(train_data=Noisy(), epochs=3)
-    assert trained(task).same_bits(trained(task, "loader_workers:workers=1,prefetch=1"))
+    assert trained(task).same_bits(trained(task, "loader_workers:num_workers=1,prefetch=1"))
 
 
 def test_a_ready_loader_keeps_its_order_and_the_models_random_numbers(transformer, trained):
     def task():
         data = transformer().train_data
-        return transformer(dropout=0.2, train_data=DataLoader(data, batch_size=16, shuffle=True), batch_size=None, epochs=5)
+        return transformer(
+            dropout=0.2, train_data=DataLoader(data, batch_size=16, shuffle=True), batch_size=None, epochs=5
+        )
 
     assert trained(task()).same_bits(trained(task(), with_workers(2), number=None))
 
@@ -57,8 +59,13 @@ def test_a_run_taken_up_in_the_middle_sees_the_rest_of_the_pass(perceptron):
 
 
 def test_settings_reach_the_loader(perceptron):
-    samples = build(perceptron(), make_methods(Recipe.coerce("loader_workers:workers=3,prefetch=5"))).train.spec
-    assert (samples.num_workers, samples.prefetch_factor, samples.persistent_workers, samples.pin_memory) == (3, 5, True, False)
+    samples = build(perceptron(), make_methods(Recipe.coerce("loader_workers:num_workers=3,prefetch=5"))).train.spec
+    assert (samples.num_workers, samples.prefetch_factor, samples.persistent_workers, samples.pin_memory) == (
+        3,
+        5,
+        True,
+        False,
+    )
     assert from_spec(samples).length == 6
 
 
@@ -83,9 +90,11 @@ def test_pipelines_are_computed_by_as_many_processes(perceptron, trained):
     def task():
         return perceptron(train_data=arrays(x, y).shuffle(seed=2).batch(16).map(noisy), batch_size=None)
 
-    plain, others = trained(task()), trained(task(), "loader_workers:workers=2,prefetch=3")
+    plain, others = trained(task()), trained(task(), "loader_workers:num_workers=2,prefetch=3")
     assert plain.same_bits(others) and others.run.no_effect == []
-    assert build(task(), make_methods(Recipe.coerce("loader_workers:workers=2,prefetch=3"))).train.workers == WorkerConfig(processes=2, prefetch=4)
+    assert build(
+        task(), make_methods(Recipe.coerce("loader_workers:num_workers=2,prefetch=3"))
+    ).train.workers == WorkerConfig(processes=2, prefetch=4)
     assert "already" in trained(task(), with_workers(0)).run.no_effect[0][1]
     assert "workers" in facts_of(build(task())) and "indexed_samples" not in facts_of(build(task()))
 

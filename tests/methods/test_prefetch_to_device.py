@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hasten.loading.cuda_prefetcher import prefetch_to_cuda
 from hasten.core.run_context import RunContext
+from hasten.loading.cuda_prefetcher import prefetch_to_cuda
 from hasten.methods.prefetch_to_device import PrefetchToDevice
 
 
@@ -23,7 +23,7 @@ def test_the_same_batches_in_the_same_order_one_ahead():
     taken = []
 
     def batches():
-        buffer = torch.empty(1 << 20)  # used again and again, as batched_fetch does
+        buffer = torch.empty(1 << 20)  # used again and again, as in_memory_batches does
         for number in range(20):
             taken.append(number)
             yield {"x": buffer.fill_(number), "n": torch.tensor(number)}

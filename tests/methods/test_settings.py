@@ -43,7 +43,9 @@ def test_nonsense_is_refused(name, field, text):
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
 
 
-@pytest.mark.parametrize(("name", "field"), [(name, field) for name, field in STATED if field.metadata["bounds"]], ids=name_of)
+@pytest.mark.parametrize(
+    ("name", "field"), [(name, field) for name, field in STATED if field.metadata["bounds"]], ids=name_of
+)
 def test_every_bound_is_where_it_says(name, field):
     """Just inside is taken, just outside is not."""
     step, kind = (1, int) if "int" in str(field.type) else (1e-9, float)
@@ -52,7 +54,9 @@ def test_every_bound_is_where_it_says(name, field):
             if BOUNDS[bound](value, edge):
                 assert getattr(make_method(name, {field.name: kind(value)}), field.name) == value
             else:
-                with pytest.raises(ConfigurationError, match=f"{field.name} must be .*{bound.replace('_', ' ')} {edge}"):
+                with pytest.raises(
+                    ConfigurationError, match=f"{field.name} must be .*{bound.replace('_', ' ')} {edge}"
+                ):
                     make_method(name, {field.name: kind(value)})
 
 

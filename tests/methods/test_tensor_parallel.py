@@ -26,7 +26,10 @@ BY_USE = {
     "numbers": (lambda m, x: m.last(2 * nn.functional.gelu(m.first(x)) + 1), [PAIR]),
     "a size of another tensor": (lambda m, x: m.last(m.first(x) * x.shape[0]), [PAIR]),
     "its own size": (lambda m, x: m.last((h := m.first(x)) * h.shape[1]), []),
-    "a function over the units": (lambda m, x: m.last(m.first(x).softmax(-1)), [Block(("first",), "last", elementwise=False)]),
+    "a function over the units": (
+        lambda m, x: m.last(m.first(x).softmax(-1)),
+        [Block(("first",), "last", elementwise=False)],
+    ),
     "a layer with weights": (lambda m, x: m.last(m.norm(m.first(x))), []),
     "random numbers": (lambda m, x: m.last(nn.functional.dropout(m.first(x), 0.5)), []),
     "another tensor": (lambda m, x: m.last(m.first(x) + x.sum()), []),

@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from hasten.engine.registry import make_method
 from hasten.engine.plan import build
+from hasten.engine.registry import make_method
 from hasten.methods.tf32 import _chosen_already
 
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from hasten.core.recipe import Recipe
-from hasten.engine.registry import make_methods
 from hasten.engine.plan import build
+from hasten.engine.registry import make_methods
 
 
 def gradients_of(task, recipe):
@@ -15,13 +15,17 @@ def gradients_of(task, recipe):
     for program in (plain, changed):
         program.forward_backward(next(iter(program.train.epoch(0, 0))))
         program.grad_transform()
-    return tuple({name: p.grad.double().numpy() for name, p in each.run.model.named_parameters()} for each in (plain, changed))
+    return tuple(
+        {name: p.grad.double().numpy() for name, p in each.run.model.named_parameters()} for each in (plain, changed)
+    )
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "row"])
 @pytest.mark.parametrize("skip_1d", [True, False])
 def test_the_formula(convolutional, granularity, skip_1d):
-    before, after = gradients_of(convolutional(), f"znorm:granularity={granularity},skip_1d={str(skip_1d).lower()},eps=1e-8")
+    before, after = gradients_of(
+        convolutional(), f"znorm:granularity={granularity},skip_1d={str(skip_1d).lower()},eps=1e-8"
+    )
     for name, g in before.items():
         if g.ndim == 1 and skip_1d:
             expected = g

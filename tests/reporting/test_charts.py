@@ -4,8 +4,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from hasten.reporting import charts
-from hasten.reporting import view_model
+from hasten.reporting import charts, view_model
 from hasten.reporting.result_schema import validate
 from helpers import sample_results as samples
 
@@ -14,7 +13,9 @@ METRIC = {"name": "accuracy", "higher_is_better": True, "unit": ""}
 
 
 def of_class(drawing, tag: str, *names: str) -> list:
-    return [each for each in ET.fromstring(str(drawing)).iter(tag) if set(names) <= set((each.get("class") or "").split())]
+    return [
+        each for each in ET.fromstring(str(drawing)).iter(tag) if set(names) <= set((each.get("class") or "").split())
+    ]
 
 
 def sample_arms() -> list[dict]:
@@ -49,14 +50,18 @@ def test_no_text_leaves_the_drawing(width):
 
 
 def test_the_anatomy_is_to_scale():
-    drawing = charts.anatomy([("baseline", "", {"input": 3.0, "forward": 1.0}), ("tuned", "", {"forward": 1.0})], width=400)
+    drawing = charts.anatomy(
+        [("baseline", "", {"input": 3.0, "forward": 1.0}), ("tuned", "", {"forward": 1.0})], width=400
+    )
     lengths = [float(box.get("width")) for box in of_class(drawing, "rect", "phase")]
     assert lengths == [pytest.approx(299), pytest.approx(99), pytest.approx(99)]
 
 
 def test_the_failing_zone_ends_at_the_margin():
     for mean, inside in ((0.001, False), (-0.02, True)):
-        drawing = charts.gate({"mean": mean, "low": mean - 0.001, "high": mean + 0.001}, 0.005, "", not inside, width=800)
+        drawing = charts.gate(
+            {"mean": mean, "low": mean - 0.001, "high": mean + 0.001}, 0.005, "", not inside, width=800
+        )
         (zone,), dot = of_class(drawing, "rect", "forbidden"), of_class(drawing, "circle", "dot")[0]
         assert (float(dot.get("cx")) < float(zone.get("width"))) is inside
 
@@ -76,4 +81,8 @@ def test_ticks_are_round_and_inside(low, high):
 
 def test_a_thinned_line_keeps_its_ends():
     line = [(x, x) for x in range(1000)]
-    assert charts.thinned(line, 50)[0] == (0, 0) and charts.thinned(line, 50)[-1] == (999, 999) and len(charts.thinned(line, 50)) == 50
+    assert (
+        charts.thinned(line, 50)[0] == (0, 0)
+        and charts.thinned(line, 50)[-1] == (999, 999)
+        and len(charts.thinned(line, 50)) == 50
+    )

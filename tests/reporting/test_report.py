@@ -128,7 +128,13 @@ def test_a_phone_and_a_desk_each_get_a_drawing(tmp_path):
 def test_hostile_texts_stay_texts(tmp_path, kind):
     def spoiled(value, key=None):
         if isinstance(value, dict):
-            extra = {HOSTILE: {}} if key == "recipe" else {HOSTILE: 0.5} if key in ("phases", "headroom", "noise") else {}
+            extra = (
+                {HOSTILE: {}}
+                if key == "recipe"
+                else {HOSTILE: 0.5}
+                if key in ("phases", "headroom", "system_noise")
+                else {}
+            )
             return {name: spoiled(inner, name) for name, inner in value.items()} | extra
         if isinstance(value, list):
             return [spoiled(item) for item in value]
@@ -165,11 +171,13 @@ def test_every_wrong_value_everywhere_gives_a_page_or_one_clear_line(tmp_path, k
             page_or_one_line(tmp_path, EVERY[kind](), path, value)
 
 
-@pytest.mark.parametrize("value", [True, 1e308, -1e308, float("inf"), 10**400, -(10**400)], ids=lambda value: str(value)[:6])
+@pytest.mark.parametrize(
+    "value", [True, 1e308, -1e308, float("inf"), 10**400, -(10**400)], ids=lambda value: str(value)[:6]
+)
 def test_numbers_beyond_measure_are_no_obstacle(tmp_path, value):
     for path in [
         ("speedup", "high"),
-        ("noise", "spread_percent"),
+        ("system_noise", "spread_percent"),
         ("curves", "tuned", 0, "points", 3, "metric"),
         ("recipe", "threads", "count"),
     ]:
@@ -203,7 +211,10 @@ WHOLE = json.dumps(samples.faster())
         ("[" * 100_000, "not whole JSON"),
         ("\x00\x01", "not whole JSON"),
         (json.dumps(samples.faster() | {"trials": {"what": 1}}), "trials must be a list, not an object"),
-        (json.dumps(with_value(samples.faster(), ("speedup", "median"), "much")), "speedup: median must be a number from 0 up, not a text"),
+        (
+            json.dumps(with_value(samples.faster(), ("speedup", "median"), "much")),
+            "speedup: median must be a number from 0 up, not a text",
+        ),
     ],
 )
 def test_a_broken_result_is_refused_in_one_line(tmp_path, content, told):
@@ -238,5 +249,7 @@ def test_a_training_shows_the_environment_beside_it(tmp_path):
 def test_many_trials_and_long_runs_stay_small(tmp_path):
     big = samples.faster()
     big["trials"] = big["trials"] * 20
-    big["curves"] = {arm: [samples.curve(seed, 9.0, 0.97, points=3000) for seed in range(8)] for arm in ("baseline", "tuned")}
+    big["curves"] = {
+        arm: [samples.curve(seed, 9.0, 0.97, points=3000) for seed in range(8)] for arm in ("baseline", "tuned")
+    }
     assert len(page_of(tmp_path, big).encode()) < 300_000

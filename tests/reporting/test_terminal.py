@@ -12,7 +12,7 @@ from helpers import sample_results as samples
 
 ANSWERS = {
     "faster": (terminal.tune_answer, samples.faster),
-    "leave it": (terminal.tune_answer, samples.leave_it),
+    "no improvement": (terminal.tune_answer, samples.leave_it),
     "compare": (terminal.compare_answer, samples.compared),
     "diagnose": (terminal.diagnose_answer, samples.diagnosed),
     "train": (terminal.train_answer, samples.trained),
@@ -50,13 +50,13 @@ def test_answers_fit_and_are_plain(kind, width):
                 "0.9752",
                 "4.4×",
                 "23 runs",
-                "batched_fetch 2.6×",
+                "in_memory_batches 2.6×",
                 "znorm",
                 "Folder: runs/tune-digits; as a page: hasten report runs/tune-digits hasten train digits --recipe recipe.toml",
             ],
         ),
         (
-            "leave it",
+            "no improvement",
             [
                 "Leave it as it is",
                 "arithmetic from end to end",
@@ -67,8 +67,21 @@ def test_answers_fit_and_are_plain(kind, width):
             ],
         ),
         ("compare", ["b is 2.7× faster", "2.6 to 2.8×", "24 blocks", "730 ms", "270 ms"]),
-        ("diagnose", ["waits for its data", "71 %", "3.4×", "23 ms", "batched_fetch 3.4× samples can be read by index"]),
-        ("train", ["0.9778", "0.9791", "680 steps", "1.6 s", "autotuned_loader:ahead=4,processes=2, while it ran", "runs/digits"]),
+        (
+            "diagnose",
+            ["waits for its data", "71 %", "3.4×", "23 ms", "in_memory_batches 3.4× samples can be read by index"],
+        ),
+        (
+            "train",
+            [
+                "0.9778",
+                "0.9791",
+                "680 steps",
+                "1.6 s",
+                "autotune_loader:prefetch=4,processes=2, while it ran",
+                "runs/digits",
+            ],
+        ),
     ],
 )
 def test_answers_say_what_matters(kind, needed):
@@ -92,7 +105,11 @@ def test_what_was_tried_in_vain_is_what_ran():
 
 def test_the_longest_bar_belongs_to_the_longest_time():
     lines = printed(terminal.tune_answer(samples.faster())).splitlines()
-    bars = {line.split()[0]: line.count("█") for line in lines if line.strip().startswith(("baseline", "competent", "tuned"))}
+    bars = {
+        line.split()[0]: line.count("█")
+        for line in lines
+        if line.strip().startswith(("baseline", "competent", "tuned"))
+    }
     assert bars["baseline"] == 40 and bars["tuned"] == int(40 * 1.6 / 8.2)
 
 
@@ -110,32 +127,53 @@ def test_an_unfinished_result_still_answers():
 
 
 METHODS = [
-    {"name": "batched_fetch", "summary": "stack the samples once", "exactness": "same bits", "gain": (1.0, 21.0), "not_here": None},
-    {"name": "tf32", "summary": "products in TF32 [fast]", "exactness": "lower precision", "gain": None, "not_here": "for an NVIDIA GPU"},
+    {
+        "name": "in_memory_batches",
+        "summary": "stack the samples once",
+        "exactness": "same bits",
+        "gain": (1.0, 21.0),
+        "not_here": None,
+    },
+    {
+        "name": "tf32",
+        "summary": "products in TF32 [fast]",
+        "exactness": "lower precision",
+        "gain": None,
+        "not_here": "for an NVIDIA GPU",
+    },
 ]
 
 
 def test_the_catalogue_has_every_method_under_its_class():
     text = words_of(printed(terminal.methods_table(METHODS)))
-    assert "Same bits" in text and "batched_fetch up to 21× stack the samples once" in text
+    assert "Same bits" in text and "in_memory_batches up to 21× stack the samples once" in text
     assert "tf32 – products in TF32 [fast] (for an NVIDIA GPU)" in text
 
 
 def test_the_page_of_a_method_shows_its_whole_card():
     card = {
-        "source": "https://arxiv.org/abs/1", "gain_when": "samples lie in memory", "accelerates": frozenset({"input"}), "applies_to": {"indexed_samples"},
-        "presets": ({}, {"gigabytes": 4.0}), "text": "First ``line``,\n    wrapped.\n\nSecond.", "hooks": ("data",), "replaces": {"data"},
-        "settings": [{"name": "gigabytes", "type": "float", "default": 2.0, "range": "above 0"}], "conflicts": [{"method": "cache_dataset", "why": "both replace data"}],
-        "records": [{"task": "digits", "what": "batched_fetch", "verdict": "kept", "ratio": {"median": 1.52}}], "wraps": [], "wrapped_by": ["ema"],
-    }  # fmt: skip
+        "source": "https://arxiv.org/abs/1",
+        "gain_when": "samples lie in memory",
+        "accelerates": frozenset({"input"}),
+        "applies_to": {"indexed_samples"},
+        "presets": ({}, {"gigabytes": 4.0}),
+        "text": "First ``line``,\n    wrapped.\n\nSecond.",
+        "hooks": ("data",),
+        "replaces": {"data"},
+        "settings": [{"name": "gigabytes", "type": "float", "default": 2.0, "range": "above 0"}],
+        "conflicts": [{"method": "cache_dataset", "why": "both replace data"}],
+        "records": [{"task": "digits", "what": "in_memory_batches", "verdict": "kept", "ratio": {"median": 1.52}}],
+        "wraps": [],
+        "wrapped_by": ["ema"],
+    }
     text = words_of(printed(terminal.method_page(METHODS[0] | card)))
     for needed in (
         "First line, wrapped.",
         "waiting for the next batch",
         "gigabytes = 2.0 (float, above 0)",
-        "batched_fetch:gigabytes=4.0",
+        "in_memory_batches:gigabytes=4.0",
         "cache_dataset: both replace data",
-        "digits: batched_fetch kept, 1.52x",
+        "digits: in_memory_batches kept, 1.52x",
         "wrapped by ema",
     ):
         assert needed in text

@@ -34,7 +34,9 @@ class Planted:
     unseen: dict[str, float] = field(default_factory=dict)  # seconds of a run that no block shows
     uneven: float = 0.0  # by so many seconds more or less
     cost: dict[str, float] = field(default_factory=lambda: {"baseline": 10.0, str(FAST): 5.0, str(FASTER): 2.0})
-    looks: dict[str, list[int]] = field(default_factory=dict)  # further on at which each seed of a recipe is there, in turns
+    looks: dict[str, list[int]] = field(
+        default_factory=dict
+    )  # further on at which each seed of a recipe is there, in turns
     budget_runs: int = 1000
     seed: int = 0
     device: str = "cpu"
@@ -58,7 +60,10 @@ class Planted:
             "seconds_to_target": samples / SAMPLES * cost + late if there else None,
             "samples_to_target": samples if there else None,
             "first_samples": samples if there else None,
-            "evaluations": [{"samples": n * LOOK, "seconds": n * LOOK / SAMPLES * cost + late, "metric": metric} for n in range(1, 41)],
+            "evaluations": [
+                {"samples": n * LOOK, "seconds": n * LOOK / SAMPLES * cost + late, "metric": metric}
+                for n in range(1, 41)
+            ],
         }
 
     def pace(self, a: Recipe, b: Recipe, **_) -> dict:
@@ -130,7 +135,9 @@ def test_a_further_seed_that_misses_the_target_is_one_of_many():
 
 
 def test_as_good_but_not_faster_is_said():
-    study = Planted({"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.9}, cost={"baseline": 10.0, str(FAST): 10.0, str(FASTER): 10.0})
+    study = Planted(
+        {"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.9}, cost={"baseline": 10.0, str(FAST): 10.0, str(FASTER): 10.0}
+    )
     last = confirmed(study)
     assert not last.passed
     assert "as good, but not" in last.why
@@ -183,13 +190,18 @@ def test_who_nearly_holds_is_looked_at_again_before_what_is_exact():
     first_look = LOOKS[0] * 2 + LOOKS[0] * 2
     second = (LOOKS[1] - LOOKS[0]) * 4
     for metric, held in ((0.8945, FASTER), (0.891, ONE)):
-        study = Planted({"baseline": 0.9, str(ONE): 0.9, str(FASTER): metric}, spread=0.0025, cost=cost, budget_runs=first_look + second)
+        study = Planted(
+            {"baseline": 0.9, str(ONE): 0.9, str(FASTER): metric},
+            spread=0.0025,
+            cost=cost,
+            budget_runs=first_look + second,
+        )
         won = confirmed(study, (ONE, FASTER))
         assert won.recipe == held, metric
 
 
 def test_what_is_proven_exact_needs_no_third_seed_unless_the_seeds_contradict():
-    same, rounds = Recipe({"batched_fetch": {}}), Recipe({"channels_last": {}})
+    same, rounds = Recipe({"in_memory_batches": {}}), Recipe({"channels_last": {}})
     cost = {"baseline": 10.0, str(same): 5.0, str(rounds): 5.0}
     study = Planted({"baseline": 0.9, str(same): 0.9, str(rounds): 0.9}, spread=0.0, cost=cost)
     assert confirmed(study, (same,)).passed
@@ -233,9 +245,13 @@ def test_of_several_that_hold_the_fastest_wins():
 
 
 def test_where_the_stopwatch_doubts_the_blocks_two_runs_of_what_is_exact_are_not_enough():
-    same = Recipe({"batched_fetch": {}})
+    same = Recipe({"in_memory_batches": {}})
     study = Planted(
-        {"baseline": 0.9, str(same): 0.9}, spread=0.0, cost={"baseline": 10.0, str(same): 5.0}, unseen={str(same): 4.0}, uneven=0.5
+        {"baseline": 0.9, str(same): 0.9},
+        spread=0.0,
+        cost={"baseline": 10.0, str(same): 5.0},
+        unseen={str(same): 4.0},
+        uneven=0.5,
     )
     done = confirmed(study, (same,))
     assert len(study.seeds_of(same)) >= LOOKS[0]
@@ -245,16 +261,24 @@ def test_where_the_stopwatch_doubts_the_blocks_two_runs_of_what_is_exact_are_not
 def test_what_is_put_forward():
     outside = Recipe({"./mine.py:Mine": {}})
     assert _finalists([Recipe(), outside, outside | ONE, outside | ONE | TWO]) == [outside | ONE | TWO]
-    assert _finalists([Recipe(), ONE, ONE | TWO, ONE]) == [ONE, ONE | TWO], "exact ones may fail each on its own account"
+    assert _finalists([Recipe(), ONE, ONE | TWO, ONE]) == [ONE, ONE | TWO], (
+        "exact ones may fail each on its own account"
+    )
     clipped = Recipe({"gradient_clipping": {}})
-    assert _finalists([Recipe(), FAST | clipped, FAST]) == [FAST, FAST | clipped], "that it left may be what costs quality"
+    assert _finalists([Recipe(), FAST | clipped, FAST]) == [FAST, FAST | clipped], (
+        "that it left may be what costs quality"
+    )
     milder = [Recipe({"ema": {"decay": decay}}) for decay in (0.5, 0.6, 0.7, 0.8, 0.9)]
     assert _finalists([Recipe(), *milder]) == milder[::-1][:MOST_ATTEMPTS]
-    assert _finalists([Recipe(), ONE, *milder]) == [*milder[::-1][: MOST_ATTEMPTS - 1], ONE], "the exact one is always among them"
+    assert _finalists([Recipe(), ONE, *milder]) == [*milder[::-1][: MOST_ATTEMPTS - 1], ONE], (
+        "the exact one is always among them"
+    )
 
 
 def test_a_recipe_that_trains_otherwise_tells_how_far_apart_its_looks_are():
-    study = Planted({"baseline": 0.9, str(FAST): 0.9, str(ONE): 0.9}, cost={"baseline": 10.0, str(FAST): 5.0, str(ONE): 5.0})
+    study = Planted(
+        {"baseline": 0.9, str(FAST): 0.9, str(ONE): 0.9}, cost={"baseline": 10.0, str(FAST): 5.0, str(ONE): 5.0}
+    )
     other, exact = confirmed(study, (FAST,)), confirmed(study, (ONE,))
     assert other.samples == [(SAMPLES, SAMPLES, LOOK, LOOK)] * LOOKS[0]
     assert exact.samples == [(SAMPLES, SAMPLES)] * PAIRS_OF_THE_EXACT
@@ -279,7 +303,11 @@ def test_where_the_stopwatch_is_far_from_the_blocks_it_counts_however_it_spreads
 
 def coverage(share: float, told: int) -> float:
     """How often the interval holds the truth about a recipe that is at the target one look late on this share of the seeds."""
-    pace = {"ratio": {"median": 1.0, "low": 1.0, "high": 1.0}, "seconds_per_1000_samples": {"a": 1.0}, "start_seconds": {"a": 0, "b": 0}}
+    pace = {
+        "ratio": {"median": 1.0, "low": 1.0, "high": 1.0},
+        "seconds_per_1000_samples": {"a": 1.0},
+        "start_seconds": {"a": 0, "b": 0},
+    }
     truth, held = 10 / 2**share, 0.0
     for lates in product((False, True), repeat=LOOKS[0]):
         samples = [(1000, 200 if late else 100, 20, 100)[:told] for late in lates]

@@ -96,7 +96,9 @@ def test_a_proof_makes_up_for_noisy_seeds_but_not_for_other_results():
     assert not gate.passed
     assert equal_by_construction(gate, proof).passed
     for lower, passed in ((0.01, True), (0.5, False)):  # ten margins are nothing where seeds differ by a hundred
-        apart = quality_gate(noisy, {seed: value - lower for seed, value in noisy.items()}, margin=0.001, higher_is_better=True)
+        apart = quality_gate(
+            noisy, {seed: value - lower for seed, value in noisy.items()}, margin=0.001, higher_is_better=True
+        )
         assert equal_by_construction(apart, proof).passed is passed
 
 

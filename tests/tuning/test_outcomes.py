@@ -43,7 +43,13 @@ def test_a_loser_is_told_in_the_seconds_of_the_seeds_that_were_compared():
     ],
 )
 def test_what_becomes_of_a_run(run, verdict, words):
-    usual = {"gave_up": False, "seconds_to_target": 5.0, "samples_to_target": SAMPLES, "metric": METRIC, "trial_seconds": TRIAL}
+    usual = {
+        "gave_up": False,
+        "seconds_to_target": 5.0,
+        "samples_to_target": SAMPLES,
+        "metric": METRIC,
+        "trial_seconds": TRIAL,
+    }
     told = Outcome.of([usual | run], baseline_of(Planted()), outcome(10.0))
     assert told.verdict == verdict
     assert words in told.why
@@ -51,7 +57,12 @@ def test_what_becomes_of_a_run(run, verdict, words):
 
 @pytest.mark.parametrize(
     ("seconds", "better", "verdict"),
-    [(10.2, 2 * MARGIN, "kept"), (10.2, MARGIN, "no gain"), (10.2, MARGIN / 2, "no gain"), (12.0, 2 * MARGIN, "no gain")],
+    [
+        (10.2, 2 * MARGIN, "kept"),
+        (10.2, MARGIN, "no gain"),
+        (10.2, MARGIN / 2, "no gain"),
+        (12.0, 2 * MARGIN, "no gain"),
+    ],
 )
 def test_a_clearly_better_end_makes_up_for_no_gain_but_not_for_a_loss(seconds, better, verdict):
     baseline, best = baseline_of(Planted()), outcome(10.0)

@@ -8,7 +8,18 @@ from hasten.core.recipe import Recipe
 from hasten.tuning.search import SYSTEMS_LOSSES, TRAINING_LOSSES, Incumbents, search_systems
 from hasten.tuning.study import Budget, OutOfBudget
 from hasten.tuning.tune import BASELINE_SEEDS
-from helpers.planted_study import CLIPPING, MARGIN, SAMPLES, THREADS, TRIAL, Planted, clipping, searched_systems, searched_training, threads
+from helpers.planted_study import (
+    CLIPPING,
+    MARGIN,
+    SAMPLES,
+    THREADS,
+    TRIAL,
+    Planted,
+    clipping,
+    searched_systems,
+    searched_training,
+    threads,
+)
 
 # ── systems ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -81,7 +92,9 @@ def test_as_many_samples_have_to_be_faster_by_pace_not_by_the_luck_of_a_stopwatc
 
 @pytest.mark.parametrize(("better", "luck", "kept"), [(1.5, 0.98, True), (0.5, 0.98, False), (1.5, 0.9, False)])
 def test_of_two_that_are_there_as_soon_the_one_that_ends_better_is_kept(better, luck, kept):
-    study = Planted(samples={clipping(1): 0.5, clipping(2): 0.5}, better={clipping(2): better * MARGIN}, luck={clipping(2): luck})
+    study = Planted(
+        samples={clipping(1): 0.5, clipping(2): 0.5}, better={clipping(2): better * MARGIN}, luck={clipping(2): luck}
+    )
     ladder = searched_training(study, replace(CLIPPING, presets=CLIPPING.presets[:2]))
     assert (str(ladder.best) == clipping(2)) is kept
 

@@ -4,17 +4,17 @@ import time
 
 import pytest
 
-from hasten.core.recipe import Recipe
 from hasten.core.progress import no_progress
+from hasten.core.recipe import Recipe
 from hasten.engine.environment import cores
 from hasten.engine.tasks import TaskRef
+from hasten.tuning.ablation import leave_one_out
 from hasten.tuning.candidates import Candidates, MethodSelection, candidates_for, strong_baselines
 from hasten.tuning.gate import FEWEST_SEEDS
-from hasten.tuning.trial_store import TrialStore
 from hasten.tuning.result import Found
 from hasten.tuning.search import Incumbents
-from hasten.tuning.ablation import leave_one_out
 from hasten.tuning.study import Budget, OutOfBudget, Study
+from hasten.tuning.trial_store import TrialStore
 from hasten.tuning.tune import RESERVED_RUNS, _competent, _confirm, _examine, _search
 from helpers.planted_study import CLIPPING, TARGET, THREADS, TRIAL, Planted, baseline_of, clipping, threads
 
@@ -58,11 +58,16 @@ def test_a_search_leaves_its_reserve_and_nothing_exceeds_the_budget_by_more_than
 
 def test_what_is_measured_of_the_shares_is_kept_where_the_budget_ends():
     recipe = Recipe.coerce(f"{threads(2)} + {clipping(1)} + fused_optimizer")
-    study = Planted(faster={threads(2): 1.5, "fused_optimizer": 1.2}, samples={clipping(1): 0.5}, budget=Budget(3 * TRIAL))
+    study = Planted(
+        faster={threads(2): 1.5, "fused_optimizer": 1.2}, samples={clipping(1): 0.5}, budget=Budget(3 * TRIAL)
+    )
     told = [share["method"] for share in leave_one_out(study, Incumbents([Recipe(), recipe]))]
     assert 0 < len(told) < 3
     ample = Planted(faster=study.faster, samples=study.samples)
-    assert {share["method"]: round(share["speedup"]["median"], 1) for share in leave_one_out(ample, Incumbents([Recipe(), recipe]))} == {
+    assert {
+        share["method"]: round(share["speedup"]["median"], 1)
+        for share in leave_one_out(ample, Incumbents([Recipe(), recipe]))
+    } == {
         "threads": 1.5,
         "fused_optimizer": 1.2,
         "gradient_clipping": 2.0,
@@ -105,7 +110,7 @@ WORKERS = str(strong_baselines("cpu", cores())[-1].drop("fused_optimizer"))
 
 
 @pytest.mark.parametrize(
-    ("faster", "idle", "best"),
+    ("faster", "no_effect", "best"),
     [
         ({"fused_optimizer": 1.2}, (), "fused_optimizer"),
         ({"fused_optimizer": 1.2, WORKERS: 1.3}, (), f"fused_optimizer + {WORKERS}"),
@@ -149,7 +154,9 @@ class Recorded(Study):
     """A Study whose runs were recorded: 0.8, 0.92 and 0.95 after a second each."""
 
     def _in_worker(self, recipe, seed, method, watch, **limits) -> dict:
-        looks = [{"samples": 100 * n, "seconds": float(n), "metric": metric} for n, metric in enumerate((0.8, 0.92, 0.95), 1)]
+        looks = [
+            {"samples": 100 * n, "seconds": float(n), "metric": metric} for n, metric in enumerate((0.8, 0.92, 0.95), 1)
+        ]
         return {"metric": 0.95, "evaluations": looks, "gave_up": limits.get("give_up_after", 9.0) < 2.0}
 
 
@@ -171,10 +178,10 @@ def test_a_run_that_came_to_its_end_is_known_whoever_asks_and_one_given_up_is_no
 def test_where_ranks_talk_for_long_talking_less_is_tried_first():
     """It makes every later trial shorter; where they hardly talk, it waits until what leaves the numbers alone was tried."""
     for bound, first in ((3.0, ["local_sgd", "powersgd"]), (1.2, [])):
-        advice = [{"method": name, "bound": bound} for name in ("ddp", "powersgd", "compressed_schedule", "local_sgd")]
+        advice = [{"method": name, "bound": bound} for name in ("ddp", "powersgd", "budgeted_schedule", "local_sgd")]
         found = candidates_for({"advice": advice}, MethodSelection(None, Recipe()))
         assert [each.name for each in found.communication] == first
-        assert {each.name for each in found.training} == {"compressed_schedule", "powersgd", "local_sgd"} - set(first)
+        assert {each.name for each in found.training} == {"budgeted_schedule", "powersgd", "local_sgd"} - set(first)
         assert [each.name for each in found.systems] == ["ddp"]
 
 

@@ -6,10 +6,9 @@ import time
 import pytest
 
 import hasten
-from hasten import RunError, ConfigurationError
+from hasten import ConfigurationError, RunError
 from hasten.core.errors import HastenWarning
-from hasten.tuning import study
-from hasten.tuning import tune
+from hasten.tuning import study, tune
 from helpers.process import forked
 
 TASK = """
@@ -76,15 +75,15 @@ def short(monkeypatch):
 @pytest.mark.timing
 @pytest.mark.slow
 def test_a_gain_is_found_and_proven(task, tmp_path):
-    told = hasten.tune(task, budget=90, consider=["batched_fetch", "gradient_clipping"], out=tmp_path / "out")
+    told = hasten.tune(task, budget=90, methods=["in_memory_batches", "gradient_clipping"], out=tmp_path / "out")
     assert told["verdict"] == "faster", told["why"]
-    assert set(told["recipe"]) == {"batched_fetch"}
+    assert set(told["recipe"]) == {"in_memory_batches"}
     assert told["speedup"]["low"] > 1.01
     assert told["quality"]["passed"]
     assert told["quality"]["baseline"] == pytest.approx(told["quality"]["tuned"]), "an exact method changes nothing"
     assert hasten.Recipe.load(tmp_path / "out" / "recipe.toml").methods == told["recipe"]
     assert json.loads((tmp_path / "out" / "result.json").read_text())["why"] == told["why"]
-    again = hasten.tune(task, budget=90, consider=["batched_fetch", "gradient_clipping"], out=tmp_path / "out")
+    again = hasten.tune(task, budget=90, methods=["in_memory_batches", "gradient_clipping"], out=tmp_path / "out")
     assert again["remembered_trials"] > 5
     assert again["speedup"] == told["speedup"], "a finished search is not measured again"
 
@@ -92,7 +91,7 @@ def test_a_gain_is_found_and_proven(task, tmp_path):
 def test_silent_harm_is_refused_with_a_reason_whatever_it_claims(task, tmp_path, short):
     (tmp_path / "harm.py").write_text(HARM)
     offered = [f"{tmp_path / 'harm.py'}:{name}" for name in ("Slow", "Honest")]
-    told = hasten.tune(task, budget=BUDGET, consider=["tf32"], extra=offered, out=tmp_path / "out")
+    told = hasten.tune(task, budget=BUDGET, methods=["tf32"], extra=offered, out=tmp_path / "out")
     assert not told["recipe"]
     assert [fate["method"] for fate in told["offered"]] == offered
     assert all(not fate["accepted"] and fate["why"] for fate in told["offered"]), told["offered"]
@@ -100,18 +99,26 @@ def test_silent_harm_is_refused_with_a_reason_whatever_it_claims(task, tmp_path,
 
 def test_what_could_be_tried_and_never_confirmed_is_refused_at_once(task, tmp_path):
     with pytest.raises(ConfigurationError, match=r"^the steps before local_sgd:start=20 are other ones"):
-        hasten.tune(task, processes=2, consider=["local_sgd:start=20"], out=tmp_path / "out")
+        hasten.tune(task, processes=2, methods=["local_sgd:start=20"], out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def search(task, out):
-    return hasten.tune(task, budget=BUDGET, consider=["tf32"], out=out)
+    return hasten.tune(task, budget=BUDGET, methods=["tf32"], out=out)
 
 
 @pytest.mark.slow
 def test_a_killed_search_goes_on_and_loses_no_finished_trial(task, tmp_path, short):
-    trials, process, deadline = tmp_path / "out" / "trials.jsonl", forked(search, task, tmp_path / "out"), time.monotonic() + BUDGET
-    while (not trials.exists() or trials.read_text().count("\n") < 4) and process.is_alive() and time.monotonic() < deadline:
+    trials, process, deadline = (
+        tmp_path / "out" / "trials.jsonl",
+        forked(search, task, tmp_path / "out"),
+        time.monotonic() + BUDGET,
+    )
+    while (
+        (not trials.exists() or trials.read_text().count("\n") < 4)
+        and process.is_alive()
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.1)
     assert process.is_alive(), "the search was over before it could be killed"
     process.kill()
@@ -126,7 +133,10 @@ def test_a_killed_search_goes_on_and_loses_no_finished_trial(task, tmp_path, sho
 @pytest.mark.slow
 def test_the_budget_is_kept_within_one_trial(task, tmp_path):
     told = hasten.tune(task, budget=20, out=tmp_path / "out")
-    longest = max(json.loads(line)["outcome"]["trial_seconds"] for line in (tmp_path / "out" / "trials.jsonl").read_text().splitlines())
+    longest = max(
+        json.loads(line)["outcome"]["trial_seconds"]
+        for line in (tmp_path / "out" / "trials.jsonl").read_text().splitlines()
+    )
     assert told["search_seconds"] <= 20 + longest + 1
 
 

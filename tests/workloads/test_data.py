@@ -11,9 +11,8 @@ from functools import partial
 import numpy
 import pytest
 
-from hasten import RunError, ConfigurationError
-from hasten.workloads import cifar10
-from hasten.workloads import imdb
+from hasten import ConfigurationError, RunError
+from hasten.workloads import cifar10, imdb
 from hasten.workloads._data import File, fetched, found, members
 
 CONTENT = b"forty-two\n" * 5000
@@ -38,7 +37,9 @@ def server(folders):
     """The address of a real server with one file on it."""
     (folders / "served").mkdir()
     (folders / "served" / "numbers.txt").write_bytes(CONTENT)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folders / "served"))) as http_server:
+    with http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), partial(Quiet, directory=str(folders / "served"))
+    ) as http_server:
         threading.Thread(target=http_server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{http_server.server_port}/"
         http_server.shutdown()
@@ -68,7 +69,9 @@ def test_the_data_folder_comes_first(server, folders):
 
 
 def test_what_a_server_sends_is_checked_and_not_kept(server, folders):
-    with pytest.raises(RunError, match=r"numbers\.txt sent is not the expected file.*put the right one at .*/numbers/numbers\.txt$"):
+    with pytest.raises(
+        RunError, match=r"numbers\.txt sent is not the expected file.*put the right one at .*/numbers/numbers\.txt$"
+    ):
         fetched(numbers_at(server + "numbers.txt", content=b"something else"))
     assert everything_in(folders / "home") == []
 
@@ -79,7 +82,11 @@ def test_what_cannot_be_fetched_says_from_where_and_where_to_put_it(server, fold
     with pytest.raises(RunError) as failed:
         fetched(numbers_at(address))
     message = str(failed.value)
-    assert address in message and str(folders / "home/.cache/hasten/numbers/numbers.txt") in message and "\n" not in message
+    assert (
+        address in message
+        and str(folders / "home/.cache/hasten/numbers/numbers.txt") in message
+        and "\n" not in message
+    )
     assert everything_in(folders / "home") == []
 
 
@@ -137,14 +144,21 @@ def test_a_damaged_archive_is_refused(folders, damage):
 def official(folders, workload, monkeypatch, files: dict[str, bytes]):
     """A small archive in the official form, where the workload looks for the official one."""
     path = archive(folders / "data" / workload.OFFICIAL.path, files)
-    monkeypatch.setattr(workload, "OFFICIAL", File(workload.OFFICIAL.path, "", hashlib.sha256(path.read_bytes()).hexdigest()))
+    monkeypatch.setattr(
+        workload, "OFFICIAL", File(workload.OFFICIAL.path, "", hashlib.sha256(path.read_bytes()).hexdigest())
+    )
 
 
 def test_cifar10_is_made_from_the_official_archive_once(folders, monkeypatch):
     red, blue = numpy.zeros((3, 32, 32), numpy.uint8), numpy.zeros((3, 32, 32), numpy.uint8)
     red[0], blue[2] = 200, 100
     rows = bytes([9]) + red.tobytes() + bytes([0]) + blue.tobytes()
-    official(folders, cifar10, monkeypatch, {"cifar-10-batches-bin/test_batch.bin": rows, "cifar-10-batches-bin/readme.html": b"?"})
+    official(
+        folders,
+        cifar10,
+        monkeypatch,
+        {"cifar-10-batches-bin/test_batch.bin": rows, "cifar-10-batches-bin/readme.html": b"?"},
+    )
     monkeypatch.setattr(cifar10, "PICTURES", {"test": 2})
     dataset = cifar10.Photographs("test")
     assert dataset.labels == [9, 0]

@@ -32,14 +32,24 @@ WORKLOADS = {
     "fashion_mnist": Expected(
         (60_000, 10_000),
         (((1, 28, 28), FLOAT, -0.811, 2.023), ((), WHOLE, 0, 9)),
-        tuple(f"fashion-mnist/{split}-{what}-ubyte.gz" for split in ("train", "t10k") for what in ("images-idx3", "labels-idx1")),
+        tuple(
+            f"fashion-mnist/{split}-{what}-ubyte.gz"
+            for split in ("train", "t10k")
+            for what in ("images-idx3", "labels-idx1")
+        ),
     ),
     "cifar10": Expected(
-        (50_000, 10_000), (((3, 32, 32), FLOAT, -2.0, 2.2), ((), WHOLE, 0, 9)), ("cifar10-jpeg/train.tar.gz", "cifar10-jpeg/test.tar.gz")
+        (50_000, 10_000),
+        (((3, 32, 32), FLOAT, -2.0, 2.2), ((), WHOLE, 0, 9)),
+        ("cifar10-jpeg/train.tar.gz", "cifar10-jpeg/test.tar.gz"),
     ),
-    "tiny_shakespeare": Expected((15_685, 1000), (((64,), WHOLE, 0, 64), ((64,), WHOLE, 0, 64)), ("tinyshakespeare/input.txt",)),
+    "tiny_shakespeare": Expected(
+        (15_685, 1000), (((64,), WHOLE, 0, 64), ((64,), WHOLE, 0, 64)), ("tinyshakespeare/input.txt",)
+    ),
     "adult": Expected(
-        (32_561, 16_281), (((6,), FLOAT, -4, 15), ((8,), WHOLE, 0, 41), ((), WHOLE, 0, 1)), ("adult/adult.data", "adult/adult.test")
+        (32_561, 16_281),
+        (((6,), FLOAT, -4, 15), ((8,), WHOLE, 0, 41), ((), WHOLE, 0, 1)),
+        ("adult/adult.data", "adult/adult.test"),
     ),
     "imdb": Expected(
         (10_000, 5000),

@@ -13,22 +13,22 @@ from itertools import islice
 
 import torch
 
-from hasten.core.errors import PeerFailure, RunError, ConfigurationError
+from hasten.benchmarking.worker_group import COLLECTIVE_TIMEOUT_S, start_workers
+from hasten.core.errors import ConfigurationError, PeerFailure, RunError
 from hasten.core.process_group_info import ProcessGroupInfo
 from hasten.core.recipe import Recipe
 from hasten.core.task import Task
+from hasten.distributed.process_group import init_process_group
 from hasten.engine import checkpoint
+from hasten.engine.cadence import LOG_EVERY_STEPS
 from hasten.engine.error_messages import format_position
-from hasten.engine.registry import make_methods
 from hasten.engine.finite_checks import non_finite_loss_error
 from hasten.engine.loop import evaluate, train_steps
 from hasten.engine.observers import numbers_of
-from hasten.engine.cadence import LOG_EVERY_STEPS
 from hasten.engine.plan import Program, build
-from hasten.distributed.process_group import init_process_group
+from hasten.engine.registry import make_methods
 from hasten.engine.tasks import TaskRef
 from hasten.engine.train import device_of, with_strategy
-from hasten.benchmarking.worker_group import COLLECTIVE_TIMEOUT_S, start_workers
 
 WARM_UP_STEPS, WARM_UP_ROUNDS = 3, 4
 LONG_EVALUATION = 10.0  # seconds; a longer one is timed once
@@ -42,7 +42,9 @@ class Arm:
         ranks: that train together; None joins those that the environment names.
     """
 
-    def __init__(self, task: str | TaskRef, methods: dict, device: str, seed: int, ranks: ProcessGroupInfo | None = None):
+    def __init__(
+        self, task: str | TaskRef, methods: dict, device: str, seed: int, ranks: ProcessGroupInfo | None = None
+    ):
         self.task = task if isinstance(task, TaskRef) else TaskRef.from_json(task)
         self.recipe, self.device, self.seed, self.ranks = Recipe(methods), device, seed, ranks
         self.unread: list[tuple] = []  # (loss on the device, epoch, batch)
@@ -197,7 +199,7 @@ class Arm:
             self.ranks.any(False)
 
 
-def estimate(task: TaskRef, device: str, seed: int = 0, processes: int = 1, patience: float | None = None) -> dict:
+def estimate(task: TaskRef, device: str, seed: int = 0, processes: int = 1, timeout: float | None = None) -> dict:
     """Estimates the seconds of the task's own training, from a few steps and one evaluation.
 
     Args:
@@ -210,7 +212,7 @@ def estimate(task: TaskRef, device: str, seed: int = 0, processes: int = 1, pati
         Failure, Refusal: the task's own training does not run.
     """
     with start_workers(
-        processes, "hasten.benchmarking.arm:Arm", patience, task=task.to_json(), methods={}, device=device, seed=seed
+        processes, "hasten.benchmarking.arm:Arm", timeout, task=task.to_json(), methods={}, device=device, seed=seed
     ) as worker:
         plan = worker.call("build")
         if 0.0 < (plan["evaluation"] or 0.0) < LONG_EVALUATION:  # one alone may have met a busy machine

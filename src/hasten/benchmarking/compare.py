@@ -14,20 +14,20 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import fmean, median_high
 
-from hasten.core.errors import RunError
-from hasten.core.recipe import Recipe
+from hasten.benchmarking.fork_server import Worker, mark_warnings_shown, reset_shown_warnings
+from hasten.benchmarking.ratio import ERROR, LOOKS, SAME, UNSURE, Ratio, ratio_of, spread, verdict_of, with_evaluations
+from hasten.benchmarking.system_noise import SystemNoise
+from hasten.benchmarking.worker_group import WorkerGroup, start_workers
 from hasten.core.durations import parse_budget
+from hasten.core.errors import RunError
 from hasten.core.progress import ProgressCallback, no_progress
-from hasten.engine.resources import warn_oversubscribed
+from hasten.core.recipe import Recipe
 from hasten.engine.composition import check_conflicts, sort_methods
+from hasten.engine.data_adapters import check_process_count
 from hasten.engine.devices import pick_device
 from hasten.engine.registry import make_methods
-from hasten.engine.data_adapters import check_process_count
+from hasten.engine.resources import warn_oversubscribed
 from hasten.engine.tasks import TaskRef
-from hasten.benchmarking.worker_group import WorkerGroup, start_workers
-from hasten.benchmarking.system_noise import SystemNoise
-from hasten.benchmarking.ratio import ERROR, LOOKS, SAME, UNSURE, Ratio, ratio_of, spread, verdict_of, with_evaluations
-from hasten.benchmarking.fork_server import Worker, mark_warnings_shown, reset_shown_warnings
 from hasten.reporting.result_schema import CompareResult
 
 BLOCK_SECONDS = 0.3  # long enough to bury the timer and the switch between processes
@@ -38,7 +38,7 @@ RHYTHM_BUDGETS = 4  # that as many blocks may take
 FIRST_EVALUATIONS = 2  # of each arm, before the first block
 CLOCKS_AGREE = 0.8  # least fraction of a block's time, seen from here, that the arm must report
 TRIES = 3  # for the clocks to agree
-PATIENCE = 120.0  # seconds of silence, beyond the budget, after which an arm counts as hanging
+TIMEOUT_S = 120.0  # seconds of silence, beyond the budget, after which an arm counts as hanging
 
 
 @dataclass
@@ -108,7 +108,7 @@ class Comparison:
             "cpu_ratio": ratio_of(cpu_a, cpu_b).median if min(cpu_a + cpu_b) > 0 else None,
             "evaluation_seconds": {name: min(arm.evaluations, default=None) for name, arm in arms.items()},
             "start_seconds": {name: arm.plan["start"] for name, arm in arms.items()},
-            "noise": self.noise,
+            "system_noise": self.noise,
             "seconds": self.seconds,
         }
 
@@ -120,7 +120,7 @@ def compare(
     *,
     budget: float | str = 60.0,
     processes: int = 1,
-    patience: float | None = None,
+    timeout: float | None = None,
     device: str | None = None,
     seed: int = 0,
     watch: ProgressCallback = no_progress,
@@ -155,7 +155,7 @@ def compare(
         *recipes,
         budget=budget,
         processes=(processes, processes),
-        patience=patience or PATIENCE,
+        timeout=timeout or TIMEOUT_S,
         device=pick_device(device),
         seed=seed,
         watch=watch,
@@ -173,7 +173,7 @@ def run_interleaved(
     processes: tuple[int, int] = (1, 1),
     seed: int = 0,
     looks: Iterable[int] = LOOKS,
-    patience: float = PATIENCE,
+    timeout: float = TIMEOUT_S,
     longest: float | None = None,
     watch: ProgressCallback = no_progress,
 ) -> Comparison:
@@ -189,7 +189,7 @@ def run_interleaved(
     """
     for recipe in (a, b):  # a wrong request is refused before anything is started
         check_conflicts(sort_methods(make_methods(recipe)))
-    began, noise, looks, timeout = time.monotonic(), SystemNoise(), sorted(looks), patience + budget
+    began, noise, looks, timeout = time.monotonic(), SystemNoise(), sorted(looks), timeout + budget
     with ExitStack() as stack:
         arms: list[Worker | WorkerGroup] = []
         samples: list[ArmSamples] = []
@@ -210,7 +210,7 @@ def run_interleaved(
                     samples[turn].time_evaluation(arms[turn], timeout)
             for turn in _order(len(samples[0].blocks)):
                 expected = 2 * steps[turn] * samples[turn].plan["step"]
-                samples[turn].time_block(arms[turn], steps[turn], patience + max(budget, expected))
+                samples[turn].time_block(arms[turn], steps[turn], timeout + max(budget, expected))
             pairs = len(samples[0].blocks)
             spent = time.monotonic() - started
             left = min(budget, spent / pairs * looks[-1]) - spent

@@ -31,12 +31,6 @@ from dataclasses import dataclass
 
 import torch
 
-from hasten.core.card import Exactness
-from hasten.core.errors import RunError, ConfigurationError, format_error
-from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
-from hasten.core.recipe import Recipe
-from hasten.core.task import Task
-from hasten.engine.devices import pick_device
 from hasten.benchmarking.equivalence_runs import (
     EquivalenceCase,
     EquivalenceRun,
@@ -48,6 +42,12 @@ from hasten.benchmarking.equivalence_runs import (
     validation_mismatch,
 )
 from hasten.benchmarking.process_state import restored
+from hasten.core.card import Exactness
+from hasten.core.errors import ConfigurationError, RunError, format_error
+from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
+from hasten.core.recipe import Recipe
+from hasten.core.task import Task
+from hasten.engine.devices import pick_device
 
 MAX_DIFFERENCE = 1e-10  # relative, of all weights together
 MIN_GRADIENT_DB, MIN_MOVEMENT_DB = 20.0, 40.0  # signal-to-noise ratios

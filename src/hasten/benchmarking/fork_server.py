@@ -43,11 +43,11 @@ from typing import Any
 import torch
 
 from hasten._torch_compat import LAZILY_IMPORTED_MODULES, is_out_of_memory
-from hasten.core.errors import PeerFailure, RunError, HastenWarning, ProgressWarning, ConfigurationError
+from hasten.core.errors import ConfigurationError, HastenWarning, PeerFailure, ProgressWarning, RunError
 from hasten.core.progress import ProgressCallback, no_progress
-from hasten.engine.resources import available_cpus
-from hasten.engine.error_messages import explain_error
 from hasten.distributed.process_group import PEER_GONE, is_peer_failure
+from hasten.engine.error_messages import explain_error
+from hasten.engine.resources import available_cpus
 
 RANK_VARIABLES = (
     "RANK",
@@ -58,7 +58,9 @@ RANK_VARIABLES = (
 PR_SET_PDEATHSIG = 1  # prctl(2)
 STDOUT, STDERR = 1, 2  # file descriptors
 PRELOAD = ("torch", *LAZILY_IMPORTED_MODULES, "hasten.benchmarking.arm")
-ERRORS = {kind.__name__: kind for kind in (ConfigurationError, PeerFailure, RunError)}  # a subclass before its base class
+ERRORS = {
+    kind.__name__: kind for kind in (ConfigurationError, PeerFailure, RunError)
+}  # a subclass before its base class
 LARGEST_REQUEST = 1 << 20  # bytes, for the fork server
 
 
@@ -95,7 +97,9 @@ class Worker:
             self.__exit__()
             raise
 
-    def call(self, method: str, *, timeout: float | None = None, watch: ProgressCallback = no_progress, **arguments: Any) -> Any:
+    def call(
+        self, method: str, *, timeout: float | None = None, watch: ProgressCallback = no_progress, **arguments: Any
+    ) -> Any:
         """Calls a method of the object and returns its result. Forwards progress to ``watch``, and warnings.
 
         Args:
@@ -360,7 +364,9 @@ def _set_up_worker(request: dict) -> None:
     sys.path[:] = request["path"]
     os.environ.update(request["environment"])
     if "LOCAL_WORLD_SIZE" in request["environment"] and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(available_cpus())  # the server imported torch without knowing that ranks share the machine
+        torch.set_num_threads(
+            available_cpus()
+        )  # the server imported torch without knowing that ranks share the machine
     with contextlib.suppress(OSError):
         os.chdir(request["directory"])
     tempfile.tempdir = None

@@ -15,10 +15,10 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from hasten.core.errors import PeerFailure, RunError, ConfigurationError
+from hasten.benchmarking.fork_server import ERRORS, Worker, forward_message, timeout_error
+from hasten.core.errors import ConfigurationError, PeerFailure, RunError
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.launch.rendezvous import HERE, interface_of
-from hasten.benchmarking.fork_server import ERRORS, Worker, forward_message, timeout_error
 
 COLLECTIVE_TIMEOUT_S = 86_400.0  # for a rank that waits for another one: this process has the limits
 SAME_ERROR_WAIT_S = 1.0  # in which the other ranks may report the same error
@@ -54,7 +54,9 @@ class WorkerGroup:
             ]
             self.stack = stack.pop_all()
 
-    def call(self, method: str, *, timeout: float | None = None, watch: ProgressCallback = no_progress, **arguments: Any) -> Any:
+    def call(
+        self, method: str, *, timeout: float | None = None, watch: ProgressCallback = no_progress, **arguments: Any
+    ) -> Any:
         """Calls a method on all ranks and returns the result of rank 0.
 
         Raises:

@@ -9,9 +9,9 @@ from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hasten.core.durations import parse_duration
 from hasten.core.errors import ConfigurationError
 from hasten.core.process_group_info import DEFAULT_TIMEOUT_S
-from hasten.core.durations import parse_duration
 
 if TYPE_CHECKING:
     from hasten.core.recipe import Recipe
@@ -28,7 +28,7 @@ def seconds(text: str) -> float:
         raise ArgumentTypeError(str(why)) from None
 
 
-def patience(text: str) -> float:
+def timeout(text: str) -> float:
     """A time of a second or more."""
     if (value := seconds(text)) < 1:
         raise ArgumentTypeError(f"must be at least 1s, not {text!r}")
@@ -105,7 +105,9 @@ def everywhere() -> ArgumentParser:
     parser = ArgumentParser(add_help=False, argument_default=SUPPRESS)
     group = parser.add_argument_group("everywhere")
     group.add_argument("--json", action="store_true", help="one JSON object on standard output, for programs")
-    group.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:1; an NVIDIA GPU where there is one, unless said")
+    group.add_argument(
+        "--device", metavar="NAME", help="cpu, cuda or cuda:1; an NVIDIA GPU where there is one, unless said"
+    )
     group.add_argument("--seed", type=seed, metavar="N", help="of all random numbers; 0 unless said")
     group.add_argument("--quiet", action="store_true", help="no progress")
     return parser
@@ -114,25 +116,33 @@ def everywhere() -> ArgumentParser:
 def add_restarts(parser: ArgumentParser) -> None:
     """The option that says how often a job goes on by itself."""
     parser.add_argument(
-        "--restarts", type=restarts, default=RESTARTS, metavar="K",
+        "--max-restarts",
+        type=restarts,
+        default=RESTARTS,
+        metavar="K",
         help=f"go on from the newest checkpoint, up to K times, when a process is lost without a word; {RESTARTS} unless said",
-    )  # fmt: skip
+    )
 
 
-def add_patience(parser: ArgumentParser) -> None:
+def add_timeout(parser: ArgumentParser) -> None:
     """The option that says when a rank hangs."""
     parser.add_argument(
-        "--patience", type=patience, default=DEFAULT_TIMEOUT_S, metavar="TIME",
+        "--timeout",
+        type=timeout,
+        default=DEFAULT_TIMEOUT_S,
+        metavar="TIME",
         help="a process that keeps the others waiting for so long counts as lost; 30m unless said, and longer than one evaluation has to be",
-    )  # fmt: skip
+    )
 
 
-def add_patience_of_measuring(parser: ArgumentParser, usual: str) -> None:
+def add_measuring_timeout(parser: ArgumentParser, usual: str) -> None:
     """The same of a job that is measured."""
     parser.add_argument(
-        "--patience", type=patience, metavar="TIME",
+        "--timeout",
+        type=timeout,
+        metavar="TIME",
         help=f"a job that says nothing for so long, beyond the budget, counts as hanging; {usual} unless said, and longer than one evaluation",
-    )  # fmt: skip
+    )
 
 
 def add_processes(parser: ArgumentParser, what: str) -> None:
@@ -144,9 +154,13 @@ def add_recipe(parser: ArgumentParser) -> None:
     """The options that say which methods: ``--recipe`` and ``--with``."""
     parser.add_argument("--recipe", metavar="R.toml", help="a recipe file; without one, the task as it is")
     parser.add_argument(
-        "--with", dest="methods", metavar="METHOD[:key=value,...]", action="append", default=[],
+        "--with",
+        dest="methods",
+        metavar="METHOD[:key=value,...]",
+        action="append",
+        default=[],
         help="one method more, installed or ./file.py:Class; may be given several times",
-    )  # fmt: skip
+    )
 
 
 def recipe(options: Namespace) -> Recipe:
@@ -155,20 +169,22 @@ def recipe(options: Namespace) -> Recipe:
 
     given = Recipe.parse(options.methods)
     written = Recipe() if options.recipe is None else named_recipe(options.recipe, given)
-    return written | Recipe({name: written.methods.get(name, {}) | settings for name, settings in given.methods.items()})
+    return written | Recipe(
+        {name: written.methods.get(name, {}) | settings for name, settings in given.methods.items()}
+    )
 
 
 def recipe_of_ranks(options: Namespace) -> Recipe:
     """What the ranks of a job will train with, as far as whoever starts them can tell; code of a folder that is gone on with is not loaded."""
     from hasten.core.recipe import Recipe
 
-    said = recipe(options)
-    if said or not (getattr(options, "resume", False) and options.out):
-        return said
+    given = recipe(options)
+    if given or not (getattr(options, "resume", False) and options.out):
+        return given
     try:
         found = Recipe.load(f"{options.out}/recipe.toml")
     except ConfigurationError:  # on another machine, or nothing to go on with: the run itself looks again
-        return said
+        return given
     return found.drop(*(name for name in found.methods if ":" in name))
 
 
@@ -190,10 +206,14 @@ def named_recipe(what: str, given: Recipe) -> Recipe:
                 raise ConfigurationError(f"{what} is no recipe: its name does not end in .toml") from None
             raise
     written, known = Recipe.load(what), {_place(name, Path()): name for name in given.methods}
-    named = {name: name if name in given.methods else known.get(_place(name, Path(what).parent)) for name in written.methods}
+    named = {
+        name: name if name in given.methods else known.get(_place(name, Path(what).parent)) for name in written.methods
+    }
     for name in written.methods:
         if ":" in name and named[name] is None:
-            raise ConfigurationError(f"{what} names code from outside, {name}; if you trust it, name it after --with, too")
+            raise ConfigurationError(
+                f"{what} names code from outside, {name}; if you trust it, name it after --with, too"
+            )
     return Recipe({named[name] or name: settings for name, settings in written.methods.items()})
 
 

@@ -16,7 +16,9 @@ def arguments(parser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions", required=True)
     for name, (add, run) in ACTIONS.items():
         what, _, more = run.__doc__.partition("\n")
-        action = actions.add_parser(name, help=what, description=f"{what}. {more}", parents=[argument_types.everywhere()], allow_abbrev=False)
+        action = actions.add_parser(
+            name, help=what, description=f"{what}. {more}", parents=[argument_types.everywhere()], allow_abbrev=False
+        )
         add(action)
 
 
@@ -26,9 +28,13 @@ def run(options, watch) -> CommandResult:
 
 def _inspect_arguments(parser) -> None:
     parser.add_argument("path", metavar="PATH", help="a folder, a file or a pattern in quotes")
-    parser.add_argument("--target", metavar="NAME", help="the column of a table to predict; the others are then read as one matrix")
+    parser.add_argument(
+        "--target", metavar="NAME", help="the column of a table to predict; the others are then read as one matrix"
+    )
     _add_skip_bad(parser, "leave out up to N rows, or files, that cannot be read, and list them")
-    parser.add_argument("--budget", type=argument_types.seconds, default=20.0, metavar="TIME", help="time to spend; 20s unless said")
+    parser.add_argument(
+        "--budget", type=argument_types.seconds, default=20.0, metavar="TIME", help="time to spend; 20s unless said"
+    )
 
 
 def _inspect(options, watch) -> CommandResult:
@@ -39,7 +45,9 @@ def _inspect(options, watch) -> CommandResult:
     """
     from hasten.datatools.inspection import inspect
 
-    result = inspect(options.path, target=options.target, skip_bad=options.skip_bad, budget=options.budget, watch=watch)
+    result = inspect(
+        options.path, target=options.target, max_bad_rows=options.max_bad_rows, budget=options.budget, watch=watch
+    )
     return CommandResult(result, lambda: _pages().inspect_answer(result), code=1 if result["trouble"] else 0)
 
 
@@ -47,11 +55,21 @@ def _convert_arguments(parser) -> None:
     parser.add_argument("path", metavar="PATH", help="a folder, a file or a pattern in quotes")
     parser.add_argument("--to", required=True, metavar="FORM", help=FORMS)
     parser.add_argument(
-        "--out", required=True, type=argument_types.folder, metavar="DIR", help="where it is written; a killed conversion goes on there"
+        "--out",
+        required=True,
+        type=argument_types.folder,
+        metavar="DIR",
+        help="where it is written; a killed conversion goes on there",
     )
-    parser.add_argument("--resize", type=argument_types.count, metavar="N", help="pictures become squares of N pixels a side")
-    parser.add_argument("--shards", type=argument_types.count, metavar="N", help="files to write; one for every 256 MB unless said")
-    parser.add_argument("--target", metavar="NAME", help="with --to rows: this column of a table apart, the others as one matrix")
+    parser.add_argument(
+        "--resize", type=argument_types.count, metavar="N", help="pictures become squares of N pixels a side"
+    )
+    parser.add_argument(
+        "--shards", type=argument_types.count, metavar="N", help="files to write; one for every 256 MB unless said"
+    )
+    parser.add_argument(
+        "--target", metavar="NAME", help="with --to rows: this column of a table apart, the others as one matrix"
+    )
     parser.add_argument("--fill", type=float, metavar="NUMBER", help="what stands for missing numbers")
     _add_skip_bad(parser, "leave out up to N rows, or files, that cannot be read; DIR/skipped.jsonl lists them")
 
@@ -68,14 +86,19 @@ def _convert(options, watch) -> CommandResult:
     try:
         result = convert(options.path, options.out, **settings, watch=watch)
     except KeyboardInterrupt:
-        words = [word for name, value in settings.items() if value is not None for word in (f"--{name.replace('_', '-')}", f"{value}")]
+        words = [
+            word
+            for name, value in settings.items()
+            if value is not None
+            for word in (f"--{name.replace('_', '-')}", f"{value}")
+        ]
         command = shlex.join(["hasten", "data", "convert", options.path, *words, "--out", options.out])
         raise RunError(f"stopped; go on with: {command}") from None
     return CommandResult(result, lambda: _pages().convert_answer(result))
 
 
 def _add_skip_bad(parser, what: str) -> None:
-    parser.add_argument("--skip-bad", type=argument_types.count, metavar="N", help=what)
+    parser.add_argument("--max-bad-rows", type=argument_types.count, metavar="N", help=what)
 
 
 def _pages():

@@ -22,28 +22,37 @@ def arguments(parser) -> None:
         metavar="N",
         help="share every batch out among N processes on this machine (data parallel)",
     )
-    argument_types.add_patience(parser)
+    argument_types.add_timeout(parser)
     parser.add_argument(
-        "--budget", type=argument_types.seconds, default=60.0, metavar="TIME", help="time to spend, such as 90s or 10m; 60s unless said"
+        "--budget",
+        type=argument_types.seconds,
+        default=60.0,
+        metavar="TIME",
+        help="time to spend, such as 90s or 10m; 60s unless said",
     )
 
 
 def run(options, watch) -> CommandResult:
     if options.processes > 1 and not in_job():
         from hasten.engine.registry import make_methods
-        from hasten.launch.launcher import preflight_check, launch
+        from hasten.launch.launcher import launch, preflight_check
 
         preflight_check(options.task, options.processes, make_methods(argument_types.recipe_of_ranks(options)))
         return CommandResult(None, deferred=partial(launch, options.words, options.processes))
     if in_job():
         from hasten.profiling.rank_profile import diagnose_ranks
 
-        diagnose = partial(diagnose_ranks, patience=options.patience)
+        diagnose = partial(diagnose_ranks, timeout=options.timeout)
     else:
         from hasten.profiling.diagnose import diagnose
 
     result = diagnose(
-        options.task, recipe=argument_types.recipe(options), budget=options.budget, device=options.device, seed=options.seed, watch=watch
+        options.task,
+        recipe=argument_types.recipe(options),
+        budget=options.budget,
+        device=options.device,
+        seed=options.seed,
+        watch=watch,
     )
 
     def page():

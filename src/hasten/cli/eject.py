@@ -26,7 +26,9 @@ def run(options, watch) -> CommandResult:
         return CommandResult({"source": source}, lambda: source.rstrip("\n"))
     _write(Path(options.out), source)
     lines = source.count("\n")
-    return CommandResult({"out": options.out, "lines": lines}, lambda: f"{options.out}: {lines} lines; run it with: python {options.out}")
+    return CommandResult(
+        {"out": options.out, "lines": lines}, lambda: f"{options.out}: {lines} lines; run it with: python {options.out}"
+    )
 
 
 def _write(path: Path, source: str) -> None:

@@ -13,24 +13,28 @@ from hasten.cli.output import CommandResult
 from hasten.core.errors import ConfigurationError
 
 HELP = "run a command in several processes, on one machine or many"
-FORM = "hasten launch --processes N [--nodes M --rendezvous HOST:PORT] -- train TASK ..."
+FORM = "hasten launch --processes N [--nnodes M --rdzv-endpoint HOST:PORT] -- train TASK ..."
 COMMANDS = ("train", "diagnose", "network")
 SHARES = ("degree", "shards", "inner")  # settings of methods that have to divide the processes
-BEFORE = ("--processes", "--restarts", "--patience")  # and not in the command
+BEFORE = ("--processes", "--max-restarts", "--timeout")  # and not in the command
 
 
 def arguments(parser) -> None:
-    parser.add_argument("--processes", type=argument_types.processes, required=True, metavar="N", help="on each machine")
     parser.add_argument(
-        "--nodes",
+        "--processes", type=argument_types.processes, required=True, metavar="N", help="on each machine"
+    )
+    parser.add_argument(
+        "--nnodes",
         type=argument_types.nodes,
         default=(1, 1),
         metavar="M",
         help="machines in all, 1 unless said; MIN:MAX goes on with fewer when some are lost, and takes in who comes",
     )
     argument_types.add_restarts(parser)
-    argument_types.add_patience(parser)
-    parser.add_argument("--rendezvous", type=_address, metavar="HOST:PORT", help="where the machines meet; one of them is HOST")
+    argument_types.add_timeout(parser)
+    parser.add_argument(
+        "--rdzv-endpoint", type=_address, metavar="HOST:PORT", help="where the machines meet; one of them is HOST"
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- train TASK ...")
 
 
@@ -39,17 +43,23 @@ def run(options, watch) -> CommandResult:
     if command[:1] not in [[name] for name in COMMANDS]:
         raise ConfigurationError(f"launch runs {', '.join(COMMANDS[:-1])} or {COMMANDS[-1]}; say {FORM}")
     if options.nodes[1] > 1 and options.rendezvous is None:
-        raise ConfigurationError(f"{options.nodes[1]} nodes have to meet somewhere; say --rendezvous HOST:PORT, where HOST is one of them")
+        raise ConfigurationError(
+            f"{options.nodes[1]} nodes have to meet somewhere; say --rdzv-endpoint HOST:PORT, where HOST is one of them"
+        )
     if misplaced := [word for word in command if word.partition("=")[0] in BEFORE]:
         raise ConfigurationError(f"say {misplaced[0].partition('=')[0]} before the command, once: {FORM}")
     _refuse_what_does_not_fit(command, options)
     from hasten.launch.launcher import launch
 
     restarts = options.restarts if command[0] == "train" else 0  # the others keep nothing to go on from
-    command += ["--patience", str(options.patience)]
+    command += ["--timeout", str(options.timeout)]
     command += [f"--{name}" for name in ("json", "quiet") if getattr(options, name)]
-    command += [word for name in ("device", "seed") if (said := getattr(options, name)) for word in (f"--{name}", str(said))]
-    return CommandResult(None, deferred=partial(launch, command, options.processes, options.nodes, options.rendezvous, restarts))
+    command += [
+        word for name in ("device", "seed") if (given := getattr(options, name)) for word in (f"--{name}", str(given))
+    ]
+    return CommandResult(
+        None, deferred=partial(launch, command, options.processes, options.nodes, options.rendezvous, restarts)
+    )
 
 
 def _refuse_what_does_not_fit(command: list[str], options) -> None:
@@ -64,20 +74,24 @@ def _refuse_what_does_not_fit(command: list[str], options) -> None:
 
     if {"-h", "--help"}.intersection(command):
         return
-    said = read(command)
-    if said.verb == "network":
+    given = read(command)
+    if given.verb == "network":
         return
-    methods = make_methods(argument_types.recipe_of_ranks(said))
+    methods = make_methods(argument_types.recipe_of_ranks(given))
     if options.processes * options.nodes[1] == 1:
         return
-    if said.verb == "train" and said.skip_bad:
-        raise ConfigurationError("--skip-bad is for one process: several would count their bad rows apart; leave it out, or mend the data")
-    if ":" in (device := said.device or options.device or ""):
-        raise ConfigurationError(f"several processes cannot share {device}; say --device cuda, and each gets a GPU of its own")
+    if given.verb == "train" and given.max_bad_rows:
+        raise ConfigurationError(
+            "--max-bad-rows is for one process: several would count their bad rows apart; leave it out, or mend the data"
+        )
+    if ":" in (device := given.device or options.device or ""):
+        raise ConfigurationError(
+            f"several processes cannot share {device}; say --device cuda, and each gets a GPU of its own"
+        )
     _refuse_what_divides_not(methods, options.processes, *options.nodes)
     from hasten.launch.launcher import preflight_check
 
-    preflight_check(said.task, options.processes, methods, machines=options.nodes[0])
+    preflight_check(given.task, options.processes, methods, machines=options.nodes[0])
 
 
 def _refuse_what_divides_not(methods, processes: int, fewest: int, most: int) -> None:
@@ -92,7 +106,9 @@ def _refuse_what_divides_not(methods, processes: int, fewest: int, most: int) ->
     for told, value in [*shares, together]:
         odd = [machines * processes for machines in range(fewest, most + 1) if machines * processes % value]
         if odd and fewest < most:
-            raise ConfigurationError(f"--nodes {fewest}:{most} may come to {odd[0]} processes, which {told} does not divide; take other numbers")
+            raise ConfigurationError(
+                f"--nnodes {fewest}:{most} may come to {odd[0]} processes, which {told} does not divide; take other numbers"
+            )
 
 
 def _address(text: str) -> str:

@@ -16,21 +16,29 @@ import warnings
 from typing import NoReturn
 
 from hasten import __version__
-from hasten.cli import compare
-from hasten.cli import data
-from hasten.cli import diagnose
-from hasten.cli import eject
-from hasten.cli import launch
-from hasten.cli import methods
-from hasten.cli import bench_comm
-from hasten.cli import report
-from hasten.cli import train
-from hasten.cli import tune
-from hasten.cli import argument_types
+from hasten.cli import argument_types, bench_comm, compare, data, diagnose, eject, launch, methods, report, train, tune
 from hasten.cli.output import CommandResult, show, stdout_kept_for_the_answer, strict_json
 from hasten.cli.progress import tell, watching
-from hasten.core.errors import PeerFailure, RunError, HastenWarning, ProgressWarning, ConfigurationError, CollectiveTimeout, RunInterrupted, suggest, format_error
-from hasten.launch.rank_results import RankResult, die_with_parent, in_job, is_managed_rank, write_result, is_main_process, peer_error
+from hasten.core.errors import (
+    CollectiveTimeout,
+    ConfigurationError,
+    HastenWarning,
+    PeerFailure,
+    ProgressWarning,
+    RunError,
+    RunInterrupted,
+    format_error,
+    suggest,
+)
+from hasten.launch.rank_results import (
+    RankResult,
+    die_with_parent,
+    in_job,
+    is_main_process,
+    is_managed_rank,
+    peer_error,
+    write_result,
+)
 
 VERBS = {
     "methods": methods,
@@ -42,7 +50,7 @@ VERBS = {
     "eject": eject,
     "data": data,
     "launch": launch,
-    "network": network,
+    "bench-comm": bench_comm,
 }
 TASK_HELP = "TASK is the name of a workload (such as digits) or path/to/file.py:function"
 
@@ -76,7 +84,9 @@ def main(words: list[str] | None = None) -> int:
     except BaseException as error:  # a task's own code may raise anything
         ending, interrupted = _ending(error), isinstance(error, KeyboardInterrupt)
     code, line = ending.code, ending.line
-    if in_job() and line is None:  # a "no" is no failure of the job, and must not make anybody end the other ranks or start them again
+    if (
+        in_job() and line is None
+    ):  # a "no" is no failure of the job, and must not make anybody end the other ranks or start them again
         code = 0
     if is_managed_rank():  # whoever started it tells what there is to tell
         write_result(ending)
@@ -113,7 +123,9 @@ def _show_to_whoever_reads(answer: CommandResult, as_json: bool) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python tries once more at its end
-        raise RunError(f"the work is done, but its answer cannot be written to standard output: {error.strerror}") from None
+        raise RunError(
+            f"the work is done, but its answer cannot be written to standard output: {error.strerror}"
+        ) from None
 
 
 def _open_what_is_closed() -> None:
@@ -174,11 +186,12 @@ def _ending(error: BaseException) -> RankResult:
     """What comes of a verb that raised this."""
     code, line = _verdict(error)
     return RankResult(
-        code, line,
+        code,
+        line,
         aftermath=isinstance(error, (PeerFailure, KeyboardInterrupt)),  # who started a rank may end it
         stopped=isinstance(error, RunInterrupted),
         waited=error.seconds if isinstance(error, CollectiveTimeout) else 0.0,
-    )  # fmt: skip
+    )
 
 
 def _verdict(error: BaseException) -> tuple[int, str]:
@@ -236,13 +249,18 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     everywhere = argument_types.everywhere()
     parser = _Parser(
-        prog="hasten", description="Makes the training of neural networks faster, and proves it.", parents=[everywhere], allow_abbrev=False,
+        prog="hasten",
+        description="Makes the training of neural networks faster, and proves it.",
+        parents=[everywhere],
+        allow_abbrev=False,
         epilog=f"{TASK_HELP}. Exit code: 0 done, 1 a result that is a no, 2 a wrong request.",
-    )  # fmt: skip
+    )
     parser.add_argument("--version", action="version", version=f"hasten {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", title="commands")
     for name, verb in VERBS.items():
-        one = verbs.add_parser(name, help=verb.HELP, description=verb.__doc__, parents=[everywhere], allow_abbrev=False, epilog=TASK_HELP)
+        one = verbs.add_parser(
+            name, help=verb.HELP, description=verb.__doc__, parents=[everywhere], allow_abbrev=False, epilog=TASK_HELP
+        )
         verb.arguments(one)
     return parser
 
@@ -251,7 +269,9 @@ def _refuse_strangers(strangers: list[str], verb: str | None) -> None:
     """One clear line about words that nobody asked for."""
     options = [word.partition("=")[0] for word in strangers if word.startswith("-")]
     if not options:
-        raise ConfigurationError(f"do not know what to do with {strangers[0]!r}; see hasten {verb or ''} --help".replace("  ", " "))
+        raise ConfigurationError(
+            f"do not know what to do with {strangers[0]!r}; see hasten {verb or ''} --help".replace("  ", " ")
+        )
     parser = argument_types.everywhere()
     if verb:
         VERBS[verb].arguments(parser)
@@ -260,7 +280,9 @@ def _refuse_strangers(strangers: list[str], verb: str | None) -> None:
 
 def _options_of(parser: argparse.ArgumentParser) -> set[str]:
     """What a parser knows, those of its actions included."""
-    actions = [each for action in parser._actions if isinstance(action.choices, dict) for each in action.choices.values()]
+    actions = [
+        each for action in parser._actions if isinstance(action.choices, dict) for each in action.choices.values()
+    ]
     return set(parser._option_string_actions).union(*map(_options_of, actions))
 
 
@@ -286,4 +308,6 @@ def _show_notices() -> None:
 def _say(text: str) -> None:
     """The program's own words: one line on standard error, in which nothing commands the terminal."""
     line = " ".join(text.split())
-    tell(f"hasten: {line if line.isprintable() else ''.join(each if each.isprintable() else repr(each)[1:-1] for each in line)}")
+    tell(
+        f"hasten: {line if line.isprintable() else ''.join(each if each.isprintable() else repr(each)[1:-1] for each in line)}"
+    )

@@ -41,7 +41,13 @@ def _catalogue(device: str | None) -> list[dict]:
 
     cards = {name: method_class(name).card for name in method_names()}
     return [
-        {"name": name, "summary": card.summary, "exactness": card.exactness.value, "gain": card.gain, "not_here": _not_here(card, device)}
+        {
+            "name": name,
+            "summary": card.summary,
+            "exactness": card.exactness.value,
+            "gain": card.gain,
+            "not_here": _not_here(card, device),
+        }
         for name, card in cards.items()
     ]
 
@@ -107,7 +113,10 @@ def _place(cls) -> dict:
     names = [each.name for each in sort_methods([cls, *_others(cls)])]
     shares = {other.name for other in _others(cls) if hooks & set(hooks_of(other))}
     here = names.index(cls.name)
-    return {"wraps": [n for n in names[:here] if n in shares], "wrapped_by": [n for n in names[here + 1 :] if n in shares]}
+    return {
+        "wraps": [n for n in names[:here] if n in shares],
+        "wrapped_by": [n for n in names[here + 1 :] if n in shares],
+    }
 
 
 def _conflicts(cls) -> list[dict]:
@@ -126,7 +135,12 @@ def _conflicts(cls) -> list[dict]:
 def _records(name: str) -> list[dict]:
     """Every trial of the published searches that the method was part of, winners and losers."""
     entries = map(json.loads, RECORDS.read_text(encoding="utf-8").splitlines())
-    return [{"task": entry["workload"], **trial} for entry in entries for trial in entry["trials"] if name in _members(trial["what"])]
+    return [
+        {"task": entry["workload"], **trial}
+        for entry in entries
+        for trial in entry["trials"]
+        if name in _members(trial["what"])
+    ]
 
 
 def _members(recipe: str) -> list[str]:

@@ -62,7 +62,9 @@ def _started_bar():
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
     columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[left]}")
-    bar = Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False)  # no thread beside the training
+    bar = Progress(
+        *columns, console=Console(stderr=True), transient=True, auto_refresh=False
+    )  # no thread beside the training
     bar.add_task("", total=1.0, left="")
     bar.start()
     return bar

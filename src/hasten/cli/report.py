@@ -7,7 +7,9 @@ HELP = "write the page about a search or a run"
 
 
 def arguments(parser) -> None:
-    parser.add_argument("folder", type=argument_types.folder, metavar="DIR", help="what `hasten tune` or `hasten train` left")
+    parser.add_argument(
+        "folder", type=argument_types.folder, metavar="DIR", help="what `hasten tune` or `hasten train` left"
+    )
 
 
 def run(options, watch) -> CommandResult:

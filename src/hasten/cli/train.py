@@ -10,8 +10,8 @@ from pathlib import Path
 
 from hasten.cli import argument_types
 from hasten.cli.output import CommandResult
-from hasten.core.errors import RunError, HastenWarning, ConfigurationError, RunInterrupted
-from hasten.launch.rank_results import in_job, is_managed_rank, note_run, resume_directory, is_main_process
+from hasten.core.errors import ConfigurationError, HastenWarning, RunError, RunInterrupted
+from hasten.launch.rank_results import in_job, is_main_process, is_managed_rank, note_run, resume_directory
 
 HELP = "train a task, with a recipe if one is given"
 
@@ -21,8 +21,13 @@ def arguments(parser) -> None:
     argument_types.add_recipe(parser)
     argument_types.add_processes(parser, "share every batch out among N processes on this machine (data parallel)")
     argument_types.add_restarts(parser)
-    argument_types.add_patience(parser)
-    parser.add_argument("--out", type=argument_types.folder, metavar="DIR", help="the run's folder; a new one, runs/train-TASK, unless said")
+    argument_types.add_timeout(parser)
+    parser.add_argument(
+        "--out",
+        type=argument_types.folder,
+        metavar="DIR",
+        help="the run's folder; a new one, runs/train-TASK, unless said",
+    )
     parser.add_argument(
         "--resume",
         action="store_true",
@@ -36,7 +41,7 @@ def arguments(parser) -> None:
         help="at most that much is trained again after a loss; 30s unless said, longer where saving would cost more than 1 %% of the run",
     )
     parser.add_argument(
-        "--skip-bad",
+        "--max-bad-rows",
         type=argument_types.count,
         metavar="N",
         help="leave out up to N rows that cannot be read, of data that hasten.data reads; skipped.jsonl in DIR lists them",
@@ -47,11 +52,15 @@ def run(options, watch) -> CommandResult:
     """Exit code 1 where the task has a target that the training did not reach."""
     if options.processes > 1 and not in_job():
         from hasten.engine.registry import make_methods
-        from hasten.launch.launcher import preflight_check, launch
+        from hasten.launch.launcher import launch, preflight_check
 
-        methods = make_methods(argument_types.recipe_of_ranks(options))  # a wrong word need not wait until all ranks have started
+        methods = make_methods(
+            argument_types.recipe_of_ranks(options)
+        )  # a wrong word need not wait until all ranks have started
         preflight_check(options.task, options.processes, methods)
-        return CommandResult(None, deferred=partial(launch, options.words, options.processes, restarts=options.restarts))
+        return CommandResult(
+            None, deferred=partial(launch, options.words, options.processes, restarts=options.restarts)
+        )
     from hasten.engine.train import train
 
     if again := resume_directory():
@@ -64,12 +73,22 @@ def run(options, watch) -> CommandResult:
     options.out = options.out or _new_folder(options.task)
     try:
         result = train(
-            options.task, recipe, out=options.out, resume=options.resume, device=options.device, seed=options.seed,
-            skip_bad=options.skip_bad, watch=watch, checkpoint_seconds=options.checkpoint_every, patience=options.patience,
+            options.task,
+            recipe,
+            out=options.out,
+            resume=options.resume,
+            device=options.device,
+            seed=options.seed,
+            max_bad_rows=options.max_bad_rows,
+            watch=watch,
+            checkpoint_seconds=options.checkpoint_every,
+            timeout=options.timeout,
             begun=note_run if is_managed_rank() else None,
-        )  # fmt: skip
+        )
     except KeyboardInterrupt:
-        raise (RunInterrupted if is_managed_rank() else RunError)(_how_to_go_on(options)) from None  # who started a rank may end it
+        raise (RunInterrupted if is_managed_rank() else RunError)(
+            _how_to_go_on(options)
+        ) from None  # who started a rank may end it
 
     def page():
         from hasten.reporting.terminal import train_answer
@@ -80,7 +99,9 @@ def run(options, watch) -> CommandResult:
     if missed:
         best = "nothing was measured" if result["best_metric"] is None else f"the best was {result['best_metric']:.4g}"
         warnings.warn(
-            f"the target {result['target']:g} was not reached and held, {best}; train for longer or lower it", HastenWarning, stacklevel=2
+            f"the target {result['target']:g} was not reached and held, {best}; train for longer or lower it",
+            HastenWarning,
+            stacklevel=2,
         )
     return CommandResult(result, page, code=1 if missed else 0)
 
@@ -90,7 +111,9 @@ def _new_folder(task: str) -> str:
     from hasten.engine.tasks import TaskRef
 
     first = "runs/train-" + re.sub(r"[^\w-]", "-", str(TaskRef.of(task)))
-    return next(name for name in chain([first], (f"{first}-{number}" for number in count(2))) if not Path(name).exists())
+    return next(
+        name for name in chain([first], (f"{first}-{number}" for number in count(2))) if not Path(name).exists()
+    )
 
 
 def _no_such_folder(out: Path) -> str:
@@ -109,6 +132,6 @@ def _how_to_go_on(options) -> str:
     words += [word for method in options.methods for word in ("--with", method)]
     words += ["--seed", str(options.seed)] if options.seed else []
     words += ["--device", options.device] if options.device else []
-    words += ["--skip-bad", str(options.skip_bad)] if options.skip_bad else []
+    words += ["--max-bad-rows", str(options.max_bad_rows)] if options.max_bad_rows else []
     words += ["--processes", str(options.processes)] if options.processes > 1 else []
     return f"stopped; go on with: {shlex.join([*words, '--out', options.out, '--resume'])}"

@@ -9,13 +9,20 @@ HELP = "find a faster recipe of equal quality, with evidence"
 
 def arguments(parser) -> None:
     parser.add_argument("task", metavar="TASK")
-    argument_types.add_processes(parser, "find a recipe for N processes on this machine; distributed strategies are tried, too")
-    argument_types.add_patience_of_measuring(parser, "an eighth of the budget, or two runs of the task,")
-    parser.add_argument(
-        "--budget", type=argument_types.seconds, metavar="TIME", help="time for the search, such as 10m; a few runs of the task unless said"
+    argument_types.add_processes(
+        parser, "find a recipe for N processes on this machine; distributed strategies are tried, too"
     )
-    parser.add_argument("--margin", type=argument_types.margin, metavar="M", help="how much worse the metric may be, in its own unit")
-    parser.add_argument("--consider", type=argument_types.names, metavar="M1,M2", help="try these methods only")
+    argument_types.add_measuring_timeout(parser, "an eighth of the budget, or two runs of the task,")
+    parser.add_argument(
+        "--budget",
+        type=argument_types.seconds,
+        metavar="TIME",
+        help="time for the search, such as 10m; a few runs of the task unless said",
+    )
+    parser.add_argument(
+        "--margin", type=argument_types.margin, metavar="M", help="how much worse the metric may be, in its own unit"
+    )
+    parser.add_argument("--methods", type=argument_types.names, metavar="M1,M2", help="try these methods only")
     parser.add_argument(
         "--with",
         dest="extra",
@@ -25,10 +32,17 @@ def arguments(parser) -> None:
         help="try a method from outside too; may be given several times",
     )
     parser.add_argument(
-        "--runs", type=argument_types.count, default=10, metavar="N", help="runs you expect to do, which the search has to pay for; 10 unless said"
+        "--runs",
+        type=argument_types.count,
+        default=10,
+        metavar="N",
+        help="runs you expect to do, which the search has to pay for; 10 unless said",
     )
     parser.add_argument(
-        "--out", type=argument_types.folder, metavar="DIR", help="where trials and the report go; a search that was stopped goes on there"
+        "--out",
+        type=argument_types.folder,
+        metavar="DIR",
+        help="where trials and the report go; a search that was stopped goes on there",
     )
 
 
@@ -37,10 +51,19 @@ def run(options, watch) -> CommandResult:
 
     try:
         result = tune(
-            options.task, budget=options.budget, margin=options.margin, consider=options.consider, extra=tuple(options.extra),
-            out=options.out, runs=options.runs, processes=options.processes, patience=options.patience,
-            device=options.device, seed=options.seed, watch=watch,
-        )  # fmt: skip
+            options.task,
+            budget=options.budget,
+            margin=options.margin,
+            methods=options.methods,
+            extra=tuple(options.extra),
+            out=options.out,
+            runs=options.runs,
+            processes=options.processes,
+            timeout=options.timeout,
+            device=options.device,
+            seed=options.seed,
+            watch=watch,
+        )
     except KeyboardInterrupt:
         raise RunError("stopped; the same command goes on where it was, and no finished trial is lost") from None
 

@@ -27,7 +27,10 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch):
     if kind is tuple or kind is list:  # the usual batches in half the time of tree_map
         return kind([function(item) if type(item) is torch.Tensor else map_tensors(function, item) for item in batch])
     if kind is dict:
-        return {key: function(item) if type(item) is torch.Tensor else map_tensors(function, item) for key, item in batch.items()}
+        return {
+            key: function(item) if type(item) is torch.Tensor else map_tensors(function, item)
+            for key, item in batch.items()
+        }
     return tree_map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
@@ -71,8 +74,12 @@ def split_inputs_target(batch) -> tuple[tuple, dict, object]:
         for name in TARGET_NAMES:
             if name in batch:
                 return (), {key: value for key, value in batch.items() if key != name}, batch[name]
-        raise RunError(f"the batch has no target among {', '.join(map(str, batch))}; name it one of {', '.join(TARGET_NAMES)}")
-    raise RunError(f"cannot tell input from target in a batch of type {type(batch).__name__}; give (input, target) or a dict")
+        raise RunError(
+            f"the batch has no target among {', '.join(map(str, batch))}; name it one of {', '.join(TARGET_NAMES)}"
+        )
+    raise RunError(
+        f"cannot tell input from target in a batch of type {type(batch).__name__}; give (input, target) or a dict"
+    )
 
 
 def target_of(batch):

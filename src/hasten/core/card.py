@@ -134,15 +134,27 @@ class Card:
 
     def __post_init__(self) -> None:
         if not isinstance(self.exactness, Exactness):
-            raise ConfigurationError(f"a card's exactness is one of {', '.join(map(str, Exactness))}, not {self.exactness!r}")
+            raise ConfigurationError(
+                f"a card's exactness is one of {', '.join(map(str, Exactness))}, not {self.exactness!r}"
+            )
         for name in ("accelerates", "applies_to", "requires", "invalidates", "replaces", "default_for"):
             if isinstance(words := getattr(self, name), str):
                 raise ConfigurationError(f"the card says {name}={words!r}; it must be a set: {{{words!r}}}")
             object.__setattr__(self, name, frozenset(words))
-        vocabularies = {"accelerates": PHASES, "requires": TRAITS, "invalidates": TRAITS, "default_for": FACTS, "remedy_for": REMEDIES}
+        vocabularies = {
+            "accelerates": PHASES,
+            "requires": TRAITS,
+            "invalidates": TRAITS,
+            "default_for": FACTS,
+            "remedy_for": REMEDIES,
+        }
         for name, known in vocabularies.items():  # the engine and the tuner compute with these
             if unknown := set(getattr(self, name)) - known.keys():
-                raise ConfigurationError(f"the card says {name}={sorted(unknown)}, but the known words are {', '.join(known)}")
+                raise ConfigurationError(
+                    f"the card says {name}={sorted(unknown)}, but the known words are {', '.join(known)}"
+                )
         if self.ceiling and self.ceiling not in CEILINGS:
-            raise ConfigurationError(f"the card says ceiling={self.ceiling!r}, but the known words are {', '.join(CEILINGS)}")
+            raise ConfigurationError(
+                f"the card says ceiling={self.ceiling!r}, but the known words are {', '.join(CEILINGS)}"
+            )
         object.__setattr__(self, "after", tuple(self.after))

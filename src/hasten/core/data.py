@@ -86,7 +86,9 @@ class LoaderSpec:
     def probe(self, seed: int = 0) -> list:
         """Up to 32 samples, spread evenly over the dataset, read while every random generator starts from ``seed``."""
         spread = range(0, len(self.dataset), -(-len(self.dataset) // 32))
-        reading = dataclasses.replace(self, order=lambda epoch: [list(spread)], length=1, collate=list, workers=0, pin=False, loader=None)
+        reading = dataclasses.replace(
+            self, order=lambda epoch: [list(spread)], length=1, collate=list, workers=0, pin=False, loader=None
+        )
         return next(iter(self.build(reading).epoch(seed, 0)))
 
     def is_deterministic(self) -> bool:
@@ -118,7 +120,9 @@ class BatchSource:
     seekable: bool = True
     generators: tuple = ()
     workers: WorkerConfig = WorkerConfig()
-    with_workers: Callable[[Any], BatchSource] | None = None  # takes a Crew, or an autotuner of loaders, which this module does not know
+    with_workers: Callable[[Any], BatchSource] | None = (
+        None  # takes a Crew, or an autotuner of loaders, which this module does not know
+    )
     position: tuple[int, int] = field(default=(0, 0), compare=False)
 
     def __iter__(self) -> Iterator:
@@ -136,7 +140,9 @@ class BatchSource:
 
     def map_iterator(self, function: Callable[[Iterator], Iterator]) -> BatchSource:
         """The same batches, each pass's iterator wrapped by ``function``."""
-        return dataclasses.replace(self, epoch=lambda epoch, start: function(self.epoch(epoch, start)), samples=None, by=None)
+        return dataclasses.replace(
+            self, epoch=lambda epoch, start: function(self.epoch(epoch, start)), samples=None, by=None
+        )
 
 
 def bitwise_equal(a, b) -> bool:

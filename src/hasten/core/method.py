@@ -38,7 +38,16 @@ if TYPE_CHECKING:
 
     from hasten.core.data import BatchSource
     from hasten.core.run_context import RunContext, TrainPlan
-    from hasten.core.types import BackwardFn, Batch, BatchFn, ContextFactory, ForwardFn, LossFn, OptimizerFactory, StepFn
+    from hasten.core.types import (
+        BackwardFn,
+        Batch,
+        BatchFn,
+        ContextFactory,
+        ForwardFn,
+        LossFn,
+        OptimizerFactory,
+        StepFn,
+    )
 
 BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
@@ -68,7 +77,9 @@ def in_range(value: Any, one_of: tuple[str, ...], bounds: dict[str, float]) -> b
     """Whether a value is in the range that an option states."""
     if not bounds or isinstance(value, bool) or not isinstance(value, (int, float)):
         return value in one_of
-    return (isinstance(value, int) or math.isfinite(value)) and all(BOUNDS[name](value, bound) for name, bound in bounds.items())
+    return (isinstance(value, int) or math.isfinite(value)) and all(
+        BOUNDS[name](value, bound) for name, bound in bounds.items()
+    )
 
 
 def validate_options(method: Any) -> None:
@@ -147,9 +158,23 @@ class Method:
 
 
 HOOKS = (
-    "setup", "process_context", "plan", "data", "model", "parallelize", "optimizer", "batch_transform", "loss",
-    "forward", "backward", "forward_backward", "grad_transform", "optimizer_step", "zero_grad", "export",
-)  # fmt: skip
+    "setup",
+    "process_context",
+    "plan",
+    "data",
+    "model",
+    "parallelize",
+    "optimizer",
+    "batch_transform",
+    "loss",
+    "forward",
+    "backward",
+    "forward_backward",
+    "grad_transform",
+    "optimizer_step",
+    "zero_grad",
+    "export",
+)
 
 
 def hooks_of(method: Method | type[Method]) -> tuple[str, ...]:
@@ -164,5 +189,7 @@ def required_traits(method: Method) -> frozenset[str]:
     A method that changes the forward or backward pass relies on each rank computing both for its samples by itself. A method
     that changes no bit, such as an observer, may miss what is computed otherwise.
     """
-    changes_a_pass = method.card.exactness is not Exactness.BIT_EXACT and {"forward", "backward"}.intersection(hooks_of(method))
+    changes_a_pass = method.card.exactness is not Exactness.BIT_EXACT and {"forward", "backward"}.intersection(
+        hooks_of(method)
+    )
     return method.card.requires | ({"monolithic_forward"} if changes_a_pass else frozenset())

@@ -61,13 +61,17 @@ class Recipe:
             raise ConfigurationError(f"{where} is not valid TOML: {error or 'nested too deeply'}") from None
         methods = content.get("methods", {})
         if strangers := content.keys() - {"methods"}:
-            raise ConfigurationError(f"{where} has an unknown table {sorted(strangers)[0]!r}; a recipe holds [methods.NAME] tables only")
+            raise ConfigurationError(
+                f"{where} has an unknown table {sorted(strangers)[0]!r}; a recipe holds [methods.NAME] tables only"
+            )
         if not isinstance(methods, dict) or not all(isinstance(settings, dict) for settings in methods.values()):
             raise ConfigurationError(f"{where}: every method is a table, as in [methods.bfloat16]")
         for name, settings in methods.items():
             for key, value in settings.items():
                 if not isinstance(value, (bool, int, float, str)):
-                    raise ConfigurationError(f"{where}: {name}.{key} must be a number, a text or true/false, not a {type(value).__name__}")
+                    raise ConfigurationError(
+                        f"{where}: {name}.{key} must be a number, a text or true/false, not a {type(value).__name__}"
+                    )
         return Recipe(methods)
 
     @staticmethod
@@ -94,12 +98,18 @@ class Recipe:
         if isinstance(texts, str):
             texts = [texts]
         recipe = Recipe()
-        for text in (part.strip() for whole in texts for part in re.split(_JOINT_OF_FILES if ".py:" in whole else _JOINT, whole)):
+        for text in (
+            part.strip() for whole in texts for part in re.split(_JOINT_OF_FILES if ".py:" in whole else _JOINT, whole)
+        ):
             match = _WITH.match(text)
             if not match:
-                raise ConfigurationError(f"cannot read {text!r}; write METHOD, METHOD:key=value,key=value or ./file.py:Class")
+                raise ConfigurationError(
+                    f"cannot read {text!r}; write METHOD, METHOD:key=value,key=value or ./file.py:Class"
+                )
             if match["name"] in recipe.methods:
-                raise ConfigurationError(f"{match['name']} is named twice; give its settings once, as in {match['name']}:key=value,key=value")
+                raise ConfigurationError(
+                    f"{match['name']} is named twice; give its settings once, as in {match['name']}:key=value,key=value"
+                )
             recipe = recipe.with_method(match["name"], **_settings(text, match["settings"]))
         return recipe
 
@@ -117,7 +127,9 @@ class Recipe:
         if isinstance(what, Path) or (isinstance(what, str) and what.endswith(".toml")):
             recipe = Recipe.load(what)
             if outside := [name for name in recipe.methods if ":" in name]:
-                raise ConfigurationError(f"{what} names code from outside, {outside[0]}; if you trust it, give Recipe.load of the file instead")
+                raise ConfigurationError(
+                    f"{what} names code from outside, {outside[0]}; if you trust it, give Recipe.load of the file instead"
+                )
             return recipe
         return Recipe.parse(what)
 
@@ -147,5 +159,7 @@ def _value(text: str):
 
 
 def _as_text(name: str, settings: dict) -> str:
-    pairs = ",".join(f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in sorted(settings.items()))
+    pairs = ",".join(
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in sorted(settings.items())
+    )
     return f"{name}:{pairs}" if pairs else name

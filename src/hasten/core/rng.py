@@ -42,7 +42,9 @@ def set_rng_state(state: dict) -> None:
     random.setstate((version, tuple(words), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
     numpy.random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
-    for device, own in enumerate(state.get("cuda", [])[: torch.cuda.device_count()]):  # there may have been more of them
+    for device, own in enumerate(
+        state.get("cuda", [])[: torch.cuda.device_count()]
+    ):  # there may have been more of them
         torch.cuda.set_rng_state(own, device)
 
 

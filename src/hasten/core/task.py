@@ -51,16 +51,22 @@ class Task:
         for field, shape in must_be_callable.items():
             made_already = hasattr(getattr(self, field), "state_dict") and not isinstance(getattr(self, field), type)
             if made_already or not callable(getattr(self, field)):
-                raise ConfigurationError(f"Task({field}=) must be a function {shape}, not {_kind(getattr(self, field))}")
+                raise ConfigurationError(
+                    f"Task({field}=) must be a function {shape}, not {_kind(getattr(self, field))}"
+                )
         if self.loss is not None and not callable(self.loss):
-            raise ConfigurationError(f"Task(loss=) must be a function (output, target) -> scalar or None, not {_kind(self.loss)}")
+            raise ConfigurationError(
+                f"Task(loss=) must be a function (output, target) -> scalar or None, not {_kind(self.loss)}"
+            )
         _positive("batch_size", self.batch_size, int, optional=True)
         _positive("epochs", self.epochs, (int, float))
         _positive("evaluate_every", self.evaluate_every, int, optional=True)
         if self.target is not None and not _is_finite_number(self.target):
             raise ConfigurationError(f"Task(target=) must be a finite number or None, not {self.target!r:.80}")
         if not isinstance(self.higher_is_better, (bool, type(None))):
-            raise ConfigurationError(f"Task(higher_is_better=) must be True, False or None, not {self.higher_is_better!r:.80}")
+            raise ConfigurationError(
+                f"Task(higher_is_better=) must be True, False or None, not {self.higher_is_better!r:.80}"
+            )
 
     def named(self, name: str) -> Task:
         """The same task under a name, unless it has one."""
@@ -74,7 +80,9 @@ def optimizer_and_schedule(made) -> tuple[Any, Any]:
         Refusal: a tuple of something else.
     """
     if isinstance(made, tuple) and len(made) != 2:
-        raise ConfigurationError(f"Task(optimizer=) must return a torch optimizer, or (optimizer, schedule); it returned {len(made)} things")
+        raise ConfigurationError(
+            f"Task(optimizer=) must return a torch optimizer, or (optimizer, schedule); it returned {len(made)} things"
+        )
     return made if isinstance(made, tuple) else (made, None)
 
 
@@ -84,13 +92,17 @@ def takes_steps(make_optimizer: Callable) -> bool:
         parameters = inspect.signature(make_optimizer).parameters.values()
     except (TypeError, ValueError):
         return False
-    required = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [
+        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     return len(required) >= 2
 
 
 def scale_learning_rates(optimizer, schedule, factor: float) -> None:
     """Multiplies every learning rate, and the base and peak rates from which a schedule computes them."""
-    from hasten._torch_compat import chained_schedulers  # imports torch, which a script that only describes tasks need not
+    from hasten._torch_compat import (
+        chained_schedulers,  # imports torch, which a script that only describes tasks need not
+    )
 
     for group in optimizer.param_groups:
         for key in group.keys() & {"lr", "initial_lr", "max_lr", "min_lr"}:
@@ -105,7 +117,9 @@ def _positive(field: str, value, kind, optional: bool = False) -> None:
     if optional and value is None:
         return
     if not _is_finite_number(value) or not isinstance(value, kind) or value <= 0:
-        raise ConfigurationError(f"Task({field}=) must be a positive {'whole ' if kind is int else ''}number, not {value!r:.80}")
+        raise ConfigurationError(
+            f"Task({field}=) must be a positive {'whole ' if kind is int else ''}number, not {value!r:.80}"
+        )
 
 
 def _is_finite_number(value) -> bool:

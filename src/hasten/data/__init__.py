@@ -11,7 +11,7 @@ from importlib import import_module
 _WHERE = {
     "arrays": "hasten.data.formats.arrays",
     "images": "hasten.data.formats.images",
-    "shards": "hasten.data.formats.webdataset",
+    "webdataset": "hasten.data.formats.webdataset",
     "tfrecord": "hasten.data.formats.tfrecord",
     "csv": "hasten.data.formats.tables",
     "feather": "hasten.data.formats.tables",
@@ -19,10 +19,10 @@ _WHERE = {
     "tokens": "hasten.data.formats.token_files",
     "inspect": "hasten.datatools.inspection",
     "convert": "hasten.datatools.conversion",
-    "augmented": "hasten.data.formats.augmented_images",
-    "crop": "hasten.data.transforms",
-    "flip": "hasten.data.transforms",
-    "normalise": "hasten.data.transforms",
+    "augmented_images": "hasten.data.formats.augmented_images",
+    "random_crop": "hasten.data.transforms",
+    "random_horizontal_flip": "hasten.data.transforms",
+    "normalize": "hasten.data.transforms",
     "Pipeline": "hasten.data.pipeline",
     "Source": "hasten.data.source",
 }

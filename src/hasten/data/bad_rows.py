@@ -64,6 +64,6 @@ class BadRowPolicy:
     def failure(self, fault: BadRow) -> RunError:
         """What is said about a row that may not be left out."""
         if not self.max_rows:
-            how = ".skip_bad(10) in the pipeline, or --skip-bad 10 with hasten train and hasten data"
+            how = ".skip_bad(10) in the pipeline, or --max-bad-rows 10 with hasten train and hasten data"
             return RunError(f"{fault}; mend it, or let some be left out: {how}")
         return RunError(f"{fault}; it is bad row number {self.max_rows + 1}, and {self.max_rows} may be left out")

@@ -19,11 +19,11 @@ import torch
 from torch.utils.data import default_collate
 
 from hasten.core.data import bitwise_equal
-from hasten.core.errors import RunError, ConfigurationError, format_error
-from hasten.data.rng import SampleRng, isolated_rng
-from hasten.data.bad_rows import BadRowPolicy
-from hasten.data.source import BadRow, Source, tree_leaves, unbatch
+from hasten.core.errors import ConfigurationError, RunError, format_error
 from hasten.core.rng import derive_seed, get_rng_state, preserve_rng_state
+from hasten.data.bad_rows import BadRowPolicy
+from hasten.data.rng import SampleRng, isolated_rng
+from hasten.data.source import BadRow, Source, column_leaves, unbatch
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,14 @@ class BatchBuilder:
             if bad:
                 places = places[numpy.isin(own, rows)]
             if not len(rows):
-                raise RunError(f"nothing is left of batch {number} of the pass: all its rows are bad, the first is {bad[0]}")
+                raise RunError(
+                    f"nothing is left of batch {number} of the pass: all its rows are bad, the first is {bad[0]}"
+                )
             batch = self._collated(columns, places) if self.sample_maps or self.collate else columns
             for each in self.batch_maps:
-                batch = each.function(batch) if each.stage is None else each.function(batch, chance=self._chance(places, each))
+                batch = (
+                    each.function(batch) if each.stage is None else each.function(batch, rng=self._chance(places, each))
+                )
             return batch, bad
 
     def draws(self, number: int) -> bool:
@@ -93,14 +97,19 @@ class BatchBuilder:
         try:
             return collate_nested(samples, lists, self._handed_on if lists else frozenset())
         except CollateError as error:
-            raise ConfigurationError(f"{error}; make them alike in .map(), or say how they become a batch: .batch(size, collate=...)") from None
+            raise ConfigurationError(
+                f"{error}; make them alike in .map(), or say how they become a batch: .batch(size, collate=...)"
+            ) from None
 
     def _mapped(self, samples: list, places: numpy.ndarray) -> list:
         for each in self.sample_maps:
             if each.stage is None:
                 samples = [each.function(sample) for sample in samples]
             else:
-                samples = [each.function(sample, chance=chance) for sample, chance in zip(samples, self._chance(places, each), strict=True)]
+                samples = [
+                    each.function(sample, rng=rng)
+                    for sample, rng in zip(samples, self._chance(places, each), strict=True)
+                ]
         return samples
 
     @cached_property
@@ -119,7 +128,9 @@ class BatchBuilder:
     @cached_property
     def _apart(self) -> bool:
         functions = (each.function for each in (*self.sample_maps, *self.batch_maps))
-        return self.seeded and not all(map(is_builtin, (self.source, self.collate, *functions)))  # ours never draw from those
+        return self.seeded and not all(
+            map(is_builtin, (self.source, self.collate, *functions))
+        )  # ours never draw from those
 
 
 class CollateError(ValueError):
@@ -184,7 +195,9 @@ def collate_nested(samples: list, lists: list[list] = (), kept: frozenset[tuple]
         raise
     except (RuntimeError, TypeError, ValueError, LookupError, OverflowError) as error:
         kinds = " and ".join([*dict.fromkeys(map(_kind, samples))][:2])
-        raise CollateError(f"the samples cannot be stacked: {_told(place)} is {kinds} ({format_error(error, 100)})") from None
+        raise CollateError(
+            f"the samples cannot be stacked: {_told(place)} is {kinds} ({format_error(error, 100)})"
+        ) from None
 
 
 def _are_rows(samples: list, lists: list[list], expected: bool, place: tuple) -> bool:
@@ -208,7 +221,7 @@ def _told(place: tuple) -> str:
 
 def lists_of(columns) -> list[list]:
     """The columns that are no tensors."""
-    return [column for column in tree_leaves(columns) if isinstance(column, list)]
+    return [column for column in column_leaves(columns) if isinstance(column, list)]
 
 
 def _kind(value) -> str:
@@ -230,12 +243,14 @@ def wants_rng(function: Callable) -> bool:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return False
-    others = [p for name, p in parameters.items() if name != "chance" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    others = [p for name, p in parameters.items() if name != "rng" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     needed = [p.name for p in others if p.default is p.empty]
     if len(needed) > 1:
         wants = f"map() gives its function one thing, the sample or the batch, and this one wants {', '.join(needed)}"
-        raise ConfigurationError(f"{wants}; take a tuple apart inside, and call the parameter for random numbers chance")
-    return "chance" in parameters
+        raise ConfigurationError(
+            f"{wants}; take a tuple apart inside, and call the parameter for random numbers chance"
+        )
+    return "rng" in parameters
 
 
 def is_builtin(thing) -> bool:

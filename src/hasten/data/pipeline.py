@@ -24,18 +24,18 @@ from typing import Any, ClassVar
 
 import torch
 
-from hasten.loading.autotuner import DEFAULT_PREFETCH, LoaderAutotuner, default_memory_budget
 from hasten.core.data import BatchSource, WorkerConfig
-from hasten.core.errors import HastenWarning, ConfigurationError
+from hasten.core.errors import ConfigurationError, HastenWarning
 from hasten.core.progress import ProgressCallback
-from hasten.data.validation import check_positive, at_least, check_int
 from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.batch_builder import BatchBuilder, Map, is_builtin, wants_rng
 from hasten.data.sampler import DeterministicBatchSampler
+from hasten.data.source import Source
+from hasten.data.validation import at_least, check_int, check_positive
 from hasten.data.workers import runners
 from hasten.data.workers.to_device import copy_to_device
-from hasten.data.source import Source
-from hasten.engine.resources import free_memory, available_cpus
+from hasten.engine.resources import available_cpus, free_memory
+from hasten.loading.autotuner import DEFAULT_PREFETCH, LoaderAutotuner, default_memory_budget
 
 MOST_WORKERS, MOST_AHEAD = 256, 1024  # beyond them nothing is gained, and systems run out of processes and open files
 SECONDS = 600.0  # in which a batch has to come
@@ -112,11 +112,18 @@ class Pipeline:
         """
         at_least("batch(size)", size, 1)
         if collate is not None and not callable(collate):
-            raise ConfigurationError(f"batch(collate=) is a function (list of samples) -> batch, not a {type(collate).__name__}")
+            raise ConfigurationError(
+                f"batch(collate=) is a function (list of samples) -> batch, not a {type(collate).__name__}"
+            )
         return self._anew(batch_size=size, drop_last=drop_last, collate_fn=collate)
 
     def cache(
-        self, where: str = "memory", *, gigabytes: float | None = None, folder: str | Path | None = None, watch: ProgressCallback | None = None
+        self,
+        where: str = "memory",
+        *,
+        gigabytes: float | None = None,
+        folder: str | Path | None = None,
+        watch: ProgressCallback | None = None,
     ) -> Pipeline:
         """Keeps the samples, as the maps so far leave them, so that they are read and decoded once; filled when first iterated.
 
@@ -177,12 +184,19 @@ class Pipeline:
         at_least("prefetch(cores=)", cores, 1, optional=True, most=MOST_WORKERS)
         if not auto:
             if cores is not None or gigabytes is not None:
-                raise ConfigurationError('prefetch(cores=) and (gigabytes=) are limits for what is found out; say prefetch("auto", ...)')
-            crew = WorkerConfig(threads or int(batches > 0 and not processes), processes, batches)
-            return self._with(runner=runners.runner_of(crew, timeout))
-        crew = WorkerConfig(threads, processes, DEFAULT_PREFETCH if threads or processes else 0)
-        climber = LoaderAutotuner(crew, cores=cores or available_cpus(), room=default_memory_budget(gigabytes, free_memory), told=_tell)
-        return self._with(runner=_autotuned(climber, timeout, threads > 0))
+                raise ConfigurationError(
+                    'prefetch(cores=) and (gigabytes=) are limits for what is found out; say prefetch("auto", ...)'
+                )
+            workers = WorkerConfig(threads or int(batches > 0 and not processes), processes, batches)
+            return self._with(runner=runners.runner_of(workers, timeout))
+        workers = WorkerConfig(threads, processes, DEFAULT_PREFETCH if threads or processes else 0)
+        autotuner = LoaderAutotuner(
+            workers,
+            cores=cores or available_cpus(),
+            memory_budget=default_memory_budget(gigabytes, free_memory),
+            on_converged=_tell,
+        )
+        return self._with(runner=_autotuned(autotuner, timeout, threads > 0))
 
     def shard(self, rank: int, world: int) -> Pipeline:
         """This rank's part of every batch."""
@@ -239,13 +253,21 @@ class Pipeline:
         if not isinstance(state, Mapping):
             raise ConfigurationError(f"a place is a dict of seed, epoch and position, not a {type(state).__name__}")
         if not {"seed", "epoch", "position"} <= state.keys():
-            raise ConfigurationError(f"a place has seed, epoch and position; this one has {', '.join(map(str, state)) or 'nothing':.200}")
-        seed, epoch, position = (check_int(f"the place's {name}", state[name]) for name in ("seed", "epoch", "position"))
+            raise ConfigurationError(
+                f"a place has seed, epoch and position; this one has {', '.join(map(str, state)) or 'nothing':.200}"
+            )
+        seed, epoch, position = (
+            check_int(f"the place's {name}", state[name]) for name in ("seed", "epoch", "position")
+        )
         if seed != self.seed:
-            raise ConfigurationError(f"this place belongs to seed {seed}, the pipeline has {self.seed}; say .shuffle(seed={seed})")
+            raise ConfigurationError(
+                f"this place belongs to seed {seed}, the pipeline has {self.seed}; say .shuffle(seed={seed})"
+            )
         at_least("the place's epoch", epoch, 0)
         if position > len(self.source):
-            raise ConfigurationError(f"the place begins at row {position} of a pass, and there are only {len(self.source)} rows")
+            raise ConfigurationError(
+                f"the place begins at row {position} of a pass, and there are only {len(self.source)} rows"
+            )
         self._order().number_at(position)
         self._go_to(epoch, position)
 
@@ -278,17 +300,33 @@ class Pipeline:
     def epoch(self, epoch: int, start: int = 0) -> Iterator:
         """The batches of one pass from number ``start`` on; the place is left alone."""
         runner, source, maps = self.runner, self.source, self.sample_maps
-        if auto := hasattr(runner, "kept_from"):
-            runner = runner.among(("processes",) if self._foreign() and not runner.in_threads else ("threads", "processes"))
+        if auto := hasattr(runner, "cached_source"):
+            runner = runner.restrict(
+                ("processes",) if self._foreign() and not runner.in_threads else ("threads", "processes")
+            )
         self._refuse_known()
-        source.prepare(runner.everybody() if auto else runner, self.faults)
-        if auto and self.collate_fn is None and (kept := runner.kept_from(source, maps, self.faults, epoch, start)) is not None:
+        source.prepare(runner.bulk_runner() if auto else runner, self.faults)
+        if (
+            auto
+            and self.collate_fn is None
+            and (kept := runner.cached_source(source, maps, self.faults, epoch, start)) is not None
+        ):
             source, maps = kept, ()
         order = self._order()
         make = BatchBuilder(
-            source, order.batches(epoch), self.batch_size, self.seed, epoch, maps, self.batch_maps, self.collate_fn,
-            self.rank, self.world, self.faults, seeded=not runners.in_threads(runner),
-        )  # fmt: skip
+            source,
+            order.batches(epoch),
+            self.batch_size,
+            self.seed,
+            epoch,
+            maps,
+            self.batch_maps,
+            self.collate_fn,
+            self.rank,
+            self.world,
+            self.faults,
+            seeded=not runners.in_threads(runner),
+        )
         made = runner(make, range(start, len(order)))
         if runners.in_threads(runner) and start < len(order) and self._foreign() and not self.position.draws_nothing:
             made = self._unless_it_draws(make, start, made)
@@ -311,16 +349,30 @@ class Pipeline:
 
     def _as_batches(self, training: bool) -> BatchSource:
         def by(who: WorkerConfig | LoaderAutotuner) -> BatchSource:
-            crew, threads_now = who if isinstance(who, WorkerConfig) else who.workers, runners.in_threads(self.runner)
-            if crew.threads and self._foreign() and not threads_now:
+            workers, threads_now = (
+                who if isinstance(who, WorkerConfig) else who.workers,
+                runners.in_threads(self.runner),
+            )
+            if workers.threads and self._foreign() and not threads_now:
                 raise ConfigurationError(
                     "threads would share the generators, from which this pipeline's functions may draw, with the training; say processes"
                 )
             timeout = getattr(self.runner, "timeout", SECONDS)
-            runner = runners.runner_of(who, timeout) if isinstance(who, WorkerConfig) else _autotuned(who, timeout, threads_now)
+            runner = (
+                runners.runner_of(who, timeout)
+                if isinstance(who, WorkerConfig)
+                else _autotuned(who, timeout, threads_now)
+            )
             return self._with(runner=runner)._as_batches(training)
 
-        return BatchSource(epoch=self.epoch, length=len(self), training=training, seekable=True, workers=runners.workers_of(self.runner), with_workers=by)
+        return BatchSource(
+            epoch=self.epoch,
+            length=len(self),
+            training=training,
+            seekable=True,
+            workers=runners.workers_of(self.runner),
+            with_workers=by,
+        )
 
     def _unless_it_draws(self, make: BatchBuilder, number: int, made: Iterator) -> Iterator:
         """What threads make, once a batch that one of them makes by itself has shown that they draw from nobody's generators.
@@ -328,10 +380,14 @@ class Pipeline:
         Raises:
             Refusal: they do, so that each run would have other batches.
         """
-        if any(runners.ThreadRunner(1, 0, getattr(self.runner, "timeout", None))(make.draws, range(number, number + 1))):
+        if any(
+            runners.ThreadRunner(1, 0, getattr(self.runner, "timeout", None))(make.draws, range(number, number + 1))
+        ):
             who = " or ".join(getattr(thing, "__name__", type(thing).__name__) for thing in self._foreign())
             why = "from the generators of torch, NumPy or Python, which threads share with the training: other ones in every run"
-            raise ConfigurationError(f"{who} draws {why}; give the function a parameter chance and draw from that, or say .prefetch(processes=1)")
+            raise ConfigurationError(
+                f"{who} draws {why}; give the function a parameter chance and draw from that, or say .prefetch(processes=1)"
+            )
         self.position.draws_nothing = True
         yield from made
 
@@ -348,12 +404,15 @@ class Pipeline:
 
     def _anew(self, **changes) -> Pipeline:
         """Other batches, from the start."""
-        runner = self.runner.anew() if hasattr(self.runner, "anew") else self.runner
+        runner = self.runner.reset() if hasattr(self.runner, "reset") else self.runner
         return replace(self, place=Position(), **({"runner": runner} | changes))
 
     def _foreign(self) -> list:
         """What in it is of the user's own, and so may draw from the generators of the process, and may not be safe in threads."""
-        things, source = [self.collate_fn, *(each.function for each in (*self.sample_maps, *self.batch_maps))], self.source
+        things, source = (
+            [self.collate_fn, *(each.function for each in (*self.sample_maps, *self.batch_maps))],
+            self.source,
+        )
         while source is not None:  # a cache stands before the source and the maps that it keeps
             things += [source, *getattr(source, "functions", ())]
             source = getattr(source, "source", None)
@@ -377,21 +436,27 @@ class Pipeline:
         if self.batch_size is None:
             raise ConfigurationError("the pipeline does not know its batch size; end it with .batch(size)")
         order = DeterministicBatchSampler(
-            len(self.source), self.batch_size, self.seed if self.shuffled else None, self.drop_last, self.window,
+            len(self.source),
+            self.batch_size,
+            self.seed if self.shuffled else None,
+            self.drop_last,
+            self.window,
             None if self.window is None else self.source.chunk_offsets(),
-        )  # fmt: skip
+        )
         smallest = order.rows - (len(order) - 1) * self.batch_size if not self.drop_last else self.batch_size
         if len(order) and smallest < self.world:
-            raise ConfigurationError(f"{self.world} ranks cannot share a batch of {smallest} rows; take larger ones, or .batch(size, drop_last=True)")
+            raise ConfigurationError(
+                f"{self.world} ranks cannot share a batch of {smallest} rows; take larger ones, or .batch(size, drop_last=True)"
+            )
         return order
 
 
-def _tell(climber: LoaderAutotuner) -> None:
-    found = ", ".join(f"{name}={value}" for name, value in climber.tuned_settings.items())
+def _tell(autotuner: LoaderAutotuner) -> None:
+    found = ", ".join(f"{name}={value}" for name, value in autotuner.tuned_settings.items())
     warnings.warn(f'prefetch("auto") has found {found}', HastenWarning, stacklevel=2)
 
 
-def _autotuned(climber: LoaderAutotuner, timeout: float | None, in_threads: bool) -> runners.Runner:
+def _autotuned(autotuner: LoaderAutotuner, timeout: float | None, in_threads: bool) -> runners.Runner:
     from hasten.data.workers.autotuned import AutotunedRunner  # brings the caches with it
 
-    return AutotunedRunner(climber, timeout, in_threads)
+    return AutotunedRunner(autotuner, timeout, in_threads)

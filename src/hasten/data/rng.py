@@ -96,7 +96,9 @@ def _block(begin: int, size: int, *what) -> numpy.ndarray:
 def _made(places: numpy.ndarray, key: int, asked: int, count: int, form: Callable, *limits: int) -> numpy.ndarray:
     """``count`` numbers for each place, after ``asked`` others, shape (places, count), in a form: ``(64 random bits, *limits) -> number``."""
     of_places = _mixed(places.astype(numpy.uint64) * GOLDEN + numpy.uint64(key))
-    return form(_mixed(of_places[:, None] + numpy.arange(asked + 1, asked + 1 + count, dtype=numpy.uint64) * GOLDEN), *limits)
+    return form(
+        _mixed(of_places[:, None] + numpy.arange(asked + 1, asked + 1 + count, dtype=numpy.uint64) * GOLDEN), *limits
+    )
 
 
 def _fractions(bits: numpy.ndarray) -> numpy.ndarray:

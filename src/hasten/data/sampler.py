@@ -58,7 +58,9 @@ class DeterministicBatchSampler:
         """
         number, within = divmod(min(position, self.rows), self.batch_size)
         if position < 0 or (within and position < self.rows):
-            raise ConfigurationError(f"no batch of {self.batch_size} rows begins at row {position} of a pass; go on in the batch size of that place")
+            raise ConfigurationError(
+                f"no batch of {self.batch_size} rows begins at row {position} of a pass; go on in the batch size of that place"
+            )
         return number + bool(within)
 
     def _rows(self, epoch: int) -> Callable[[int, int], numpy.ndarray]:
@@ -67,9 +69,11 @@ class DeterministicBatchSampler:
             return numpy.arange
         seed = derive_seed(self.seed, epoch)
         if self.window is not None:
-            return _windows(seed, self.edges, self.window)
+            return _windows(seed, self.chunk_offsets, self.window)
         if self.rows > MOST_AT_ONCE:
-            raise ConfigurationError(f"{self.rows} rows are too many to be shuffled all at once; mix some runs at a time: .shuffle(window=64)")
+            raise ConfigurationError(
+                f"{self.rows} rows are too many to be shuffled all at once; mix some runs at a time: .shuffle(window=64)"
+            )
         shuffled = _shuffled(seed, self.rows)
         return lambda first, last: shuffled[first:last].astype(numpy.int64)
 

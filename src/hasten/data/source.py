@@ -94,20 +94,20 @@ def unbatch(columns) -> list:
 
 def length_of(columns) -> int:
     """Returns the number of rows that the columns hold."""
-    return len(tree_leaves(columns)[0])
+    return len(column_leaves(columns)[0])
 
 
-def tree_leaves(columns) -> list[torch.Tensor | list]:
+def column_leaves(columns) -> list[torch.Tensor | list]:
     """Returns every column, in order."""
     return tree_leaves(columns, _is_column)
 
 
-def tree_spec(columns) -> str:
+def column_spec(columns) -> str:
     """Returns how the columns are nested and named, in order, as text: ``{'a': (0, 0), 'b': 0}``."""
-    return str(tree_map(lambda column: 0, columns))
+    return str(map_columns(lambda column: 0, columns))
 
 
-def tree_map(function: Callable[[Any], Any], columns):
+def map_columns(function: Callable[[Any], Any], columns):
     """Returns ``columns`` with ``function`` applied to every column, nested in the same way."""
     return tree_map(function, columns, _is_column)
 

@@ -16,8 +16,8 @@ import numpy
 import torch
 
 from hasten.core.errors import ConfigurationError
-from hasten.data.rng import SampleRng
 from hasten.data.buffer_pool import acquire
+from hasten.data.rng import SampleRng
 
 SEAM = 8  # bytes: half of them at the end of a row of pixels, half at the beginning of the next
 
@@ -67,14 +67,14 @@ def moments(mean: float | Sequence[float], std: float | Sequence[float]) -> tupl
 # ---- what is done to a batch
 
 
-def _flipped(batch, chance: SampleRng):
+def _flipped(batch, rng: SampleRng):
     pictures = _pictures(batch)
-    return _replaced(batch, _mirror(_like(pictures).copy_(pictures), chance.bernoulli()))
+    return _replaced(batch, _mirror(_like(pictures).copy_(pictures), rng.bernoulli()))
 
 
-def _cropped(batch, chance: SampleRng, *, padding: int, mirror: bool):
+def _cropped(batch, rng: SampleRng, *, padding: int, mirror: bool):
     pictures = _pictures(batch)
-    top, left, mirrored = places(chance.integers(0, choices(padding)), padding)
+    top, left, mirrored = places(rng.integers(0, choices(padding)), padding)
     moved = _moved(pictures, (top - padding) * pictures.shape[-1] + left - padding)
     blank(moved, inside(top, left, padding, *pictures.shape[-2:], pictures.dtype.itemsize))
     return _replaced(batch, _mirror(moved, mirrored) if mirror else moved)
@@ -90,7 +90,9 @@ def _normalised(batch, *, means: tuple[float, ...], stds: tuple[float, ...]):
 def scaled(pictures: torch.Tensor, means: tuple[float, ...], stds: tuple[float, ...]) -> torch.Tensor:
     """What ``normalise`` makes of pictures: converted, then scaled and shifted in place."""
     if len(means) not in (1, pictures.shape[1]):
-        raise ConfigurationError(f"normalise() has {len(means)} means, and the pictures have {pictures.shape[1]} channels: {list(pictures.shape)}")
+        raise ConfigurationError(
+            f"normalise() has {len(means)} means, and the pictures have {pictures.shape[1]} channels: {list(pictures.shape)}"
+        )
     floats = acquire(pictures.shape, torch.float32).copy_(pictures)
     parts = floats.unbind(1) if len(means) > 1 else [floats]
     for part, (scale, shift) in zip(parts, terms(means, stds, pictures.dtype), strict=True):
@@ -111,7 +113,9 @@ def _moved(pictures: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
     begins = torch.arange(0, last + 1, size) + shifts
     windows = pictures.contiguous().as_strided((last + 1, size), (1, 1))
     torch.index_select(windows, 0, begins.clamp(0, last), out=moved.view(-1, size))
-    for row in ((begins < 0) | (begins > last)).nonzero()[:, 0].tolist():  # at the ends of the batch, where no neighbour is
+    for row in (
+        ((begins < 0) | (begins > last)).nonzero()[:, 0].tolist()
+    ):  # at the ends of the batch, where no neighbour is
         moved[row] = pictures[row].roll(-int(shifts[row]))
     return moved
 
@@ -171,7 +175,9 @@ def _mirror(pictures: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     rows, flat = chosen.nonzero()[:, 0], pictures.view(len(pictures), -1)
     some = torch.index_select(flat, 0, rows, out=acquire((len(rows), flat.shape[1]), flat.dtype))
     turned = some.view(-1, *pictures.shape[1:]).flip(-1).view(some.shape)
-    flat.view(torch.uint8).numpy()[rows.numpy()] = turned.view(torch.uint8).numpy()  # twelve times as fast as index_copy_
+    flat.view(torch.uint8).numpy()[rows.numpy()] = turned.view(
+        torch.uint8
+    ).numpy()  # twelve times as fast as index_copy_
     return pictures
 
 
@@ -185,7 +191,9 @@ def _pictures(batch) -> torch.Tensor:
     if isinstance(pictures, list):
         raise ConfigurationError("the pictures differ in size; give them one with resize=, or a map before batch()")
     if not isinstance(pictures, torch.Tensor):
-        raise ConfigurationError(f"a batch is pictures, or a tuple that begins with them, not a {type(pictures).__name__}; name a target=")
+        raise ConfigurationError(
+            f"a batch is pictures, or a tuple that begins with them, not a {type(pictures).__name__}; name a target="
+        )
     if pictures.ndim < 3:
         raise ConfigurationError(f"pictures have the shape (rows, ..., height, width), not {list(pictures.shape)}")
     return pictures

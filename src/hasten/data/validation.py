@@ -26,7 +26,9 @@ def at_least(name: str, value, least: int, optional: bool = False, most: int = L
 
 def check_positive(name: str, value) -> None:
     """Refuses what is no number above 0; None says that nothing was said."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf):
+    if value is not None and (
+        isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf
+    ):
         raise ConfigurationError(f"{name} must be a number above 0, not {value!r:.80}")
 
 

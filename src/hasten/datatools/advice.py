@@ -18,15 +18,15 @@ from statistics import fmean, median, stdev
 
 from scipy.special import stdtrit
 
-from hasten.core.errors import RunError, ConfigurationError
+from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.progress import ProgressCallback
-from hasten.data.cache.cache_disk import default_folder, file_lock, remove_partial
 from hasten.data.bad_rows import BadRowPolicy
+from hasten.data.cache.cache_disk import default_folder, file_lock, remove_partial
 from hasten.data.source import BadRow
-from hasten.datatools.format_detection import KINDS
-from hasten.datatools.shard_plan import ShardPlan, translate_write_errors
-from hasten.datatools.row_reader import RowReader
 from hasten.datatools.file_sampling import some_of
+from hasten.datatools.format_detection import KINDS
+from hasten.datatools.row_reader import RowReader
+from hasten.datatools.shard_plan import ShardPlan, translate_write_errors
 from hasten.datatools.stage_throughput import pace, paces
 from hasten.datatools.writers import STORAGES
 
@@ -110,7 +110,9 @@ def measured_gain(reading: RowReader, to: str, files: list[str], seconds: float)
     Args:
         seconds: for each side of the comparison, about.
     """
-    stored = RowReader(KINDS[to], files, files, resize=reading.resize if to == "shards" else None, faults=reading.faults)
+    stored = RowReader(
+        KINDS[to], files, files, resize=reading.resize if to == "shards" else None, faults=reading.faults
+    )
     try:
         with workplace() as folder:
             paces = _in_turns([_filled(_some(each, folder)) for each in (reading, stored)], seconds)

@@ -13,15 +13,15 @@ from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 
-from hasten.core.errors import RunError, ConfigurationError, suggest
+from hasten.core.errors import ConfigurationError, RunError, suggest
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.source import BadRow
 from hasten.datatools.advice import estimated_gain, measured_gain
-from hasten.datatools.output_lock import lock_output, keep, put, swept
 from hasten.datatools.format_detection import SKIPPED, StorageFormat, classes_of, counted, kinds_at, openable
-from hasten.datatools.shard_plan import ShardPlan, Storage, Tell, translate_write_errors
+from hasten.datatools.output_lock import keep, lock_output, put, swept
 from hasten.datatools.row_reader import RowReader
+from hasten.datatools.shard_plan import ShardPlan, Storage, Tell, translate_write_errors
 from hasten.datatools.writers import STORAGES
 
 FORMAT = 1  # version of the output: increase it with every change that changes the files
@@ -48,7 +48,7 @@ def convert(
     fill: float | None = None,
     resize: int | None = None,
     shards: int | None = None,
-    skip_bad: int | None = None,
+    max_bad_rows: int | None = None,
     watch: ProgressCallback = no_progress,
 ) -> dict:
     """Stores samples in another format. Called again after it was killed, it resumes.
@@ -69,7 +69,7 @@ def convert(
         watch: progress.
 
     Returns:
-        "out", "to", "rows", "skipped" (rows that were left out), "skipped_files" (left out as a whole), "files",
+        "out", "to", "rows", "skipped_rows" (rows that were left out), "skipped_files" (left out as a whole), "files",
         "bytes", "bytes_before", "digest" (of the content, as it was read back), "classes" (their words in the order of
         their numbers, which ``conversion.json`` keeps, too; None where there are none), "others" (files of other forms
         at the path, by form), "seconds", "written" (rows of this call), "open" (how it is read), and "gain": what
@@ -82,21 +82,24 @@ def convert(
     """
     began = perf_counter()
     (kind, files), *others = kinds_at(path)
-    _refuse_what_cannot_be(kind, to, target, fill, {"resize": resize, "shards": shards, "skip_bad": skip_bad})
+    _refuse_what_cannot_be(kind, to, target, fill, {"resize": resize, "shards": shards, "max_bad_rows": max_bad_rows})
     if os.path.isdir(path) and os.path.join(os.path.realpath(out), "").startswith(
         os.path.join(os.path.realpath(path), "")
     ):
-        raise ConfigurationError(f"{out} lies in {path}, where it would be read as a part of the original; choose another --out")
-    files, lost = openable(kind, files, skip_bad or 0)
+        raise ConfigurationError(
+            f"{out} lies in {path}, where it would be read as a part of the original; choose another --out"
+        )
+    files, lost = openable(kind, files, max_bad_rows or 0)
     where = str(path) if kind.name == "images" else files
-    reading = RowReader(kind, where, files, target, fill, resize, faults=BadRowPolicy((skip_bad or 0) - len(lost)))
+    reading = RowReader(kind, where, files, target, fill, resize, faults=BadRowPolicy((max_bad_rows or 0) - len(lost)))
     size = sum(size for _, size, _ in reading.stamps())
     plan = ShardPlan(reading, Path(out), _parts(reading, shards, size))
     with lock_output(
-        plan.folder, {"format": FORMAT, "to": to, "parts": plan.parts, "skip_bad": skip_bad, **_settings(reading)}
+        plan.folder,
+        {"format": FORMAT, "to": to, "parts": plan.parts, "max_bad_rows": max_bad_rows, **_settings(reading)},
     ) as note:
         plan.done, note["skipped files"] = note["parts done"], lost
-        reading.faults.restore(note["skipped"])
+        reading.faults.restore(note["skipped_rows"])
         written = 0 if "finished" in note else _written(to, plan, note, watch)
     watch("measuring what it gives", 1.0, None)
     found = [plan.folder / name for name in note["files"]]
@@ -109,7 +112,7 @@ def convert(
         "to": to,
         "resize": resize,
         "rows": plan.rows_before(plan.parts),
-        "skipped": len(note["skipped"]),
+        "skipped_rows": len(note["skipped_rows"]),
         "skipped_files": len(lost),
         "files": [file.name for file in found],
         "bytes_before": size,
@@ -134,7 +137,9 @@ def _parts(reading: RowReader, shards: int | None, size: int) -> int:
             else f"the {len(reading.files)} files hold no rows"
         )
     if shards is not None and shards > reading.rows:
-        raise ConfigurationError(f"{reading.rows} rows do not make {shards} files; say --shards {reading.rows} or fewer")
+        raise ConfigurationError(
+            f"{reading.rows} rows do not make {shards} files; say --shards {reading.rows} or fewer"
+        )
     return shards or min(max(1, round(size / PART_BYTES)), reading.rows)
 
 
@@ -154,7 +159,7 @@ def _written(to: str, plan: ShardPlan, note: dict, watch: ProgressCallback) -> i
         raise
     except BadRow as fault:
         raise RunError(
-            f"{fault}; mend it or take it away and start again, or let some be left out: --skip-bad 10"
+            f"{fault}; mend it or take it away and start again, or let some be left out: --max-bad-rows 10"
         ) from None
 
 
@@ -198,7 +203,7 @@ def _write_part(number: int, storage: Storage, plan: ShardPlan, note: dict, tell
             "look at the disk, and start the same command again"
         )
     plan.done.append([read.rows, read.hexdigest()])
-    note["skipped"] = skipped
+    note["skipped_rows"] = skipped
     keep(plan.folder, note)
 
 
@@ -208,7 +213,7 @@ def _classes(reading: RowReader) -> list[str] | None:
 
 
 def _settings(reading: RowReader) -> dict:
-    made_of = reading.identity()
+    made_of = reading.fingerprint()
     files = hashlib.blake2b(json.dumps(made_of.pop("files")).encode(), digest_size=16).hexdigest()
     return {**made_of, "original": files}
 
@@ -229,7 +234,9 @@ def _refuse_what_cannot_be(kind: StorageFormat, to: str, target, fill, counts: d
     if (target is not None or fill is not None) and not (kind.is_table and to in ("rows", "tfrecord")):
         raise ConfigurationError("--target and --fill are for a table that becomes rows or tfrecord")
     if target is not None and to != "rows":
-        raise ConfigurationError("--target is for --to rows; in every other form the target stays a column like the others")
+        raise ConfigurationError(
+            "--target is for --to rows; in every other form the target stays a column like the others"
+        )
     if counts["resize"] is not None and kind.name not in ("images", "shards"):
         raise ConfigurationError(f"--resize is for pictures; {kind.title} hold none")
     if kind.name == to == "shards" and counts["resize"] is None:
@@ -238,13 +245,15 @@ def _refuse_what_cannot_be(kind: StorageFormat, to: str, target, fill, counts: d
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ConfigurationError(f"{name} must be a whole number of at least 1, not {value!r}")
     if to == "rows" and counts["shards"] not in (None, 1):
-        raise ConfigurationError("rows are one file a column, which is mapped into memory as a whole; leave --shards out")
+        raise ConfigurationError(
+            "rows are one file a column, which is mapped into memory as a whole; leave --shards out"
+        )
 
 
 def _reader(to: str, note: dict, folder: Path, resize: int | None) -> str:
     """The call that opens the output, as Python code."""
     if to == "shards" and resize:
-        return f'shards("{folder}", resize={resize})'
+        return f'webdataset("{folder}", resize={resize})'
     if to != "rows":
         return f'{to}("{folder}")'
     if note["is_tuple"] or len(note["files"]) == 1:

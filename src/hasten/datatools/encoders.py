@@ -23,7 +23,9 @@ def jpeg(picture: torch.Tensor) -> bytes:
         try:
             from PIL import Image
         except ImportError:
-            raise ConfigurationError("writing JPEG files needs the package pillow; pip install 'hasten[images]'") from None
+            raise ConfigurationError(
+                "writing JPEG files needs the package pillow; pip install 'hasten[images]'"
+            ) from None
         file = io.BytesIO()
         Image.fromarray(colours).save(file, "JPEG", quality=QUALITY)
         return file.getvalue()

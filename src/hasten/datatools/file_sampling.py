@@ -7,7 +7,7 @@ import zlib
 from pathlib import Path
 
 from hasten.core.errors import ConfigurationError, format_error
-from hasten.data.io.paths import open_file, file_signature
+from hasten.data.io.paths import file_signature, open_file
 from hasten.datatools.format_detection import StorageFormat
 
 SAMPLED = 256_000_000  # bytes of files of a format without an index

@@ -13,14 +13,14 @@ from hasten.core.errors import ConfigurationError
 from hasten.data.formats.arrays import arrays
 from hasten.data.formats.images import SUFFIXES as PICTURES
 from hasten.data.formats.images import images
-from hasten.data.formats.tfrecord import SUFFIXES as RECORDS
-from hasten.data.formats.tfrecord import tfrecord
 from hasten.data.formats.table_files import Csv, Feather, Parquet
 from hasten.data.formats.tables import csv, feather, parquet
-from hasten.data.formats.webdataset import webdataset
+from hasten.data.formats.tfrecord import SUFFIXES as RECORDS
+from hasten.data.formats.tfrecord import tfrecord
 from hasten.data.formats.token_files import tokens
-from hasten.data.pipeline import Pipeline
+from hasten.data.formats.webdataset import webdataset
 from hasten.data.io.paths import FileMissingError, resolve_paths
+from hasten.data.pipeline import Pipeline
 from hasten.data.source import Source
 
 MANIFEST, SKIPPED = "conversion.json", "skipped.jsonl"  # files that `hasten data convert` writes beside the data
@@ -102,7 +102,9 @@ def openable(kind: StorageFormat, files: list[str], at_most: int) -> tuple[list[
     troubles = {file: _trouble(kind, [file]) for file in files}
     lost = [{"row": None, "where": file, "why": why} for file, why in troubles.items() if why is not None]
     if len(lost) > at_most:
-        raise ConfigurationError(f"{lost[at_most]['why']}; it is bad file number {at_most + 1}, and {at_most} may be left out")
+        raise ConfigurationError(
+            f"{lost[at_most]['why']}; it is bad file number {at_most + 1}, and {at_most} may be left out"
+        )
     if len(lost) == len(files):
         raise ConfigurationError(f"{lost[0]['why']}; there is no file that can be opened")
     return [file for file, why in troubles.items() if why is None], lost
@@ -119,7 +121,9 @@ def classes_of(source: Source, files: list[str]) -> list[str] | None:
     return getattr(source, "classes", None) or ([str(word) for word in noted] if isinstance(noted, list) else None)
 
 
-def opened(kind: StorageFormat, where: str | Path | list[str], *, target: str | None = None, fill=None, resize=None) -> Pipeline:
+def opened(
+    kind: StorageFormat, where: str | Path | list[str], *, target: str | None = None, fill=None, resize=None
+) -> Pipeline:
     """The pipeline that reads files of a format. Of a table, only the run that was read last is kept in memory.
 
     Args:

@@ -17,16 +17,16 @@ import torch
 
 from hasten.core.errors import ConfigurationError
 from hasten.core.progress import ProgressCallback, no_progress
-from hasten.data.validation import at_least
 from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.formats.table_source import SHARE
 from hasten.data.formats.webdataset import PICTURES
 from hasten.data.io.paths import is_remote
 from hasten.data.source import BadRow
+from hasten.data.validation import at_least
 from hasten.datatools.advice import better_storages, side_of, slower_of, workplace
+from hasten.datatools.file_sampling import some_of
 from hasten.datatools.format_detection import classes_of, counted, kinds_at, named, openable
 from hasten.datatools.row_reader import CHUNK, RowReader, stamped
-from hasten.datatools.file_sampling import some_of
 from hasten.datatools.stage_throughput import paces, reading_pace
 
 SIDE = 256  # pixels; larger images are measured resized to squares of this side
@@ -39,7 +39,7 @@ def inspect(
     path: str | Path,
     *,
     target: str | None = None,
-    skip_bad: int | None = None,
+    max_bad_rows: int | None = None,
     budget: float = 20.0,
     watch: ProgressCallback = no_progress,
 ) -> dict:
@@ -60,7 +60,7 @@ def inspect(
         for what is not there), "ranges" ({name: [low, high]} of the readings, where there were several), "in_memory"
         (the files fit there, so that the disk counts in the first pass alone), "limit" ("disk", "network", "decode" or
         "copy"), "passes" ("first" where later ones take decoded rows from memory, else "every"), "storages" (what would
-        be faster here, as ``better_storages`` gives it), "skip_bad", "left_out" ({"row", "where", "why"} of what could
+        be faster here, as ``better_storages`` gives it), "max_bad_rows", "skipped_rows" ({"row", "where", "why"} of what could
         not be read, of all that was looked at; a file has no row), "trouble" (why rows could not be measured),
         "seconds".
 
@@ -69,11 +69,11 @@ def inspect(
         Failure: more cannot be read than may be left out.
     """
     began = perf_counter()
-    at_least("skip_bad", skip_bad, 1, optional=True)
+    at_least("max_bad_rows", max_bad_rows, 1, optional=True)
     watch("opening", 0.0, budget)
     (kind, files), *others = kinds_at(path)
-    files, lost = openable(kind, files, skip_bad or 0)
-    faults = BadRowPolicy((skip_bad or 0) - len(lost))
+    files, lost = openable(kind, files, max_bad_rows or 0)
+    faults = BadRowPolicy((max_bad_rows or 0) - len(lost))
     size, remote = _bytes_of(files, faults), is_remote(files[0])
     with workplace() as folder:
         some, taken = some_of(kind, files, folder)
@@ -108,7 +108,7 @@ def inspect(
             "limit": None,
             "storages": [],
             "trouble": None,
-            "skip_bad": skip_bad,
+            "max_bad_rows": max_bad_rows,
         }
         watch("reading", 0.05, budget)
         readings = reading_pace(files, SHARES["disk"] * budget)
@@ -133,7 +133,7 @@ def inspect(
             result["storages"] = better_storages(
                 reading, before, rows, here, min(left, SHARES["storages"] * budget), watch
             )
-    return result | {"left_out": lost + faults.listed(), "seconds": perf_counter() - began}
+    return result | {"skipped_rows": lost + faults.listed(), "seconds": perf_counter() - began}
 
 
 def _limit(speed: dict, row: float, places: dict) -> str:

@@ -20,8 +20,8 @@ from hasten.core.errors import ConfigurationError
 from hasten.data.formats.arrays import from_numpy_array
 from hasten.data.formats.webdataset import PICTURES
 from hasten.datatools.content_hash import ContentHash
-from hasten.datatools.shard_plan import PART, ShardPlan, Tell, fsync
 from hasten.datatools.row_reader import CHUNK
+from hasten.datatools.shard_plan import PART, ShardPlan, Tell, fsync
 
 
 class NpyWriter:

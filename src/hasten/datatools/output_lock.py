@@ -41,7 +41,9 @@ def _opened(handle: int, folder: Path, settings: dict) -> dict:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ConfigurationError(f"another process converts into {folder}; wait for it, or choose another --out") from None
+        raise ConfigurationError(
+            f"another process converts into {folder}; wait for it, or choose another --out"
+        ) from None
     note = _note(folder)
     if note is None and any(not name.endswith(PART) for name in os.listdir(folder)):
         raise ConfigurationError(f"{folder} is not empty and holds no conversion; choose another --out")
@@ -52,7 +54,7 @@ def _opened(handle: int, folder: Path, settings: dict) -> dict:
             raise ConfigurationError(f"{folder} holds another conversion ({difference}); choose another --out")
     if note is None:
         swept(folder)
-        note = {"settings": settings, "parts done": [], "skipped": []}
+        note = {"settings": settings, "parts done": [], "skipped_rows": []}
     if "finished" not in note:
         keep(folder, note)
     return note
@@ -64,7 +66,7 @@ def _note(folder: Path) -> dict | None:
         whole = (
             isinstance(note["settings"], dict)
             and isinstance(note["parts done"], list)
-            and isinstance(note["skipped"], list)
+            and isinstance(note["skipped_rows"], list)
         )
         return note if whole else None
     except (OSError, ValueError, LookupError, TypeError):

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 import numpy
 import torch
 
-from hasten.core.errors import RunError, ConfigurationError, format_error
+from hasten.core.errors import ConfigurationError, RunError, format_error
 from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.formats.decoding import PIXELS, decoded, pictures_of, size_of
 from hasten.data.formats.images import content_of
@@ -23,8 +23,8 @@ from hasten.data.formats.webdataset import PICTURES
 from hasten.data.io.paths import file_signature
 from hasten.data.io.range_reader import read_ranges
 from hasten.data.source import BadRow, Source, length_of
-from hasten.datatools.format_detection import StorageFormat, named, opened
 from hasten.datatools.encoders import arrow_table, jpeg
+from hasten.datatools.format_detection import StorageFormat, named, opened
 
 CHUNK = 16_000_000  # bytes of rows in memory at a time
 PROBED = 4  # rows read to estimate the size of a row
@@ -55,7 +55,7 @@ class RowReader:
     most: int | None = None
     faults: BadRowPolicy = field(default_factory=BadRowPolicy, compare=False)
 
-    def identity(self) -> dict:
+    def fingerprint(self) -> dict:
         """What the rows are made of, JSON-serializable."""
         return {"files": self.stamps(), "target": self.target, "fill": self.fill, "resize": self.resize}
 
@@ -108,7 +108,7 @@ class RowReader:
         """Number of rows read at a time."""
         return max(1, CHUNK * length_of(self.first) // max(1, sum(map(_size, self.like.values()))))
 
-    def some(self, first: int, last: int) -> dict:
+    def probe(self, first: int, last: int) -> dict:
         """The columns of the rows from ``first`` to ``last``, by name; empty if none can be read."""
         columns = self.read(self.source, numpy.arange(first, last))
         return {} if columns is None else self._named(columns)
@@ -116,7 +116,7 @@ class RowReader:
     def columns(self, first: int, last: int) -> Iterator[dict]:
         """The columns of the rows from ``first`` to ``last``, ``chunk`` rows at a time."""
         for begin in range(first, last, self.chunk):
-            if columns := self.some(begin, min(begin + self.chunk, last)):
+            if columns := self.probe(begin, min(begin + self.chunk, last)):
                 yield columns
 
     def read(self, source: Source, rows: numpy.ndarray):

@@ -18,10 +18,10 @@ from typing import Any
 import numpy
 import torch
 
-from hasten.core.errors import HastenWarning, ConfigurationError
+from hasten.core.errors import ConfigurationError, HastenWarning
 from hasten.data.formats.arrays import arrays
 from hasten.data.io.paths import is_remote, open_file
-from hasten.data.source import tree_leaves, length_of
+from hasten.data.source import column_leaves, length_of
 from hasten.datatools.row_reader import RowReader
 
 MOST_BYTES = 64_000_000  # read to measure the disk
@@ -81,13 +81,15 @@ def _pace(reading: RowReader, seconds: float, part: float) -> dict:
     opening, read = time.process_time() - began, partial(reading.read, source)
     size = min(max(reading.chunk // PIECES, SMALLEST_BATCH), LARGEST_BATCH)
     if reading.kind.is_table:  # a batch is copied from decoded runs
-        decode, run = _run_by_run(read, source.chunk_offsets(), reading.rows, seconds, opening if reading.kind.walked else 0.0)
+        decode, run = _run_by_run(
+            read, source.chunk_offsets(), reading.rows, seconds, opening if reading.kind.walked else 0.0
+        )
         copy, _ = _at_random(read, run, size, part * COPY_SECONDS, part)
         return {"decode": decode, "copy": copy, "batches": 1 / (1 / decode + 1 / copy)}
     rate, columns = _at_random(read, numpy.arange(min(reading.rows, MOST_ROWS)), size, seconds, part)
     if not reading.kind.decodes:
         return {"decode": None, "copy": rate, "batches": rate}
-    tensors = [leaf for leaf in tree_leaves(columns) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in column_leaves(columns) if isinstance(leaf, torch.Tensor)]
     copy = None
     if tensors:
         copy, _ = _at_random(

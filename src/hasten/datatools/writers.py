@@ -12,16 +12,16 @@ from pathlib import Path
 import numpy
 
 from hasten.core.errors import ConfigurationError
-from hasten.data.formats.tfrecord import AT_ONCE, Records, frame_records
 from hasten.data.formats.table_files import Feather, Parquet
 from hasten.data.formats.tar_headers import members
 from hasten.data.formats.tf_example import encode_example
+from hasten.data.formats.tfrecord import AT_ONCE, Records, frame_records
 from hasten.data.io.paths import mapped_bytes
 from hasten.data.source import unbatch
 from hasten.datatools.content_hash import ContentHash
 from hasten.datatools.npy_writer import NpyWriter
-from hasten.datatools.shard_plan import PART, ShardPlan, Storage, Tell, fsync
 from hasten.datatools.row_reader import RowReader
+from hasten.datatools.shard_plan import PART, ShardPlan, Storage, Tell, fsync
 
 
 @dataclass
@@ -110,7 +110,9 @@ def _as_parquet_holds_it(table):
 
     for name, kind in zip(table.schema.names, table.schema.types, strict=True):
         if pa.types.is_interval(kind):
-            raise ConfigurationError(f"column {name!r} is of type {kind}, which Parquet has not; store the table as feather")
+            raise ConfigurationError(
+                f"column {name!r} is of type {kind}, which Parquet has not; store the table as feather"
+            )
     schema = pa.schema([(name, held(kind)) for name, kind in zip(table.schema.names, table.schema.types, strict=True)])
     return table if schema == table.schema else table.cast(schema)
 

@@ -55,7 +55,9 @@ class DistributedBatchNorm(BatchNorm):
 
     def _check_input_dim(self, inputs: torch.Tensor) -> None:
         if inputs.dim() < 2:
-            raise ValueError(f"batch normalisation wants samples and channels, not a tensor of {inputs.dim()} dimensions")
+            raise ValueError(
+                f"batch normalisation wants samples and channels, not a tensor of {inputs.dim()} dimensions"
+            )
 
 
 def convert_sync_batchnorm(norm: BatchNorm, parts: SyncGroup) -> None:
@@ -96,10 +98,13 @@ class _Normalize(torch.autograd.Function):
         dist.all_reduce(everybodys)
         of_mean, of_spread = (everybodys / count).chunk(2)
         slope = scale if weight is None else scale * weight
-        of_inputs = _channel_view(slope, gradient) * (wide - _channel_view(of_mean, gradient) - normal * _channel_view(of_spread, gradient))
+        of_inputs = _channel_view(slope, gradient) * (
+            wide - _channel_view(of_mean, gradient) - normal * _channel_view(of_spread, gradient)
+        )
         _, weight_learns, bias_learns, _ = ctx.needs_input_grad
         of_weight, of_bias = (
-            sums.to(weight.dtype) if learns else None for sums, learns in ((of_weight, weight_learns), (of_bias, bias_learns))
+            sums.to(weight.dtype) if learns else None
+            for sums, learns in ((of_weight, weight_learns), (of_bias, bias_learns))
         )
         return of_inputs.to(gradient.dtype), of_weight, of_bias, None
 

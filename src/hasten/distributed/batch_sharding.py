@@ -16,12 +16,12 @@ from zlib import crc32
 import numpy
 import torch
 
-from hasten.core.batch import map_tensors, batch_size, batch_tensors
+from hasten.core.batch import batch_size, batch_tensors, map_tensors
 from hasten.core.data import BatchSource
-from hasten.core.errors import RunError, HastenWarning, ConfigurationError
+from hasten.core.errors import ConfigurationError, HastenWarning, RunError
 from hasten.core.process_group_info import ProcessGroupInfo
-from hasten.core.run_context import TrainPlan, TrainProgress
 from hasten.core.rng import derive_seed
+from hasten.core.run_context import TrainPlan, TrainProgress
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,12 @@ def _drawing_from(state: torch.Tensor, iterator: Iterator) -> Iterator:
 
 
 def with_loss_weights(
-    batches: BatchSource, ranks: ProcessGroupInfo, plan: TrainPlan, progress: TrainProgress, notes: ShardLog, apart: bool = False
+    batches: BatchSource,
+    ranks: ProcessGroupInfo,
+    plan: TrainPlan,
+    progress: TrainProgress,
+    notes: ShardLog,
+    apart: bool = False,
 ) -> BatchSource:
     """The same batches; before each, the progress is told how many samples all ranks have in it, and what this rank's part counts.
 
@@ -151,7 +156,9 @@ def check_batch_divisible(processes: int, samples: int) -> None:
         Refusal: there are more ranks than samples in a batch.
     """
     if processes > samples:
-        raise ConfigurationError(f"{processes} processes cannot share a batch of {samples} samples; take fewer, or larger batches")
+        raise ConfigurationError(
+            f"{processes} processes cannot share a batch of {samples} samples; take fewer, or larger batches"
+        )
 
 
 SAME = 1e-6  # relative difference of sums, which other processors may add up otherwise
@@ -186,22 +193,30 @@ def _planned(epoch: int, ranks: ProcessGroupInfo, notes: ShardLog) -> list[int] 
 def _noted(notes: ShardLog, epoch: int, number: int) -> GlobalBatchInfo | None:
     """What is known of a batch: as it was read, or as it was planned."""
     sizes, mark = notes.plans.get(epoch, ([], 0))
-    return notes.wholes.pop((epoch, number), None) or (GlobalBatchInfo(sizes[number], mark) if number < len(sizes) else None)
+    return notes.wholes.pop((epoch, number), None) or (
+        GlobalBatchInfo(sizes[number], mark) if number < len(sizes) else None
+    )
 
 
 def _of_plan(sizes: list[int], number: int, own: int, where: str, ranks: ProcessGroupInfo) -> tuple[int, int]:
     """(samples of the batch, samples of all parts of it) as was planned."""
     whole = sizes[number] if number < len(sizes) else 0
     if own != _share(whole, ranks):
-        raise RunError(f"rank {ranks.rank} has {own} samples of {where}, and {_share(whole, ranks)} were expected: {ALIKE}")
+        raise RunError(
+            f"rank {ranks.rank} has {own} samples of {where}, and {_share(whole, ranks)} were expected: {ALIKE}"
+        )
     return whole, whole
 
 
 def _told(known: GlobalBatchInfo | None, own: int, where: str, ranks: ProcessGroupInfo) -> tuple[int, int]:
     """(samples of the batch, samples of all parts of it) as the ranks tell each other."""
-    known = known if known is not None and own == _share(known.samples, ranks) else None  # a method may have made others of them
-    mark = 0 if known is None else known.mark
-    most, least, *owns = ranks.all_reduce_max([mark, -mark, *(own if rank == ranks.rank else 0 for rank in range(ranks.world_size))])
+    known = (
+        known if known is not None and own == _share(known.samples, ranks) else None
+    )  # a method may have made others of them
+    mark = 0 if known is None else known.fingerprint
+    most, least, *owns = ranks.all_reduce_max(
+        [mark, -mark, *(own if rank == ranks.rank else 0 for rank in range(ranks.world_size))]
+    )
     if any(owns) and not all(owns):
         raise RunError(f"rank {owns.index(0)} has no {where}, and others have: {ALIKE}")
     if most != -least:
@@ -219,7 +234,10 @@ def _parts(order: Callable, ranks: ProcessGroupInfo, notes: ShardLog) -> Callabl
 
     def parts(epoch: int) -> Iterator[IndexShard]:
         batches = list(order(epoch))
-        notes.plans[epoch] = [len(indices) for indices in batches], crc32(repr((batches[:8], batches[-1:], len(batches))).encode())
+        notes.plans[epoch] = (
+            [len(indices) for indices in batches],
+            crc32(repr((batches[:8], batches[-1:], len(batches))).encode()),
+        )
         for indices in batches:
             first, end = (0, len(indices)) if len(indices) < ranks.world_size else ranks.shard_bounds(len(indices))
             part = IndexShard(indices[first:end])
@@ -236,7 +254,9 @@ def _cut(batch, ranks: ProcessGroupInfo):
     if samples < ranks.world_size:
         return batch
     first, end = ranks.shard_bounds(samples)
-    return map_tensors(lambda tensor: tensor[first:end] if tensor.ndim and tensor.shape[0] == samples else tensor, batch)
+    return map_tensors(
+        lambda tensor: tensor[first:end] if tensor.ndim and tensor.shape[0] == samples else tensor, batch
+    )
 
 
 def _holds_more_than_tensors(batch, samples: int) -> bool:

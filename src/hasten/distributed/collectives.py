@@ -15,20 +15,26 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hasten._torch_compat import BatchNorm
 from hasten.core.batch import map_tensors
-from hasten.distributed.batch_norm import DistributedBatchNorm
-from hasten.core.errors import HastenWarning, ConfigurationError
+from hasten.core.errors import ConfigurationError, HastenWarning
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext, TrainProgress
-from hasten.distributed.dtensor_state import to_local
 from hasten.core.types import Batch, ContextFactory, ForwardFn, StepFn
+from hasten.distributed.batch_norm import DistributedBatchNorm
+from hasten.distributed.dtensor_state import to_local
 
 BUCKET_BYTES = 2_000_000  # numbers that travel together
 
 
-def warn_local_batch_norm(model: torch.nn.Module, remedy: str = "", part: str = "each process's part of a batch") -> None:
+def warn_local_batch_norm(
+    model: torch.nn.Module, remedy: str = "", part: str = "each process's part of a batch"
+) -> None:
     """Says so where batch normalisation would see less than in one process."""
     if has_local_batch_norm(model):
-        warnings.warn(f"batch normalisation sees {part} alone: not the same formula as in one{remedy}", HastenWarning, stacklevel=3)
+        warnings.warn(
+            f"batch normalisation sees {part} alone: not the same formula as in one{remedy}",
+            HastenWarning,
+            stacklevel=3,
+        )
 
 
 def has_local_batch_norm(model: torch.nn.Module) -> bool:
@@ -45,10 +51,14 @@ def resolve_parallel_size(method: Method, world: int) -> int:
     """
     degree = method.degree or world
     if degree == 1:
-        raise ConfigurationError(f"{method.name}:degree=1 leaves every process a whole copy: take a degree of 2 or more, or leave {method.name} out")
+        raise ConfigurationError(
+            f"{method.name}:degree=1 leaves every process a whole copy: take a degree of 2 or more, or leave {method.name} out"
+        )
     if world % degree:
         divisors = [str(number) for number in range(2, world + 1) if world % number == 0]
-        raise ConfigurationError(f"{method.name}:degree={degree} does not divide {world} processes; take {' or '.join(divisors)}")
+        raise ConfigurationError(
+            f"{method.name}:degree={degree} does not divide {world} processes; take {' or '.join(divisors)}"
+        )
     return degree
 
 
@@ -68,9 +78,13 @@ def assign_mesh_dim(method: Method, run: RunContext, dimension: str) -> None:
         degrees = [each.degree or world // given for each in methods]
         named = " and ".join(f"{each.name}:degree={each.degree}" if each.degree else each.name for each in methods)
         if not any(each.degree for each in methods):
-            raise ConfigurationError(f"{named} would each take all {world} processes; give one of them a degree, such as {method.name}:degree=2")
+            raise ConfigurationError(
+                f"{named} would each take all {world} processes; give one of them a degree, such as {method.name}:degree=2"
+            )
         if min(degrees) < 2 or world % math.prod(degrees):
-            raise ConfigurationError(f"{named} do not fit {world} processes: each takes 2 or more, and their product has to divide the processes")
+            raise ConfigurationError(
+                f"{named} do not fit {world} processes: each takes 2 or more, and their product has to divide the processes"
+            )
     parallel.model_parallel_size = math.prod(degrees)
     parallel.pp_size = dict(zip(parallel.mesh_dim_owner, degrees, strict=True)).get("stages", 1)
 
@@ -89,12 +103,17 @@ def reduce_over_replicas(grad_transform: StepFn, run: RunContext) -> StepFn:
     if run.parallel.model_parallel_size == run.ranks.world_size:
         return grad_transform
     weights = [weight for weight in run.unwrapped_model.parameters() if weight.requires_grad and not weight.is_meta]
-    common, own = ([weight for weight in weights if (weight in run.parallel.replicated_params) is shared] for shared in (True, False))
+    common, own = (
+        [weight for weight in weights if (weight in run.parallel.replicated_params) is shared]
+        for shared in (True, False)
+    )
     copies = get_device_mesh(run)["copies"].get_group()
 
     def averaged():
         grad_transform()
-        all_reduce_gradients(common, copies)  # by themselves: where they lie in a message decides in which order it is added up
+        all_reduce_gradients(
+            common, copies
+        )  # by themselves: where they lie in a message decides in which order it is added up
         all_reduce_gradients(own, copies)
 
     return averaged
@@ -106,7 +125,9 @@ def broadcast_module(model: torch.nn.Module, device: torch.device | None = None)
 
 
 @torch.no_grad()
-def broadcast_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
+def broadcast_tensors(
+    tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None, device: torch.device | None = None
+) -> None:
     """Gives all ranks, or those of a group, the first one's tensors; where these are elsewhere, one after the other by way of a device."""
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
         there = tensor.detach().to(device or tensor.device).contiguous()
@@ -119,14 +140,18 @@ def check_no_sparse_gradients(model: torch.nn.Module, who: str) -> None:
     """Refuses a model with gradients that name the rows they are of."""
     tables = [name for name, part in model.named_modules() if getattr(part, "sparse", False) is True]
     if tables:
-        raise ConfigurationError(f"{who} averages whole gradients, and those of {tables[0]} are sparse; make it with sparse=False, or leave {who} out")
+        raise ConfigurationError(
+            f"{who} averages whole gradients, and those of {tables[0]} are sparse; make it with sparse=False, or leave {who} out"
+        )
 
 
 def buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """The tensors some at a time, those of one list of one type and in one place."""
     bucket, size = [], 0
     for tensor in tensors:
-        if bucket and (size + tensor.numel() > BUCKET_BYTES or (tensor.dtype, tensor.device) != (bucket[0].dtype, bucket[0].device)):
+        if bucket and (
+            size + tensor.numel() > BUCKET_BYTES or (tensor.dtype, tensor.device) != (bucket[0].dtype, bucket[0].device)
+        ):
             yield bucket
             bucket, size = [], 0
         bucket.append(tensor)
@@ -140,7 +165,9 @@ def all_reduce_mean(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | 
     """Makes each tensor its mean over all ranks, or those of a group; they have to ask for the same ones at once."""
 
     def send(numbers: torch.Tensor) -> None:
-        numbers /= dist.get_world_size(group)  # before they are added up: the sum may be greater than any number of the type
+        numbers /= dist.get_world_size(
+            group
+        )  # before they are added up: the sum may be greater than any number of the type
         dist.all_reduce(numbers, group=group)
 
     coalesced(tensors, send)
@@ -157,7 +184,9 @@ def coalesced(tensors: Iterable[torch.Tensor], send: Callable[[torch.Tensor], ob
 
 
 @torch.no_grad()
-def find_divergent_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
+def find_divergent_tensors(
+    tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None
+) -> list[torch.Tensor]:
     """Those of some tensors that are not the same to the bit on all ranks, or those of a group; they have to ask for the same ones at once."""
     tensors = list(tensors)
     if not tensors:
@@ -230,7 +259,9 @@ class LocalReplicaState:
         for number, weight in enumerate(weights):
             mean = optimizer.state.pop(weight, {})
             if number in state["optimizer"]:
-                optimizer.state[weight] = {name: _beside(mean.get(name), own) for name, own in state["optimizer"][number].items()}
+                optimizer.state[weight] = {
+                    name: _beside(mean.get(name), own) for name, own in state["optimizer"][number].items()
+                }
 
 
 def _beside(there, value):

@@ -29,17 +29,22 @@ from hasten._torch_compat import (
     without_modes,
     without_torch_function,
 )
-from hasten.core.errors import RunError, ConfigurationError, format_error
+from hasten.core.errors import ConfigurationError, RunError, format_error
 
 PLAIN = {"arange", "linspace", "logspace", "range"}  # which programs read while they make a model
-LOOKS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # what such functions return depends on numbers
+LOOKS = {
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+}  # what such functions return depends on numbers
 DRAWS = torch.Tag.nondeterministic_seeded
 HOST, NOWHERE = torch.device("cpu"), torch.device("meta")
 INSTEAD = "leave place=memory out"
 TOLD = {torch.Tensor.device.__get__: HOST, torch.Tensor.is_meta.__get__: False, torch.Tensor.is_cpu.__get__: True}
 
 
-def deferred_init(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Callable[[Sequence[torch.Tensor]], Iterator]]:
+def deferred_init(
+    make: Callable[[], torch.nn.Module],
+) -> tuple[torch.nn.Module, Callable[[Sequence[torch.Tensor]], Iterator]]:
     """The model that ``make`` returns, all of it on the meta device, and what makes its tensors: ``Tape.making``.
 
     Raises:
@@ -57,15 +62,17 @@ def deferred_init(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module,
         ) from error
     tape.end()
     replace_tensors(model, tape.without_numbers)
-    tape.refuse_strangers(tensor for *_, tensor in module_tensors(model))
-    return model, tape.making
+    tape.check_all_recorded(tensor for *_, tensor in module_tensors(model))
+    return model, tape.materialize
 
 
 def module_tensors(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
     """(module, name, tensor) of all that the modules of a model have: weights, buffers, and what is neither."""
     for module in model.modules():
         for held in (own_parameters(module), own_buffers(module), vars(module)):
-            yield from ((module, name, tensor) for name, tensor in list(held.items()) if isinstance(tensor, torch.Tensor))
+            yield from (
+                (module, name, tensor) for name, tensor in list(held.items()) if isinstance(tensor, torch.Tensor)
+            )
 
 
 def replace_tensors(model: torch.nn.Module, new: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -149,12 +156,18 @@ class RecordedOp:
     def storages(self) -> list[int]:
         """Each once, in the same order in every process."""
         return list(
-            dict.fromkeys(place.storage for place in tree_flatten((self.given, self.named, self.new))[0] if isinstance(place, StorageView))
+            dict.fromkeys(
+                place.storage
+                for place in tree_flatten((self.given, self.named, self.new))[0]
+                if isinstance(place, StorageView)
+            )
         )
 
     @torch.no_grad()
     def play(self, there: dict[int, torch.UntypedStorage]) -> None:
-        given, named = tree_map_only(StorageView, lambda place: place.on(there[place.storage]), (self.given, self.named))
+        given, named = tree_map_only(
+            StorageView, lambda place: place.on(there[place.storage]), (self.given, self.named)
+        )
         result = _tensors(self.call(*given, **named))
         for place, tensor in zip(self.new, result, strict=False):
             if place is not None:
@@ -173,7 +186,9 @@ class InitRecorder(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.steps: list[RecordedOp] = []
-        self.held: dict[int, torch.UntypedStorage] = {}  # without numbers; as long as they live no other has their number
+        self.held: dict[
+            int, torch.UntypedStorage
+        ] = {}  # without numbers; as long as they live no other has their number
         self.there: dict[int, torch.UntypedStorage] = {}  # what was made at once, by the storage that stands for it
         self.marks: dict[torch.Generator, torch.Tensor] = {}  # where each generator stands unless somebody seeds it
 
@@ -188,14 +203,18 @@ class InitRecorder(TorchDispatchMode):
 
     def draws(self, call: Callable, tensor: torch.Tensor, *given, **named) -> None:
         """Notes a call that fills a tensor with random numbers, whatever it does for that."""
-        self.refuse_strangers([tensor])
+        self.check_all_recorded([tensor])
         self._drawn_from(named.get("generator") or torch.default_generator)
-        self.steps.append(RecordedOp(call, (StorageView.of(tensor), *given), named, changes=frozenset([storage_of(tensor)])))
+        self.steps.append(
+            RecordedOp(call, (StorageView.of(tensor), *given), named, changes=frozenset([storage_of(tensor)]))
+        )
 
     def _noted(self, function, given: tuple, named: dict, tensors: list):
         changed = _changed(function, given, named)
         self._refuse_what_cannot_be_noted(function, named, tensors, changed)
-        places = tree_map_only(torch.Tensor, lambda each: StorageView.of(each) if each.is_meta else each, (given, named))
+        places = tree_map_only(
+            torch.Tensor, lambda each: StorageView.of(each) if each.is_meta else each, (given, named)
+        )
         result = function(*_without(given), **_without(named, device=not tensors))
         old = {storage_of(tensor) for tensor in tensors if tensor.is_meta}
         results = _tensors(result)
@@ -224,16 +243,22 @@ class InitRecorder(TorchDispatchMode):
             )
         if not all(tensor.is_meta for tensor in changed):
             told = f"writes what it drew or computed into a tensor of plain numbers ({_name(function)})"
-            raise ConfigurationError(f"the model {told}, which cannot be done part by part; make that tensor with torch.empty, or {INSTEAD}")
-        self.refuse_strangers(tensors)
+            raise ConfigurationError(
+                f"the model {told}, which cannot be done part by part; make that tensor with torch.empty, or {INSTEAD}"
+            )
+        self.check_all_recorded(tensors)
 
     def _append(self, function, places: tuple, new: tuple, changed: list) -> None:
         if draws := DRAWS in function.tags:
             self._drawn_from(places[1].get("generator") or torch.default_generator)
         read = [each for each in tree_flatten(places)[0] if isinstance(each, StorageView)]
         changes = frozenset(map(storage_of, changed))
-        blindly = _name(function).endswith("_like") or (len(read) <= 1 and all(place.storage in changes for place in read))
-        given, named = tree_map_only(torch.Tensor, lambda each: each.detach().clone(), places)  # others may write into them later
+        blindly = _name(function).endswith("_like") or (
+            len(read) <= 1 and all(place.storage in changes for place in read)
+        )
+        given, named = tree_map_only(
+            torch.Tensor, lambda each: each.detach().clone(), places
+        )  # others may write into them later
         self.steps.append(RecordedOp(function, given, named, new, changes, draws, blindly))
 
     def _drawn_from(self, generator: torch.Generator) -> None:
@@ -246,8 +271,12 @@ class InitRecorder(TorchDispatchMode):
         now, mark = generator.get_state(), self.marks.get(generator)
         if mark is not None and torch.equal(now, mark):
             return
-        if mark is not None and not torch.equal(now, torch.Generator().manual_seed(generator.initial_seed()).get_state()):
-            raise ConfigurationError(f"the model sets random numbers back while it is made, which cannot be done part by part; {INSTEAD}")
+        if mark is not None and not torch.equal(
+            now, torch.Generator().manual_seed(generator.initial_seed()).get_state()
+        ):
+            raise ConfigurationError(
+                f"the model sets random numbers back while it is made, which cannot be done part by part; {INSTEAD}"
+            )
         self.steps.append(RecordedOp(generator.set_state, (now,), {}))
 
     def end(self) -> None:
@@ -267,12 +296,14 @@ class InitRecorder(TorchDispatchMode):
             self.held[stands], self.there[stands] = twin, own
         return StorageView.of(tensor).on(self.held[stands])
 
-    def refuse_strangers(self, tensors: Iterable[torch.Tensor]) -> None:
+    def check_all_recorded(self, tensors: Iterable[torch.Tensor]) -> None:
         """Refuses tensors on the meta device that are not on the tape: nobody knows their numbers."""
         if any(tensor.is_meta and storage_of(tensor) not in self.held for tensor in tensors):
-            raise ConfigurationError(f"the model has tensors on the meta device, whose numbers nobody knows; make them elsewhere, or {INSTEAD}")
+            raise ConfigurationError(
+                f"the model has tensors on the meta device, whose numbers nobody knows; make them elsewhere, or {INSTEAD}"
+            )
 
-    def making(self, wanted: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+    def materialize(self, wanted: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
         """(number among those wanted, the tensor with its numbers) of each, as soon as it is done, and forgotten at once.
 
         Afterwards random numbers go on as if all had been made. Beside what the caller keeps there is what is on its way, and one tensor that nobody wants.
@@ -284,7 +315,7 @@ class InitRecorder(TorchDispatchMode):
         of_storage: dict[int, list[int]] = {}
         for number, place in places.items():
             of_storage.setdefault(place.storage, []).append(number)
-        self.refuse_strangers(wanted)
+        self.check_all_recorded(wanted)
         for storage in (storage for storage in of_storage if storage in self.there):
             yield from ((number, places[number].on(self.there[storage])) for number in of_storage[storage])
         needed = self._behind(set(of_storage))
@@ -304,7 +335,11 @@ class InitRecorder(TorchDispatchMode):
         """The steps that these storages come from, and those that have to know numbers in order to draw."""
         needed = set()
         for number, step in reversed(list(enumerate(self.steps))):
-            if (step.draws and not step.blindly) or wanted & step.changes or wanted & {place.storage for place in step.new if place}:
+            if (
+                (step.draws and not step.blindly)
+                or wanted & step.changes
+                or wanted & {place.storage for place in step.new if place}
+            ):
                 needed.add(number)
                 wanted.update(step.storages)
         return needed
@@ -315,7 +350,9 @@ class InitRecorder(TorchDispatchMode):
         when: dict[int, int] = {}
         for number, step in enumerate(self.steps):
             if number in needed:
-                when[number] = number if step.draws else max((after.get(storage, -1) for storage in step.storages), default=-1)
+                when[number] = (
+                    number if step.draws else max((after.get(storage, -1) for storage in step.storages), default=-1)
+                )
                 after |= {storage: max(when[number], after.get(storage, -1)) for storage in step.storages}
             elif step.draws:
                 when[number] = number
@@ -338,7 +375,9 @@ def _changed(function, given: tuple, named: dict) -> list[torch.Tensor]:
     """The tensors that a function writes into, as its schema says."""
     arguments = schema_arguments(function)
     of_name = {argument.name: value for argument, value in zip(arguments, given, strict=False)} | named
-    return _tensors([of_name.get(each.name) for each in arguments if each.alias_info is not None and each.alias_info.is_write])
+    return _tensors(
+        [of_name.get(each.name) for each in arguments if each.alias_info is not None and each.alias_info.is_write]
+    )
 
 
 def _on_host(named: dict) -> dict:

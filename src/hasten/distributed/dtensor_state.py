@@ -86,7 +86,9 @@ def merge_shards(states: list):
         tensor = first[PIECE].new_empty(first["shape"])
         for state in there:
             if (piece := state[PIECE]).numel():
-                tensor[tuple(slice(at, at + size) for at, size in zip(state["first"], piece.shape, strict=True))] = piece
+                tensor[tuple(slice(at, at + size) for at, size in zip(state["first"], piece.shape, strict=True))] = (
+                    piece
+                )
         return tensor
     if isinstance(first, Mapping):
         keys = dict.fromkeys(key for state in there for key in state)
@@ -97,7 +99,10 @@ def merge_shards(states: list):
 
 
 def clip_norm(
-    weights: list[torch.Tensor], max_norm: float, whole_norm: Callable[[torch.Tensor], torch.Tensor], twins: frozenset = frozenset()
+    weights: list[torch.Tensor],
+    max_norm: float,
+    whole_norm: Callable[[torch.Tensor], torch.Tensor],
+    twins: frozenset = frozenset(),
 ) -> None:
     """Shortens all gradients together to a greatest norm, wherever they are.
 
@@ -106,7 +111,9 @@ def clip_norm(
         twins: weights that another rank counts.
     """
     weights = [weight for weight in weights if weight.grad is not None]
-    kinds = [[weight for weight in weights if hasattr(weight, "full_tensor") is shared_out] for shared_out in (False, True)]
+    kinds = [
+        [weight for weight in weights if hasattr(weight, "full_tensor") is shared_out] for shared_out in (False, True)
+    ]
     kinds = [kind for kind in kinds if kind] or [[]]
     norms = [torch.nn.utils.get_total_norm([weight.grad for weight in kind if weight not in twins]) for kind in kinds]
     norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
@@ -125,7 +132,12 @@ def distribute_like(tensor, model: torch.Tensor):
     """A whole tensor, which all ranks have, shared out as ``model`` is; whatever is not of its shape is left alone."""
     if isinstance(model, torch.Tensor) and model.is_meta:
         return model  # another rank has it
-    if not isinstance(model, DTensor) or not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor) or tensor.shape != model.shape:
+    if (
+        not isinstance(model, DTensor)
+        or not isinstance(tensor, torch.Tensor)
+        or isinstance(tensor, DTensor)
+        or tensor.shape != model.shape
+    ):
         return tensor
     return distribute_tensor(tensor.to(model.device), model.device_mesh, model.placements, src_data_rank=None)
 

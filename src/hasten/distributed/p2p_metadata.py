@@ -6,14 +6,24 @@ import torch
 
 from hasten.core.errors import RunError
 
-TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)  # that can be handed on
+TYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.bool,
+)  # that can be handed on
 MAX_DIMS = 8
 HEADER = MAX_DIMS + 2  # its length
 
 
 def encode_meta(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype not in TYPES or tensor.ndim > MAX_DIMS:
-        raise RunError(f"a tensor of {tensor.dtype} with {tensor.ndim} dimensions cannot be handed on to another process")
+        raise RunError(
+            f"a tensor of {tensor.dtype} with {tensor.ndim} dimensions cannot be handed on to another process"
+        )
     told = [TYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
     return torch.tensor(told + [0] * (HEADER - len(told)), device=tensor.device)
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from hasten._torch_compat import default_process_group_timeout, peer_failure
-from hasten.core.errors import PeerFailure, RunError, ConfigurationError, CollectiveTimeout, format_error
+from hasten.core.errors import CollectiveTimeout, ConfigurationError, PeerFailure, RunError, format_error
 from hasten.core.process_group_info import DEFAULT_TIMEOUT_S, ProcessGroupInfo
 
 PEER_GONE = "another rank has ended without a word"
@@ -26,7 +26,7 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @contextmanager
-def init_process_group(device: str, patience: float = DEFAULT_TIMEOUT_S) -> Iterator[ProcessGroupInfo]:
+def init_process_group(device: str, timeout: float = DEFAULT_TIMEOUT_S) -> Iterator[ProcessGroupInfo]:
     """The ranks of the job that this process was started in; itself alone where there is none.
 
     Args:
@@ -41,19 +41,21 @@ def init_process_group(device: str, patience: float = DEFAULT_TIMEOUT_S) -> Iter
         yield ProcessGroupInfo()
         return
     own_group = not dist.is_initialized()
-    with _default_signal_handlers(), _translate_peer_errors(patience):
+    with _default_signal_handlers(), _translate_peer_errors(timeout):
         if own_group:
-            _init(device, patience)
-        group = _connect(lambda: dist.new_group(backend="gloo", timeout=timedelta(seconds=patience)))
+            _init(device, timeout)
+        group = _connect(lambda: dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)))
     well = False
     try:
-        with _translate_peer_errors(patience), default_process_group_timeout(patience):
+        with _translate_peer_errors(timeout), default_process_group_timeout(timeout):
             yield _process_group_info(group)
         well = True
     finally:
         with suppress(RuntimeError, ValueError):  # of a group whose other ranks are gone
             dist.destroy_process_group(group)
-        if own_group and (well or "nccl" not in dist.get_backend_config()):  # NCCL would wait for ranks that wait for this one
+        if own_group and (
+            well or "nccl" not in dist.get_backend_config()
+        ):  # NCCL would wait for ranks that wait for this one
             dist.destroy_process_group()
 
 
@@ -101,25 +103,25 @@ def is_peer_failure(error: BaseException) -> bool:
 
 
 @contextmanager
-def _translate_peer_errors(patience: float) -> Iterator[None]:
+def _translate_peer_errors(timeout: float) -> Iterator[None]:
     """What gloo or NCCL say of another rank, in our words."""
     try:
         yield
     except Exception as error:
         if peer_failure(error) == "timeout":
-            raise CollectiveTimeout(patience) from error
+            raise CollectiveTimeout(timeout) from error
         if peer_failure(error) == "gone":
             raise PeerFailure(PEER_GONE) from error
         raise
 
 
-def _init(device: str, patience: float) -> None:
+def _init(device: str, timeout: float) -> None:
     if missing := [name for name in NAMES if name not in os.environ]:
         raise ConfigurationError(
             f"WORLD_SIZE says that this is one process of several, but {missing[0]} is not set; start them with hasten or torchrun"
         )
     backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
-    _connect(lambda: dist.init_process_group(backend, timeout=timedelta(seconds=patience)))
+    _connect(lambda: dist.init_process_group(backend, timeout=timedelta(seconds=timeout)))
 
 
 def _connect(connect: Callable):
@@ -172,16 +174,22 @@ def _process_group_info(group: dist.ProcessGroup) -> ProcessGroupInfo:
 
     def spread(given: bytes, on: Sequence[int] = range(world)) -> tuple[list[int], torch.Tensor, list[torch.Tensor]]:
         """(how much everybody has to say, this rank's words at the length of the longest, room for everybody's on some ranks)."""
-        lengths = [int(n) for n in reduced([len(given) if place == rank else 0 for place in range(world)], dist.ReduceOp.SUM)]
+        lengths = [
+            int(n) for n in reduced([len(given) if place == rank else 0 for place in range(world)], dist.ReduceOp.SUM)
+        ]
         padded = _tensor(given + bytes(max(lengths) - len(given)))
         return lengths, padded, [torch.empty_like(padded) for _ in range(world)] if rank in on else []
 
     return ProcessGroupInfo(
-        rank, world, int(os.environ.get("LOCAL_RANK", rank)),
+        rank,
+        world,
+        int(os.environ.get("LOCAL_RANK", rank)),
         all_reduce_sum=lambda numbers: reduced(numbers, dist.ReduceOp.SUM),
         all_reduce_max=lambda numbers: reduced(numbers, dist.ReduceOp.MAX),
-        broadcast=first, all_gather=every, gather=to_first,
-    )  # fmt: skip
+        broadcast=first,
+        all_gather=every,
+        gather=to_first,
+    )
 
 
 def _tensor(content: bytes) -> torch.Tensor:

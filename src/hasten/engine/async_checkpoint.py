@@ -105,5 +105,10 @@ def _address(tensor: torch.Tensor) -> tuple:
 
 
 def _room(before: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
-    usable = before is not None and before.layout == torch.strided and before.shape == tensor.shape and before.dtype == tensor.dtype
+    usable = (
+        before is not None
+        and before.layout == torch.strided
+        and before.shape == tensor.shape
+        and before.dtype == tensor.dtype
+    )
     return before if usable else torch.empty_like(tensor, device="cpu")

@@ -33,24 +33,30 @@ def skipped_rows(task: Task) -> list[dict]:
 def restore_skipped_rows(task: Task, rows: list[dict]) -> None:
     """Restores the rows that ``left_out`` returned in an earlier process of the run."""
     for name, faults in _faults(task).items():
-        faults.recall({key: value for key, value in row.items() if key != "data"} for row in rows if row["data"] == name)
+        faults.restore(
+            {key: value for key, value in row.items() if key != "data"} for row in rows if row["data"] == name
+        )
 
 
 def _tolerant(data: Any, at_most: int, must: bool) -> Any:
     if is_factory(data):
         return lambda: _tolerant(data(), at_most, must)
-    if hasattr(data, "skip_bad"):
-        return data.skip_bad(at_most)
+    if hasattr(data, "skip_bad_rows"):
+        return data.skip_bad_rows(at_most)
     if must:
         what = f"Task(train_data=) is a {type(data).__name__}"
-        raise ConfigurationError(f"{what}, and only a pipeline of hasten.data can leave bad rows out; leave --skip-bad out")
+        raise ConfigurationError(
+            f"{what}, and only a pipeline of hasten.data can leave bad rows out; leave --max-bad-rows out"
+        )
     return data
 
 
 def _faults(task: Task) -> dict[str, Any]:
     """The counter of each pipeline that may skip rows; a counter that two pipelines share only once."""
     pipelines = {"train": task.train_data, "validation": task.validation_data}
-    found = {name: data.faults for name, data in pipelines.items() if hasattr(data, "skip_bad") and data.faults.at_most}
+    found = {
+        name: data.faults for name, data in pipelines.items() if hasattr(data, "skip_bad_rows") and data.faults.max_rows
+    }
     if len(found) == 2 and found["train"] is found["validation"]:
         del found["validation"]
     return found

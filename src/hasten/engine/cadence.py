@@ -52,7 +52,7 @@ class PauseSchedule:
             return self.progress.step >= self.next_step
         return bool(self.asked) or unread >= LOG_EVERY_STEPS or perf_counter() >= self.next
 
-    def wishes(self, unread: int) -> PauseActions:
+    def actions(self, unread: int) -> PauseActions:
         """What to do in this pause; all ranks stop where one is asked to."""
         now, asked = perf_counter(), self.is_asked()
         log = unread >= LOG_EVERY_STEPS or now >= self.logged + LOG_EVERY_S

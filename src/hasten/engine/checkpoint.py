@@ -20,14 +20,14 @@ from safetensors.torch import save
 
 from hasten.core.batch import batch_tensors
 from hasten.core.data import BatchSource
-from hasten.core.errors import RunError, HastenWarning, format_error
+from hasten.core.errors import HastenWarning, RunError, format_error
 from hasten.core.process_group_info import ProcessGroupInfo
+from hasten.core.rng import derive_seed, get_rng_state, preserve_rng_state, set_rng_state, set_seeds
 from hasten.core.run_context import ParallelContext, RunContext
-from hasten.distributed.dtensor_state import to_local, local_shards, merge_shards, distribute_like, gather_full_state
+from hasten.distributed.dtensor_state import distribute_like, gather_full_state, local_shards, merge_shards, to_local
 from hasten.engine.error_messages import translate_disk_errors
-from hasten.engine.run_dir import GO_ON, atomic_write
 from hasten.engine.plan import Program
-from hasten.core.rng import derive_seed, get_rng_state, set_rng_state, set_seeds, preserve_rng_state
+from hasten.engine.run_dir import GO_ON, atomic_write
 
 SHARED_OUT = ("model", "optimizer", "checkpoint_state")  # what of a state ranks may have parts of
 OF_RANK = "-of-rank-"  # in the name of a file that holds another rank's part
@@ -130,7 +130,10 @@ def get_state(program: Program, in_parts: bool = False) -> dict:
     """
     run, ranks = program.run, program.run.ranks
     parallel = run.parallel or ParallelContext(ranks)
-    own = {"random": rng_state(program.train), "rank_state": {name: thing.state_dict() for name, thing in parallel.rank_state.items()}}
+    own = {
+        "random": rng_state(program.train),
+        "rank_state": {name: thing.state_dict() for name, thing in parallel.rank_state.items()},
+    }
     everybodys = [own] if ranks.is_single_process else [deserialize(state) for state in ranks.gather(serialize(own))]
     shared_out = {
         "model": parallel.merge_rank_states(run.unwrapped_model.state_dict()),
@@ -138,7 +141,11 @@ def get_state(program: Program, in_parts: bool = False) -> dict:
         "checkpoint_state": {name: thing.state_dict() for name, thing in run.checkpoint_state.items()},
     }
     if not ranks.is_single_process:
-        shared_out = local_shards(shared_out, keep=ranks.is_main_process or parallel.is_model_parallel) if in_parts else gather_weights(shared_out, run)
+        shared_out = (
+            local_shards(shared_out, keep=ranks.is_main_process or parallel.is_model_parallel)
+            if in_parts
+            else gather_weights(shared_out, run)
+        )
     return shared_out | {
         "schedule": program.schedule.state_dict() if program.schedule is not None else None,
         "progress": {name: getattr(run.progress, name) for name in PLACE},
@@ -165,13 +172,19 @@ def _is_model_parallel(run: RunContext) -> bool:
 
 def is_shared_out(run: RunContext) -> bool:
     """Whether any rank has but a part of some weight, or of what the optimizer knows of it."""
-    held = [*run.unwrapped_model.parameters(), *(weight for group in run.optimizer.param_groups for weight in group["params"])]
+    held = [
+        *run.unwrapped_model.parameters(),
+        *(weight for group in run.optimizer.param_groups for weight in group["params"]),
+    ]
     return _is_model_parallel(run) or any(to_local(weight) is not weight for weight in held)
 
 
 def update_only_tensors(run: RunContext) -> list[torch.Tensor]:
     """What of a run's state nothing but the update changes. Weights that do not learn may follow others in the forward pass, unseen (``.data.mul_()``)."""
-    held = [*(weight for weight in run.unwrapped_model.parameters() if weight.requires_grad), *batch_tensors(dict(run.optimizer.state))]
+    held = [
+        *(weight for weight in run.unwrapped_model.parameters() if weight.requires_grad),
+        *batch_tensors(dict(run.optimizer.state)),
+    ]
     return [to_local(tensor).detach() for tensor in held if not tensor.is_meta]
 
 
@@ -179,7 +192,9 @@ def gather_weights(state: dict, run: RunContext) -> dict:
     """A model's state, or anything of its weights, whole on the first rank; another has what it holds of it. All have to ask at once."""
     if not _is_model_parallel(run):
         return gather_full_state(state, run.ranks.is_main_process)
-    told = serialize(local_shards(state)) if run.ranks.rank < run.parallel.model_parallel_size else b""  # the first copy is enough
+    told = (
+        serialize(local_shards(state)) if run.ranks.rank < run.parallel.model_parallel_size else b""
+    )  # the first copy is enough
     parts = [deserialize(part) for part in run.ranks.gather(told) if part]
     return merge_shards(parts) if parts else state
 
@@ -193,7 +208,9 @@ def restore(program: Program, state: dict) -> None:
     run = program.run
     try:
         there = run.unwrapped_model.state_dict()
-        run.unwrapped_model.load_state_dict({name: distribute_like(value, there.get(name)) for name, value in state["model"].items()})
+        run.unwrapped_model.load_state_dict(
+            {name: distribute_like(value, there.get(name)) for name, value in state["model"].items()}
+        )
         optimizer = _for_parameters_of(run.optimizer, state["optimizer"])
         run.optimizer.load_state_dict(optimizer)
         _keep_types(run.optimizer, optimizer)
@@ -201,7 +218,9 @@ def restore(program: Program, state: dict) -> None:
             program.schedule.load_state_dict(state["schedule"])
         everybodys = state.get("rank_state", [])  # which earlier hastens did not have
         for name, thing in run.checkpoint_state.items():
-            if name in state["checkpoint_state"] or len(everybodys) == run.ranks.world_size:  # a strategy keeps nothing where it is alone
+            if (
+                name in state["checkpoint_state"] or len(everybodys) == run.ranks.world_size
+            ):  # a strategy keeps nothing where it is alone
                 thing.load_state_dict(state["checkpoint_state"][name])
         _restore_own(run, everybodys)
     except Exception as error:
@@ -219,9 +238,7 @@ def _restore_own(run: RunContext, everybodys: list[dict]) -> None:
         for name, thing in run.parallel.rank_state.items():
             thing.load_state_dict(everybodys[run.ranks.rank][name])
     elif run.ranks.is_main_process:
-        told = (
-            f"{len(everybodys)} processes trained this run and {run.ranks.world_size} go on with it: what each had of its own starts anew"
-        )
+        told = f"{len(everybodys)} processes trained this run and {run.ranks.world_size} go on with it: what each had of its own starts anew"
         warnings.warn(f"{told} ({', '.join(run.parallel.rank_state)})", HastenWarning, stacklevel=2)
 
 
@@ -275,7 +292,9 @@ def sync_rng(ranks: ProcessGroupInfo, batches: BatchSource) -> None:
     """From here on all ranks draw what rank 0 draws, so that they read a source that cannot be sought in the same order."""
     if not ranks.is_single_process:
         drawn = rng_state(batches)
-        drawn["process"].pop("cuda", None)  # a source draws on the host; each rank's GPU goes on with what the model draws
+        drawn["process"].pop(
+            "cuda", None
+        )  # a source draws on the host; each rank's GPU goes on with what the model draws
         restore_rng_state(batches, deserialize(ranks.broadcast(serialize(drawn))))
 
 

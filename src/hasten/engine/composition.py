@@ -59,7 +59,11 @@ def check_conflicts(methods: Sequence[Method]) -> None:
     for a, b in combinations(methods, 2):
         continues = a.name in b.card.after or b.name in a.card.after  # one builds on what the other has made
         if not continues and (both := a.card.replaces & b.card.replaces):
-            raise ConfigurationError(f"{a.name} and {b.name} both replace {', '.join(sorted(both))}; choose one of them")
+            raise ConfigurationError(
+                f"{a.name} and {b.name} both replace {', '.join(sorted(both))}; choose one of them"
+            )
         for one, other in ((a, b), (b, a)):
             if lost := required_traits(one) & other.card.invalidates:
-                raise ConfigurationError(f"{one.name} requires {', '.join(sorted(lost))}, which {other.name} invalidates; choose one of them")
+                raise ConfigurationError(
+                    f"{one.name} requires {', '.join(sorted(lost))}, which {other.name} invalidates; choose one of them"
+                )

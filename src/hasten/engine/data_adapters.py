@@ -19,11 +19,11 @@ from hasten.core.data import BatchSource, LoaderSpec
 from hasten.core.errors import ConfigurationError
 from hasten.core.method import Method, hooks_of
 from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
+from hasten.core.rng import derive_seed, preserve_rng_state
 from hasten.core.run_context import RunContext, TrainPlan
 from hasten.core.task import Task
-from hasten.engine.loaders import from_loader, from_spec, from_iterable_dataset, length_of
-from hasten.core.rng import derive_seed, preserve_rng_state
-from hasten.distributed.batch_sharding import ShardLog, shard_batches, check_batch_divisible
+from hasten.distributed.batch_sharding import ShardLog, check_batch_divisible, shard_batches
+from hasten.engine.loaders import from_iterable_dataset, from_loader, from_spec, length_of
 
 
 def load_data(task: Task) -> Task:
@@ -40,11 +40,18 @@ def initial_plan(task: Task) -> TrainPlan:
     """The plan of steps of a task whose data are opened, before any method has touched it."""
     data = task.train_data
     samples = length_of(data.dataset) if is_prebatched(data) else length_of(data)
-    return TrainPlan(batch_size=_batch_size_of(task) or 1, epochs=task.epochs, samples=samples, evaluate_every=task.evaluate_every)
+    return TrainPlan(
+        batch_size=_batch_size_of(task) or 1, epochs=task.epochs, samples=samples, evaluate_every=task.evaluate_every
+    )
 
 
 def training(
-    task: Task, batch_size: int, seed: int, ranks: ProcessGroupInfo = SINGLE_PROCESS, notes: ShardLog | None = None, stages: int = 1
+    task: Task,
+    batch_size: int,
+    seed: int,
+    ranks: ProcessGroupInfo = SINGLE_PROCESS,
+    notes: ShardLog | None = None,
+    stages: int = 1,
 ) -> BatchSource:
     """The training data; among several ranks, this one's part of every batch, of which there is a note.
 
@@ -54,10 +61,12 @@ def training(
     if not ranks.is_single_process:
         _refuse_divided(task.train_data, "train_data")
         _refuse_divided(task.validation_data, "validation_data")
-    if not ranks.is_single_process and hasattr(task.train_data, "share"):
-        if task.train_data.faults.at_most:
-            raise ConfigurationError("skip_bad is for one process: several would count their bad rows apart; leave it out, or mend the data")
-        return _batches(task.train_data.share(ranks.rank, ranks.world_size), task, batch_size, seed, training=True)
+    if not ranks.is_single_process and hasattr(task.train_data, "shard"):
+        if task.train_data.faults.max_rows:
+            raise ConfigurationError(
+                "skip_bad is for one process: several would count their bad rows apart; leave it out, or mend the data"
+            )
+        return _batches(task.train_data.shard(ranks.rank, ranks.world_size), task, batch_size, seed, training=True)
     return shard_batches(_batches(task.train_data, task, batch_size, seed, training=True), ranks, notes, stages)
 
 
@@ -101,7 +110,9 @@ def first_batch(training: BatchSource, validation: BatchSource | None):
     """
     found = training if training.seekable else validation
     if found is None:
-        raise ConfigurationError("a method of this recipe has to see a batch beforehand, and these data may be read only once; give validation_data")
+        raise ConfigurationError(
+            "a method of this recipe has to see a batch beforehand, and these data may be read only once; give validation_data"
+        )
     with preserve_rng_state(*found.generators):
         return next(iter(found.epoch(0, 0)))
 
@@ -117,7 +128,9 @@ def apply_data_hook(method: Method, inner: BatchSource, run: RunContext) -> Batc
         once = iter(outer) is outer  # a generator lives for one pass only: ask for a new one
         return islice(iter(method.data(inner, run) if once else outer), start, None)
 
-    return BatchSource(epoch=epoch, length=inner.length, training=inner.training, seekable=False, generators=inner.generators)
+    return BatchSource(
+        epoch=epoch, length=inner.length, training=inner.training, seekable=False, generators=inner.generators
+    )
 
 
 def shuffled(length: int, batch_size: int, seed: int) -> Callable[[int], Iterable[list[int]]]:
@@ -138,8 +151,14 @@ def _opened(data, field: str):
     """The data behind a task's field, refused with a reason where it is none."""
     if is_factory(data):
         data = data()
-    if data is None or isinstance(data, (str, bytes, dict)) or not (hasattr(data, "__getitem__") or hasattr(data, "__iter__")):
-        raise ConfigurationError(f"Task({field}=) must be a dataset, a DataLoader or a function that returns one, not {type(data).__name__}")
+    if (
+        data is None
+        or isinstance(data, (str, bytes, dict))
+        or not (hasattr(data, "__getitem__") or hasattr(data, "__iter__"))
+    ):
+        raise ConfigurationError(
+            f"Task({field}=) must be a dataset, a DataLoader or a function that returns one, not {type(data).__name__}"
+        )
     if hasattr(data, "__len__") and length_of(data) == 0:
         raise ConfigurationError(f"Task({field}=) is empty")
     return data

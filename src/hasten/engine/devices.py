@@ -18,7 +18,9 @@ def pick_device(name: str | None = None) -> str:
     except RuntimeError:
         raise ConfigurationError(f"there is no device {name!r}; say cpu, cuda or cuda:1") from None
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
-        raise ConfigurationError(f"there is no device {name!r} on this machine ({torch.cuda.device_count()} CUDA devices); say --device cpu")
+        raise ConfigurationError(
+            f"there is no device {name!r} on this machine ({torch.cuda.device_count()} CUDA devices); say --device cpu"
+        )
     if device.type not in ("cpu", "cuda"):
         raise ConfigurationError(f"the device {name!r} is not supported; say cpu or cuda")
     return name

@@ -9,10 +9,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hasten._torch_compat import autograd_error_kind, is_out_of_memory
-from hasten.core.errors import RunError, ConfigurationError, format_error
+from hasten.core.errors import ConfigurationError, RunError, format_error
 from hasten.engine.registry import remedies
 
-NOT_THE_USERS = ("/torch/", "/hasten/engine/", "/hasten/methods/", "/hasten/contract/", "/hasten/data/")
+NOT_THE_USERS = (
+    "/torch/",
+    "/hasten/engine/",
+    "/hasten/methods/",
+    "/hasten/core/",
+    "/hasten/distributed/",
+    "/hasten/loading/",
+    "/hasten/data/",
+)
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -22,7 +30,9 @@ def explain_error(error: Exception, where: str, batch_size: int) -> RunError | C
         return error
     text = str(error)
     if is_out_of_memory(error):
-        return RunError(f"out of memory at {where} with batches of {batch_size}; take smaller batches, or add {remedies('out_of_memory')}")
+        return RunError(
+            f"out of memory at {where} with batches of {batch_size}; take smaller batches, or add {remedies('out_of_memory')}"
+        )
     hint = ""
     mistake = autograd_error_kind(error)
     if mistake == "index_out_of_bounds":
@@ -70,7 +80,9 @@ def writable(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno not in FULL:
-            raise ConfigurationError(f"cannot write to {path}: {error.strerror or error}; choose another --out") from None
+            raise ConfigurationError(
+                f"cannot write to {path}: {error.strerror or error}; choose another --out"
+            ) from None
         with translate_disk_errors(path, "make room, and start again"):
             raise
 

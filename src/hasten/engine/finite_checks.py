@@ -10,9 +10,9 @@ import torch
 from hasten.core.batch import batch_tensors
 from hasten.core.data import BatchSource
 from hasten.core.errors import RunError
+from hasten.core.rng import preserve_rng_state
 from hasten.distributed.dtensor_state import to_local
 from hasten.engine.registry import remedies
-from hasten.core.rng import preserve_rng_state
 
 
 def _calmer() -> str:
@@ -21,7 +21,9 @@ def _calmer() -> str:
 
 def weights_are_finite(model: torch.nn.Module) -> bool:
     """Whether all trained parameters of this rank are finite; frozen ones may be masks."""
-    trained = [to_local(parameter) for parameter in model.parameters() if parameter.requires_grad and not parameter.is_meta]
+    trained = [
+        to_local(parameter) for parameter in model.parameters() if parameter.requires_grad and not parameter.is_meta
+    ]
     return not trained or bool(torch.stack([parameter.isfinite().all() for parameter in trained]).all())
 
 

@@ -58,14 +58,18 @@ def own_loss(output, target=None) -> torch.Tensor:
 
 def refuse_loss(loss) -> NoReturn:
     """Says why training cannot go backward from what Task(loss=) returned."""
-    raise RunError(f"Task(loss=) must return a tensor that remembers how it was computed, not {_shown(loss)}; leave out float() and .item()")
+    raise RunError(
+        f"Task(loss=) must return a tensor that remembers how it was computed, not {_shown(loss)}; leave out float() and .item()"
+    )
 
 
 def _shown(loss) -> str:
     return "None" if loss is None else f"{loss!r:.40} ({type(loss).__name__})"
 
 
-def accumulate_gradients(forward_backward: ForwardFn, microbatches: int, progress: TrainProgress, readers: int = 1) -> ForwardFn:
+def accumulate_gradients(
+    forward_backward: ForwardFn, microbatches: int, progress: TrainProgress, readers: int = 1
+) -> ForwardFn:
     """Forward and backward on the microbatches of a batch, each weighted by its share of the samples; all ranks have as many.
 
     Args:
@@ -77,7 +81,10 @@ def accumulate_gradients(forward_backward: ForwardFn, microbatches: int, progres
         fewest = samples if progress.global_batch_size < readers else progress.global_batch_size // readers
         pieces = batches.chunk_batch(batch, min(microbatches, fewest))
         for index, piece in enumerate(pieces, 1):
-            progress.microbatch_fraction, progress.is_last_microbatch = batches.batch_size(piece) / samples, index == len(pieces)
+            progress.microbatch_fraction, progress.is_last_microbatch = (
+                batches.batch_size(piece) / samples,
+                index == len(pieces),
+            )
             loss = loss + forward_backward(piece).detach() * progress.microbatch_fraction
         return loss
 

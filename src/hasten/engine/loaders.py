@@ -17,8 +17,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from hasten._torch_compat import contains_worker_traceback, sample_being_fetched, worker_error_text, workers_started
 from hasten.core.data import BatchSource, LoaderSpec
-from hasten.core.errors import RunError, ConfigurationError, format_error
-from hasten.core.rng import derive_seed, seeded_rng, preserve_rng_state
+from hasten.core.errors import ConfigurationError, RunError, format_error
+from hasten.core.rng import derive_seed, preserve_rng_state, seeded_rng
 from hasten.distributed.batch_sharding import IndexShard
 
 
@@ -40,7 +40,9 @@ def from_spec(samples: LoaderSpec) -> BatchSource:
             pin_memory=samples.pin_memory,
             persistent_workers=samples.persistent_workers and samples.num_workers > 0,
             worker_init_fn=partial(_begun, samples.loader and samples.loader.worker_init_fn),
-            generator=torch.Generator().manual_seed(derive_seed(samples.seed, number)),  # its base seed; the run's own stream stays untouched
+            generator=torch.Generator().manual_seed(
+                derive_seed(samples.seed, number)
+            ),  # its base seed; the run's own stream stays untouched
         )
         if made.persistent_workers:
             loaders["kept"] = made
@@ -51,9 +53,13 @@ def from_spec(samples: LoaderSpec) -> BatchSource:
         return _with_clear_errors(iter(loader(islice(keyed, start, None), epoch)))
 
     return BatchSource(
-        epoch=epoch, length=samples.length, spec=samples, training=samples.training,
-        seekable=samples.loader is None, generators=_generators_of(samples.loader),
-    )  # fmt: skip
+        epoch=epoch,
+        length=samples.length,
+        spec=samples,
+        training=samples.training,
+        seekable=samples.loader is None,
+        generators=_generators_of(samples.loader),
+    )
 
 
 def _begun(init: Callable[[int], None] | None, worker: int) -> None:
@@ -70,16 +76,24 @@ def from_loader(loader: DataLoader, task_size: int | None, batch_size: int, seed
     if samples is not None and loader.batch_size is not None and batch_size != loader.batch_size and training:
         resized = BatchSampler(loader.sampler, batch_size, loader.drop_last)
         loader = DataLoader(
-            loader.dataset, batch_sampler=resized, collate_fn=loader.collate_fn, num_workers=loader.num_workers,
-            pin_memory=loader.pin_memory, generator=loader.generator, worker_init_fn=loader.worker_init_fn,
-            prefetch_factor=loader.prefetch_factor, persistent_workers=loader.persistent_workers,
-        )  # fmt: skip
+            loader.dataset,
+            batch_sampler=resized,
+            collate_fn=loader.collate_fn,
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory,
+            generator=loader.generator,
+            worker_init_fn=loader.worker_init_fn,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+        )
         samples = _samples_of(loader, seed, training)
     elif training and batch_size != (loader.batch_size or task_size or 1):
         raise ConfigurationError("the batch size of this DataLoader cannot be changed: it has a sampler of its own")
 
     def epoch(epoch: int, start: int = 0) -> Iterator:
-        if epoch and loader.persistent_workers and not workers_started(loader):  # resumed: kept workers draw their seed once
+        if (
+            epoch and loader.persistent_workers and not workers_started(loader)
+        ):  # resumed: kept workers draw their seed once
             with preserve_rng_state(*_generators_of(loader)):
                 iter(loader)
         in_workers = samples is not None and loader.num_workers > 0
@@ -87,9 +101,13 @@ def from_loader(loader: DataLoader, task_size: int | None, batch_size: int, seed
         return islice(_with_clear_errors(iter(loader), find), start, None)
 
     return BatchSource(
-        epoch=epoch, length=length_of(loader), spec=samples, training=training,
-        seekable=False, generators=_generators_of(loader),
-    )  # fmt: skip
+        epoch=epoch,
+        length=length_of(loader),
+        spec=samples,
+        training=training,
+        seekable=False,
+        generators=_generators_of(loader),
+    )
 
 
 def from_iterable_dataset(data, batch_size: int, training: bool, seed: int) -> BatchSource:
@@ -118,28 +136,45 @@ def length_of(data) -> int | None:
         raise
     except (ValueError, OverflowError) as error:
         wanted = "__len__ must give a whole number from 0 on"
-        raise ConfigurationError(f"the {type(data).__name__} cannot tell how long it is: {format_error(error)}; {wanted}") from None
+        raise ConfigurationError(
+            f"the {type(data).__name__} cannot tell how long it is: {format_error(error)}; {wanted}"
+        ) from None
 
 
 def _samples_of(loader: DataLoader, seed: int, training: bool) -> LoaderSpec | None:
-    standard = isinstance(loader.batch_sampler, BatchSampler) and isinstance(loader.sampler, (RandomSampler, SequentialSampler))
+    standard = isinstance(loader.batch_sampler, BatchSampler) and isinstance(
+        loader.sampler, (RandomSampler, SequentialSampler)
+    )
     if not standard or isinstance(loader.dataset, IterableDataset):
         return None
 
     def order(epoch: int) -> Iterator[list[int]]:
-        if not (loader.persistent_workers and epoch):  # the base seed that iter(loader) draws; kept workers draw it once
+        if not (
+            loader.persistent_workers and epoch
+        ):  # the base seed that iter(loader) draws; kept workers draw it once
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         return iter(loader.batch_sampler)
 
     return LoaderSpec(
-        dataset=loader.dataset, batch_sampler=order, length=len(loader), collate=loader.collate_fn, training=training, seed=seed,
-        num_workers=loader.num_workers, prefetch_factor=loader.prefetch_factor or 2, pin_memory=loader.pin_memory,
-        persistent_workers=loader.persistent_workers, loader=loader, build=from_spec,
-    )  # fmt: skip
+        dataset=loader.dataset,
+        batch_sampler=order,
+        length=len(loader),
+        collate=loader.collate_fn,
+        training=training,
+        seed=seed,
+        num_workers=loader.num_workers,
+        prefetch_factor=loader.prefetch_factor or 2,
+        pin_memory=loader.pin_memory,
+        persistent_workers=loader.persistent_workers,
+        loader=loader,
+        build=from_spec,
+    )
 
 
 def _generators_of(loader: DataLoader | None) -> tuple[torch.Generator, ...]:
-    own = dict.fromkeys((getattr(loader, "generator", None), getattr(getattr(loader, "sampler", None), "generator", None)))
+    own = dict.fromkeys(
+        (getattr(loader, "generator", None), getattr(getattr(loader, "sampler", None), "generator", None))
+    )
     return tuple(generator for generator in own if generator is not None)
 
 
@@ -163,7 +198,9 @@ class _Fetched(torch.utils.data.Dataset):
         epoch, number, indices = keyed
         if not self.seeded and not isinstance(indices, IndexShard):
             return self._read(indices)
-        with seeded_rng(derive_seed(self.seed, epoch, number, *([first] if (first := getattr(indices, "first", 0)) else []))):
+        with seeded_rng(
+            derive_seed(self.seed, epoch, number, *([first] if (first := getattr(indices, "first", 0)) else []))
+        ):
             return self._read(indices)
 
     def _read(self, indices: list[int]) -> list:

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 import torch
 
-from hasten.core.batch import map_tensors, batch_size
+from hasten.core.batch import batch_size, map_tensors
 from hasten.core.errors import RunError
+from hasten.core.rng import preserve_rng_state
 from hasten.engine.forward import call_model, own_loss
 from hasten.engine.metrics import EvaluationResult, MetricAccumulator
 from hasten.engine.plan import Program
-from hasten.core.rng import preserve_rng_state
 
 
 def train_steps(program: Program) -> Iterator[torch.Tensor]:
@@ -31,8 +31,12 @@ def train_steps(program: Program) -> Iterator[torch.Tensor]:
 def empty_data_error(number: int) -> RunError:
     """What there is to say about a pass, counted from 1, over data that gave nothing."""
     if number == 1:
-        return RunError("the training data gave no batch: they are empty, or a generator that was read before; give a dataset or a function")
-    return RunError(f"the training data gave no batch in pass {number}; a generator can be read only once, give a dataset or a function")
+        return RunError(
+            "the training data gave no batch: they are empty, or a generator that was read before; give a dataset or a function"
+        )
+    return RunError(
+        f"the training data gave no batch in pass {number}; a generator can be read only once, give a dataset or a function"
+    )
 
 
 def is_finished(program: Program) -> bool:
@@ -79,7 +83,9 @@ def evaluate(program: Program) -> EvaluationResult:
     return (
         measured
         if ranks.is_single_process
-        else EvaluationResult(**json.loads(ranks.broadcast(json.dumps(vars(measured)).encode() if ranks.is_main_process else b"")))
+        else EvaluationResult(
+            **json.loads(ranks.broadcast(json.dumps(vars(measured)).encode() if ranks.is_main_process else b""))
+        )
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hasten.core.batch import TARGET_NAMES
-from hasten.core.errors import RunError, ConfigurationError, suggest
+from hasten.core.errors import ConfigurationError, RunError, suggest
 from hasten.core.task import Task
 
 
@@ -42,7 +42,9 @@ def _logits(output):
 def _shaped(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """One score a target, in the target's shape: nothing is broadcast."""
     if scores.numel() != target.numel():
-        raise RunError(f"scores of shape {tuple(scores.shape)} cannot be compared with targets of shape {tuple(target.shape)}")
+        raise RunError(
+            f"scores of shape {tuple(scores.shape)} cannot be compared with targets of shape {tuple(target.shape)}"
+        )
     return scores.reshape(target.shape)
 
 
@@ -98,7 +100,9 @@ def higher_is_better(task: Task) -> bool:
         else getattr(task.metric, "higher_is_better", None)
     )
     if direction is None:
-        raise ConfigurationError(f"nobody says whether a higher {name_of(task)} is better; set Task(higher_is_better=True) or False")
+        raise ConfigurationError(
+            f"nobody says whether a higher {name_of(task)} is better; set Task(higher_is_better=True) or False"
+        )
     return direction
 
 
@@ -129,7 +133,9 @@ class MetricAccumulator:
 
     def update(self, output, target, loss: torch.Tensor, samples: int) -> None:
         if target is None and self.compares:
-            raise ConfigurationError(f"the metric {self.name} needs a target, but the batch names none among {', '.join(TARGET_NAMES)}")
+            raise ConfigurationError(
+                f"the metric {self.name} needs a target, but the batch names none among {', '.join(TARGET_NAMES)}"
+            )
         self.samples += samples
         self.loss += loss.detach().double() * samples
         if self.per_batch is None:
@@ -151,7 +157,9 @@ class MetricAccumulator:
             return value.detach().double()
         if isinstance(value, (int, float)):
             return value
-        raise ConfigurationError(f"the metric {self.name} must give one number; it gave {value!r:.80} ({type(value).__name__})")
+        raise ConfigurationError(
+            f"the metric {self.name} must give one number; it gave {value!r:.80} ({type(value).__name__})"
+        )
 
 
 def _without_rounding_dust(value: float) -> float:

@@ -11,17 +11,15 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from hasten.core.errors import HastenWarning, ConfigurationError
+from hasten.core.errors import ConfigurationError, HastenWarning
 from hasten.core.recipe import Recipe
 from hasten.core.run_context import Evaluation
 from hasten.core.types import Batch, StepFn
-from hasten.engine import checkpoint
-from hasten.engine import finite_checks
-from hasten.engine import bad_rows
-from hasten.engine.run_dir import RunDirectory, atomic_write
-from hasten.engine.plan import Program
 from hasten.distributed.process_group import on_main_process
+from hasten.engine import bad_rows, checkpoint, finite_checks
 from hasten.engine.async_checkpoint import AsyncCheckpointer
+from hasten.engine.plan import Program
+from hasten.engine.run_dir import RunDirectory, atomic_write
 
 
 @dataclass
@@ -66,7 +64,13 @@ class Persistence:
     """
 
     def __init__(self, program: Program, recipe: Recipe, folder: RunDirectory | None, record: RunRecord) -> None:
-        self.run, self.ranks, self.recipe, self.folder, self.record = program.run, program.run.ranks, recipe, folder, record
+        self.run, self.ranks, self.recipe, self.folder, self.record = (
+            program.run,
+            program.run.ranks,
+            recipe,
+            folder,
+            record,
+        )
         self.out = self.ranks.broadcast(b"" if folder is None else str(folder.path).encode()).decode()
         self.keeps_checkpoints = bool(self.out)
         self.start_of_epoch: dict[str, Any] | None = None  # random state, of sources that cannot be sought
@@ -100,7 +104,9 @@ class Persistence:
         if self.folder:
             state |= self._main_process_state()
         if self.checkpoints:
-            self.writer.begin(state, checkpoint.update_only_tensors(self.run), partial(self.checkpoints.save, rank=self.ranks.rank))
+            self.writer.begin(
+                state, checkpoint.update_only_tensors(self.run), partial(self.checkpoints.save, rank=self.ranks.rank)
+            )
             if wait:
                 self.writer.finish()
         stalled = perf_counter() - began
@@ -114,7 +120,9 @@ class Persistence:
         weights = checkpoint.gather_weights(self.program.export().state_dict(), self.run)
         self.writer.finish()
         if self.folder:
-            atomic_write(self.folder.path / "model.safetensors", lambda file: file.write(checkpoint.to_safetensors(weights)))
+            atomic_write(
+                self.folder.path / "model.safetensors", lambda file: file.write(checkpoint.to_safetensors(weights))
+            )
 
     def write_result(self, result: dict[str, Any]) -> None:
         if self.folder:
@@ -142,7 +150,9 @@ class Persistence:
 
     def save_tuned_recipe(self) -> None:
         """Writes the settings that methods found while they ran into the recipe of the run directory, for the next run."""
-        found = Recipe({name: settings | self.run.tuned_settings.get(name, {}) for name, settings in self.recipe.methods.items()})
+        found = Recipe(
+            {name: settings | self.run.tuned_settings.get(name, {}) for name, settings in self.recipe.methods.items()}
+        )
         if self.folder and found != self.saved_recipe:
             self.folder.write("recipe.toml", found.to_toml())
             self.saved_recipe = found
@@ -188,7 +198,7 @@ class Persistence:
             "identity": self.folder.identity,
             "start of pass": self.start_of_epoch,
             "samples of a pass": self.run.plan.samples,
-            "skipped": self.skipped,
+            "skipped_rows": self.skipped,
             "tuned_settings": self.run.tuned_settings,
             "log": self.folder.logged(),
         }
@@ -202,9 +212,11 @@ class Persistence:
             return
         checkpoint.restore(self.program, state)
         self.record.load_state_dict(state)
-        bad_rows.restore_skipped_rows(self.program.task, state["skipped"])
+        bad_rows.restore_skipped_rows(self.program.task, state["skipped_rows"])
         self.list_skipped()
-        tuned = {name: found for name, found in state["tuned_settings"].items() if name in self.recipe.methods}  # the strategy may differ
+        tuned = {
+            name: found for name, found in state["tuned_settings"].items() if name in self.recipe.methods
+        }  # the strategy may differ
         self.run.tuned_settings |= tuned | self.run.tuned_settings
         self.start_of_epoch = state["start of pass"]
         random_state = checkpoint.rng_state_of(self.run, state)

@@ -18,17 +18,17 @@ from hasten.core.data import BatchSource
 from hasten.core.errors import ConfigurationError
 from hasten.core.method import Method, hooks_of
 from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
+from hasten.core.rng import derive_seed, preserve_rng_state, set_seeds
 from hasten.core.run_context import EngineServices, ParallelContext, RunContext, TrainPlan
 from hasten.core.task import Task, optimizer_and_schedule, takes_steps
 from hasten.core.types import BackwardFn, Batch, BatchFn, ContextFactory, ForwardFn, OptimizerFactory, StepFn
+from hasten.distributed.batch_sharding import ShardLog, check_replica_inputs, with_loss_weights
 from hasten.distributed.deferred_init import deferred_init
 from hasten.engine import data_adapters
-from hasten.engine.resources import free_memory, available_cpus
 from hasten.engine.composition import applicable_methods
 from hasten.engine.forward import accumulate_gradients, forward_of, own_loss, refuse_loss
 from hasten.engine.metrics import higher_is_better
-from hasten.core.rng import derive_seed, set_seeds, preserve_rng_state
-from hasten.distributed.batch_sharding import ShardLog, check_replica_inputs, with_loss_weights
+from hasten.engine.resources import available_cpus, free_memory
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,12 @@ class Program:
 
 
 def build(
-    task: Task, methods: Sequence[Method] = (), *, device: str = "cpu", seed: int = 0, ranks: ProcessGroupInfo = SINGLE_PROCESS
+    task: Task,
+    methods: Sequence[Method] = (),
+    *,
+    device: str = "cpu",
+    seed: int = 0,
+    ranks: ProcessGroupInfo = SINGLE_PROCESS,
 ) -> Program:
     """Builds the program of a task under a set of methods. The order in which the methods are given never matters.
 
@@ -94,10 +99,14 @@ def build(
         run.unwrapped_model = _build_model(task, fold, run)
         model = run.model = fold("parallelize", run.unwrapped_model)
         run.optimizer, schedule = _build_optimizer(task, fold, run)
-        to_device = fold("batch_transform", _identity if run.device.type == "cpu" else partial(_copy_to_device, run.device))
+        to_device = fold(
+            "batch_transform", _identity if run.device.type == "cpu" else partial(_copy_to_device, run.device)
+        )
         forward = fold("forward", forward_of(model, fold("loss", task.loss or own_loss), own=task.loss is None))
         forward_backward = _build_forward_backward(forward, fold, run)
-        run.services.peek_batch = None  # or the run and its batches would form a reference cycle that keeps worker processes alive
+        run.services.peek_batch = (
+            None  # or the run and its batches would form a reference cycle that keeps worker processes alive
+        )
         _seed_model_randomness(run, source)
         return Program(
             task=task,
@@ -130,15 +139,22 @@ def _device_context(device: torch.device) -> ContextFactory:
     return partial(torch.cuda.device, device) if device.type == "cuda" else nullcontext
 
 
-def _build_data(task: Task, methods: Sequence[Method], run: RunContext, log: ShardLog) -> tuple[BatchSource, BatchSource | None]:
+def _build_data(
+    task: Task, methods: Sequence[Method], run: RunContext, log: ShardLog
+) -> tuple[BatchSource, BatchSource | None]:
     """(training, validation) batches. Completes the plan's number of steps, and lets methods look at a batch from here on."""
     plan, pp_size = run.plan, run.parallel.pp_size if run.parallel else 1
     train = data_adapters.training(task, plan.batch_size, run.seed, _readers(run), log, pp_size)
-    validation = data_adapters.validation(task, data_adapters.initial_plan(task).batch_size, run.seed)  # in the task's own batch size, always
+    validation = data_adapters.validation(
+        task, data_adapters.initial_plan(task).batch_size, run.seed
+    )  # in the task's own batch size, always
     with preserve_rng_state():  # a method may read samples to inspect them
         for method in methods:
             if "data" in hooks_of(method):
-                train, validation = (each if each is None else data_adapters.apply_data_hook(method, each, run) for each in (train, validation))
+                train, validation = (
+                    each if each is None else data_adapters.apply_data_hook(method, each, run)
+                    for each in (train, validation)
+                )
     if plan.steps is None and train.length is not None:
         plan.steps = max(1, round(plan.epochs * train.length))
     run.services.peek_batch = lambda: _copy_to_device(run.device, data_adapters.first_batch(train, validation))
@@ -169,11 +185,17 @@ def _build_optimizer(task: Task, fold: Callable, run: RunContext) -> tuple[torch
     make = fold("optimizer", _with_steps(task.optimizer, run.plan.steps))
     optimizer, schedule = optimizer_and_schedule(make(run.unwrapped_model))
     if not (hasattr(optimizer, "step") and hasattr(optimizer, "zero_grad") and hasattr(optimizer, "param_groups")):
-        raise ConfigurationError(f"Task(optimizer=) must return a torch optimizer, or (optimizer, schedule); it returned a {type(optimizer).__name__}")
+        raise ConfigurationError(
+            f"Task(optimizer=) must return a torch optimizer, or (optimizer, schedule); it returned a {type(optimizer).__name__}"
+        )
     if schedule is not None and not hasattr(schedule, "step"):
-        raise ConfigurationError(f"Task(optimizer=) may return (optimizer, schedule); it returned a {type(schedule).__name__} as the schedule")
+        raise ConfigurationError(
+            f"Task(optimizer=) may return (optimizer, schedule); it returned a {type(schedule).__name__} as the schedule"
+        )
     if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ConfigurationError("ReduceLROnPlateau waits for a metric, but a schedule steps after every optimizer step; choose one that counts steps")
+        raise ConfigurationError(
+            "ReduceLROnPlateau waits for a metric, but a schedule steps after every optimizer step; choose one that counts steps"
+        )
     return optimizer, schedule
 
 
@@ -182,7 +204,9 @@ def _with_steps(make_optimizer: Callable, steps: int | None) -> OptimizerFactory
     if not takes_steps(make_optimizer):
         return make_optimizer
     if steps is None:
-        raise ConfigurationError("the optimizer's schedule needs the number of steps, but the training data has no length; give the dataset a __len__")
+        raise ConfigurationError(
+            "the optimizer's schedule needs the number of steps, but the training data has no length; give the dataset a __len__"
+        )
     return lambda model: make_optimizer(model, steps)
 
 
@@ -204,7 +228,11 @@ def _build_forward_backward(forward: ForwardFn, fold: Callable, run: RunContext)
         return loss
 
     wrapped = fold("forward_backward", forward_backward)
-    return wrapped if microbatches == 1 else accumulate_gradients(wrapped, microbatches, progress, _readers(run).world_size)
+    return (
+        wrapped
+        if microbatches == 1
+        else accumulate_gradients(wrapped, microbatches, progress, _readers(run).world_size)
+    )
 
 
 def _seed_model_randomness(run: RunContext, train: BatchSource) -> None:
@@ -222,7 +250,9 @@ def _shard_batches(source: BatchSource, methods: Sequence[Method], run: RunConte
     """The batches of this rank, with what the ranks tell each other about them before every step."""
     size = run.parallel.model_parallel_size if run.parallel else 1
     replicas_differ = any("replicated_weights" in method.card.invalidates for method in methods)
-    return check_replica_inputs(with_loss_weights(source, _readers(run), run.plan, run.progress, log, replicas_differ), run.ranks, size)
+    return check_replica_inputs(
+        with_loss_weights(source, _readers(run), run.plan, run.progress, log, replicas_differ), run.ranks, size
+    )
 
 
 def _readers(run: RunContext) -> ProcessGroupInfo:

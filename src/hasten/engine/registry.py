@@ -22,7 +22,7 @@ from pathlib import Path
 
 import hasten.methods
 from hasten.core.card import Card
-from hasten.core.errors import ConfigurationError, suggest, format_error
+from hasten.core.errors import ConfigurationError, format_error, suggest
 from hasten.core.method import HOOKS, Method, validate_options
 from hasten.core.recipe import Recipe
 
@@ -33,8 +33,15 @@ DATA = {bool, int, float, str, type(None)}  # what a setting may be
 
 def method_names() -> list[str]:
     """Every installed method: ours, then those that other packages bring."""
-    ours = [module.name for module in pkgutil.iter_modules(hasten.methods.__path__) if not module.name.startswith("_")]
-    return sorted(ours) + sorted(_installed())
+    return sorted(_own_modules()) + sorted(_installed())
+
+
+@cache
+def _own_modules() -> dict[str, str]:
+    """Method name -> dotted module, of every file in ``hasten/methods`` and its folders."""
+    found = pkgutil.walk_packages(hasten.methods.__path__, "hasten.methods.")
+    paths = [module.name for module in found if not module.ispkg]
+    return {name: path for path in paths if not (name := path.rpartition(".")[2]).startswith("_")}
 
 
 def method_class(name: str) -> type[Method]:
@@ -49,14 +56,17 @@ def method_class(name: str) -> type[Method]:
         return _checked(name, _imported(name, point.load))
     if name not in method_names():
         raise ConfigurationError(f"no method is called {name!r}{suggest(name, method_names())}")
-    module = importlib.import_module(f"hasten.methods.{name}")
-    return _only_method_in(module)
+    return _only_method_in(importlib.import_module(_own_modules()[name]))
 
 
 def cards_that_state(field: str) -> dict[str, Card]:
     """The cards of our methods that set a field, by name. Imports only the modules whose source names the field."""
-    paths = {path.stem: path for folder in hasten.methods.__path__ for path in sorted(Path(folder).glob("*.py"))}
-    names = [name for name, path in paths.items() if not name.startswith("_") and f"{field}=" in path.read_text(encoding="utf-8")]
+    paths = {path.stem: path for folder in hasten.methods.__path__ for path in sorted(Path(folder).rglob("*.py"))}
+    names = [
+        name
+        for name, path in paths.items()
+        if not name.startswith("_") and f"{field}=" in path.read_text(encoding="utf-8")
+    ]
     return {name: method_class(name).card for name in names}
 
 
@@ -68,7 +78,9 @@ def default_methods(fact: str) -> list[str]:
 def remedies(problem: str) -> str:
     """The methods that may help against a problem (key of REMEDIES), as they are typed: "a, b or c"."""
     cards = cards_that_state("remedy_for")
-    *others, last = (str(Recipe({name: card.remedy_for[problem]})) for name, card in cards.items() if problem in card.remedy_for)
+    *others, last = (
+        str(Recipe({name: card.remedy_for[problem]})) for name, card in cards.items() if problem in card.remedy_for
+    )
     return f"{', '.join(others)} or {last}" if others else last
 
 
@@ -144,9 +156,13 @@ def _from_outside(name: str) -> type[Method]:
     found = getattr(module, class_name, None)
     if found is None:
         classes = [
-            key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, Method) and value is not Method
+            key
+            for key, value in vars(module).items()
+            if isinstance(value, type) and issubclass(value, Method) and value is not Method
         ]
-        raise ConfigurationError(f"{where} has no class {class_name!r}{suggest(class_name, classes) if classes else ' and no method at all'}")
+        raise ConfigurationError(
+            f"{where} has no class {class_name!r}{suggest(class_name, classes) if classes else ' and no method at all'}"
+        )
     return _checked(name, found)
 
 
@@ -168,7 +184,9 @@ def _checked(name: str, cls) -> type[Method]:
     own = {key for klass in cls.__mro__[:-1] if klass is not Method for key in vars(klass)}
     for word in sorted(own - set(HOOKS)):
         if not word.startswith("_") and callable(getattr(cls, word)) and get_close_matches(word, HOOKS, cutoff=0.85):
-            raise ConfigurationError(f"{name}.{word} is no hook{suggest(word, HOOKS)}; a helper of a like name begins with _")
+            raise ConfigurationError(
+                f"{name}.{word} is no hook{suggest(word, HOOKS)}; a helper of a like name begins with _"
+            )
     cls.name = name
     return cls
 
@@ -201,9 +219,13 @@ def _fitting(what: str, value, kind):
 
 def _names(kinds) -> str:
     return " or ".join(
-        {"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false", "NoneType": "absent"}.get(
-            kind.__name__, kind.__name__
-        )
+        {
+            "int": "a whole number",
+            "float": "a number",
+            "str": "a text",
+            "bool": "true or false",
+            "NoneType": "absent",
+        }.get(kind.__name__, kind.__name__)
         for kind in kinds
     )
 

@@ -21,11 +21,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from hasten.core.errors import RunError, ConfigurationError
+from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.recipe import Recipe
 from hasten.engine.error_messages import translate_disk_errors
 
-BEFORE_IT_BEGINS = {"recipe.toml", "log.jsonl", "times.jsonl", "checkpoints"}  # the last three empty: environment.json makes it a run
+BEFORE_IT_BEGINS = {
+    "recipe.toml",
+    "log.jsonl",
+    "times.jsonl",
+    "checkpoints",
+}  # the last three empty: environment.json makes it a run
 TEMPORARY = ".part"
 GO_ON = "what was saved before is whole; free the disk and go on with --resume"
 
@@ -33,7 +38,9 @@ GO_ON = "what was saved before is whole; free the disk and go on with --resume"
 class RunDirectory:
     """The files of one run."""
 
-    def __init__(self, path: str | Path, identity: dict, recipe: Recipe | None, resume: bool, essence: Callable[[Recipe], Recipe]):
+    def __init__(
+        self, path: str | Path, identity: dict, recipe: Recipe | None, resume: bool, essence: Callable[[Recipe], Recipe]
+    ):
         """Looks, but does not touch.
 
         Args:
@@ -52,11 +59,15 @@ class RunDirectory:
             self.begun = begun = "environment.json" in found
             strange = not begun and any(map(self._is_strange, found))
         except OSError as error:
-            raise ConfigurationError(f"cannot use {self.path} as a run's folder: {error.strerror}; choose another --out") from None
+            raise ConfigurationError(
+                f"cannot use {self.path} as a run's folder: {error.strerror}; choose another --out"
+            ) from None
         if strange:
             raise ConfigurationError(f"{self.path} is not empty and holds no run; choose another --out")
         if begun and not resume:
-            raise ConfigurationError(f"{self.path} already holds a run; go on with it with --resume, or choose another --out")
+            raise ConfigurationError(
+                f"{self.path} already holds a run; go on with it with --resume, or choose another --out"
+            )
         if begun:
             self._go_on_with(recipe)
         self.identity = {**identity, "recipe": essence(self.recipe).methods}
@@ -78,14 +89,23 @@ class RunDirectory:
             for half_written in (*self.path.glob(f"*{TEMPORARY}"), *(self.path / "checkpoints").glob(f"*{TEMPORARY}")):
                 half_written.unlink()
         except BlockingIOError:
-            raise ConfigurationError(f"another process is training in {self.path}; wait for it or choose another --out") from None
+            raise ConfigurationError(
+                f"another process is training in {self.path}; wait for it or choose another --out"
+            ) from None
         except OSError as error:
             raise ConfigurationError(f"cannot write to {self.path}: {error.strerror}; choose another --out") from None
         if not self.begun:
-            if (self.path / "environment.json").exists():  # since we looked, another process has begun, and may have ended
-                raise ConfigurationError(f"{self.path} already holds a run; go on with it with --resume, or choose another --out")
+            if (
+                self.path / "environment.json"
+            ).exists():  # since we looked, another process has begun, and may have ended
+                raise ConfigurationError(
+                    f"{self.path} already holds a run; go on with it with --resume, or choose another --out"
+                )
             self.write("recipe.toml", self.recipe.to_toml())
-            self.write("environment.json", json.dumps({**self.identity, "recipe": self.recipe.methods, **environment}, indent=2) + "\n")
+            self.write(
+                "environment.json",
+                json.dumps({**self.identity, "recipe": self.recipe.methods, **environment}, indent=2) + "\n",
+            )
 
     def log(self, records: list[dict]) -> None:
         """Appends to the deterministic log."""
@@ -141,7 +161,9 @@ class RunDirectory:
         if recipe is None or recipe == found:  # what runs is what the folder says
             named = recipe.methods if recipe else {}
             if any(":" in name and name not in named for name in (begun | found).methods):
-                raise ConfigurationError(f"the run in {self.path} was begun with code from outside; if you trust it, name it again: --with '{begun}'")
+                raise ConfigurationError(
+                    f"the run in {self.path} was begun with code from outside; if you trust it, name it again: --with '{begun}'"
+                )
             self.recipe = begun
         if self.resume_key(self.recipe) != self.resume_key(begun):
             raise self._another("recipe", begun, self.recipe)
@@ -161,7 +183,9 @@ def _recipe_of(environment: dict, found: Recipe) -> Recipe:
     methods = environment.get("recipe", found.methods)
     if not isinstance(methods, dict) or not all(isinstance(settings, dict) for settings in methods.values()):
         raise ValueError("the recipe in environment.json is no table of methods")
-    if not all(isinstance(value, (bool, int, float, str)) for settings in methods.values() for value in settings.values()):
+    if not all(
+        isinstance(value, (bool, int, float, str)) for settings in methods.values() for value in settings.values()
+    ):
         raise ValueError("a setting in environment.json is no number, text or true/false")
     return Recipe(methods)
 

@@ -34,7 +34,9 @@ def catch_stop_signals() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         asked.append(number)
 
-    hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []  # ``nohup`` stays what it is
+    hangup = (
+        [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
+    )  # ``nohup`` stays what it is
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, *hangup)}
     try:
         yield asked

@@ -36,7 +36,7 @@ def run_summary(task: Task, run: RunContext, history: list[Evaluation], seconds_
             {"step": evaluation.step, "samples": evaluation.samples, "metric": metric, "seconds": seconds}
             for evaluation, metric, seconds in zip(history, metrics, seconds_at, strict=True)
         ],
-        "idle": [list(pair) for pair in run.no_effect],
+        "no_effect": [list(pair) for pair in run.no_effect],
         "task": task.name,
         "seed": run.seed,
         "device": str(run.device),

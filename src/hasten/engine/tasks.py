@@ -20,10 +20,10 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from hasten.core.errors import RunError, ConfigurationError, suggest, format_error
+from hasten.core.errors import ConfigurationError, RunError, format_error, suggest
+from hasten.core.rng import preserve_rng_state, set_seeds
 from hasten.core.task import Task
 from hasten.engine.registry import import_file, line_in
-from hasten.core.rng import set_seeds, preserve_rng_state
 
 ENTRY_POINTS = "hasten.workloads"
 FEW = 8  # functions of a file that a line names
@@ -154,7 +154,9 @@ def _ref_of_text(text: str) -> TaskRef:
         path = Path(text).expanduser().resolve()
         raise ConfigurationError(f"say which function of {path.name} returns the task{_which(path)}")
     if text not in workload_names():
-        raise ConfigurationError(f"no workload is called {text!r}{suggest(text, workload_names())}; a task of your own is path/to/file.py:function")
+        raise ConfigurationError(
+            f"no workload is called {text!r}{suggest(text, workload_names())}; a task of your own is path/to/file.py:function"
+        )
     return TaskRef(text)
 
 
@@ -178,7 +180,11 @@ def _workload(name: str) -> Callable:
 def _imported_from(folder: Path) -> list[Path]:
     """The modules of a user's own folder that are loaded by now; an environment that stands in it is not theirs."""
     files = {Path(module.__file__) for module in list(sys.modules.values()) if getattr(module, "__file__", None)}
-    return sorted(path for path in files if path.is_relative_to(folder) and "site-packages" not in path.parts and path.suffix == ".py")
+    return sorted(
+        path
+        for path in files
+        if path.is_relative_to(folder) and "site-packages" not in path.parts and path.suffix == ".py"
+    )
 
 
 def _called(function: Callable, name: str) -> Task:
@@ -188,9 +194,13 @@ def _called(function: Callable, name: str) -> Task:
         raise
     except (Exception, SystemExit) as error:
         code = getattr(inspect.unwrap(function), "__code__", None)
-        raise ConfigurationError(f"{name} raised {format_error(error)}{line_in(error, code.co_filename) if code else ''}") from None
+        raise ConfigurationError(
+            f"{name} raised {format_error(error)}{line_in(error, code.co_filename) if code else ''}"
+        ) from None
     if not isinstance(task, Task):
-        raise ConfigurationError(f"{name} must return a hasten.Task; it returned {'nothing' if task is None else type(task).__name__}")
+        raise ConfigurationError(
+            f"{name} must return a hasten.Task; it returned {'nothing' if task is None else type(task).__name__}"
+        )
     return task
 
 
@@ -205,7 +215,11 @@ def _which(path: Path) -> str:
 
 def _functions_in(module) -> list[str]:
     """The public functions that a file defines itself and that can be called without arguments."""
-    own = {name: value for name, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__}
+    own = {
+        name: value
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__
+    }
     return [name for name, value in own.items() if not name.startswith("_") and not _required(value)]
 
 

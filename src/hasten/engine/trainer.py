@@ -12,18 +12,18 @@ from time import perf_counter
 from typing import Any
 
 from hasten.core.errors import PeerFailure, RunInterrupted
+from hasten.core.progress import ProgressCallback
 from hasten.core.recipe import Recipe
 from hasten.core.run_context import Evaluation
-from hasten.core.progress import ProgressCallback
 from hasten.engine import finite_checks
-from hasten.engine.error_messages import explain_error, format_position
-from hasten.engine.run_dir import RunDirectory
-from hasten.engine.loop import evaluate, is_finished, empty_data_error, train_epoch
-from hasten.engine.observers import Observer, number_or_none, numbers_of, progress
-from hasten.engine.summary import run_summary
 from hasten.engine.cadence import PauseSchedule
+from hasten.engine.error_messages import explain_error, format_position
+from hasten.engine.loop import empty_data_error, evaluate, is_finished, train_epoch
+from hasten.engine.observers import Observer, number_or_none, numbers_of, progress
 from hasten.engine.persistence import Persistence, RunRecord
 from hasten.engine.plan import Program
+from hasten.engine.run_dir import RunDirectory
+from hasten.engine.summary import run_summary
 
 
 class Trainer:
@@ -95,7 +95,9 @@ class Trainer:
             except StopIteration:
                 return
             except Exception as error:
-                raise explain_error(error, format_position(progress.step + 1, epoch, batch), self.context.plan.batch_size) from error
+                raise explain_error(
+                    error, format_position(progress.step + 1, epoch, batch), self.context.plan.batch_size
+                ) from error
             pending.append((loss, epoch, batch, progress.loss_weight))
             if progress.samples >= self.next_evaluation:
                 self._evaluate()
@@ -107,16 +109,16 @@ class Trainer:
     def _pause(self) -> None:
         """Between two steps, a few times a second: progress, losses, checkpoint, a request to stop."""
         self.report_progress()
-        wishes = self.pauses.wishes(len(self.pending))
-        if wishes.log:
+        actions = self.pauses.actions(len(self.pending))
+        if actions.log:
             self._fetch_losses()
-        if wishes.save:
+        if actions.save:
             self._fetch_losses()
             self.pauses.saved = perf_counter()
-            seconds = self.persistence.save(wait=wishes.stop or not self.pauses.every)
+            seconds = self.persistence.save(wait=actions.stop or not self.pauses.every)
             if seconds:
                 self.pauses.saved, self.pauses.saving = perf_counter(), seconds
-        if wishes.stop:
+        if actions.stop:
             steps = self.context.plan.steps or "an unknown number"
             raise RunInterrupted(f"stopped at step {self.context.progress.step} of {steps}{self._how_to_resume()}")
         self.pauses.over()
@@ -131,7 +133,9 @@ class Trainer:
         try:
             local = numbers_of([loss for loss, *_ in pending])
         except Exception as error:  # CUDA reports a failed kernel only when the host waits for it
-            raise explain_error(error, f"{format_position(step + 1, epoch, batch)} or just before", batch_size) from error
+            raise explain_error(
+                error, f"{format_position(step + 1, epoch, batch)} or just before", batch_size
+            ) from error
         first = step - len(pending) + 1
         losses = local if self.ranks.is_single_process else self._mean_over_ranks(local)
         good = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
@@ -141,7 +145,9 @@ class Trainer:
             where = format_position(first + good, epoch, batch)
             if number_or_none(local[good]) is not None:
                 raise PeerFailure(f"the loss of another rank is {losses[good]} at {where}")
-            raise finite_checks.non_finite_loss_error(local[good], where, partial(self.persistence.read_again, epoch, batch))
+            raise finite_checks.non_finite_loss_error(
+                local[good], where, partial(self.persistence.read_again, epoch, batch)
+            )
         pending.clear()
         self.persistence.note_time("steps")
 
@@ -165,7 +171,12 @@ class Trainer:
         record.split["evaluation"] += perf_counter() - began
         record.evaluations.append(Evaluation(progress.step, progress.samples, measured.metric))
         record.seconds_at.append(record.seconds())
-        logged = {"step": progress.step, "samples": progress.samples, "metric": measured.metric, "validation_loss": measured.loss}
+        logged = {
+            "step": progress.step,
+            "samples": progress.samples,
+            "metric": measured.metric,
+            "validation_loss": measured.loss,
+        }
         self._observe([{name: number_or_none(value) for name, value in logged.items()}])
         self.persistence.note_time("evaluation")
         if plan.stop is not None and self.ranks.any(bool(plan.stop(record.evaluations))):
@@ -179,9 +190,9 @@ class Trainer:
             "seconds": seconds,
             "split": {**split, "training": seconds - sum(split.values())},
             "stopped": self.stopped,
-            "skipped": self.persistence.list_skipped(),
+            "skipped_rows": self.persistence.list_skipped(),
             "recipe": str(self.recipe),
-            "chosen": self.context.tuned_settings,
+            "tuned_settings": self.context.tuned_settings,
             "out": str(self.persistence.folder.path) if self.persistence.folder else None,
         }
         self.persistence.write_result(result)

@@ -23,14 +23,12 @@ from hasten.core.method import Method
 from hasten.core.recipe import Recipe
 from hasten.core.run_context import RunContext
 from hasten.core.task import Task
-from hasten.engine import metrics
-from hasten.engine import data_adapters
-from hasten.engine import tasks
+from hasten.engine import data_adapters, metrics, tasks
 from hasten.engine.composition import applicable_methods
 from hasten.engine.devices import pick_device
 from hasten.engine.error_messages import explain_error
-from hasten.engine.registry import make_methods
 from hasten.engine.plan import build
+from hasten.engine.registry import make_methods
 from hasten.export.inline_imports import InlinedScript, inline_imports
 from hasten.export.module_source import is_library
 from hasten.export.script_writer import generate_script, literal
@@ -70,7 +68,9 @@ def eject(task, recipe=None, *, device: str | None = None) -> str:
     except Exception as error:
         raise explain_error(error, "building the run", loaded.batch_size or 0) from error
     _refuse_others_workers(program.task, methods)
-    script = inline_imports(generate_script(function, loaded, program, methods, device), inline, _smaller_parts(loaded, methods))
+    script = inline_imports(
+        generate_script(function, loaded, program, methods, device), inline, _smaller_parts(loaded, methods)
+    )
     return _script(script, f"{ref} under {recipe}", function)
 
 
@@ -85,18 +85,25 @@ def _refuse_others_workers(task: Task, methods: list[Method]) -> None:
 def _function_behind(ref: tasks.TaskRef):
     """The function that returns the task; it must be defined at the top level of a file."""
     if isinstance(ref.given, Task):
-        raise ConfigurationError(f"the Task {ref.name} is an object without source; eject a workload's name or path/to/file.py:function")
+        raise ConfigurationError(
+            f"the Task {ref.name} is an object without source; eject a workload's name or path/to/file.py:function"
+        )
     function = ref.function()
     module = sys.modules.get(getattr(function, "__module__", None))
-    if getattr(module, getattr(function, "__qualname__", ""), None) is not function or not getattr(module, "__file__", None):
-        raise ConfigurationError(f"{ref.name} does not stand at the top level of a file, so its source cannot be written out")
+    if getattr(module, getattr(function, "__qualname__", ""), None) is not function or not getattr(
+        module, "__file__", None
+    ):
+        raise ConfigurationError(
+            f"{ref.name} does not stand at the top level of a file, so its source cannot be written out"
+        )
     return function
 
 
 def _smaller_parts(task: Task, methods: list[Method]) -> dict:
     """Shorter source for definitions of which the script needs only a part."""
     fields = [
-        f"    {f.name}: Any{'' if f.default is dataclasses.MISSING else f' = {literal(f.default)}'}" for f in dataclasses.fields(Task)
+        f"    {f.name}: Any{'' if f.default is dataclasses.MISSING else f' = {literal(f.default)}'}"
+        for f in dataclasses.fields(Task)
     ]
     parts = {
         (Task.__module__, "Task"): "\n".join(
@@ -128,7 +135,11 @@ def _script(flat: InlinedScript, what: str, function) -> str:
     """Puts the parts into one file: the training first, then the source that it uses."""
     beside = Path(sys.modules[function.__module__].__file__).parent
     roots = sorted({line.split()[1].partition(".")[0] for line in flat.imports})
-    own = [f"{root}.py" for root in roots if function.__module__.startswith(tasks.OWN_FILES) and (beside / f"{root}.py").exists()]
+    own = [
+        f"{root}.py"
+        for root in roots
+        if function.__module__.startswith(tasks.OWN_FILES) and (beside / f"{root}.py").exists()
+    ]
     keep = f"\nIt imports {' and '.join(own)} of yours: keep it beside." if own else ""
     head = [
         f'"""Trains {what}.\n\nWritten by `hasten eject` {hasten.__version__}; {_needed(flat)}.{keep}\n"""',
@@ -136,21 +147,30 @@ def _script(flat: InlinedScript, what: str, function) -> str:
         "\n".join(flat.imports),
     ]
     parts = [f"# --- {_title(module)} ---\n\n\n{text}" for module, text in flat.modules]
-    script = "\n\n".join(head) + "\n\n\n" + "\n\n\n".join([flat.main, *parts, 'if __name__ == "__main__":\n    main()']) + "\n"
+    script = (
+        "\n\n".join(head)
+        + "\n\n\n"
+        + "\n\n\n".join([flat.main, *parts, 'if __name__ == "__main__":\n    main()'])
+        + "\n"
+    )
     compile(script, "the ejected script", "exec")
     return script
 
 
 def _needed(flat: InlinedScript) -> str:
     """States which packages the script needs."""
-    if any(IMPORTS_DATA.search(text) for text in ("\n".join(flat.imports), flat.main, *(text for _, text in flat.modules))):
+    if any(
+        IMPORTS_DATA.search(text) for text in ("\n".join(flat.imports), flat.main, *(text for _, text in flat.modules))
+    ):
         return f"besides PyTorch it needs {DATA}, which reads its data, and nothing else of hasten"
     return "PyTorch is needed, hasten is not"
 
 
 def _title(module: str) -> str:
     room, _, name = module.removeprefix("hasten.").partition(".")
-    return f"method: {name}" if room == "methods" else f"from hasten.{room}: {name}" if is_library(module) else "the task"
+    return (
+        f"method: {name}" if room == "methods" else f"from hasten.{room}: {name}" if is_library(module) else "the task"
+    )
 
 
 _METHOD = '''

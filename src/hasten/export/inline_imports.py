@@ -65,7 +65,9 @@ class _Gathered:
     outside: dict[Symbol, str] = field(default_factory=dict)  # names that stay imports, and their local name
     dotted: set[str] = field(default_factory=set)  # `import a.b` beside a use of `a`
     annotations: list[tuple[ModuleSource, ast.AST, Symbol]] = field(default_factory=list)  # in hasten's own modules
-    hidden: dict[Symbol, set[str]] = field(default_factory=lambda: defaultdict(set))  # local names where the symbol is used
+    hidden: dict[Symbol, set[str]] = field(
+        default_factory=lambda: defaultdict(set)
+    )  # local names where the symbol is used
 
     def read(self, name: str, text: str) -> ModuleSource:
         """Adds a module: all of main, the statements with side effects of a user's file, nothing yet of hasten's own modules."""
@@ -150,7 +152,11 @@ def _names(gathered: _Gathered) -> dict[Symbol, str]:
     for symbol in [*gathered.outside, *sorted(defined, key=lambda symbol: is_library(symbol[0]))]:
         module, name = symbol
         wish = gathered.outside.get(symbol, name)
-        wishes = [wish, f"{module.rpartition('.')[2]}_{wish.lstrip('_')}", *(f"{wish}_{number}" for number in range(2, 99))]
+        wishes = [
+            wish,
+            f"{module.rpartition('.')[2]}_{wish.lstrip('_')}",
+            *(f"{wish}_{number}" for number in range(2, 99)),
+        ]
         names[symbol] = next(each for each in wishes if each not in taken and each not in gathered.hidden[symbol])
         taken.add(names[symbol])
     return names
@@ -164,4 +170,6 @@ def _import_lines(gathered: _Gathered, names: dict[Symbol, str]) -> list[str]:
             members[module].add(name if alias == name else f"{name} as {alias}")
         else:
             lines.add(f"import {module}" if alias == module else f"import {module} as {alias}")
-    return sorted(lines) + [f"from {module} import {', '.join(sorted(found))}" for module, found in sorted(members.items())]
+    return sorted(lines) + [
+        f"from {module} import {', '.join(sorted(found))}" for module, found in sorted(members.items())
+    ]

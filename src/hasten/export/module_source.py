@@ -90,12 +90,19 @@ class ModuleSource:
         return [
             index
             for index, node in kept
-            if not isinstance(node, IMPORTS) and not _is_idle(node) and (self.name == MAIN or not isinstance(node, DEFINITIONS))
+            if not isinstance(node, IMPORTS)
+            and not _is_idle(node)
+            and (self.name == MAIN or not isinstance(node, DEFINITIONS))
         ]
 
     def needed_to_load(self) -> list[str]:
         """The modules to copy in that this one imports at its top level."""
-        named = [self._stands_for(node, alias) for node in self.tree.body if isinstance(node, IMPORTS) for alias in node.names]
+        named = [
+            self._stands_for(node, alias)
+            for node in self.tree.body
+            if isinstance(node, IMPORTS)
+            for alias in node.names
+        ]
         modules = [
             f"{module}.{name}" if name and importlib.util.find_spec(f"{module}.{name}") else module
             for module, name in named
@@ -133,7 +140,11 @@ class ModuleSource:
         for index in sorted(self.wanted):
             low, high = self._lines(self.tree.body[index])
             piece = _edited(raw[low:high], low, [edit for edit in edits if low <= edit[0] < high]).decode().strip("\n")
-            close = before is not None and not isinstance(before, DEFINITIONS) and not isinstance(self.tree.body[index], DEFINITIONS)
+            close = (
+                before is not None
+                and not isinstance(before, DEFINITIONS)
+                and not isinstance(self.tree.body[index], DEFINITIONS)
+            )
             pieces.append(("" if before is None else "\n" if close else "\n\n\n") + piece)
             before = self.tree.body[index]
         return "".join(pieces)
@@ -145,7 +156,9 @@ class ModuleSource:
         def has_imports(statement: ast.stmt) -> bool:
             return _is_type_checking(statement) or (isinstance(statement, ast.Try) and is_library(self.name))
 
-        inner = [node for statement in self.tree.body for node in (statement.body if has_imports(statement) else [statement])]
+        inner = [
+            node for statement in self.tree.body for node in (statement.body if has_imports(statement) else [statement])
+        ]
         return [node for node in inner if isinstance(node, IMPORTS)]
 
     @cached_property
@@ -181,7 +194,9 @@ class ModuleSource:
     def _place_of_definition(self, name: str) -> tuple[int, int]:
         node = self.tree.body[self.definitions[name]]
         if isinstance(node, DEFINITIONS):
-            keyword = {"ClassDef": "class ", "FunctionDef": "def ", "AsyncFunctionDef": "async def "}[type(node).__name__]
+            keyword = {"ClassDef": "class ", "FunctionDef": "def ", "AsyncFunctionDef": "async def "}[
+                type(node).__name__
+            ]
             low = self._span(node)[0] + len(keyword)
             return low, low + len(name.encode())
         return next(self._span(each) for each in ast.walk(node) if isinstance(each, ast.Name) and each.id == name)
@@ -207,7 +222,9 @@ class ModuleSource:
                     else self._uses(part, inside if part in body else bound, in_annotation or part is annotation)
                 )
         elif isinstance(node, COMPREHENSIONS):
-            inside = bound | {each.id for part in node.generators for each in ast.walk(part.target) if isinstance(each, ast.Name)}
+            inside = bound | {
+                each.id for part in node.generators for each in ast.walk(part.target) if isinstance(each, ast.Name)
+            }
             for part in ast.iter_child_nodes(node):
                 yield from self._uses(part, inside)
         else:
@@ -247,8 +264,19 @@ class ModuleSource:
 def _made_by(statement: ast.AST) -> list[str]:
     if isinstance(statement, DEFINITIONS):
         return [statement.name]
-    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target] if isinstance(statement, ast.AnnAssign) else []
-    return [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)]
+    targets = (
+        statement.targets
+        if isinstance(statement, ast.Assign)
+        else [statement.target]
+        if isinstance(statement, ast.AnnAssign)
+        else []
+    )
+    return [
+        each.id
+        for target in targets
+        for each in ast.walk(target)
+        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+    ]
 
 
 def _is_idle(statement: ast.AST) -> bool:
@@ -270,7 +298,11 @@ def _is_card(node: ast.AST) -> bool:
     """Whether a statement is ``card = Card(...)``: the script has no use for the card of a method."""
     if isinstance(node, ast.AnnAssign):
         return isinstance(node.target, ast.Name) and node.target.id == "card"
-    called = isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func).split(".")[-1] == "Card"
+    called = (
+        isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Call)
+        and ast.unparse(node.value.func).split(".")[-1] == "Card"
+    )
     return called and [ast.unparse(target) for target in node.targets] == ["card"]
 
 
@@ -278,7 +310,9 @@ def _is_package(module: str) -> bool:
     import sys
 
     found = sys.modules.get(module)
-    return hasattr(found, "__path__") if found else importlib.util.find_spec(module).submodule_search_locations is not None
+    return (
+        hasattr(found, "__path__") if found else importlib.util.find_spec(module).submodule_search_locations is not None
+    )
 
 
 def _edited(raw: bytes, offset: int, edits) -> bytes:

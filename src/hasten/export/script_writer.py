@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hasten.core.method import HOOKS, Method, hooks_of
 from hasten.core.task import Task, takes_steps
-from hasten.engine import metrics
-from hasten.engine import data_adapters
+from hasten.engine import data_adapters, metrics
 from hasten.engine.plan import Program
 
 
@@ -37,13 +36,21 @@ def generate_script(function, task: Task, program: Program, methods: list[Method
 
     def wrapped(hook: str, thing: str = "") -> list[str]:
         """``optimizer_step = method.optimizer_step(optimizer_step, run)`` for every method with that hook; the first wraps ``thing``."""
-        users = [method for method in sorted(methods, key=lambda m: hook not in m.card.replaces) if hook in hooks_of(method)]
-        return [f"{hook} = {names[id(method)]}.{hook}({thing if thing and not i else hook}, run)" for i, method in enumerate(users)]
+        users = [
+            method for method in sorted(methods, key=lambda m: hook not in m.card.replaces) if hook in hooks_of(method)
+        ]
+        return [
+            f"{hook} = {names[id(method)]}.{hook}({thing if thing and not i else hook}, run)"
+            for i, method in enumerate(users)
+        ]
 
     there, own, cut = program.task, task.loss is None, program.plan.microbatches > 1
     exported = "exported()" if wrapped("export") else "model"
     made = there.train_data is not task.train_data or there.validation_data is not task.validation_data
-    process_context, grad_transform = wrapped("process_context", "nullcontext"), wrapped("grad_transform", "lambda: None")
+    process_context, grad_transform = (
+        wrapped("process_context", "nullcontext"),
+        wrapped("grad_transform", "lambda: None"),
+    )
     body = [
         "set_seeds(options.seed)",
         "task = opened(task)" if made else "",
@@ -62,9 +69,13 @@ def generate_script(function, task: Task, program: Program, methods: list[Method
         "model = task.model()",
         *wrapped("model"),
         "model = model.to(device)",
-        *[line.replace("parallelize =", "model =").replace("(parallelize,", "(model,") for line in wrapped("parallelize")],
+        *[
+            line.replace("parallelize =", "model =").replace("(parallelize,", "(model,")
+            for line in wrapped("parallelize")
+        ],
         "run.model = run.unwrapped_model = model",
-        "optimizer = " + ("lambda model: task.optimizer(model, plan.steps)" if takes_steps(task.optimizer) else "task.optimizer"),
+        "optimizer = "
+        + ("lambda model: task.optimizer(model, plan.steps)" if takes_steps(task.optimizer) else "task.optimizer"),
         *wrapped("optimizer"),
         "run.optimizer, schedule = optimizer_and_schedule(optimizer(model))",
         "",
@@ -78,7 +89,11 @@ def generate_script(function, task: Task, program: Program, methods: list[Method
         *wrapped("loss"),
         "",
         "def forward(batch):",
-        *(["    return loss(*call_model(model, batch, own=True))"] if own else ["    inputs, named, target = split(batch)", "    return loss(model(*inputs, **named), target)"]),
+        *(
+            ["    return loss(*call_model(model, batch, own=True))"]
+            if own
+            else ["    inputs, named, target = split(batch)", "    return loss(model(*inputs, **named), target)"]
+        ),
         "",
         *wrapped("forward"),
         "",
@@ -99,13 +114,27 @@ def generate_script(function, task: Task, program: Program, methods: list[Method
         *wrapped("optimizer_step"),
         *wrapped("zero_grad"),
         "",
-        *(["def exported():", "    export = model", *[f"    {line}" for line in wrapped("export")], "    return export", ""] if wrapped("export") else []),
+        *(
+            [
+                "def exported():",
+                "    export = model",
+                *[f"    {line}" for line in wrapped("export")],
+                "    return export",
+                "",
+            ]
+            if wrapped("export")
+            else []
+        ),
         "# the training",
-        *_program_lines(program, "batch_transform" if wrapped("batch_transform") else "batch_to_device", "grad_transform" if grad_transform else "lambda: None"),
+        *_program_lines(
+            program,
+            "batch_transform" if wrapped("batch_transform") else "batch_to_device",
+            "grad_transform" if grad_transform else "lambda: None",
+        ),
         *_training_lines(program, exported, metrics.name_of(task)),
         *(["for method, why in run.no_effect:", '    print(f"{method} had nothing to do: {why}")'] if methods else []),
         f"torch.save({exported}.state_dict(), options.out)",
-    ]  # fmt: skip
+    ]
     opening = [
         "options = read_options()",
         "set_seeds(0)  # whatever the task's function draws is the same for every seed",
@@ -118,7 +147,10 @@ def generate_script(function, task: Task, program: Program, methods: list[Method
         *process_context,
     ]
     inside = ["with process_context():", *[f"    {line}" if line else "" for line in body]] if process_context else body
-    classes = [f"from {type(method).__module__} import {type(method).__name__} as METHOD_{i}" for i, method in enumerate(methods)]
+    classes = [
+        f"from {type(method).__module__} import {type(method).__name__} as METHOD_{i}"
+        for i, method in enumerate(methods)
+    ]
     main = ["def main():", *[f"    {line}" if line else "" for line in [*opening, *inside]]]
     task_import = f"from {function.__module__} import {function.__name__} as THE_TASK"
     text = "\n".join([_IMPORTS, task_import, *classes, "", *main, _options(device)])
@@ -150,7 +182,11 @@ def _training_lines(program: Program, exported: str, metric: str) -> list[str]:
         "        if progress.samples // plan.evaluate_every > looks:",
         "            looks = progress.samples // plan.evaluate_every",
         "            look()",
-        *(["            if plan.stop(evaluations):", "                done = True", "                break"] if stops else []),
+        *(
+            ["            if plan.stop(evaluations):", "                done = True", "                break"]
+            if stops
+            else []
+        ),
     ]
     return [
         *(["evaluations = []", "", *look, ""] if evaluates else []),
@@ -182,22 +218,31 @@ def _data_lines(task: Task, users: list[tuple[str, Method]]) -> list[str]:
 
 def _plan(task: Task) -> str:
     """Returns the training plan of the task, before any method changes it."""
-    plan, data = data_adapters.initial_plan(task), "task.train_data.dataset" if data_adapters.is_prebatched(task.train_data) else "task.train_data"
+    plan, data = (
+        data_adapters.initial_plan(task),
+        "task.train_data.dataset" if data_adapters.is_prebatched(task.train_data) else "task.train_data",
+    )
     known = f", samples=len({data})" if plan.samples is not None else ""
     return f"TrainPlan(batch_size={plan.batch_size}, epochs={plan.epochs!r}, evaluate_every={plan.evaluate_every!r}{known})"
 
 
 def _batches(which: str, data, task: Task) -> list[str]:
     """Returns the lines that define one batch source. Map-style data are written out; other kinds call ``engine/data_adapters.py``."""
-    size = "plan.batch_size" if which == "train" else data_adapters.initial_plan(task).batch_size  # judged in the task's own batches
+    size = (
+        "plan.batch_size" if which == "train" else data_adapters.initial_plan(task).batch_size
+    )  # judged in the task's own batches
     if data_adapters.is_prebatched(data) and not isinstance(data, DataLoader):
         training = f"training={which == 'train'}"
         return [
             f"data = task.{which}_data.batches({size}, options.seed, {training})",
             f"{which} = Batches(epoch=data.epoch, length=data.length, {training})",
         ]
-    if isinstance(data, (DataLoader, IterableDataset)) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        return [f"{which} = {'training' if which == 'train' else 'data_adapters.validation'}(task, {size}, options.seed)"]
+    if isinstance(data, (DataLoader, IterableDataset)) or not (
+        hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    ):
+        return [
+            f"{which} = {'training' if which == 'train' else 'data_adapters.validation'}(task, {size}, options.seed)"
+        ]
     order, rest = f"shuffled(samples, {size}, options.seed)", "seed=options.seed"
     if which == "validation":
         order, rest = f"in_sequence(samples, {size})", "seed=derived(options.seed, 1), training=False"
@@ -210,7 +255,11 @@ def _batches(which: str, data, task: Task) -> list[str]:
 
 def _variable(method: Method, taken: set[str]) -> str:
     """Returns the variable of a method: its name, or for a method from a file its class name in snake case."""
-    name = method.name if method.name.isidentifier() else re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(method).__name__).lower()
+    name = (
+        method.name
+        if method.name.isidentifier()
+        else re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(method).__name__).lower()
+    )
     while name in taken:
         name += "_"
     taken.add(name)
@@ -228,9 +277,30 @@ def literal(value) -> str:
 
 
 _MAIN_NAMES = {
-    *HOOKS, "options", "task", "device", "run", "train", "validation", "schedule", "batch_to_device", "exported", "progress",
-    "evaluations", "began", "look", "looks", "done", "data", "samples", "step_loss", "main", "method", "why", "program",
-}  # fmt: skip
+    *HOOKS,
+    "options",
+    "task",
+    "device",
+    "run",
+    "train",
+    "validation",
+    "schedule",
+    "batch_to_device",
+    "exported",
+    "progress",
+    "evaluations",
+    "began",
+    "look",
+    "looks",
+    "done",
+    "data",
+    "samples",
+    "step_loss",
+    "main",
+    "method",
+    "why",
+    "program",
+}
 
 _IMPORTS = """\
 import argparse

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from hasten.core.errors import ConfigurationError
 from hasten.core.process_group_info import DEFAULT_TIMEOUT_S, ProcessGroupInfo
 from hasten.core.progress import ProgressCallback, no_progress
-from hasten.engine.devices import pick_device
 from hasten.distributed.process_group import init_process_group
+from hasten.engine.devices import pick_device
 from hasten.engine.train import device_of
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000, 4_000_000, 16_000_000, 64_000_000)  # bytes that each rank gives
@@ -32,7 +32,12 @@ TOO_LONG = 0.5  # seconds of a call, after which no larger one is tried
 MOST = 1000  # calls of one
 
 
-def bench_comm(device: str | None = None, sizes: tuple[int, ...] = SIZES, watch: ProgressCallback = no_progress, patience: float = DEFAULT_TIMEOUT_S) -> dict:
+def bench_comm(
+    device: str | None = None,
+    sizes: tuple[int, ...] = SIZES,
+    watch: ProgressCallback = no_progress,
+    timeout: float = DEFAULT_TIMEOUT_S,
+) -> dict:
     """Measures the collectives among the ranks of the job that this process is in.
 
     Returns:
@@ -43,7 +48,7 @@ def bench_comm(device: str | None = None, sizes: tuple[int, ...] = SIZES, watch:
         Refusal: this process is alone.
     """
     device = pick_device(device)
-    with init_process_group(device, patience) as ranks:
+    with init_process_group(device, timeout) as ranks:
         if ranks.is_single_process:
             raise ConfigurationError("one process has nobody to talk to; say --processes 2, or more")
         device_of(ranks, device)  # or one without a GPU of its own is refused
@@ -74,10 +79,18 @@ def _measured(ranks: ProcessGroupInfo, device: torch.device, sizes: tuple[int, .
     for name in COLLECTIVES:
         rows = [(size, seconds) for (of, size), seconds in taken.items() if of == name]
         latency, bandwidth = fit_alpha_beta([(size, median(seconds)) for size, seconds in rows])
-        readings = [{"bytes": size, "seconds": {"median": median(s), "low": min(s), "high": max(s)}} for size, s in rows]
+        readings = [
+            {"bytes": size, "seconds": {"median": median(s), "low": min(s), "high": max(s)}} for size, s in rows
+        ]
         found[name] = {"latency": latency, "bandwidth": bandwidth, "sizes": readings}
     nodes = ranks.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
-    return {"processes": ranks.world_size, "nodes": nodes, "backend": dist.get_backend(), "device": str(device), "collectives": found}
+    return {
+        "processes": ranks.world_size,
+        "nodes": nodes,
+        "backend": dist.get_backend(),
+        "device": str(device),
+        "collectives": found,
+    }
 
 
 def fit_alpha_beta(points: list[tuple[int, float]]) -> tuple[float, float]:
@@ -85,7 +98,9 @@ def fit_alpha_beta(points: list[tuple[int, float]]) -> tuple[float, float]:
     sizes = torch.tensor([size for size, _ in points], dtype=torch.float64)
     seconds = torch.tensor([taken for _, taken in points], dtype=torch.float64)
     columns = torch.stack([1 / seconds, sizes / seconds], dim=1)
-    latency, a_byte = torch.linalg.lstsq(columns, torch.ones(len(points), 1, dtype=torch.float64)).solution.flatten().tolist()
+    latency, a_byte = (
+        torch.linalg.lstsq(columns, torch.ones(len(points), 1, dtype=torch.float64)).solution.flatten().tolist()
+    )
     return max(latency, 0.0), 1 / max(a_byte, 1e-15)
 
 

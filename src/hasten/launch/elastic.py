@@ -37,17 +37,21 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from hasten._torch_compat_elastic import ElasticAgent
-from hasten.core.errors import HastenWarning, ConfigurationError
-from hasten.launch.rank_results import GOES_ON, RankResult, run_directory, forget, read_results
+from hasten.core.errors import ConfigurationError, HastenWarning
+from hasten.launch.rank_results import GOES_ON, RankResult, forget, read_results, run_directory
 
 SHUTDOWN_GRACE_S = 60  # seconds that ranks have to save and to end when they are asked to
 HANG_REPORT_S = 3.0  # seconds in which all but the rank that hangs report that they have waited in vain
 HEARTBEAT_INTERVAL_S = 5.0  # seconds from one to the next
-HEARTBEAT_TIMEOUT_S = 90.0  # seconds without one, after which a machine is given up; TCP takes twice as long as a cable was out
+HEARTBEAT_TIMEOUT_S = (
+    90.0  # seconds without one, after which a machine is given up; TCP takes twice as long as a cable was out
+)
 GOODBYE_S = 5.0  # seconds for the other machines to read that the job is over
 WAIT_LIST = 1.5  # seconds until a new machine is surely seen: torch asks the store once a second
 ENDED = (WorkerState.FAILED, WorkerState.UNHEALTHY)
-SHAPE, OUT, CAME, GONE, ALIVE, DONE = (f"hasten/{name}" for name in ("shape", "out", "came", "gone", "alive", "done"))  # in the store
+SHAPE, OUT, CAME, GONE, ALIVE, DONE = (
+    f"hasten/{name}" for name in ("shape", "out", "came", "gone", "alive", "done")
+)  # in the store
 COME = "another machine has come; all save, and go on together"
 
 
@@ -87,14 +91,20 @@ class ElasticAgent(ElasticAgent):
 
     def monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = self._looked_after(worker_group)
-        while result.state == WorkerState.HEALTHY and self._nears_its_end(worker_group):  # torch does not see who comes: it is too late
+        while result.state == WorkerState.HEALTHY and self._nears_its_end(
+            worker_group
+        ):  # torch does not see who comes: it is too late
             time.sleep(worker_group.spec.monitor_interval)
             result = self._looked_after(worker_group)
         if result.state in ENDED:
             endings = read_results(self.folder)
             by_its_own_fault = any(ending.line and not ending.aftermath for ending in endings.values())
             alone = worker_group.group_world_size == 1
-            if by_its_own_fault or self._are_done(worker_group) or (alone and is_mutual_timeout(endings, exit_codes(result))):
+            if (
+                by_its_own_fault
+                or self._are_done(worker_group)
+                or (alone and is_mutual_timeout(endings, exit_codes(result)))
+            ):
                 self.remaining_restarts = 0
             elif worker_group.spec.rdzv_handler.is_closed():
                 raise RendezvousClosedError
@@ -106,7 +116,9 @@ class ElasticAgent(ElasticAgent):
                 lost = describe_lost_rank(endings, exit_codes(result)) or elsewhere
                 most = worker_group.spec.max_restarts
                 which = f"restart {most - self.remaining_restarts + 1} of {most}"
-                warnings.warn(f"{lost}; all meet again to go on from the newest checkpoint, {which}", HastenWarning, stacklevel=2)
+                warnings.warn(
+                    f"{lost}; all meet again to go on from the newest checkpoint, {which}", HastenWarning, stacklevel=2
+                )
         return result
 
     def _looked_after(self, worker_group: WorkerGroup) -> RunResult:
@@ -190,7 +202,9 @@ def check_same_launch_options(store: dist.Store, shape: dict[str, str]) -> None:
     first = json.loads(store.compare_set(SHAPE, "", json.dumps(shape)))
     for option, here in shape.items():
         if first[option] != here:
-            raise ConfigurationError(f"this machine was given {option} {here}, and another one {option} {first[option]}; say the same on all of them")
+            raise ConfigurationError(
+                f"this machine was given {option} {here}, and another one {option} {first[option]}; say the same on all of them"
+            )
 
 
 def leave_rendezvous(store: dist.Store, stays: bool) -> None:
@@ -212,7 +226,11 @@ def describe_lost_rank(endings: dict[int, RankResult], codes: dict[int, int]) ->
     for rank, code in codes.items():
         if rank not in endings and code not in (0, -signal.SIGTERM):
             memory = " (out of memory?)" if code == -signal.SIGKILL else ""
-            return f"rank {rank} was killed by {signal.Signals(-code).name}{memory}" if code < 0 else f"rank {rank} ended with code {code}"
+            return (
+                f"rank {rank} was killed by {signal.Signals(-code).name}{memory}"
+                if code < 0
+                else f"rank {rank} ended with code {code}"
+            )
     return None
 
 

@@ -29,14 +29,23 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, create_handler
 
-from hasten.core.errors import RunError, HastenWarning, ConfigurationError
+from hasten.core.errors import ConfigurationError, HastenWarning, RunError
 from hasten.core.method import Method
-from hasten.engine.resources import OUR_THREADS, free_memory, warn_oversubscribed, available_cpus
 from hasten.engine.data_adapters import check_process_count
+from hasten.engine.resources import OUR_THREADS, available_cpus, free_memory, warn_oversubscribed
 from hasten.engine.tasks import TaskRef
-from hasten.launch.elastic import CAME, ENDED, ElasticAgent, exit_codes, describe_lost_rank, check_same_launch_options, leave_rendezvous, is_mutual_timeout
+from hasten.launch.elastic import (
+    CAME,
+    ENDED,
+    ElasticAgent,
+    check_same_launch_options,
+    describe_lost_rank,
+    exit_codes,
+    is_mutual_timeout,
+    leave_rendezvous,
+)
 from hasten.launch.rank_results import GOES_ON, PARENT, job_directory, read_results
-from hasten.launch.rendezvous import HERE, PATIENCE, interface_of, hosts_rendezvous, local_address
+from hasten.launch.rendezvous import HERE, TIMEOUT_S, hosts_rendezvous, interface_of, local_address
 
 MEETING = 900  # seconds that the machines have to find each other, and a machine that was lost to come back
 OF_A_RANK = 200_000_000  # bytes of a process that has imported torch
@@ -48,7 +57,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # whic
 LOST = (RendezvousConnectionError, dist.DistError)  # whoever has the store is gone
 
 
-def launch(words: list[str], processes: int, nodes: tuple[int, int] = (1, 1), rendezvous: str | None = None, restarts: int = 0) -> int:
+def launch(
+    words: list[str], processes: int, nodes: tuple[int, int] = (1, 1), rendezvous: str | None = None, restarts: int = 0
+) -> int:
     """Runs ``hasten WORDS`` in so many processes on this machine, and on as many of each other node; the exit code of the command.
 
     Args:
@@ -63,14 +74,14 @@ def launch(words: list[str], processes: int, nodes: tuple[int, int] = (1, 1), re
     _silence_the_agent()
     address = HERE if rendezvous is None else local_address(rendezvous)
     with job_directory() as folder, _environment(processes, address), _ended_by_signals(folder):
-        patience = PATIENCE
+        timeout = TIMEOUT_S
         shape = {
-            "--nodes": ":".join(map(str, nodes)),
+            "--nnodes": ":".join(map(str, nodes)),
             "--processes": str(processes),
-            "--restarts": str(restarts),
+            "--max-restarts": str(restarts),
         }  # as given, however many are left
         while True:
-            hosts = rendezvous is None or hosts_rendezvous(rendezvous, patience)
+            hosts = rendezvous is None or hosts_rendezvous(rendezvous, timeout)
             try:
                 result = _elastic(words, processes, nodes, rendezvous, restarts, address, hosts, folder, shape)
                 break
@@ -78,12 +89,18 @@ def launch(words: list[str], processes: int, nodes: tuple[int, int] = (1, 1), re
                 if restarts == 0:
                     how = "its machine, where all meet, is gone, and no restart is left; start the same command on all again, with --resume"
                     raise RunError(f"{rendezvous} does not answer any more: {how}") from None
-            restarts, patience = restarts - 1, MEETING
+            restarts, timeout = restarts - 1, MEETING
             warnings.warn(
-                f"{rendezvous} does not answer any more; waiting for the same command there, to go on together", HastenWarning, stacklevel=2
+                f"{rendezvous} does not answer any more; waiting for the same command there, to go on together",
+                HastenWarning,
+                stacklevel=2,
             )
         if result is None:
-            warnings.warn("the job is over; it had all the machines that it takes, and did without this one", HastenWarning, stacklevel=2)
+            warnings.warn(
+                "the job is over; it had all the machines that it takes, and did without this one",
+                HastenWarning,
+                stacklevel=2,
+            )
             return 0
         if result.state in ENDED:
             raise _verdict(folder, exit_codes(result), here_alone=nodes[1] == 1)
@@ -118,19 +135,42 @@ def _refuse_what_does_not_fit(processes: int) -> None:
 
 
 def _elastic(
-    words, processes: int, nodes: tuple[int, int], rendezvous, restarts: int, address: str, hosts: bool, folder: str, shape: dict
+    words,
+    processes: int,
+    nodes: tuple[int, int],
+    rendezvous,
+    restarts: int,
+    address: str,
+    hosts: bool,
+    folder: str,
+    shape: dict,
 ) -> RunResult | None:
     """How the ranks of this machine ended at last; None where it was not needed. ``shape``: what all machines have to be given alike."""
     parameters = RendezvousParameters(
-        "c10d", rendezvous or f"{HERE}:0", "hasten", *nodes, address, is_host=hosts, join_timeout=MEETING, last_call_timeout=LAST_CALL
+        "c10d",
+        rendezvous or f"{HERE}:0",
+        "hasten",
+        *nodes,
+        address,
+        is_host=hosts,
+        join_timeout=MEETING,
+        last_call_timeout=LAST_CALL,
     )
     backend, store = _backend(parameters)
     check_same_launch_options(store, shape)
     handler = create_handler(store, backend, parameters)
     spec = WorkerSpec(
-        "hasten", processes, handler, entrypoint=sys.executable, args=("-m", "hasten", *words), max_restarts=restarts, monitor_interval=0.1
+        "hasten",
+        processes,
+        handler,
+        entrypoint=sys.executable,
+        args=("-m", "hasten", *words),
+        max_restarts=restarts,
+        monitor_interval=0.1,
     )
-    agent = ElasticAgent(spec, DefaultLogsSpecs(log_dir=folder, redirects=dict.fromkeys(range(1, processes), Std.ALL)), folder, store)
+    agent = ElasticAgent(
+        spec, DefaultLogsSpecs(log_dir=folder, redirects=dict.fromkeys(range(1, processes), Std.ALL)), folder, store
+    )
     store.add(CAME, 1)
     ends_the_job, there = True, True
     try:
@@ -139,12 +179,16 @@ def _elastic(
         there = False
         raise
     except SignalException as error:
-        ends_the_job = error.sigval == signal.SIGINT  # who asks otherwise takes this machine away, and the others may go on
+        ends_the_job = (
+            error.sigval == signal.SIGINT
+        )  # who asks otherwise takes this machine away, and the others may go on
         raise
     except RendezvousClosedError:
         raise _verdict(folder, {}, "the job has ended on another machine") from None
     except RendezvousTimeoutError:
-        raise RunError(f"fewer than {nodes[0]} machines have come to {rendezvous} for {MEETING} s; start the same command on all") from None
+        raise RunError(
+            f"fewer than {nodes[0]} machines have come to {rendezvous} for {MEETING} s; start the same command on all"
+        ) from None
     finally:
         ends_the_job &= hosts or agent.get_worker_group().group_world_size is not None  # not who has only waited
         if there and ends_the_job:
@@ -176,12 +220,16 @@ def _backend(parameters: RendezvousParameters) -> tuple[RendezvousBackend, dist.
         return made.result(ANSWER)
     except (RendezvousConnectionError, TimeoutError):
         advice = "choose another port, the same on all machines"
-        raise ConfigurationError(f"the machines cannot meet at {parameters.endpoint}: another program has that port; {advice}") from None
+        raise ConfigurationError(
+            f"the machines cannot meet at {parameters.endpoint}: another program has that port; {advice}"
+        ) from None
     finally:
         thread.join(LET_GO)
 
 
-def _verdict(folder: str, codes: dict[int, int], otherwise: str = "the ranks ended without a word", here_alone: bool = False) -> Exception:
+def _verdict(
+    folder: str, codes: dict[int, int], otherwise: str = "the ranks ended without a word", here_alone: bool = False
+) -> Exception:
     """What the rank has to say that failed first, by its own fault; of one that could not speak, how it ended."""
     endings = read_results(folder)
     failed = [(rank, ending) for rank, ending in endings.items() if ending.line]
@@ -226,7 +274,9 @@ def _ended_by_signals(folder: str) -> Iterator[None]:
     def told(number: int, frame) -> NoReturn:
         raise SignalException("", signal.Signals(number))
 
-    heeded = [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]  # ``nohup`` stays what it is
+    heeded = [
+        each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN
+    ]  # ``nohup`` stays what it is
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(each.name for each in heeded)
     before = {each: signal.signal(each, told) for each in heeded}
     try:
@@ -244,7 +294,9 @@ def _environment(processes: int, address: str) -> Iterator[None]:
     before = dict(os.environ)
     os.environ.pop(GOES_ON, None)
     os.environ[PARENT] = str(os.getpid())
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch keeps the address of a store even after its machine was lost
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
+        "1"  # torch keeps the address of a store even after its machine was lost
+    )
     if "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = os.environ[OUR_THREADS] = str(max(1, available_cpus() // processes))
     if interface := interface_of(address):

@@ -12,10 +12,10 @@ import warnings
 
 import psutil
 
-from hasten.core.errors import RunError, ProgressWarning, ConfigurationError
+from hasten.core.errors import ConfigurationError, ProgressWarning, RunError
 
 HERE = "127.0.0.1"
-PATIENCE = 60.0  # seconds until somebody has to answer there
+TIMEOUT_S = 60.0  # seconds until somebody has to answer there
 TOLD_EVERY = 10.0  # seconds
 
 
@@ -42,7 +42,7 @@ def interface_of(address: str) -> str | None:
     return next((name for name, all_of_it in known if any(each.address == address for each in all_of_it)), None)
 
 
-def hosts_rendezvous(place: str, patience: float = PATIENCE) -> bool:
+def hosts_rendezvous(place: str, timeout: float = TIMEOUT_S) -> bool:
     """Whether this process is to answer at HOST:PORT. Where another machine is, somebody is waited for to answer there.
 
     Raises:
@@ -58,8 +58,10 @@ def hosts_rendezvous(place: str, patience: float = PATIENCE) -> bool:
             now = time.monotonic()
         if _is_here(host):
             return True
-        if now - begun > patience:
-            raise RunError(f"nobody has answered at {place} for {patience:.0f} s; start the same command on {host}, or mend the way there")
+        if now - begun > timeout:
+            raise RunError(
+                f"nobody has answered at {place} for {timeout:.0f} s; start the same command on {host}, or mend the way there"
+            )
         if now - told > TOLD_EVERY:
             warnings.warn(f"waiting for {place} since {now - begun:.0f} s", ProgressWarning, stacklevel=2)
             told = now

@@ -20,7 +20,7 @@ from time import perf_counter
 from typing import Any
 
 from hasten.core.data import WorkerConfig
-from hasten.loading.loader_stats import LoaderStats, LoaderProfiler, record_cuda_event, gpu_is_busy
+from hasten.loading.loader_stats import LoaderProfiler, LoaderStats, gpu_is_busy, record_cuda_event
 
 WAIT_TOLERANCE = 0.01  # of the time: who waits no more than that does not wait
 MIN_SPEEDUP = 1.03  # times faster, in every look, or it stays as it was
@@ -47,21 +47,33 @@ class SearchSpace:
     cores: int
     memory_budget: Callable[[], float]
 
-    def neighbors(self, crew: WorkerConfig, seen: LoaderStats) -> list[WorkerConfig]:
+    def neighbors(self, workers: WorkerConfig, seen: LoaderStats) -> list[WorkerConfig]:
         """The crews to be tried next in its place, the most promising first."""
-        count, ahead = crew.num_workers, crew.prefetch or DEFAULT_PREFETCH
-        own = ("threads" if crew.threads else "processes",) if count else ()
+        count, prefetch = workers.num_workers, workers.prefetch or DEFAULT_PREFETCH
+        own = ("threads" if workers.threads else "processes",) if count else ()
         kinds = [*own, *(kind for kind in self.kinds if kind not in own)]
         work = seen.seconds_per_batch * count if count else seen.wait_s  # of one worker, for one batch
-        wanted = math.ceil(min(work / seen.step_s, self.cores)) if seen.step_s else self.cores  # with as many, no step would wait
+        wanted = (
+            math.ceil(min(work / seen.step_s, self.cores)) if seen.step_s else self.cores
+        )  # with as many, no step would wait
         sizes = dict.fromkeys((max(count + 1, wanted), (count + max(count + 1, wanted) + 1) // 2, count + 1))
-        larger = [_worker_config(kind, size, ahead) for size in sizes for kind in kinds if size <= max(1, self.cores)]
-        others = [_worker_config(kind, count, ahead) for kind in kinds[1:]] if count else []
+        larger = [
+            _worker_config(kind, size, prefetch) for size in sizes for kind in kinds if size <= max(1, self.cores)
+        ]
+        others = [_worker_config(kind, count, prefetch) for kind in kinds[1:]] if count else []
         short_of_workers = seen.wait_s > seen.step_s  # then batches come too slowly, not too unevenly
-        further = [replace(crew, ahead=2 * ahead)] if count and not short_of_workers and 2 * ahead <= MAX_PREFETCH else []
-        fewer = [_worker_config(own[0], count // 2, ahead) if count > 1 else WorkerConfig()] if count else []
-        room = self.memory_budget()
-        return [other for other in (*larger, *others, *further, *fewer) if _bytes_in_flight(other, seen.size) <= room]
+        further = (
+            [replace(workers, prefetch=2 * prefetch)]
+            if count and not short_of_workers and 2 * prefetch <= MAX_PREFETCH
+            else []
+        )
+        fewer = [_worker_config(own[0], count // 2, prefetch) if count > 1 else WorkerConfig()] if count else []
+        memory_budget = self.memory_budget()
+        return [
+            other
+            for other in (*larger, *others, *further, *fewer)
+            if _bytes_in_flight(other, seen.size) <= memory_budget
+        ]
 
 
 class LoaderAutotuner:
@@ -86,16 +98,22 @@ class LoaderAutotuner:
 
     def __init__(
         self,
-        crew: WorkerConfig | None = None,
+        workers: WorkerConfig | None = None,
         *,
         cores: int,
-        room: Callable[[], float],
+        memory_budget: Callable[[], float],
         cache: str | None = None,
         passes: float | None = None,
         told: Callable[[LoaderAutotuner], Any] | None = None,
         of: type | None = None,
     ):
-        self.workers, self.cores, self.memory_budget, self.cache, self.passes = crew or WorkerConfig(), cores, room, cache, passes
+        self.workers, self.cores, self.memory_budget, self.cache, self.passes = (
+            workers or WorkerConfig(),
+            cores,
+            memory_budget,
+            cache,
+            passes,
+        )
         self.on_converged, self.of = told, of
         self.wait_fraction = self.initial_wait_fraction = self.seconds_per_batch = None
         self._without: tuple | None = None  # how it was without a cache that is being tried
@@ -113,8 +131,10 @@ class LoaderAutotuner:
     def tuned_settings(self) -> dict:
         """What it found, as settings for the next run."""
         kind = "threads" if self.workers.threads else "processes"
-        crew = {kind: self.workers.num_workers} | ({"ahead": self.workers.prefetch} if self.workers.num_workers else {})
-        return crew | ({} if self.cache is None else {"cache": self.cache})
+        workers = {kind: self.workers.num_workers} | (
+            {"prefetch": self.workers.prefetch} if self.workers.num_workers else {}
+        )
+        return workers | ({} if self.cache is None else {"cache": self.cache})
 
     def iterate(self, enter: OpenIterator, choices: SearchSpace) -> Iterator:
         """The batches of a pass.
@@ -125,21 +145,23 @@ class LoaderAutotuner:
         if self._busy:  # two passes at a time: who waits for whom?
             yield from enter(WorkerConfig(), 0)
             return
-        self._busy, done, crew, inner, queued = True, 0, None, None, None
+        self._busy, done, workers, inner, queued = True, 0, None, None, None
         try:
             self._start_epoch(choices)
             while self._watched is not None:
-                if crew != self._watched:
+                if workers != self._watched:
                     _close(inner)
-                    crew, inner, queued = self._watched, None, None
-                    self._watch = self._watch if self._watch and self._watch.crew == crew else LoaderProfiler(crew)
+                    workers, inner, queued = self._watched, None, None
+                    self._watch = (
+                        self._watch if self._watch and self._watch.workers == workers else LoaderProfiler(workers)
+                    )
                     self._watch.on_enter()
                 asked = perf_counter()
                 try:
-                    inner = iter(enter(crew, done)) if inner is None else inner
+                    inner = iter(enter(workers, done)) if inner is None else inner
                     batch = next(inner, _END)
                 except Exception:
-                    if crew == self.workers:
+                    if workers == self.workers:
                         raise
                     self._report(None)  # if it is not this crew's fault, the one before it will tell
                     continue
@@ -152,7 +174,7 @@ class LoaderAutotuner:
                 queued = record_cuda_event()
                 if self._watch.on_step(perf_counter() - given):
                     self._report(self._watch.stats())
-            if crew != self.workers:
+            if workers != self.workers:
                 _close(inner)
                 inner = iter(enter(self.workers, done))
             yield from inner
@@ -160,7 +182,9 @@ class LoaderAutotuner:
             _close(inner)
             self._busy = False
 
-    def search(self, choices: SearchSpace, seen: LoaderStats | None = None) -> Generator[WorkerConfig, LoaderStats | None, LoaderStats]:
+    def search(
+        self, choices: SearchSpace, seen: LoaderStats | None = None
+    ) -> Generator[WorkerConfig, LoaderStats | None, LoaderStats]:
         """Yields the crew to look at next, and is sent what was seen, None where it failed; at the end ``self.crew`` is the best.
 
         Args:
@@ -170,7 +194,9 @@ class LoaderAutotuner:
             The last look at the best.
         """
         looks, had, tried = [seen or (yield self.workers)], {self.workers}, set()
-        self.initial_wait_fraction = looks[0].wait_fraction if self.initial_wait_fraction is None else self.initial_wait_fraction
+        self.initial_wait_fraction = (
+            looks[0].wait_fraction if self.initial_wait_fraction is None else self.initial_wait_fraction
+        )
         while looks[-1].wait_fraction > WAIT_TOLERANCE:
             for other in choices.neighbors(self.workers, looks[-1]):
                 if other in had | tried:
@@ -199,16 +225,36 @@ class LoaderAutotuner:
         self._reset()
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | {"_search": None, "_watched": None, "_watch": None, "_busy": False}  # another process looks for itself
+        return self.__dict__ | {
+            "_search": None,
+            "_watched": None,
+            "_watch": None,
+            "_busy": False,
+        }  # another process looks for itself
 
     def state_dict(self) -> dict:
-        crew = {"threads": self.workers.threads, "processes": self.workers.processes, "ahead": self.workers.prefetch}
-        return {**crew, "waits": self.wait_fraction, "pace": self.seconds_per_batch, "cache": self.cache}
+        workers = {
+            "threads": self.workers.threads,
+            "processes": self.workers.processes,
+            "prefetch": self.workers.prefetch,
+        }
+        return {
+            **workers,
+            "wait_fraction": self.wait_fraction,
+            "seconds_per_batch": self.seconds_per_batch,
+            "cache": self.cache,
+        }
 
     def load_state_dict(self, state: dict) -> None:
         self._reset()
-        self.workers = WorkerConfig(min(state["threads"], self.cores), min(state["processes"], self.cores), state["ahead"])
-        self.wait_fraction, self.seconds_per_batch, self.cache = state["waits"], state["pace"], state["cache"]
+        self.workers = WorkerConfig(
+            min(state["threads"], self.cores), min(state["processes"], self.cores), state["prefetch"]
+        )
+        self.wait_fraction, self.seconds_per_batch, self.cache = (
+            state["wait_fraction"],
+            state["seconds_per_batch"],
+            state["cache"],
+        )
 
     def _reset(self) -> None:
         self.wait_fraction = self._search = self._watched = self._watch = None
@@ -218,7 +264,10 @@ class LoaderAutotuner:
         if self._search is None:
             in_vain = self.converged and self.wait_fraction > RETRY_WAIT_FRACTION and self._once_more
             self._once_more = self._once_more and not in_vain
-            self._search, self._watch = (self._recheck if self.converged and not in_vain else self.search)(choices), None
+            self._search, self._watch = (
+                (self._recheck if self.converged and not in_vain else self.search)(choices),
+                None,
+            )
             self._watched = next(self._search)
 
     def _recheck(self, choices: SearchSpace) -> Generator[WorkerConfig, LoaderStats | None, LoaderStats | None]:
@@ -264,16 +313,22 @@ def _is_faster(look: LoaderStats | None, than: list[LoaderStats]) -> bool:
     if look is None:
         return False
     least = min(each.seconds_per_batch for each in than)
-    return look.seconds_per_batch * MIN_SPEEDUP < least or (look.wait_fraction <= WAIT_TOLERANCE and look.seconds_per_batch <= least)
+    return look.seconds_per_batch * MIN_SPEEDUP < least or (
+        look.wait_fraction <= WAIT_TOLERANCE and look.seconds_per_batch <= least
+    )
 
 
-def _worker_config(kind: str, count: int, ahead: int) -> WorkerConfig:
-    return WorkerConfig(**{kind: count}, prefetch=ahead)
+def _worker_config(kind: str, count: int, prefetch: int) -> WorkerConfig:
+    return WorkerConfig(**{kind: count}, prefetch=prefetch)
 
 
-def _bytes_in_flight(crew: WorkerConfig, size: int) -> int:
+def _bytes_in_flight(workers: WorkerConfig, size: int) -> int:
     """That its batches take on their way; a process has them in shared memory as well."""
-    return (crew.num_workers + crew.prefetch + 1) * size * (2 if crew.processes else 1) if crew.num_workers else 0
+    return (
+        (workers.num_workers + workers.prefetch + 1) * size * (2 if workers.processes else 1)
+        if workers.num_workers
+        else 0
+    )
 
 
 def _close(iterator: Iterator | None) -> None:

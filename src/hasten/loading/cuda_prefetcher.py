@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from hasten.core.batch import map_tensors, batch_tensors
+from hasten.core.batch import batch_tensors, map_tensors
 
 
 def prefetch_to_cuda(inner: Iterator, device: torch.device) -> Iterator:

@@ -43,15 +43,15 @@ class LoaderStats:
 class LoaderProfiler:
     """Notes batches and steps of a crew until there are enough for a look, in several passes where they are short."""
 
-    def __init__(self, crew: WorkerConfig):
-        self.crew, self.least = crew, max(MIN_BATCHES, BATCHES_PER_WORKER * crew.num_workers)
-        self.waits, self.steps, self.size = [], [], 0
+    def __init__(self, workers: WorkerConfig):
+        self.workers, self.least = workers, max(MIN_BATCHES, BATCHES_PER_WORKER * workers.num_workers)
+        self.wait_fraction, self.steps, self.size = [], [], 0
         self.seconds = self.waited = 0.0
         self.skip, self.before = 0, None
 
     def on_enter(self) -> None:
         """The crew begins, or a pass does. Its first batches are left out, unless the pass before had no others."""
-        self.skip = 0 if self.before == len(self.steps) else WARMUP_BATCHES + self.crew.num_workers
+        self.skip = 0 if self.before == len(self.steps) else WARMUP_BATCHES + self.workers.num_workers
         self.before = len(self.steps)
 
     def on_batch(self, waited: float, batch) -> None:
@@ -63,13 +63,13 @@ class LoaderProfiler:
         if self.skip:
             self.skip -= 1
             return False
-        self.waits.append(self.waited)
+        self.wait_fraction.append(self.waited)
         self.steps.append(seconds)
         self.seconds += self.waited + seconds
         return len(self.steps) >= self.least and self.seconds >= MIN_SECONDS
 
     def stats(self) -> LoaderStats:
-        return LoaderStats(fmean(self.waits), median(self.steps), self.size)
+        return LoaderStats(fmean(self.wait_fraction), median(self.steps), self.size)
 
 
 def record_cuda_event() -> torch.cuda.Event | None:

@@ -9,18 +9,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.loading.autotuner import DEFAULT_PREFETCH, WAIT_TOLERANCE, SearchSpace, LoaderAutotuner, default_memory_budget
 from hasten.core.data import BatchSource, WorkerConfig
-from hasten.core.errors import HastenWarning, ConfigurationError
+from hasten.core.errors import ConfigurationError, HastenWarning
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
+from hasten.loading.autotuner import (
+    DEFAULT_PREFETCH,
+    WAIT_TOLERANCE,
+    LoaderAutotuner,
+    SearchSpace,
+    default_memory_budget,
+)
 
 
 @dataclass(frozen=True)
 class AutotuneLoader(Method):
     """Climbs on what real steps wait for real batches, and settles as soon as none waits, or nothing helps within the budgets.
 
-    What it found is told, stands in result.json under "chosen", and in the recipe of the run's folder as ``threads``, ``processes``,
+    What it found is told, stands in result.json under "tuned_settings", and in the recipe of the run's folder as ``threads``, ``processes``,
     ``ahead`` and ``cache``: a run with that recipe starts there, and climbs only if its steps wait. The batches are the same whoever computes
     them; a model that draws from NumPy's or Python's generators is another matter, for samples that are read in its own process.
 
@@ -47,7 +53,7 @@ class AutotuneLoader(Method):
         accelerates={"input"},
         applies_to={"workers"},
         order=WrapOrder.EARLY,
-        after=("batched_fetch", "cache_dataset", "loader_workers"),
+        after=("in_memory_batches", "cache_dataset", "loader_workers"),
         high_setup_cost=True,
     )
 
@@ -63,27 +69,32 @@ class AutotuneLoader(Method):
         if why_not := self._obstacle(batches):
             run.report_no_effect(self, why_not)
             return batches
-        climber = run.checkpoint_state[self.name] = LoaderAutotuner(
+        autotuner = run.checkpoint_state[self.name] = LoaderAutotuner(
             self._start(present(batches)),
             cores=self.cores or run.services.available_cpus(),
-            room=default_memory_budget(self.gigabytes, run.services.free_memory),
+            memory_budget=default_memory_budget(self.gigabytes, run.services.free_memory),
             cache=self.cache,
             passes=run.plan.epochs,
             told=self._telling(run.tuned_settings, by_index=batches.spec is not None),
             of=kind(batches),
         )
-        return batches.with_workers(climber) if batches.spec is None else climbed(pinned(batches, run), climber)
+        return batches.with_workers(autotuner) if batches.spec is None else climbed(pinned(batches, run), autotuner)
 
     def _validation(self, batches: BatchSource, run: RunContext) -> BatchSource:
         """Read by the crew that the climber is at when an evaluation begins, where it is one for these."""
-        climber = run.checkpoint_state.get(self.name)
-        if climber is None or climber.of != kind(batches) or present(batches).num_workers or draws_by_worker(batches):
+        autotuner = run.checkpoint_state.get(self.name)
+        if (
+            autotuner is None
+            or autotuner.of != kind(batches)
+            or present(batches).num_workers
+            or draws_by_worker(batches)
+        ):
             return batches
         by = batches.with_workers if batches.spec is None else hiring(pinned(batches, run))
 
         def epoch(number: int, start: int = 0) -> Iterator:
             try:
-                found = by(climber.crew)
+                found = by(autotuner.workers)
             except ConfigurationError:  # of threads: something in these is the user's own
                 found = batches
             return found.epoch(number, start)
@@ -94,50 +105,54 @@ class AutotuneLoader(Method):
         if batches.spec is None:
             return None if batches.with_workers else "nobody else can compute these batches"
         if self.threads or self.cache in ("memory", "disk"):
-            raise ConfigurationError(f"{self.name}: threads and cache are for pipelines of hasten.data; say processes, or add cache_dataset")
-        if draws_by_worker(batches):
-            return (
-                "the samples are random, and this DataLoader's workers draw from streams of their own; give Task(train_data=) its dataset"
+            raise ConfigurationError(
+                f"{self.name}: threads and cache are for pipelines of hasten.data; say processes, or add cache_dataset"
             )
+        if draws_by_worker(batches):
+            return "the samples are random, and this DataLoader's workers draw from streams of their own; give Task(train_data=) its dataset"
         return None
 
     def _start(self, now: WorkerConfig) -> WorkerConfig:
         """The crew that the settings name, or the present one."""
         said = self.threads is not None or self.processes is not None
-        crew = WorkerConfig(self.threads or 0, self.processes or 0, DEFAULT_PREFETCH) if said else now
-        most = self.cores or crew.num_workers
-        ahead = crew.prefetch if self.prefetch is None else self.prefetch
-        return WorkerConfig(min(crew.threads, most), min(crew.processes, most), ahead)
+        workers = WorkerConfig(self.threads or 0, self.processes or 0, DEFAULT_PREFETCH) if said else now
+        most = self.cores or workers.num_workers
+        prefetch = workers.prefetch if self.prefetch is None else self.prefetch
+        return WorkerConfig(min(workers.threads, most), min(workers.processes, most), prefetch)
 
     def _telling(self, chosen: dict[str, dict], by_index: bool) -> Callable[[LoaderAutotuner], None]:
         """What is done when it has settled. It must not hold the run, which holds it: workers would outlive it."""
         unsaid = {name: 0 for name in ("threads", "processes") if getattr(self, name)}
-        hint = "; batched_fetch or cache_dataset would keep the samples in memory" if by_index else ""
+        hint = "; in_memory_batches or cache_dataset would keep the samples in memory" if by_index else ""
 
-        def told(climber: LoaderAutotuner) -> None:
-            chosen[self.name] = unsaid | climber.tuned_settings
-            before = f", {climber.initial_wait_fraction:.0%} at first" if climber.initial_wait_fraction is not None else ""
-            kept = f", samples kept ({climber.cache})" if climber.cache in ("memory", "disk") else ""
-            waits = f"a step waits for data {climber.wait_fraction:.1%} of its time{before}"
-            text = f"{self.name} has settled at {climber.workers}{kept}: {waits}{hint if climber.wait_fraction > WAIT_TOLERANCE else ''}"
+        def on_converged(autotuner: LoaderAutotuner) -> None:
+            chosen[self.name] = unsaid | autotuner.tuned_settings
+            before = (
+                f", {autotuner.initial_wait_fraction:.0%} at first"
+                if autotuner.initial_wait_fraction is not None
+                else ""
+            )
+            kept = f", samples kept ({autotuner.cache})" if autotuner.cache in ("memory", "disk") else ""
+            waits = f"a step waits for data {autotuner.wait_fraction:.1%} of its time{before}"
+            text = f"{self.name} has settled at {autotuner.workers}{kept}: {waits}{hint if autotuner.wait_fraction > WAIT_TOLERANCE else ''}"
             warnings.warn(text, HastenWarning, stacklevel=2)
 
-        return told
+        return on_converged
 
 
-def climbed(batches: BatchSource, climber: LoaderAutotuner) -> BatchSource:
+def climbed(batches: BatchSource, autotuner: LoaderAutotuner) -> BatchSource:
     """Batches of samples that are read by index, by the worker processes that the climber finds.
 
     What a ready DataLoader draws for the order of a pass is drawn once a pass, as by hand; its samples must not be random.
     """
     samples, drawn = batches.spec, {}
     by = hiring(batches if samples.loader is None else batches.with_spec(order=lambda epoch: drawn["order"]))
-    choices = SearchSpace(("processes",), climber.cores, lambda: min(climber.memory_budget(), shared_memory()))
+    choices = SearchSpace(("processes",), autotuner.cores, lambda: min(autotuner.memory_budget(), shared_memory()))
 
     def epoch(number: int, start: int = 0) -> Iterator:
         if samples.loader is not None:
             drawn["order"] = list(samples.batch_sampler(number))
-        return climber.iterate(lambda crew, done: by(crew).epoch(number, start + done), choices)
+        return autotuner.iterate(lambda workers, done: by(workers).epoch(number, start + done), choices)
 
     return replace(batches, epoch=epoch, samples=None, by=None)
 
@@ -146,11 +161,13 @@ def hiring(batches: BatchSource) -> Callable[[WorkerConfig], BatchSource]:
     """``crew -> batches``: the same, read by that crew's processes, which stay until another crew is asked for."""
     hired = {}
 
-    def by(crew: WorkerConfig) -> BatchSource:
-        if crew not in hired:
+    def by(workers: WorkerConfig) -> BatchSource:
+        if workers not in hired:
             hired.clear()  # ends its workers before others begin
-            hired[crew] = batches.with_spec(workers=crew.processes, prefetch=crew.prefetch_factor, persistent=crew.processes > 0)
-        return hired[crew]
+            hired[workers] = batches.with_spec(
+                workers=workers.processes, prefetch=workers.prefetch_factor, persistent=workers.processes > 0
+            )
+        return hired[workers]
 
     return by
 

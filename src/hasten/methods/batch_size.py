@@ -49,7 +49,9 @@ class BatchSize(Method):
     def data(self, batches: BatchSource, run: RunContext) -> BatchSource:
         if batches.training and batches.spec is not None and len(batches.spec.dataset) < run.plan.batch_size:
             samples, size = len(batches.spec.dataset), run.plan.batch_size
-            raise ConfigurationError(f"a batch of {size} is larger than the training data ({samples} samples); choose a factor below {self.factor}")
+            raise ConfigurationError(
+                f"a batch of {size} is larger than the training data ({samples} samples); choose a factor below {self.factor}"
+            )
         return batches
 
     def optimizer(self, make: OptimizerFactory, run: RunContext) -> OptimizerFactory:
@@ -64,7 +66,9 @@ class BatchSize(Method):
         if not self.warmup or self.scale == 1:
             return optimizer_step
         if run.plan.steps is None:
-            raise ConfigurationError("the warm-up of batch_size is a share of the steps, but the training data has no length; say warmup=0")
+            raise ConfigurationError(
+                "the warm-up of batch_size is a share of the steps, but the training data has no length; say warmup=0"
+            )
         steps, progress, groups = round(self.warmup * run.plan.steps), run.progress, run.optimizer.param_groups
 
         def warmed_up():

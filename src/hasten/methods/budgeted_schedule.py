@@ -53,7 +53,9 @@ class BudgetedSchedule(Method):
 
     def optimizer(self, make: OptimizerFactory, run: RunContext) -> OptimizerFactory:
         if run.plan.steps is None:
-            raise ConfigurationError("compressed_schedule cannot tell where the run ends: the training data has no length; give the dataset a __len__")
+            raise ConfigurationError(
+                "budgeted_schedule cannot tell where the run ends: the training data has no length; give the dataset a __len__"
+            )
 
         def squeezed(model):
             optimizer, schedule = optimizer_and_schedule(make(model))
@@ -70,7 +72,9 @@ class BudgetedSchedule(Method):
         if self.decay == "none":
             return None
         climb, fall = min(round(self.warmup * steps), steps - 1), DECAYS[self.decay]
-        return LambdaLR(optimizer, lambda step: (step + 1) / (climb + 1) if step < climb else fall((steps - step) / (steps - climb)))
+        return LambdaLR(
+            optimizer, lambda step: (step + 1) / (climb + 1) if step < climb else fall((steps - step) / (steps - climb))
+        )
 
 
 class Squeezed:

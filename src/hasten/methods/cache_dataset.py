@@ -49,7 +49,9 @@ class CacheDataset(Method):
             return "the data are not read sample by sample"
         if type(batches.spec.dataset) is TensorDataset:
             return "the samples are in memory already"
-        return None if batches.spec.is_deterministic() else "the samples are random: they differ each time they are read"
+        return (
+            None if batches.spec.is_deterministic() else "the samples are random: they differ each time they are read"
+        )
 
 
 class Remembering(torch.utils.data.Dataset):

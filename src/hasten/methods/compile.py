@@ -16,7 +16,10 @@ from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 from hasten.core.types import ContextFactory
 
-MODES = ("default", "max-autotune-no-cudagraphs")  # torch's others record CUDA graphs of their own; that is what cuda_graph is for
+MODES = (
+    "default",
+    "max-autotune-no-cudagraphs",
+)  # torch's others record CUDA graphs of their own; that is what cuda_graph is for
 COMPILER_VARIABLES = ("TORCHINDUCTOR_", "TRITON_")  # torch sets its cache folders in the environment while compiling
 
 

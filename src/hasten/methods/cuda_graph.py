@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from hasten._torch_compat import foreach_zero_
-from hasten.core.batch import map_tensors, batch_size, batch_tensors
+from hasten.core.batch import batch_size, batch_tensors, map_tensors
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.errors import RunError, format_error
 from hasten.core.method import Method
@@ -49,8 +49,12 @@ class CudaGraph(Method):
         def replayed(batch):
             share = run.progress.microbatch_fraction
             if share not in graphs:
-                if round(batch_size(batch) / share) < run.plan.batch_size:  # a resumed run may begin with the short batch
-                    return forward_backward(batch).detach()  # a graph that is alive would be in the way of the recording
+                if (
+                    round(batch_size(batch) / share) < run.plan.batch_size
+                ):  # a resumed run may begin with the short batch
+                    return forward_backward(
+                        batch
+                    ).detach()  # a graph that is alive would be in the way of the recording
                 graphs[share] = _shapes(batch), _recorded(forward_backward, batch, run)
             shapes, replay = graphs[share]
             return replay(batch) if _shapes(batch) == shapes else forward_backward(batch).detach()
@@ -77,7 +81,9 @@ def _recorded(micro, batch, run: RunContext):
     buffers = map_tensors(torch.clone, batch)
     state = list(run.model.buffers())
     before = [value.clone() for value in state]
-    gradients = {parameter: parameter.grad.clone() for parameter in run.model.parameters() if parameter.grad is not None}
+    gradients = {
+        parameter: parameter.grad.clone() for parameter in run.model.parameters() if parameter.grad is not None
+    }
     random_state = torch.cuda.get_rng_state(run.device)
 
     side = torch.cuda.Stream(run.device)

@@ -50,7 +50,9 @@ class Float16(Method):
         if all(parameter.ndim < 2 or parameter.dtype != torch.float32 for parameter in run.model.parameters()):
             run.report_no_effect(self, "the model has no float32 matrix that could be multiplied in float16")
             return forward
-        run.checkpoint_state[self.name] = Scale(self.scale, run.device)  # the hooks below, asked later, act if it is there
+        run.checkpoint_state[self.name] = Scale(
+            self.scale, run.device
+        )  # the hooks below, asked later, act if it is there
         device = run.device.type
 
         def in_float16(batch):

@@ -62,6 +62,9 @@ def _cannot(optimizer) -> str | None:
 def _fuse(optimizer: torch.optim.Optimizer) -> None:
     for group in (optimizer.defaults, *optimizer.param_groups):
         group["fused"], group["foreach"] = True, False
-    for parameter, state in optimizer.state.items():  # Adagrad makes its state at once; the fused kernel counts in float32
+    for (
+        parameter,
+        state,
+    ) in optimizer.state.items():  # Adagrad makes its state at once; the fused kernel counts in float32
         if "step" in state:
             state["step"] = state["step"].to(parameter.device, torch.float32)

@@ -30,7 +30,9 @@ class GradientAccumulation(Method):
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         """Sets the microbatches here and not in ``plan``: whether pieces give the same gradient depends on the model."""
         if any(isinstance(part, BatchNorm) for part in model.modules()):
-            run.report_no_effect(self, "the model has batch normalisation, which would see every piece alone: not the same formula")
+            run.report_no_effect(
+                self, "the model has batch normalisation, which would see every piece alone: not the same formula"
+            )
         elif min(self.accumulation_steps, run.plan.batch_size) < 2:
             run.report_no_effect(self, "the batch stays in one piece")
         else:

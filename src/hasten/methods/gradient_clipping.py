@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
-from hasten.distributed.dtensor_state import clip_norm
 from hasten.core.types import StepFn
+from hasten.distributed.dtensor_state import clip_norm
 
 
 @dataclass(frozen=True)

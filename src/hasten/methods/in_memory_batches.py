@@ -18,7 +18,7 @@ import numpy
 import torch
 from torch.utils.data import TensorDataset, default_collate
 
-from hasten.core.batch import map_tensors, batch_tensors
+from hasten.core.batch import batch_tensors, map_tensors
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.data import BatchSource, LoaderSpec
 from hasten.core.errors import RunError, format_error
@@ -96,7 +96,9 @@ class InMemoryBatches(Method):
         if not all_tensors(fields):
             return "the samples hold something that is no tensor"
         need = sum(field.nbytes for field in batch_tensors(fields)) / len(some) * len(samples.dataset) / 1e9
-        return f"the samples need {need:.1f} GB, more than gigabytes={self.gigabytes:g}" if need > self.gigabytes else None
+        return (
+            f"the samples need {need:.1f} GB, more than gigabytes={self.gigabytes:g}" if need > self.gigabytes else None
+        )
 
 
 def ready_tensors(dataset) -> list[torch.Tensor] | None:
@@ -116,14 +118,18 @@ def stacked(samples: LoaderSpec):
         return fields
     total = len(samples.dataset)
     chunks = [list(range(first, min(first + CHUNK, total))) for first in range(0, total, CHUNK)]
-    reading = samples.build(replace(samples, order=lambda epoch: chunks, length=len(chunks), pin=False, persistent=False))
+    reading = samples.build(
+        replace(samples, order=lambda epoch: chunks, length=len(chunks), pin=False, persistent=False)
+    )
     whole = None
     for indices, chunk in zip(chunks, reading.epoch(0, 0), strict=True):
         if whole is None:
             whole = map_tensors(lambda part: part.new_empty((total, *part.shape[1:])), chunk)
         for field, part in zip(batch_tensors(whole), batch_tensors(chunk), strict=True):
             if part.dtype != field.dtype or part.shape[1:] != field.shape[1:]:
-                raise RuntimeError(f"samples {indices[0]} to {indices[-1]} are {part.dtype} of shape {tuple(part.shape[1:])}")
+                raise RuntimeError(
+                    f"samples {indices[0]} to {indices[-1]} are {part.dtype} of shape {tuple(part.shape[1:])}"
+                )
             field[indices[0] : indices[-1] + 1] = part
     return whole
 
@@ -166,14 +172,19 @@ class Slot:
         if self.copied is not None:
             self.copied.synchronize()
         sizes = [*map(len, several)]
-        index, total = torch.from_numpy(numpy.array([*chain.from_iterable(several)])), sum(sizes)  # torch.tensor takes eight times as long
+        index, total = (
+            torch.from_numpy(numpy.array([*chain.from_iterable(several)])),
+            sum(sizes),
+        )  # torch.tensor takes eight times as long
         if not self.buffers or len(self.buffers[0]) < total:
             self.buffers = [self._buffer(total, field) for field in batch_tensors(fields)]
         fetched = [
             torch.index_select(field, 0, index.to(field.device), out=buffer.narrow(0, 0, total)).split_with_sizes(sizes)
             for field, buffer in zip(batch_tensors(fields), self.buffers, strict=True)
         ]
-        return [map_tensors(lambda _, parts=parts: next(parts), fields) for parts in map(iter, zip(*fetched, strict=True))]
+        return [
+            map_tensors(lambda _, parts=parts: next(parts), fields) for parts in map(iter, zip(*fetched, strict=True))
+        ]
 
     def release(self) -> None:
         """The consumer has queued what it wants to do with the batch."""

@@ -31,7 +31,7 @@ class LoaderWorkers(Method):
         accelerates={"input"},
         applies_to={"workers"},
         order=WrapOrder.EARLY,
-        after=("batched_fetch", "cache_dataset"),  # what is in memory already needs no workers
+        after=("in_memory_batches", "cache_dataset"),  # what is in memory already needs no workers
         presets=({"workers": 1}, {"workers": 2}, {"workers": 4}, {"workers": 8}),
         strong_baseline=True,
     )
@@ -54,7 +54,11 @@ class LoaderWorkers(Method):
         crew = WorkerConfig(processes=self.num_workers, prefetch=self.num_workers * (self.prefetch_factor - 1))
         if batches.with_workers is None:
             return self._idle(batches, run, "the data are not read sample by sample")
-        return self._idle(batches, run, "the batches are computed in this way already") if crew == batches.workers else batches.with_workers(crew)
+        return (
+            self._idle(batches, run, "the batches are computed in this way already")
+            if crew == batches.workers
+            else batches.with_workers(crew)
+        )
 
     def _idle(self, batches: BatchSource, run: RunContext, why: str) -> BatchSource:
         if batches.training:

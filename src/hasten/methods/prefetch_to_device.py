@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from hasten.loading.cuda_prefetcher import prefetch_to_cuda
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.data import BatchSource
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
+from hasten.loading.cuda_prefetcher import prefetch_to_cuda
 
 
 @dataclass(frozen=True)

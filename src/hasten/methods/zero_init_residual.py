@@ -38,12 +38,17 @@ class ZeroInitResidual(Method):
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         last = _last_of_blocks(model)
         if not last:
-            run.report_no_effect(self, "no batch normalisation of the model is added to a shortcut, as far as torch.fx can follow it")
+            run.report_no_effect(
+                self, "no batch normalisation of the model is added to a shortcut, as far as torch.fx can follow it"
+            )
         fresh = [norm for norm in last if norm.weight.is_meta or bool((norm.weight == 1).all())]
         if last and not fresh:
             trained = any(norm.weight.any() for norm in last)
             run.report_no_effect(
-                self, "zeros would shut off what these scales have learnt already" if trained else "the scales start with zeros already"
+                self,
+                "zeros would shut off what these scales have learnt already"
+                if trained
+                else "the scales start with zeros already",
             )
         for norm in fresh:
             torch.nn.init.zeros_(norm.weight)

@@ -27,7 +27,9 @@ def disabled_phases(run) -> set[str]:
 
 def _card(summary: str) -> Card:
     """Outermost, so that what the recipe's own methods do in that phase is taken away too."""
-    return Card(summary=summary, exactness=Exactness.CHANGES_TRAINING, order=WrapOrder.LAST, after=tuple(method_names()))
+    return Card(
+        summary=summary, exactness=Exactness.CHANGES_TRAINING, order=WrapOrder.LAST, after=tuple(method_names())
+    )
 
 
 class ReplayedBatch(Method):
@@ -60,7 +62,9 @@ class NoUpdate(Method):
 
 
 class LargerBatch(Method):
-    card = _card(f"{BATCH_FACTOR} times the batch: what every step costs whatever its size is paid {BATCH_FACTOR} times less often")
+    card = _card(
+        f"{BATCH_FACTOR} times the batch: what every step costs whatever its size is paid {BATCH_FACTOR} times less often"
+    )
 
     def plan(self, plan: TrainPlan, run: RunContext) -> TrainPlan:
         return dataclasses.replace(plan, batch_size=BATCH_FACTOR * plan.batch_size)

@@ -32,7 +32,12 @@ def advise(
     advice, against = [], []
     for name, card in sorted(cards.items()):
         if missing := sorted(card.applies_to & FACTS.keys() - facts):
-            against.append({"method": name, "why": f"it needs what does not hold here: {'; '.join(FACTS[fact] for fact in missing)}"})
+            against.append(
+                {
+                    "method": name,
+                    "why": f"it needs what does not hold here: {'; '.join(FACTS[fact] for fact in missing)}",
+                }
+            )
             continue
         if not card.accelerates:
             against.append({"method": name, "why": "it shortens no phase of the step"})
@@ -46,7 +51,9 @@ def advise(
     return advice, against
 
 
-def bound_of(name: str, card: Card, phases: Mapping[str, float], headroom: Mapping[str, float]) -> tuple[float | None, str]:
+def bound_of(
+    name: str, card: Card, phases: Mapping[str, float], headroom: Mapping[str, float]
+) -> tuple[float | None, str]:
     """What a method could give at most, and where that number comes from.
 
     A ceiling that was measured for the method itself is taken as it is. Else Amdahl: 1 / (1 - share of its

@@ -11,16 +11,16 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hasten.core.errors import RunError, ConfigurationError
-from hasten.core.recipe import Recipe
-from hasten.core.progress import ProgressCallback, no_progress
-from hasten.profiling.ablations import BATCH_FACTOR, LARGER_BATCH
-from hasten.engine.registry import cards_that_state
-from hasten.engine.tasks import TaskRef
 from hasten.benchmarking.arm import WARM_UP_STEPS
 from hasten.benchmarking.compare import BLOCK_SECONDS, BLOCK_STEPS, run_interleaved
-from hasten.benchmarking.ratio import UNSURE, Ratio, ratio_of, verdict_of
 from hasten.benchmarking.fork_server import Worker
+from hasten.benchmarking.ratio import UNSURE, Ratio, ratio_of, verdict_of
+from hasten.core.errors import ConfigurationError, RunError
+from hasten.core.progress import ProgressCallback, no_progress
+from hasten.core.recipe import Recipe
+from hasten.engine.registry import cards_that_state
+from hasten.engine.tasks import TaskRef
+from hasten.profiling.ablations import BATCH_FACTOR, LARGER_BATCH
 
 SYSTEM_TIME = "system_time"  # the ceiling (of the cards) that the processors' time in the operating system gives
 LEAST_SHARE = 0.02  # a phase below it can never pay, so its ceiling is not measured
@@ -39,12 +39,21 @@ class Ceilings:
 
     def worth(self, shares: Mapping[str, float]) -> list[str]:
         """The names whose share could pay; the others are noted."""
-        self.not_measured |= {name: f"it takes {share:.1%} of the time" for name, share in shares.items() if share < LEAST_SHARE}
+        self.not_measured |= {
+            name: f"it takes {share:.1%} of the time" for name, share in shares.items() if share < LEAST_SHARE
+        }
         return [name for name, share in shares.items() if share >= LEAST_SHARE]
 
 
 def measure_ceilings(
-    probe: Worker, shares: Mapping[str, float], *, count: int, step: float, extra: float, budget: float, watch: ProgressCallback = no_progress
+    probe: Worker,
+    shares: Mapping[str, float],
+    *,
+    count: int,
+    step: float,
+    extra: float,
+    budget: float,
+    watch: ProgressCallback = no_progress,
 ) -> Ceilings:
     """The ceilings of what can be taken away while the run goes on.
 
@@ -99,7 +108,9 @@ def measure_allocator_ceiling(
     watch("what another allocator could give", 0.0, budget)
     try:
         arms, among = (recipe, recipe.with_method(name)), (processes, processes)
-        done = run_interleaved(task, *arms, budget=budget - building, device=device, processes=among, seed=seed, looks=LOOKS)
+        done = run_interleaved(
+            task, *arms, budget=budget - building, device=device, processes=among, seed=seed, looks=LOOKS
+        )
         found.ceilings[SYSTEM_TIME] = done.ratio
     except (RunError, ConfigurationError) as error:  # it found nothing to act on
         found.not_measured[SYSTEM_TIME] = str(error)

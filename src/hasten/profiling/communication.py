@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from statistics import fmean, median
 
+from hasten.benchmarking.ratio import Ratio
 from hasten.profiling.advise import amdahl
 from hasten.profiling.stragglers import CAUSES, milliseconds, own_phases
 from hasten.profiling.verdict import LEAST_GAIN
-from hasten.benchmarking.ratio import Ratio
 
-NAMED_FIRST = (
-    0.5  # of the time that the largest cause takes: a straggler that takes as much is told instead, for it can be found and mended
-)
+NAMED_FIRST = 0.5  # of the time that the largest cause takes: a straggler that takes as much is told instead, for it can be found and mended
 EXCHANGE = (
     "averaging the gradients makes a step {exposed} longer, {share:.0%} of it{hidden}; "
     "if the ranks need not talk, training would be {gain:.2f}x as fast"
@@ -20,9 +18,7 @@ EXCHANGE = (
 HIDDEN = ", and {hidden} more hide behind the backward pass"
 INPUT = "waiting for the next batch holds all ranks up; if batches came for free, training would be {gain:.2f}x as fast"
 TURNS = "the ranks wait for each other, now for one and now for another, {waits} a step ({share:.0%}): the time that each takes varies"
-ARITHMETIC = (
-    "each rank's own arithmetic, forward and backward, takes {compute:.0%} of a step, and talking {talk}; only faster arithmetic can help"
-)
+ARITHMETIC = "each rank's own arithmetic, forward and backward, takes {compute:.0%} of a step, and talking {talk}; only faster arithmetic can help"
 
 
 def communication_cost(step: float, ceiling: Ratio | None, buckets: list[int] | None, exchanges: list[float]) -> dict:
@@ -51,10 +47,14 @@ def verdict_of(straggler: dict | None, ceilings: Mapping[str, Ratio], talk: dict
         sentence = straggler["sentence"]
     elif gain < LEAST_GAIN:
         compute = max(sum(own_phases(row)[name] for name in CAUSES["compute"]) for row in rows) / step
-        sentence = ARITHMETIC.format(compute=min(1.0, compute), talk="an unknown part" if talk["share"] is None else f"{talk['share']:.0%}")
+        sentence = ARITHMETIC.format(
+            compute=min(1.0, compute), talk="an unknown part" if talk["share"] is None else f"{talk['share']:.0%}"
+        )
     elif largest == "exchange":
         hidden = HIDDEN.format(hidden=milliseconds(talk["hidden"])) if talk["hidden"] else ""
         sentence = EXCHANGE.format(exposed=milliseconds(talk["exposed"]), share=talk["share"], hidden=hidden, gain=gain)
     else:
-        sentence = {"input": INPUT, "turns": TURNS}[largest].format(gain=gain, waits=milliseconds(waits), share=waits / step)
+        sentence = {"input": INPUT, "turns": TURNS}[largest].format(
+            gain=gain, waits=milliseconds(waits), share=waits / step
+        )
     return sentence[0].upper() + sentence[1:] + "."

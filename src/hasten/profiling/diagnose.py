@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 
+from hasten.benchmarking.ratio import Ratio
 from hasten.core.card import PHASES
-from hasten.core.recipe import Recipe
 from hasten.core.durations import parse_budget
 from hasten.core.progress import ProgressCallback, no_progress
-from hasten.profiling.advise import advise, amdahl
-from hasten.profiling.step_profile import StepProfile, profile_steps
-from hasten.profiling.ceilings import measure_allocator_ceiling
-from hasten.profiling.verdict import gains, verdict_of
+from hasten.core.recipe import Recipe
 from hasten.engine.composition import check_conflicts, sort_methods
 from hasten.engine.devices import pick_device
 from hasten.engine.registry import make_methods, method_class, method_names
 from hasten.engine.tasks import TaskRef
-from hasten.benchmarking.ratio import Ratio
+from hasten.profiling.advise import advise, amdahl
+from hasten.profiling.ceilings import measure_allocator_ceiling
+from hasten.profiling.step_profile import StepProfile, profile_steps
+from hasten.profiling.verdict import gains, verdict_of
 from hasten.reporting.result_schema import DiagnoseResult
 
 INSIDE = 0.6  # of the budget, for what one process can tell; another allocator gets what is left
@@ -29,7 +29,7 @@ def diagnose(
     recipe=None,
     budget: float | str = 60.0,
     processes: int = 1,
-    patience: float | None = None,
+    timeout: float | None = None,
     device: str | None = None,
     seed: int = 0,
     watch: ProgressCallback = no_progress,
@@ -64,7 +64,7 @@ def diagnose(
         budget=budget * INSIDE,
         input_budget=budget * INPUT,
         ceilings=processes == 1,
-        patience=patience,
+        timeout=timeout,
         watch=_part(watch, 0.0, INSIDE + INPUT),
     )
     left = budget - (time.monotonic() - began)
@@ -103,7 +103,7 @@ def diagnose(
         "samples_per_second": 1.0 / anatomy.sample,
         "start_seconds": anatomy.plan["start"],
         "evaluation_seconds": anatomy.evaluation,
-        "noise": anatomy.noise,
+        "system_noise": anatomy.noise,
         "seconds": time.monotonic() - began,
     }
 

@@ -49,7 +49,12 @@ def _cpu_flags() -> set[str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:  # not Linux: nothing is claimed
         return set()
-    return {word for line in lines if line.lower().startswith(("flags", "features")) for word in line.partition(":")[2].split()}
+    return {
+        word
+        for line in lines
+        if line.lower().startswith(("flags", "features"))
+        for word in line.partition(":")[2].split()
+    }
 
 
 def _has_like_blocks(module: nn.Module) -> bool:

@@ -12,7 +12,10 @@ from hasten.core.batch import batch_size
 from hasten.engine.plan import Program
 
 PEAK_SECONDS = 0.3
-PEAK_LENGTHS = {"cpu": (256, 512, 1024), "cuda": (1024, 4096, 8192)}  # growing, so that a format without hardware stops early
+PEAK_LENGTHS = {
+    "cpu": (256, 512, 1024),
+    "cuda": (1024, 4096, 8192),
+}  # growing, so that a format without hardware stops early
 
 
 def flops_a_sample(program: Program) -> float:

@@ -14,7 +14,9 @@ SAVED_BY_ROUNDING = 0.5  # the share of float32's bytes that 16 bits save
 READINGS = 3
 
 
-def net_saving_s(size: float, saved_share: float, codec_seconds: float, latency: float, bandwidth: float, exposed_seconds: float) -> float:
+def net_saving_s(
+    size: float, saved_share: float, codec_seconds: float, latency: float, bandwidth: float, exposed_seconds: float
+) -> float:
     """Seconds that a step becomes shorter by; below zero: longer.
 
     Args:
@@ -56,9 +58,11 @@ def cast_speedup(talk: dict, codec_seconds: float, step: float) -> tuple[float, 
     Args:
         talk: what ``communication_of`` told, where everything in it is known.
     """
-    saved = net_saving_s(talk["bytes"], SAVED_BY_ROUNDING, codec_seconds, 0.0, talk["bytes"] / talk["seconds"], talk["exposed"])
+    saved = net_saving_s(
+        talk["bytes"], SAVED_BY_ROUNDING, codec_seconds, 0.0, talk["bytes"] / talk["seconds"], talk["exposed"]
+    )
     sent = 1e3 * SAVED_BY_ROUNDING * talk["seconds"]
-    said = f"rounding {talk['bytes'] / 1e6:.3g} MB takes {1e3 * codec_seconds:.3g} ms, and half of them take {sent:.3g} ms to send"
+    given = f"rounding {talk['bytes'] / 1e6:.3g} MB takes {1e3 * codec_seconds:.3g} ms, and half of them take {sent:.3g} ms to send"
     return step / max(
         step - saved, 1e-3 * step
-    ), f"{said}: {'at most' if saved > 0 else 'no gain,'} {step / max(step - saved, 1e-3 * step):.2f}x"
+    ), f"{given}: {'at most' if saved > 0 else 'no gain,'} {step / max(step - saved, 1e-3 * step):.2f}x"

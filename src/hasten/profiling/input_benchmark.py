@@ -19,12 +19,12 @@ import numpy
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
-from hasten.core.batch import map_tensors, batch_size
+from hasten.core.batch import batch_size, map_tensors
 from hasten.core.data import BatchSource, LoaderSpec
 from hasten.core.errors import RunError
 from hasten.data.pipeline import Pipeline
-from hasten.data.workers.runners import InlineRunner
 from hasten.data.source import BadRow, Source
+from hasten.data.workers.runners import InlineRunner
 from hasten.engine.error_messages import explain_error
 from hasten.engine.plan import Program
 

@@ -19,7 +19,9 @@ from hasten.core.run_context import RunContext
 from hasten.core.types import BackwardFn, BatchFn, ForwardFn, OptimizerFactory, StepFn
 from hasten.engine.registry import method_names
 
-BACKWARD_OVER_FORWARD = 2.0  # two matrix products for every one of forward: used where a replayed graph hides which is which
+BACKWARD_OVER_FORWARD = (
+    2.0  # two matrix products for every one of forward: used where a replayed graph hides which is which
+)
 
 
 class PhaseTimer:
@@ -100,7 +102,11 @@ class Timeline(Method):
     def optimizer(self, make: OptimizerFactory, run: RunContext) -> OptimizerFactory:
         def make_timed(model):
             made = make(model)
-            return (made[0], _TimedSchedule(made[1], _tape(run))) if isinstance(made, tuple) and made[1] is not None else made
+            return (
+                (made[0], _TimedSchedule(made[1], _tape(run)))
+                if isinstance(made, tuple) and made[1] is not None
+                else made
+            )
 
         return make_timed
 

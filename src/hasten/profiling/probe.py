@@ -13,15 +13,15 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from hasten._torch_compat import TorchDispatchMode, host_read_op
+from hasten.benchmarking.arm import Arm
 from hasten.core.errors import RunError
+from hasten.engine.plan import build
+from hasten.engine.run_dir import lines_of
+from hasten.engine.tasks import TaskRef
+from hasten.profiling.ablations import LARGER_BATCH, LargerBatch, disabled_phases, outside_name
 from hasten.profiling.facts import facts_of
 from hasten.profiling.flops import flops_a_sample, peak_flops
 from hasten.profiling.input_benchmark import measure_input
-from hasten.profiling.ablations import LARGER_BATCH, LargerBatch, outside_name, disabled_phases
-from hasten.engine.run_dir import lines_of
-from hasten.engine.plan import build
-from hasten.engine.tasks import TaskRef
-from hasten.benchmarking.arm import Arm
 
 
 class Probe(Arm):
@@ -54,7 +54,9 @@ class Probe(Arm):
             return []
         losses = super()._read_losses()
         first = self.program.run.progress.step - len(losses) + 1
-        self.log.write(lines_of([{"step": first + number, "loss": loss} for number, loss in enumerate(losses)]).encode())
+        self.log.write(
+            lines_of([{"step": first + number, "loss": loss} for number, loss in enumerate(losses)]).encode()
+        )
         return losses
 
     @cached_property

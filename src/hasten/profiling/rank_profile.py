@@ -21,43 +21,50 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten._torch_compat import ddp_bucket_sizes
+from hasten.benchmarking.arm import Arm
+from hasten.benchmarking.compare import RHYTHM_BUDGETS, block_steps, refuse_unfair_blocks
+from hasten.benchmarking.ratio import ERROR, Ratio, ratio_of, spread
+from hasten.benchmarking.system_noise import SystemNoise
 from hasten.core.card import Card
-from hasten.core.errors import RunError, ConfigurationError
-from hasten.core.process_group_info import DEFAULT_TIMEOUT_S, SINGLE_PROCESS, ProcessGroupInfo
-from hasten.core.recipe import Recipe
 from hasten.core.durations import parse_budget
-from hasten.core.task import Task
+from hasten.core.errors import ConfigurationError, RunError
+from hasten.core.process_group_info import DEFAULT_TIMEOUT_S, SINGLE_PROCESS, ProcessGroupInfo
 from hasten.core.progress import ProgressCallback, no_progress
-from hasten.profiling.advise import advise
-from hasten.profiling.facts import facts_of
-from hasten.profiling.gradient_compression import SAVED_BY_ROUNDING, cast_speedup, rounding_seconds
-from hasten.profiling.ablations import ReplayedBatch, outside_name, disabled_phases
-from hasten.profiling.stragglers import phases_of_the_slowest, rank_phase_times, skew_of, find_straggler
-from hasten.profiling.communication import communication_cost, verdict_of
-from hasten.profiling.phase_timer import Timeline
-from hasten.engine.resources import single_process_threads
+from hasten.core.recipe import Recipe
+from hasten.core.task import Task
+from hasten.distributed.process_group import check_ranks_agree, init_process_group
 from hasten.engine.composition import check_conflicts, sort_methods
 from hasten.engine.devices import pick_device
 from hasten.engine.error_messages import explain_error
-from hasten.engine.registry import DISTRIBUTED, drop_distributed, make_methods, method_class, method_names
 from hasten.engine.plan import Program
-from hasten.distributed.process_group import init_process_group, check_ranks_agree
+from hasten.engine.registry import DISTRIBUTED, drop_distributed, make_methods, method_class, method_names
+from hasten.engine.resources import single_process_threads
 from hasten.engine.tasks import TaskRef
 from hasten.engine.train import device_of, identity_of
-from hasten.launch.comm_benchmark import seconds_of, neighbor_latency, measure_link
-from hasten.benchmarking.arm import Arm
-from hasten.benchmarking.compare import RHYTHM_BUDGETS, block_steps, refuse_unfair_blocks
-from hasten.benchmarking.system_noise import SystemNoise
-from hasten.benchmarking.ratio import ERROR, Ratio, ratio_of, spread
+from hasten.launch.comm_benchmark import measure_link, neighbor_latency, seconds_of
+from hasten.profiling.ablations import ReplayedBatch, disabled_phases, outside_name
+from hasten.profiling.advise import advise
+from hasten.profiling.communication import communication_cost, verdict_of
+from hasten.profiling.facts import facts_of
+from hasten.profiling.gradient_compression import SAVED_BY_ROUNDING, cast_speedup, rounding_seconds
+from hasten.profiling.phase_timer import Timeline
+from hasten.profiling.stragglers import find_straggler, phases_of_the_slowest, rank_phase_times, skew_of
 
 EXCHANGE, MEETING, INPUT = "exchange", "meeting", "input"
-KINDS = {"whole": (), "own": (EXCHANGE, MEETING), "silent": (EXCHANGE,), "replayed": (INPUT,)}  # of blocks, and what is switched in each
+KINDS = {
+    "whole": (),
+    "own": (EXCHANGE, MEETING),
+    "silent": (EXCHANGE,),
+    "replayed": (INPUT,),
+}  # of blocks, and what is switched in each
 CEILINGS = {EXCHANGE: "silent", INPUT: "replayed"}
 LEAST_ROUNDS, MOST_ROUNDS = 4, 14
 LINK_BYTES = 1_000_000
 EXCHANGES = 3  # in a row, by themselves
 NOBODY_ELSE = "one process has no other to wait for; say --processes 2, or more, or leave launch out"
-NOT_SHARED_SO = "cannot measure the communication ceiling: gradient exchange can be disabled only under DistributedDataParallel"
+NOT_SHARED_SO = (
+    "cannot measure the communication ceiling: gradient exchange can be disabled only under DistributedDataParallel"
+)
 
 
 def diagnose_ranks(
@@ -68,7 +75,7 @@ def diagnose_ranks(
     device: str | None = None,
     seed: int = 0,
     watch: ProgressCallback = no_progress,
-    patience: float = DEFAULT_TIMEOUT_S,
+    timeout: float = DEFAULT_TIMEOUT_S,
 ) -> dict:
     """What the ranks of the job that this process is in lose to each other.
 
@@ -86,7 +93,7 @@ def diagnose_ranks(
         Refusal: a wrong request, or this process is alone. Failure: the task could not run.
     """
     task, recipe, device, budget = TaskRef.of(task), Recipe.coerce(recipe), pick_device(device), parse_budget(budget)
-    with init_process_group(device, patience) as ranks:
+    with init_process_group(device, timeout) as ranks:
         if ranks.is_single_process:
             raise ConfigurationError(NOBODY_ELSE)
         check_conflicts(sort_methods(make_methods(recipe)))
@@ -135,7 +142,8 @@ def _diagnosed(probe: RankProbe, ranks: ProcessGroupInfo, budget: float, watch: 
         "communication": talk,
         "straggler": straggler,
         "links": [
-            {"from": rank, "to": (rank + 1) % ranks.world_size, "bytes": LINK_BYTES, "seconds": each} for rank, each in enumerate(links)
+            {"from": rank, "to": (rank + 1) % ranks.world_size, "bytes": LINK_BYTES, "seconds": each}
+            for rank, each in enumerate(links)
         ],
         "ceilings": {name: ratio.to_json() for name, ratio in ceilings.items()},
         "speedup": speedup and speedup.to_json(),
@@ -149,7 +157,9 @@ def _diagnosed(probe: RankProbe, ranks: ProcessGroupInfo, budget: float, watch: 
         "seconds_per_step": step,
         "samples_per_second": 1 / median(paces["whole"]),
         "blocks": len(paces["whole"]),
-        "noise": noise.summary(100 * spread(paces["whole"]), sum(block["switches"] for block in told[0]["whole"])),
+        "system_noise": noise.summary(
+            100 * spread(paces["whole"]), sum(block["switches"] for block in told[0]["whole"])
+        ),
         "seconds": time.monotonic() - began,
     }
 
@@ -161,7 +171,9 @@ class RankProbe(Arm):
         self.plain, self.waited, self.waits = recipe, 0.0, []
         self.steps = (nothing for nothing in ())
         methods = {**recipe.methods, outside_name(Timeline): {}}
-        super().__init__(task, methods, device, seed, dataclasses.replace(ranks, all_reduce_max=self._timed(ranks.all_reduce_max)))
+        super().__init__(
+            task, methods, device, seed, dataclasses.replace(ranks, all_reduce_max=self._timed(ranks.all_reduce_max))
+        )
 
     def program_of(self, task: Task) -> Program:
         """All batches and words of the other ranks are taken away with the input, so that is switched outermost."""
@@ -173,13 +185,17 @@ class RankProbe(Arm):
 
     @property
     def kinds(self) -> dict[str, tuple[str, ...]]:
-        return {kind: switched for kind, switched in KINDS.items() if self.shared is not None or EXCHANGE not in switched}
+        return {
+            kind: switched for kind, switched in KINDS.items() if self.shared is not None or EXCHANGE not in switched
+        }
 
     def block(self, count: int, switched: tuple[str, ...]) -> dict:
         """So many steps: seconds of one, of one sample of the whole batch, of each phase, of the processor, and of every wait."""
         run = self.program.run
         tape, away = run.checkpoint_state["timeline"], disabled_phases(run)
-        before = [weight.detach().clone() for weight in run.unwrapped_model.parameters()] if EXCHANGE in switched else []
+        before = (
+            [weight.detach().clone() for weight in run.unwrapped_model.parameters()] if EXCHANGE in switched else []
+        )
         run.ranks.any(False)  # all begin together
         self.waits, self.waited = [], 0.0
         away.update(switched)
@@ -188,7 +204,9 @@ class RankProbe(Arm):
         phases = tape.stop()
         away.clear()
         with torch.no_grad():
-            for weight, was in zip(run.unwrapped_model.parameters(), before, strict=bool(before)):  # the same again on all ranks
+            for weight, was in zip(
+                run.unwrapped_model.parameters(), before, strict=bool(before)
+            ):  # the same again on all ranks
                 weight.copy_(was)
         if not block["samples"]:
             raise RunError("the training ended within a block of steps")
@@ -289,7 +307,9 @@ def _single(probe: RankProbe, ranks: ProcessGroupInfo) -> tuple[Arm | None, dict
     single, why = None, ""
     if ranks.is_main_process:
         machines = ranks.world_size / int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
-        needed = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * machines  # what is free here is a rank's part of this machine
+        needed = (
+            1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * machines
+        )  # what is free here is a rank's part of this machine
         try:
             if probe.program.run.services.free_memory() < needed:
                 raise RunError("there may be too little memory to try one process")
@@ -341,7 +361,11 @@ def _advice(
     probe: RankProbe, ceilings: dict[str, Ratio], phases: dict[str, float], talk: dict, step: float
 ) -> tuple[list[dict], list[dict]]:
     """Methods that change how ranks talk can give at most what it would be not to talk; of rounding more is known."""
-    cards = {name: method_class(name).card for name in method_names() if name not in probe.plain.methods and _goes_with(probe.plain, name)}
+    cards = {
+        name: method_class(name).card
+        for name in method_names()
+        if name not in probe.plain.methods and _goes_with(probe.plain, name)
+    }
     talking = {name for name, card in cards.items() if _talks_less(card)} if EXCHANGE in ceilings else ()
     measured = {name: max(1.0, ratio.median) for name, ratio in ceilings.items()}
     headroom, told = {INPUT: measured[INPUT]} | dict.fromkeys(talking, measured.get(EXCHANGE)), {}

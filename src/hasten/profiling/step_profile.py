@@ -6,18 +6,18 @@ import math
 import time
 from dataclasses import dataclass
 
-from hasten.core.errors import RunError, ConfigurationError
-from hasten.core.recipe import Recipe
-from hasten.core.progress import ProgressCallback, no_progress
-from hasten.profiling.ceilings import Ceilings, measure_ceilings
-from hasten.profiling.ablations import LARGER_BATCH, NoUpdate, ReplayedBatch, outside_name
-from hasten.profiling.phase_timer import Timeline
-from hasten.engine.tasks import TaskRef
 from hasten.benchmarking.compare import RHYTHM_BUDGETS, block_steps, evaluation_seconds_per_sample, refuse_unfair_blocks
-from hasten.benchmarking.worker_group import WorkerGroup, start_workers
-from hasten.benchmarking.system_noise import SystemNoise
-from hasten.benchmarking.ratio import spread
 from hasten.benchmarking.fork_server import Worker
+from hasten.benchmarking.ratio import spread
+from hasten.benchmarking.system_noise import SystemNoise
+from hasten.benchmarking.worker_group import WorkerGroup, start_workers
+from hasten.core.errors import ConfigurationError, RunError
+from hasten.core.progress import ProgressCallback, no_progress
+from hasten.core.recipe import Recipe
+from hasten.engine.tasks import TaskRef
+from hasten.profiling.ablations import LARGER_BATCH, NoUpdate, ReplayedBatch, outside_name
+from hasten.profiling.ceilings import Ceilings, measure_ceilings
+from hasten.profiling.phase_timer import Timeline
 from hasten.reporting.result_schema import Flops
 
 TIMELINE_SHARE = 0.4  # of the budget; the rest is for taking phases away
@@ -80,7 +80,7 @@ def profile_steps(
     input_budget: float = 0.0,
     ceilings: bool = False,
     processes: int = 1,
-    patience: float | None = None,
+    timeout: float | None = None,
     watch: ProgressCallback = no_progress,
 ) -> StepProfile:
     """The anatomy of a task under a recipe, from about ``budget`` seconds of its real steps.
@@ -97,7 +97,7 @@ def profile_steps(
     methods = {**recipe.methods, **{outside_name(method): {} for method in (Timeline, ReplayedBatch, NoUpdate)}}
     watch("building the run", 0.0, None)
     where = {"task": task.to_json(), "device": device, "seed": seed}
-    with start_workers(processes, "hasten.profiling.probe:Probe", patience, methods=methods, **where) as probe:
+    with start_workers(processes, "hasten.profiling.probe:Probe", timeout, methods=methods, **where) as probe:
         began = time.monotonic()
         plan = probe.call("build")
         plan["build_seconds"] = time.monotonic() - began
@@ -113,7 +113,9 @@ def profile_steps(
                 name: phases[name] for name in ("logging", "optimizer_step")
             }
             left = budget * (1 - TIMELINE_SHARE)
-            headroom = measure_ceilings(probe, shares, count=count, step=plan["step"], extra=extra, budget=left, watch=watch)
+            headroom = measure_ceilings(
+                probe, shares, count=count, step=plan["step"], extra=extra, budget=left, watch=watch
+            )
         facts = probe.call("facts")
         operations = _if_possible(probe, "operations", count=WATCHED_STEPS) or {}
         arithmetic = _if_possible(probe, "arithmetic", dtype=operations.get("dtype", "float32"))

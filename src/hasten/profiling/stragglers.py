@@ -9,7 +9,11 @@ LEAST_SHARE = 0.05  # of a step, that a rank has to be waited for to be called a
 MOST_BLOCKS = 0.75  # in which that has to be so
 LEAST_PART = 0.5  # of its lateness, that a cause has to explain
 SLOW_LINK = 2.0  # times what the others' links take
-CAUSES = {"data": ("input", "copy"), "compute": ("forward", "backward"), "optimizer": ("grad_transform", "optimizer_step")}
+CAUSES = {
+    "data": ("input", "copy"),
+    "compute": ("forward", "backward"),
+    "optimizer": ("grad_transform", "optimizer_step"),
+}
 WHY = {
     "data": "its data come late ({own} a step for its batches, {others} on the other ranks)",
     "compute": "its forward and backward pass take longer ({own}, {others} on the other ranks){processor}",
@@ -55,7 +59,9 @@ def phases_of_the_slowest(rows: list[dict], step: float) -> dict[str, float]:
     return {name: min(1.0, seconds / step) for name, seconds in slowest.items()}
 
 
-def find_straggler(rows: list[dict], told: list[dict], step: float, links: list[float], exposed: float | None) -> dict | None:
+def find_straggler(
+    rows: list[dict], told: list[dict], step: float, links: list[float], exposed: float | None
+) -> dict | None:
     """The rank that the others wait for: ``{rank, seconds, share, cause, why, sentence}``; None where there is none."""
     late = _late(rows, told, step)
     if late is None:
@@ -71,7 +77,9 @@ def _late(rows: list[dict], told: list[dict], step: float) -> tuple[int, float] 
         return None
     waits = _waits(told)
     rank = min(range(len(rows)), key=lambda each: rows[each]["waits"])
-    blocks = [median(others) - own for own, others in zip(waits[rank], zip(*_but(waits, rank), strict=True), strict=True)]
+    blocks = [
+        median(others) - own for own, others in zip(waits[rank], zip(*_but(waits, rank), strict=True), strict=True)
+    ]
     seconds, least = median(blocks), LEAST_SHARE * step
     return (rank, seconds) if sum(each >= least for each in blocks) >= MOST_BLOCKS * len(blocks) else None
 
@@ -85,7 +93,9 @@ def _cause(rows: list[dict], rank: int, seconds: float) -> tuple[str, str]:
     if lead < LEAST_PART * seconds:
         return "unknown", WHY["unknown"]
     computing = rows[rank]["own_cpu"] - median(row["own_cpu"] for row in _but(rows, rank)) >= LEAST_PART * lead
-    return cause, WHY[cause].format(own=milliseconds(own[cause]), others=milliseconds(others[cause]), processor=PROCESSOR[computing])
+    return cause, WHY[cause].format(
+        own=milliseconds(own[cause]), others=milliseconds(others[cause]), processor=PROCESSOR[computing]
+    )
 
 
 def _slow_link(links: list[float], step: float, exposed: float | None) -> dict | None:

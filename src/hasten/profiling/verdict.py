@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hasten.profiling.ablations import BATCH_FACTOR, LARGER_BATCH
 from hasten.profiling.advise import amdahl
 from hasten.profiling.step_profile import StepProfile
-from hasten.profiling.ablations import BATCH_FACTOR, LARGER_BATCH
 
 LEAST_GAIN = 1.1  # below it a cause is not worth naming first
-MOST_OF_THE_TIME = 2.0  # the gain from which on a phase is the cause, even if a larger batch would hide it and give more
+MOST_OF_THE_TIME = (
+    2.0  # the gain from which on a phase is the cause, even if a larger batch would hide it and give more
+)
 
 CAUSES = {
     "input": "waiting for the next batch takes {input:.0%} of the time; if batches came for free, training would be {gain:.2f}x as fast",
@@ -45,9 +47,13 @@ def verdict_of(anatomy: StepProfile, possible: Mapping[str, float]) -> str:
     cause = _largest(possible)
     if possible[cause] >= LEAST_GAIN:
         sentence = CAUSES[cause].format(
-            **phases, gain=possible[cause], system=anatomy.system_share, faults=anatomy.faults_per_step,
-            batch=anatomy.plan["batch_size"], factor=BATCH_FACTOR,
-        )  # fmt: skip
+            **phases,
+            gain=possible[cause],
+            system=anatomy.system_share,
+            faults=anatomy.faults_per_step,
+            batch=anatomy.plan["batch_size"],
+            factor=BATCH_FACTOR,
+        )
     else:
         rate = f" and reaches {anatomy.flops['share']:.0%} of the machine's peak" if anatomy.flops else ""
         sentence = ARITHMETIC.format(compute=phases["forward"] + phases["backward"], rate=rate)

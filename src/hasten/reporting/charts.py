@@ -40,10 +40,19 @@ def curves(arms: list[dict], target: float | None, metric: dict, width: int) -> 
     for value in ticks(0, longest / seconds, 8 if width > 500 else 4):
         parts.append(text(at(value * seconds, low)[0], floor_y + 17, f"{value:g}", "tick middle"))
     parts += [line(left, floor_y, width - right, floor_y, "axis"), text(width - right, height - 3, unit, "tick end")]
-    parts.append(text(0, 13, f"{metric['name'] or 'metric'} ({'higher' if metric['higher_is_better'] else 'lower'} is better)", "tick"))
+    parts.append(
+        text(
+            0,
+            13,
+            f"{metric['name'] or 'metric'} ({'higher' if metric['higher_is_better'] else 'lower'} is better)",
+            "tick",
+        )
+    )
     lines = [
         element(
-            "polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in thinned(line))), class_=f"curve {_arm(arm)}"
+            "polyline",
+            points=" ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in thinned(line))),
+            class_=f"curve {_arm(arm)}",
         )
         for arm in arms
         for line in arm["lines"]
@@ -51,12 +60,25 @@ def curves(arms: list[dict], target: float | None, metric: dict, width: int) -> 
     parts.append(clipped(left, top, width - left - right, height - top - bottom, lines))
     if target is not None:
         y = at(0, target)[1]
-        worse_side = y + 17 if metric["higher_is_better"] else y - 8  # at the right end the curves are on the better side
+        worse_side = (
+            y + 17 if metric["higher_is_better"] else y - 8
+        )  # at the right end the curves are on the better side
         parts.append(line(left, y, width - right, y, "target"))
-        parts.append(text(width - right, worse_side, f"target {formatting.plain(target, metric['unit'])}", "small halo end"))
+        parts.append(
+            text(width - right, worse_side, f"target {formatting.plain(target, metric['unit'])}", "small halo end")
+        )
         parts += [dot(*at(*point), 3.5, f"dot {_arm(arm)}") for arm in arms for point in arm["moments"]]
-        parts += _drops([arm for arm in arms if arm["time"] is not None], at, target, (top, floor_y), metric["higher_is_better"], width)
-    return svg(width, height, f"{metric['name'] or 'metric'} against wall-clock time", _curves_in_words(arms, target), parts)
+        parts += _drops(
+            [arm for arm in arms if arm["time"] is not None],
+            at,
+            target,
+            (top, floor_y),
+            metric["higher_is_better"],
+            width,
+        )
+    return svg(
+        width, height, f"{metric['name'] or 'metric'} against wall-clock time", _curves_in_words(arms, target), parts
+    )
 
 
 def anatomy(bars: list[tuple[str, str, dict]], width: int) -> Markup:
@@ -74,13 +96,21 @@ def anatomy(bars: list[tuple[str, str, dict]], width: int) -> Markup:
         for phase, seconds in phases.items():
             length = seconds / longest * width
             parts.append(
-                box(x, y, max(length - 1, 0.75), thick, f"phase {phase_class(phase)}", f"{name}, {phase}: {formatting.seconds(seconds)}")
+                box(
+                    x,
+                    y,
+                    max(length - 1, 0.75),
+                    thick,
+                    f"phase {phase_class(phase)}",
+                    f"{name}, {phase}: {formatting.seconds(seconds)}",
+                )
             )
             if length > 7.2 * len(phase) + 8:
                 parts.append(text(x + length / 2, y + 20, phase, f"small middle on {phase_class(phase)}"))
             x += length
     told = "; ".join(
-        f"{name}: " + ", ".join(f"{phase} {formatting.seconds(value)}" for phase, value in phases.items()) for name, _, phases in bars
+        f"{name}: " + ", ".join(f"{phase} {formatting.seconds(value)}" for phase, value in phases.items())
+        for name, _, phases in bars
     )
     return svg(width, len(bars) * row - 10, "Where the time of a step goes", told, parts)
 
@@ -104,16 +134,23 @@ def waterfall(start: float, end: float, stairs: list[dict], width: int) -> Marku
     parts = bar(0, "baseline", formatting.seconds(start), 0, start, "bar baseline")
     for index, stair in enumerate(stairs, 1):
         note = _ratio_with_interval(stair["speedup"]) if stair["speedup"] else "the rest"
-        parts += bar(index, stair["name"], note, stair["to"], stair["from"], "bar stair" if stair["speedup"] else "bar rest")
+        parts += bar(
+            index, stair["name"], note, stair["to"], stair["from"], "bar stair" if stair["speedup"] else "bar rest"
+        )
         top = index * row + (9 if wide else 20)
         if wide:  # where names stand above the bars, a link would cross them
-            parts.append(line(left + stair["from"] * scale, top - (row - thick), left + stair["from"] * scale, top, "link"))
+            parts.append(
+                line(left + stair["from"] * scale, top - (row - thick), left + stair["from"] * scale, top, "link")
+            )
         if stair["late"] - stair["early"] > 0:
-            parts += whisker(left + stair["early"] * scale, left + min(stair["late"], start) * scale, top + thick / 2, 5, "whisker")
+            parts += whisker(
+                left + stair["early"] * scale, left + min(stair["late"], start) * scale, top + thick / 2, 5, "whisker"
+            )
     last = len(stairs) + 1
     parts += bar(last, "tuned", formatting.seconds(end), 0, end, "bar tuned")
     told = f"From {formatting.seconds(start)} to {formatting.seconds(end)}: " + ", ".join(
-        f"{stair['name']} {formatting.ratio(stair['speedup']['median']) if stair['speedup'] else 'the rest'}" for stair in stairs
+        f"{stair['name']} {formatting.ratio(stair['speedup']['median']) if stair['speedup'] else 'the rest'}"
+        for stair in stairs
     )
     return svg(width, (last + 1) * row, "What each method gave", told, parts)
 
@@ -135,12 +172,22 @@ def gate(difference: dict, margin: float, unit: str, passed: bool | None, width:
         text(8, 14, "too much worse: fails", "tick"),
         line(0, 78, width, 78, "axis"),
         line(at(-margin), 22, at(-margin), 84, "limit"),
-        text(at(-margin), 100, f"margin {formatting.MINUS}{formatting.plain(margin, unit, 2)}", "tick end" if at(-margin) > 100 else "tick"),
+        text(
+            at(-margin),
+            100,
+            f"margin {formatting.MINUS}{formatting.plain(margin, unit, 2)}",
+            "tick end" if at(-margin) > 100 else "tick",
+        ),
         line(at(0), 22, at(0), 84, "axis"),
         text(at(0), 100, "no change", "tick"),
         *whisker(at(low), at(high), y, 8, f"interval {kind}"),
         dot(at(mean), y, 6, f"dot {kind}"),
-        text(min(max(at(mean), 40), width - 40), y - 14, formatting.metric(mean, unit, signed=True), f"value middle halo {kind}"),
+        text(
+            min(max(at(mean), 40), width - 40),
+            y - 14,
+            formatting.metric(mean, unit, signed=True),
+            f"value middle halo {kind}",
+        ),
     ]
     told = f"The difference is {formatting.metric(mean, unit, signed=True)}, interval {formatting.metric(low, unit, signed=True)} to {formatting.metric(high, unit, signed=True)}; the margin is {formatting.plain(margin, unit, 2)}."
     return svg(width, height, "Quality against the margin", told, parts)
@@ -158,7 +205,10 @@ def ratio_mark(ratio: dict, domain: tuple[float, float], good: bool) -> Markup:
 
     kind = "tuned" if good else "baseline"
     ends = [ratio[key] if ratio[key] is not None else ratio["median"] for key in ("low", "high")]
-    parts = [line(at(1), 1, at(1), height - 1, "axis"), *whisker(at(ends[0]), at(ends[1]), middle, 3, f"interval thin {kind}")]
+    parts = [
+        line(at(1), 1, at(1), height - 1, "axis"),
+        *whisker(at(ends[0]), at(ends[1]), middle, 3, f"interval thin {kind}"),
+    ]
     parts.append(dot(at(ratio["median"]), middle, 3.5, f"dot {kind}"))
     return svg(width, height, formatting.with_interval(ratio), "", parts, class_="mark")
 
@@ -224,19 +274,24 @@ def _drops(arms: list[dict], at, target: float, edges: tuple[float, float], high
         at_right = x + 8 * len(told) + 7 > width
         text_y = edges[1] - 10 - 19 * index if higher else edges[0] + 14 + 19 * index
         parts.append(line(x, y, x, edges[1] if higher else edges[0], f"drop {_arm(arm)}"))
-        parts.append(text(x + (-7 if at_right else 7), text_y, told, f"label halo {_arm(arm)}{' end' if at_right else ''}"))
+        parts.append(
+            text(x + (-7 if at_right else 7), text_y, told, f"label halo {_arm(arm)}{' end' if at_right else ''}")
+        )
     return parts
 
 
 def _time_unit(longest: float) -> tuple[str, float]:
-    return next(((name, size) for name, size in (("hours", 3600.0), ("minutes", 60.0)) if longest >= 4 * size), ("seconds", 1.0))
+    return next(
+        ((name, size) for name, size in (("hours", 3600.0), ("minutes", 60.0)) if longest >= 4 * size), ("seconds", 1.0)
+    )
 
 
 def _curves_in_words(arms: list[dict], target: float | None) -> str:
     if target is None:
         return ""
     return "; ".join(
-        f"{arm['name']} reaches {target:g} {'after ' + formatting.seconds(arm['time']) if arm['time'] is not None else 'never'}" for arm in arms
+        f"{arm['name']} reaches {target:g} {'after ' + formatting.seconds(arm['time']) if arm['time'] is not None else 'never'}"
+        for arm in arms
     )
 
 

@@ -12,9 +12,7 @@ from markupsafe import Markup, escape
 
 from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
-from hasten.reporting import charts
-from hasten.reporting import view_model
-from hasten.reporting import formatting
+from hasten.reporting import charts, formatting, view_model
 from hasten.reporting.result_schema import Fact, coerce, read_json, read_result
 
 PAGE = "report.html"
@@ -33,7 +31,9 @@ def report(folder: str | Path) -> Path:
     """
     folder = Path(folder)
     result = read_result(folder)
-    page = _render(result, **_CONTEXTS[result["kind"]](result), **_environment(folder, result), **_recipe(folder, result))
+    page = _render(
+        result, **_CONTEXTS[result["kind"]](result), **_environment(folder, result), **_recipe(folder, result)
+    )
     path = folder / PAGE
     beside = folder / f".{PAGE}.{os.getpid()}"
     try:
@@ -53,14 +53,20 @@ def _tune(result: dict) -> dict:
     headline = view_model.tune_headline(result)
     arms = view_model.arms(result["curves"], metric["target"], higher, times)
     rows = view_model.anatomy(result["anatomy"].get("baseline", {}), result["anatomy"].get("tuned", {}))
-    times = {arm["name"]: arm["time"] for arm in arms} | {arm: seconds for arm, seconds in times.items() if seconds is not None}
-    stairs = view_model.staircase(times.get("baseline"), times.get("tuned"), view_model.shares_of(result)) if won else []
+    times = {arm["name"]: arm["time"] for arm in arms} | {
+        arm: seconds for arm, seconds in times.items() if seconds is not None
+    }
+    stairs = (
+        view_model.staircase(times.get("baseline"), times.get("tuned"), view_model.shares_of(result)) if won else []
+    )
     return {
         "title": f"{headline}: {result['task']}",
         "headline": headline,
         "won": won,
         "times": {"baseline": times.get("baseline"), "tuned": times.get("tuned")},
-        "competent": formatting.shorten(str(Recipe(result["competent_recipe"])), 80) if result["competent_recipe"] else "",
+        "competent": formatting.shorten(str(Recipe(result["competent_recipe"])), 80)
+        if result["competent_recipe"]
+        else "",
         "sentence": view_model.tune_sentence(result),
         "goal": view_model.goal(metric),
         "measured": sum(trial["ratio"]["median"] is not None for trial in result["trials"]),
@@ -68,7 +74,7 @@ def _tune(result: dict) -> dict:
         "arms": arms,
         "curves": _drawn(charts.curves, arms, metric["target"], metric | {"higher_is_better": higher}) if arms else (),
         "waterfall": _drawn(charts.waterfall, times["baseline"], times["tuned"], stairs) if stairs else (),
-        "idle": view_model.without_gain(result["shares"]),
+        "no_effect": view_model.without_gain(result["shares"]),
         "gate": _gate(quality, metric["unit"]),
         "anatomy": _drawn(charts.anatomy, _bars(result["anatomy"], rows)) if rows else (),
         "anatomy_rows": rows,
@@ -91,7 +97,9 @@ def _train(result: dict) -> dict:
     return {
         "title": f"{result['task'] or 'training'}: {formatting.metric(result['metric'])}",
         "curves": _drawn(charts.curves, arms, result["target"], metric) if arms else (),
-        "split": _drawn(charts.anatomy, [("this run", formatting.seconds(sum(split.values())), split)]) if split else (),
+        "split": _drawn(charts.anatomy, [("this run", formatting.seconds(sum(split.values())), split)])
+        if split
+        else (),
     }
 
 
@@ -148,7 +156,7 @@ def _environment(folder: Path, result: dict) -> dict:
         machine = found
     elif (processes := result["processes"] or 1) > 1:
         machine = machine | {"processes": int(processes)}
-    return {"machine": _facts(machine), "versions": _facts(versions), "noise": _facts(result["noise"])}
+    return {"machine": _facts(machine), "versions": _facts(versions), "system_noise": _facts(result["system_noise"])}
 
 
 def _flat(content) -> dict:
@@ -162,7 +170,13 @@ def _flat(content) -> dict:
 
 def _facts(values: dict) -> list[tuple[str, str]]:
     def told(value) -> str:
-        return ("yes" if value else "no") if isinstance(value, bool) else f"{value:.4g}" if isinstance(value, float) else str(value)
+        return (
+            ("yes" if value else "no")
+            if isinstance(value, bool)
+            else f"{value:.4g}"
+            if isinstance(value, float)
+            else str(value)
+        )
 
     def named(name: str) -> str:
         stem, _, unit = name.rpartition("_")
@@ -195,12 +209,21 @@ def _breakable(name: str) -> Markup:
 
 @cache
 def _templates() -> Environment:
-    unbroken = (formatting.seconds, formatting.ratio, formatting.metric, formatting.plain, formatting.count, formatting.percent)
+    unbroken = (
+        formatting.seconds,
+        formatting.ratio,
+        formatting.metric,
+        formatting.plain,
+        formatting.count,
+        formatting.percent,
+    )
     helpers = {"between": formatting.between, "breakable": _breakable}
     helpers |= {function.__name__: function for function in (charts.phase_class, charts.ratio_mark, view_model.is_good)}
     helpers |= {function.__name__: _unbroken(function) for function in unbroken}
     here = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=here, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        loader=here, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     environment.globals |= helpers
     return environment
 

@@ -150,7 +150,7 @@ class TuneResult(Result, total=False):
     out: Text
     competent_recipe: Recipe
     speedup: Interval | None
-    speedup_over_competent: Interval | None
+    speedup_over_strong_baseline: Interval | None
     one_process: Interval | None
     winner_in_one_process: Interval | None
     stopwatch: Interval | None
@@ -247,7 +247,9 @@ def read_result(folder: str | Path) -> dict:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ConfigurationError(f"there is no folder {folder}; name one that `hasten tune` or `hasten train` has written")
+        raise ConfigurationError(
+            f"there is no folder {folder}; name one that `hasten tune` or `hasten train` has written"
+        )
     path = folder / "result.json"
     if not path.is_file():
         raise ConfigurationError(f"{folder} holds no result.json; the run has not finished, or this is not its folder")
@@ -261,10 +263,14 @@ def validate(result: dict, where: str = "the result") -> dict:
         Refusal: not a result, or a value of the wrong type. The message begins with ``where`` and names the key.
     """
     if not isinstance(result, dict):
-        raise ConfigurationError(f"{where} holds no result of hasten: it must be an object with a verdict or evaluations")
+        raise ConfigurationError(
+            f"{where} holds no result of hasten: it must be an object with a verdict or evaluations"
+        )
     kind = result.get("kind") or _guess_kind(result)
     if not isinstance(kind, str) or kind not in SCHEMAS:
-        raise ConfigurationError(f"{where} holds no result that hasten knows; it must come from tune, train, compare or diagnose")
+        raise ConfigurationError(
+            f"{where} holds no result that hasten knows; it must come from tune, train, compare or diagnose"
+        )
     return coerce(result, SCHEMAS[kind], where) | {"kind": kind}
 
 

@@ -20,7 +20,13 @@ def bar(share: float, width: int, style: str = "cyan") -> Text:
 
 def grid(*heads: str) -> Table:
     """A table without lines; a head that begins with ``>`` is a column of numbers, kept whole at the right."""
-    table = Table(box=None, show_header=any(head.strip(">") for head in heads), header_style=QUIET, padding=(0, 2, 0, 0), pad_edge=False)
+    table = Table(
+        box=None,
+        show_header=any(head.strip(">") for head in heads),
+        header_style=QUIET,
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
+    )
     for head in heads:
         number = head.startswith(">")
         table.add_column(head.removeprefix(">"), justify="right" if number else "left", no_wrap=number, overflow="fold")

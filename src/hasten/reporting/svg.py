@@ -18,7 +18,11 @@ def clipped(x: float, y: float, width: float, height: float, parts: list) -> Mar
 
 def whisker(low: float, high: float, y: float, cap: float, kind: str) -> list[Markup]:
     """A lying interval with caps at its ends."""
-    return [line(low, y, high, y, kind), line(low, y - cap, low, y + cap, kind), line(high, y - cap, high, y + cap, kind)]
+    return [
+        line(low, y, high, y, kind),
+        line(low, y - cap, low, y + cap, kind),
+        line(high, y - cap, high, y + cap, kind),
+    ]
 
 
 def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> Markup:
@@ -26,7 +30,9 @@ def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> Markup:
 
 
 def box(x: float, y: float, width: float, height: float, kind: str, title: str = "") -> Markup:
-    return element("rect", *([element("title", title)] if title else []), x=x, y=y, width=width, height=height, class_=kind)
+    return element(
+        "rect", *([element("title", title)] if title else []), x=x, y=y, width=width, height=height, class_=kind
+    )
 
 
 def dot(x: float, y: float, radius: float, kind: str) -> Markup:
@@ -38,7 +44,9 @@ def text(x: float, y: float, told: str, kind: str, title: str = "") -> Markup:
 
 
 def element(name: str, *children: str, **attributes) -> Markup:
-    told = "".join(f' {key.rstrip("_")}="{escape(_number(value))}"' for key, value in attributes.items() if value not in ("", None))
+    told = "".join(
+        f' {key.rstrip("_")}="{escape(_number(value))}"' for key, value in attributes.items() if value not in ("", None)
+    )
     return Markup(f"<{name}{told}>{''.join(escape(child) for child in children)}</{name}>")
 
 

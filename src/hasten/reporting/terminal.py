@@ -12,10 +12,9 @@ from rich.text import Text
 
 from hasten.core.card import FACTS, PHASES, TRAITS, Exactness
 from hasten.core.recipe import Recipe
-from hasten.reporting import view_model
-from hasten.reporting import formatting
-from hasten.reporting.rich_layout import HEAD, QUIET, bar, grid, headline, indented, pairs
+from hasten.reporting import formatting, view_model
 from hasten.reporting.result_schema import validate
+from hasten.reporting.rich_layout import HEAD, QUIET, bar, grid, headline, indented, pairs
 
 BAR = 40  # characters
 MOST_LOSERS = 8  # shown in the terminal; the page has them all
@@ -32,18 +31,33 @@ def tune_answer(result: dict) -> RenderableType:
     """The verdict of ``tune``, what each method gave, and what was tried in vain."""
     result = validate(result)
     won = view_model.won(result)
-    parts = [headline(view_model.tune_headline(result), result["task"], won), Text(view_model.tune_sentence(result)), Text()]
+    parts = [
+        headline(view_model.tune_headline(result), result["task"], won),
+        Text(view_model.tune_sentence(result)),
+        Text(),
+    ]
     if won:
-        parts += [_before_and_after(result["time_to_target"]), pairs(_sureness(result)), *_shares(view_model.shares_of(result))]
+        parts += [
+            _before_and_after(result["time_to_target"]),
+            pairs(_sureness(result)),
+            *_shares(view_model.shares_of(result)),
+        ]
     else:
         best = view_model.best_trial(view_model.in_vain(result["trials"]))
-        closest = [("the best", f"{best['what']}, {formatting.with_interval(best['ratio'])}: {best['verdict']}")] if best else []
+        closest = (
+            [("the best", f"{best['what']}, {formatting.with_interval(best['ratio'])}: {best['verdict']}")]
+            if best
+            else []
+        )
         parts.append(
             pairs(
                 [
                     *closest,
                     *_one_process(result),
-                    ("the search", f"took {formatting.seconds(result['search_seconds'])}. {view_model.break_even(result)}"),
+                    (
+                        "the search",
+                        f"took {formatting.seconds(result['search_seconds'])}. {view_model.break_even(result)}",
+                    ),
                 ]
             )
         )
@@ -63,9 +77,21 @@ def compare_answer(result: dict) -> RenderableType:
         evidence.append(("in CPU seconds", formatting.with_interval(result["cpu_ratio"])))
     if (result["processes"] or 1) > 1:
         evidence.append(("processes", f"{result['processes']:.0f} in each arm"))
-    evidence.append(("measured", f"{formatting.count(result['blocks'], 'block', 'blocks')}, the arms taking turns{_noise(result['noise'])}"))
+    evidence.append(
+        (
+            "measured",
+            f"{formatting.count(result['blocks'], 'block', 'blocks')}, the arms taking turns{_noise(result['system_noise'])}",
+        )
+    )
     why = [Text(result["why"])] if result["why"] else []
-    return Group(headline(view_model.compare_headline(result), result["task"], good), *why, Text(), pairs(evidence), Text(), indented(arms))
+    return Group(
+        headline(view_model.compare_headline(result), result["task"], good),
+        *why,
+        Text(),
+        pairs(evidence),
+        Text(),
+        indented(arms),
+    )
 
 
 def diagnose_answer(result: dict) -> RenderableType:
@@ -121,23 +147,32 @@ def train_answer(result: dict) -> RenderableType:
     result = validate({**result, "kind": "train"})
     name = result["metric_name"] or "metric"
     rows = [(name, f"{formatting.metric(result['metric'])}, at its best {formatting.metric(result['best_metric'])}")]
-    rows.append(("trained for", f"{formatting.count(result['steps'], 'step', 'steps')} in {formatting.seconds(result['seconds'])}"))
+    rows.append(
+        (
+            "trained for",
+            f"{formatting.count(result['steps'], 'step', 'steps')} in {formatting.seconds(result['seconds'])}",
+        )
+    )
     if result["seconds_to_target"] is not None:
         rows.append(("target", f"reached after {formatting.seconds(result['seconds_to_target'])}"))
     elif result["target"] is not None:
         rows.append(("target", f"{formatting.plain(result['target'])} not reached"))
     if result["stopped"]:
         rows.append(("stopped", "before the plan's last step"))
-    if result["skipped"]:
-        many = formatting.count(result["skipped"], "row", "rows")
-        rows.append(("left out", f"{many} that could not be read{'; skipped.jsonl lists them' if result['out'] else ''}"))
-    if result["chosen"]:
+    if result["skipped_rows"]:
+        many = formatting.count(result["skipped_rows"], "row", "rows")
+        rows.append(
+            ("left out", f"{many} that could not be read{'; skipped.jsonl lists them' if result['out'] else ''}")
+        )
+    if result["tuned_settings"]:
         where = "; recipe.toml keeps it" if result["out"] else ""
-        rows.append(("found", f"{Recipe(result['chosen'])}, while it ran{where}"))
-    rows += [("idle", ": ".join(pair)) for pair in result["idle"]]
+        rows.append(("found", f"{Recipe(result['tuned_settings'])}, while it ran{where}"))
+    rows += [("no_effect", ": ".join(pair)) for pair in result["no_effect"]]
     if result["out"]:
         rows.append(("folder", result["out"]))
-    return Group(headline(f"{name.capitalize()} {formatting.metric(result['metric'])}", result["task"], True), pairs(rows))
+    return Group(
+        headline(f"{name.capitalize()} {formatting.metric(result['metric'])}", result["task"], True), pairs(rows)
+    )
 
 
 def methods_table(methods: list[dict]) -> RenderableType:
@@ -153,10 +188,15 @@ def methods_table(methods: list[dict]) -> RenderableType:
             table.add_row(Text(exactness.value.capitalize(), HEAD), "", Text(changes, QUIET))
         for method in members:
             not_here = f" ({method['not_here']})" if method.get("not_here") else ""
-            table.add_row(Text(f"  {method['name']}"), _claim(method), Text.assemble(method["summary"], (not_here, QUIET)))
+            table.add_row(
+                Text(f"  {method['name']}"), _claim(method), Text.assemble(method["summary"], (not_here, QUIET))
+            )
         if members:
             table.add_row()
-    return Group(table, Text("Claims are their sources'; `hasten tune TASK` measures. `hasten methods NAME` tells more.", style=QUIET))
+    return Group(
+        table,
+        Text("Claims are their sources'; `hasten tune TASK` measures. `hasten methods NAME` tells more.", style=QUIET),
+    )
 
 
 def method_page(method: dict) -> RenderableType:
@@ -178,13 +218,22 @@ def method_page(method: dict) -> RenderableType:
         ("invalidates", _meanings(method, "invalidates", TRAITS)),
         ("settings", "\n".join(_setting(each) for each in method.get("settings", ()))),
         ("tuner tries", "\n".join(str(Recipe({method["name"]: values})) for values in method.get("presets", ()))),
-        *((name.replace("_", " "), ", ".join(sorted(method.get(name, ())))) for name in ("hooks", "replaces", "wraps", "wrapped_by")),
+        *(
+            (name.replace("_", " "), ", ".join(sorted(method.get(name, ()))))
+            for name in ("hooks", "replaces", "wraps", "wrapped_by")
+        ),
         ("conflicts", "\n".join(f"{each['method']}: {each['why']}" for each in method.get("conflicts", ()))),
         ("records", "\n".join(_record(each) for each in method.get("records", ()))),
     ]
     paragraphs = [" ".join(each.replace("``", "").split()) for each in (method.get("text") or "").split("\n\n")]
     told = [Text("\n".join(paragraphs)), Text()] if any(paragraphs) else []
-    return Group(headline(method["name"], "", False), Text(method["summary"]), Text(), *told, pairs([row for row in rows if row[1]]))
+    return Group(
+        headline(method["name"], "", False),
+        Text(method["summary"]),
+        Text(),
+        *told,
+        pairs([row for row in rows if row[1]]),
+    )
 
 
 def _setting(setting: dict) -> str:
@@ -208,18 +257,25 @@ def _before_and_after(times: dict) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for arm, style in (("baseline", QUIET), ("competent", QUIET), ("tuned", "cyan")):
         if longest and times.get(arm) is not None:
-            table.add_row(arm, bar(times[arm] / longest, BAR, style), Text(formatting.seconds(times[arm]), no_wrap=True))
+            table.add_row(
+                arm, bar(times[arm] / longest, BAR, style), Text(formatting.seconds(times[arm]), no_wrap=True)
+            )
     return Group(indented(table), Text()) if table.row_count else Text()
 
 
 def _sureness(result: dict) -> list[tuple[str, str]]:
-    metric, quality, over = result["metric"], result["quality"], result["speedup_over_competent"]
+    metric, quality, over = result["metric"], result["quality"], result["speedup_over_strong_baseline"]
     tested = f"{metric['name'] or 'metric'} {formatting.metric(quality['tuned'], metric['unit'])}, baseline {formatting.metric(quality['baseline'], metric['unit'])}"
-    rows = [("sure", f"{formatting.between(result['speedup'])}, 95 % interval{_noise(result['noise'])}")]
+    rows = [("sure", f"{formatting.between(result['speedup'])}, 95 % interval{_noise(result['system_noise'])}")]
     rows.append(("quality", f"{tested}, margin {formatting.plain(quality['margin'], metric['unit'], 2)}: passed"))
     if over["median"] is not None:
         competent = Recipe(result["competent_recipe"])
-        rows.append(("competent", f"{formatting.with_interval(over)} over a set-up by hand{f': {competent}' if competent else ''}"))
+        rows.append(
+            (
+                "competent",
+                f"{formatting.with_interval(over)} over a set-up by hand{f': {competent}' if competent else ''}",
+            )
+        )
     rows += _one_process(result)
     rows.append(("the search", f"took {formatting.seconds(result['search_seconds'])}. {view_model.break_even(result)}"))
     return rows
@@ -230,15 +286,27 @@ def _one_process(result: dict) -> list[tuple[str, str]]:
     rows = []
     if (ratio := result["one_process"])["median"] is not None:
         job = f"{formatting.plain(result['processes'])} as they are"
-        rows.append(("one process", f"with all cores, or OMP_NUM_THREADS, is {formatting.with_interval(ratio)} as fast as {job}"))
+        rows.append(
+            (
+                "one process",
+                f"with all cores, or OMP_NUM_THREADS, is {formatting.with_interval(ratio)} as fast as {job}",
+            )
+        )
     if (ratio := result["winner_in_one_process"])["median"] is not None:
-        rows.append(("", f"with what it can take of the best recipe, {formatting.with_interval(ratio)} as fast, over as many samples"))
+        rows.append(
+            (
+                "",
+                f"with what it can take of the best recipe, {formatting.with_interval(ratio)} as fast, over as many samples",
+            )
+        )
     return rows
 
 
 def _shares(shares: list[dict]) -> list[RenderableType]:
     """What leaving each method out would cost, as bars that start at 1."""
-    shares = sorted((share for share in shares if share["speedup"]["median"]), key=lambda share: -share["speedup"]["median"])
+    shares = sorted(
+        (share for share in shares if share["speedup"]["median"]), key=lambda share: -share["speedup"]["median"]
+    )
     if not shares:
         return []
     longest = max(shares[0]["speedup"]["median"] - 1, 1e-9)
@@ -261,7 +329,12 @@ def _losers(trials: list[dict]) -> list[RenderableType]:
     idle = [trial["what"] for trial in lost if trial["verdict"] == "nothing to do"]
     table = grid("tried in vain", "", ">", "")
     for trial in shown:
-        table.add_row(formatting.shorten(trial["what"], 28), trial["verdict"], formatting.ratio(trial["ratio"]["median"]), Text(trial["why"], QUIET))
+        table.add_row(
+            formatting.shorten(trial["what"], 28),
+            trial["verdict"],
+            formatting.ratio(trial["ratio"]["median"]),
+            Text(trial["why"], QUIET),
+        )
     told = [indented(table)] if shown else []
     if idle:
         told.append(indented(Text(f"nothing to act on: {', '.join(dict.fromkeys(idle))}", QUIET)))
@@ -275,9 +348,13 @@ def _where(result: dict, won: bool) -> list[RenderableType]:
     """The recipe, the folder that everything lies in, and what trains with it."""
     told = [Text(f"Recipe: {Recipe(result['recipe'])}", style=QUIET)] if won and result["recipe"] else []
     if result["out"]:
-        told.append(Text(f"Folder: {result['out']}; as a page: hasten report {shlex.quote(result['out'])}", style=QUIET))
+        told.append(
+            Text(f"Folder: {result['out']}; as a page: hasten report {shlex.quote(result['out'])}", style=QUIET)
+        )
     if won and result["recipe"] and result["recipe_file"]:
-        told.append(Text(formatting.train_command(result["task"], result["recipe"], result["recipe_file"], result["processes"])))
+        told.append(
+            Text(formatting.train_command(result["task"], result["recipe"], result["recipe_file"], result["processes"]))
+        )
     return [Text(), *told] if told else []
 
 
@@ -285,7 +362,11 @@ def _step_facts(result: dict) -> list[tuple[str, str]]:
     flops = result["flops"]
     rows = [("a step", formatting.seconds(result["seconds_per_step"]))]
     if flops["share"] is not None:
-        of = f" ({formatting.plain(flops['achieved_gflops'])} of {formatting.plain(flops['peak_gflops'])} GFLOP/s)" if flops["peak_gflops"] else ""
+        of = (
+            f" ({formatting.plain(flops['achieved_gflops'])} of {formatting.plain(flops['peak_gflops'])} GFLOP/s)"
+            if flops["peak_gflops"]
+            else ""
+        )
         rows.append(("arithmetic", f"{formatting.percent(flops['share'])} of the measured peak{of}"))
     return rows + [
         (name.replace("_", " "), f"{value:.3g}" if isinstance(value, float) else str(value))
@@ -300,7 +381,11 @@ def _unbounded(advice: list[dict]) -> list[RenderableType]:
     for row in advice:
         if row["bound"] is None:
             reasons.setdefault(row["why"], []).append(row["method"])
-    return [Text(), pairs([("could pay too", f"{', '.join(methods)}: {why}") for why, methods in reasons.items()])] if reasons else []
+    return (
+        [Text(), pairs([("could pay too", f"{', '.join(methods)}: {why}") for why, methods in reasons.items()])]
+        if reasons
+        else []
+    )
 
 
 def _noise(noise: dict) -> str:

@@ -14,13 +14,17 @@ def network_answer(result: dict) -> RenderableType:
     """The faster way of an all-reduce first: it is what data parallel training waits for."""
     collectives = result["collectives"]
     table = grid("", *(f">{name.replace('all-reduce by', 'by')}" for name in collectives))
-    taken = {name: {row["bytes"]: row["seconds"]["median"] for row in found["sizes"]} for name, found in collectives.items()}
+    taken = {
+        name: {row["bytes"]: row["seconds"]["median"] for row in found["sizes"]} for name, found in collectives.items()
+    }
     for each in sorted(set().union(*taken.values())):
         table.add_row(size(each), *(formatting.seconds(of_one.get(each)) for of_one in taken.values()))
     table.add_row("latency", *(formatting.seconds(found["latency"]) for found in collectives.values()))
     table.add_row("bandwidth", *(f"{size(found['bandwidth'])}/s" for found in collectives.values()))
     reduces = {
-        name: found["latency"] + GRADIENTS / found["bandwidth"] for name, found in collectives.items() if name.startswith("all-reduce")
+        name: found["latency"] + GRADIENTS / found["bandwidth"]
+        for name, found in collectives.items()
+        if name.startswith("all-reduce")
     }
     best = min(reduces, key=reduces.get)
     told = f"averaging the gradients of 25 million weights takes about {formatting.seconds(reduces[best])}"

@@ -27,7 +27,7 @@ def inspect_answer(result: dict) -> RenderableType:
         ("rows", f"{about}{formatting.count(result['rows'], 'row', 'rows')}"),
         ("columns", _columns(result["columns"])),
         ("classes", _classes(result["classes"])),
-        ("left out", _listed(result["left_out"])),
+        ("left out", _listed(result["skipped_rows"])),
     ]
     paces = [
         ("from the network", _figure(result, "network", size, "/s")),
@@ -47,13 +47,21 @@ def convert_answer(result: dict) -> RenderableType:
     paces = f"{pace(gain['before'])} before, {pace(gain['after'])} now" if gain["ratio"] else ""
     estimated = f"estimated {formatting.ratio(gain['estimated'])}" if gain["estimated"] else "not estimated"
     rows = [
-        ("files", f"{formatting.count(len(result['files']), 'file', 'files')}, {size(result['bytes'])}, before {size(result['bytes_before'])}"),
+        (
+            "files",
+            f"{formatting.count(len(result['files']), 'file', 'files')}, {size(result['bytes'])}, before {size(result['bytes_before'])}",
+        ),
         ("left as they are", _left(result["others"], "not converted")),
         ("read back", f"all {formatting.count(result['rows'], 'row', 'rows')}, content {result['digest']}"),
         ("left out", _skipped(result)),
         ("classes", _classes(result["classes"])),
         ("took", formatting.seconds(result["seconds"])),
-        ("gain", f"{estimated}, measured {formatting.with_interval(gain | {'median': gain['ratio']})}" if gain["ratio"] else ""),
+        (
+            "gain",
+            f"{estimated}, measured {formatting.with_interval(gain | {'median': gain['ratio']})}"
+            if gain["ratio"]
+            else "",
+        ),
         ("one core", paces),
         ("open it with", result["open"]),
     ]
@@ -102,7 +110,7 @@ def _left(others: dict, what: str) -> str:
 
 
 def _skipped(result: dict) -> str:
-    what = _files_and_rows(result["skipped_files"], result["skipped"])
+    what = _files_and_rows(result["skipped_files"], result["skipped_rows"])
     return what and f"{what} that could not be read; skipped.jsonl lists them"
 
 
@@ -110,13 +118,18 @@ def _listed(bad: list[dict]) -> str:
     """How many files and rows could not be read, and the first of them, each in a line."""
     files = sum(each["row"] is None for each in bad)
     what = _files_and_rows(files, len(bad) - files)
-    told = [each["why"] if each["where"] in each["why"] else f"{each['where']}: {each['why']}" for each in bad[:MOST_BAD]]
+    told = [
+        each["why"] if each["where"] in each["why"] else f"{each['where']}: {each['why']}" for each in bad[:MOST_BAD]
+    ]
     more = [f"and {len(bad) - MOST_BAD} more"] if len(bad) > MOST_BAD else []
     return what and "\n".join([f"{what} that could not be read:", *told, *more])
 
 
 def _files_and_rows(files: int, rows: int) -> str:
-    told = [formatting.count(files, "file", "files") if files else "", formatting.count(rows, "row", "rows") if rows else ""]
+    told = [
+        formatting.count(files, "file", "files") if files else "",
+        formatting.count(rows, "row", "rows") if rows else "",
+    ]
     return " and ".join(filter(None, told))
 
 
@@ -158,7 +171,17 @@ def _storages(result: dict) -> list[RenderableType]:
     command = ["hasten", "data", "convert", result["path"], "--to", best["to"]]
     command += ["--resize", str(best["resize"])] if best["resize"] else []
     command += ["--target", result["target"]] if result["target"] and best["to"] == "rows" else []
-    command += ["--skip-bad", str(result["skip_bad"])] if result["skip_bad"] else []
+    command += ["--max-bad-rows", str(result["skip_bad"])] if result["skip_bad"] else []
     command += ["--fill", str(best["fill"])] if best["fill"] is not None else []
-    or_else = [Text('or .cache("disk") in the pipeline: its first pass stores such rows by itself', QUIET)] if best["to"] == "rows" else []
-    return [Text(), indented(table), Text(), Text(f"{shlex.join(command)} --out DIR", no_wrap=True, overflow="ignore"), *or_else]
+    or_else = (
+        [Text('or .cache("disk") in the pipeline: its first pass stores such rows by itself', QUIET)]
+        if best["to"] == "rows"
+        else []
+    )
+    return [
+        Text(),
+        indented(table),
+        Text(),
+        Text(f"{shlex.join(command)} --out DIR", no_wrap=True, overflow="ignore"),
+        *or_else,
+    ]

@@ -19,9 +19,18 @@ def ranks_answer(result: dict) -> RenderableType:
     told = [result["verdict"]]
     if straggler and straggler["sentence"][1:] not in result["verdict"]:
         told.append(straggler["sentence"].capitalize() + ".")
-    parts = [headline(f"Where a step of {result['processes']} processes goes", result["task"], False), *map(Text, told), Text()]
+    parts = [
+        headline(f"Where a step of {result['processes']} processes goes", result["task"], False),
+        *map(Text, told),
+        Text(),
+    ]
     parts += [indented(_ranks(result)), Text(), pairs(_facts(result))]
-    parts.append(Text("  waits: for the latest rank, before gradients are averaged; that and the averaging are part of backward", QUIET))
+    parts.append(
+        Text(
+            "  waits: for the latest rank, before gradients are averaged; that and the averaging are part of backward",
+            QUIET,
+        )
+    )
     return Group(*parts, *advised(result["advice"]))
 
 
@@ -41,7 +50,12 @@ def _facts(result: dict) -> list[tuple[str, str]]:
     talk = result["communication"]
     rows = [("a step", f"{formatting.seconds(result['seconds_per_step'])}, {result['batch_size']} samples")]
     if talk["exposed"] is not None:
-        rows.append(("averaging", f"of gradients makes it {formatting.seconds(talk['exposed'])} longer ({formatting.percent(talk['share'])})"))
+        rows.append(
+            (
+                "averaging",
+                f"of gradients makes it {formatting.seconds(talk['exposed'])} longer ({formatting.percent(talk['share'])})",
+            )
+        )
     if talk["seconds"] is not None:
         buckets = formatting.count(talk["buckets"], "bucket", "buckets")
         rows.append(
@@ -62,5 +76,7 @@ def _facts(result: dict) -> list[tuple[str, str]]:
             )
         )
     slowest = max(result["links"], key=lambda link: link["seconds"])
-    rows.append(("slowest link", f"rank {slowest['from']} to {slowest['to']}: {size(slowest['bytes'] / slowest['seconds'])}/s"))
+    rows.append(
+        ("slowest link", f"rank {slowest['from']} to {slowest['to']}: {size(slowest['bytes'] / slowest['seconds'])}/s")
+    )
     return rows + [(name, f"not measured: {why}") for name, why in result["not_measured"].items()]

@@ -14,7 +14,11 @@ AFTER_WHO_LOST = ("refused", "failed", *NEVER_RAN)  # verdicts, the more telling
 
 def won(result: dict) -> bool:
     """Whether a tuning may be called a success: faster, and the gate passed. Missing proof is no proof."""
-    return result["verdict"] == "faster" and result["quality"]["passed"] is True and result["speedup"]["median"] is not None
+    return (
+        result["verdict"] == "faster"
+        and result["quality"]["passed"] is True
+        and result["speedup"]["median"] is not None
+    )
 
 
 def tune_headline(result: dict) -> str:
@@ -22,7 +26,9 @@ def tune_headline(result: dict) -> str:
         return f"{formatting.ratio(result['speedup']['median'])} faster"
     if result["verdict"] == "faster":
         return "Faster, but not as good" if result["quality"]["passed"] is False else "Faster, but not proven"
-    return "Leave it as it is" if result["verdict"] == "leave it" else result["verdict"].capitalize() or "No verdict"
+    return (
+        "Leave it as it is" if result["verdict"] == "no improvement" else result["verdict"].capitalize() or "No verdict"
+    )
 
 
 def tune_sentence(result: dict) -> str:
@@ -51,7 +57,7 @@ def compare_headline(result: dict) -> str:
 
 def break_even(result: dict) -> str:
     """What the search cost against what it saves, in a sentence."""
-    after, expected = result["pays_after_runs"], result["runs_expected"]
+    after, expected = result["break_even_runs"], result["runs_expected"]
     if not won(result) or after is None:
         return "It found nothing to save, so it does not pay for itself; the answer is what it bought."
     text = f"It has paid for itself after {formatting.count(max(after, 1), 'run', 'runs')}."
@@ -66,7 +72,9 @@ def quality_in_words(quality: dict, unit: str) -> str:
         return "Its quality was not tested."
     if not quality["passed"]:
         return "It did not pass the quality gate."
-    margin = f" within the margin of {formatting.plain(quality['margin'], unit, 2)}" if quality["margin"] is not None else ""
+    margin = (
+        f" within the margin of {formatting.plain(quality['margin'], unit, 2)}" if quality["margin"] is not None else ""
+    )
     return f"Its quality holds{margin}."
 
 
@@ -75,7 +83,9 @@ def moment(points: list[dict], target: float | None, higher_is_better: bool) -> 
     if target is None:
         return None
     reached = [point["metric"] >= target if higher_is_better else point["metric"] <= target for point in points]
-    return next((point for index, point in enumerate(points) if reached[index] and all(reached[index + 1 : index + 2])), None)
+    return next(
+        (point for index, point in enumerate(points) if reached[index] and all(reached[index + 1 : index + 2])), None
+    )
 
 
 def arms(curves: dict, target: float | None, higher_is_better: bool, times: dict) -> list[dict]:
@@ -92,7 +102,10 @@ def arms(curves: dict, target: float | None, higher_is_better: bool, times: dict
     """
     found = []
     for name in sorted(curves, key=lambda arm: (ARMS.index(arm) if arm in ARMS else len(ARMS), arm)):
-        runs = [[point for point in run["points"] if None not in (point["seconds"], point["metric"])] for run in curves[name]]
+        runs = [
+            [point for point in run["points"] if None not in (point["seconds"], point["metric"])]
+            for run in curves[name]
+        ]
         runs = [sorted(points, key=lambda point: point["seconds"]) for points in runs if points]
         moments = [at for points in runs if (at := moment(points, target, higher_is_better))]
         if runs:
@@ -134,19 +147,29 @@ def input_notes(measured: dict) -> list[tuple[str, str]]:
     notes = [(name.replace("_", " "), f"not measured: {reason}") for name, reason in measured["not_measured"].items()]
     if rows := measured["skipped_rows"]:
         first = f"{rows[0]['where']}: {rows[0]['why']}"
-        notes.append(("skipped", f"{formatting.count(len(rows), 'row', 'rows')} that could not be read, the first: {first}"))
+        notes.append(
+            ("skipped_rows", f"{formatting.count(len(rows), 'row', 'rows')} that could not be read, the first: {first}")
+        )
     return notes
 
 
 def anatomy(before: dict, after: dict) -> list[dict]:
     """``{"phase", "meaning", "before", "after", "ratio"}`` for every phase that took any time, in a step's order."""
-    names = [name for name in PHASES if name in before or name in after] + sorted((before.keys() | after.keys()) - PHASES.keys())
+    names = [name for name in PHASES if name in before or name in after] + sorted(
+        (before.keys() | after.keys()) - PHASES.keys()
+    )
     rows = []
     for name in names:
         old, new = before.get(name), after.get(name)
         if old or new:
             rows.append(
-                {"phase": name, "meaning": PHASES.get(name, ""), "before": old, "after": new, "ratio": old / new if old and new else None}
+                {
+                    "phase": name,
+                    "meaning": PHASES.get(name, ""),
+                    "before": old,
+                    "after": new,
+                    "ratio": old / new if old and new else None,
+                }
             )
     return rows
 
@@ -202,7 +225,11 @@ def shares_of(result: dict) -> list[dict]:
 
 def without_gain(shares: list[dict]) -> list[str]:
     """Members of the recipe that gave nothing measurable."""
-    return [share["method"] for share in shares if share["speedup"]["median"] is not None and share["speedup"]["median"] <= SMALLEST_GAIN]
+    return [
+        share["method"]
+        for share in shares
+        if share["speedup"]["median"] is not None and share["speedup"]["median"] <= SMALLEST_GAIN
+    ]
 
 
 def sources_of_speed(result: dict) -> dict:
@@ -242,7 +269,9 @@ def in_vain(trials: list[dict]) -> list[dict]:
         verdict = trial["verdict"]
         return AFTER_WHO_LOST.index(verdict) + 1 if verdict in AFTER_WHO_LOST else 0, -(trial["ratio"]["median"] or 0.0)
 
-    return sorted((trial for trial in trials if not is_good(trial) and trial["stage"] not in ("baseline", "search")), key=rank)
+    return sorted(
+        (trial for trial in trials if not is_good(trial) and trial["stage"] not in ("baseline", "search")), key=rank
+    )
 
 
 def is_good(trial: dict) -> bool:
@@ -253,4 +282,6 @@ def is_good(trial: dict) -> bool:
 def ratio_domain(ratios: list[dict]) -> tuple[float, float]:
     """The (low, high) that a column of small interval marks shares: it holds 1 and every median, within a factor of 32."""
     values = [ratio["median"] for ratio in ratios if ratio["median"]]
-    return max(1 / 32, min([0.8, *(value * 0.9 for value in values)])), min(32.0, max([1.25, *(value * 1.1 for value in values)]))
+    return max(1 / 32, min([0.8, *(value * 0.9 for value in values)])), min(
+        32.0, max([1.25, *(value * 1.1 for value in values)])
+    )

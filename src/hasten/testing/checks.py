@@ -15,19 +15,19 @@ from unittest import SkipTest
 import torch
 from safetensors.torch import load_file
 
+from hasten.benchmarking.exactness import check_exactness
+from hasten.benchmarking.process_state import differences, process_state, restored
 from hasten.core.card import Exactness
 from hasten.core.data import bitwise_equal
 from hasten.core.errors import ConfigurationError, format_error
 from hasten.core.method import Method, hooks_of
 from hasten.core.recipe import Recipe
+from hasten.core.rng import get_rng_state
 from hasten.core.task import Task
-from hasten.engine.registry import cards_that_state, make_method, make_methods, method_class, options_of
 from hasten.engine.loop import evaluate, train_steps
 from hasten.engine.plan import Program, build
-from hasten.core.rng import get_rng_state
+from hasten.engine.registry import cards_that_state, make_method, make_methods, method_class, options_of
 from hasten.engine.train import train
-from hasten.benchmarking.exactness import check_exactness
-from hasten.benchmarking.process_state import differences, process_state, restored
 from hasten.testing import tasks
 
 SMALL_TASKS = (tasks.perceptron, tasks.convolutional, tasks.transformer)
@@ -103,7 +103,11 @@ class Subject:
     @property
     def recipes(self) -> list[Recipe]:
         """The recipe asked for; without settings, one for each of the card's tries."""
-        return [self.recipe] if self.settings else [Recipe().with_method(self.name, **tried) for tried in self.method.card.presets]
+        return (
+            [self.recipe]
+            if self.settings
+            else [Recipe().with_method(self.name, **tried) for tried in self.method.card.presets]
+        )
 
 
 def trained(task: Task, recipe: Recipe, seed: int = 0) -> Program:
@@ -135,7 +139,9 @@ def has_settings_that_are_data(subject: Subject) -> None:
         )
     written = Recipe().with_method(subject.name, **{key: value for key, value in defaults.items() if value is not None})
     assert Recipe.from_toml(written.to_toml()) == written, "its settings do not survive a recipe file"
-    assert not defaults or subject.method.__dataclass_params__.frozen, "a method is a frozen dataclass: settings do not change during a run"
+    assert not defaults or subject.method.__dataclass_params__.frozen, (
+        "a method is a frozen dataclass: settings do not change during a run"
+    )
 
 
 def trains(subject: Subject) -> None:
@@ -148,7 +154,9 @@ def leaves_no_trace(subject: Subject) -> None:
     with restored():
         before = process_state()
         trained(subject.task, subject.recipe)
-        changed = [name for name in differences(before, process_state()) if name != "random numbers"]  # which every run seeds
+        changed = [
+            name for name in differences(before, process_state()) if name != "random numbers"
+        ]  # which every run seeds
         assert not changed, f"it leaves the process changed: {', '.join(changed)}"
         if subject.method.card.exactness in (Exactness.BIT_EXACT, Exactness.EQUIVALENT_MATH):
             after = get_rng_state()
@@ -198,7 +206,9 @@ def survives_a_checkpoint(subject: Subject) -> None:
         assert new.keys() == old.keys(), f"a new run keeps {sorted(new)}, the old one kept {sorted(old)}"
         for name, kept in new.items():
             kept.load_state_dict(loaded[name])
-            assert bitwise_equal(kept.state_dict(), saved[name]), f"what is kept as {name} does not come back as it was saved"
+            assert bitwise_equal(kept.state_dict(), saved[name]), (
+                f"what is kept as {name} does not come back as it was saved"
+            )
 
 
 def goes_on_where_it_stopped(subject: Subject) -> None:
@@ -212,7 +222,9 @@ def goes_on_where_it_stopped(subject: Subject) -> None:
             if any(record["step"] > half for record in records):
                 raise Interrupted
 
-        once = partial(train, subject.task, subject.recipe, device="cpu", checkpoint_seconds=0)  # a checkpoint after every step
+        once = partial(
+            train, subject.task, subject.recipe, device="cpu", checkpoint_seconds=0
+        )  # a checkpoint after every step
         whole, broken = Path(folder, "whole"), Path(folder, "broken")
         once(out=whole)
         with suppress(Interrupted):
@@ -231,7 +243,9 @@ def exports_a_plain_module(subject: Subject) -> None:
         exported = program.export()
         fresh = subject.task.model()
         assert isinstance(exported, torch.nn.Module), f"it exports a {type(exported).__name__}"
-        assert exported.state_dict().keys() == fresh.state_dict().keys(), "it exports weights under other names than the task's model has"
+        assert exported.state_dict().keys() == fresh.state_dict().keys(), (
+            "it exports weights under other names than the task's model has"
+        )
         fresh.load_state_dict(exported.state_dict())
         training = program.run.model.training
         assert math.isfinite(evaluate(program).metric), "the exported module cannot be evaluated"
@@ -280,4 +294,4 @@ def _same_bits(a: dict, b: dict) -> bool:
 def _address(cls: type[Method]) -> str:
     """The name under which a class can be found again."""
     ours, _, module = cls.__module__.rpartition(".")
-    return module if ours == "hasten.methods" else f"{cls.__module__}:{cls.__qualname__}"
+    return module if ours.startswith("hasten.methods") else f"{cls.__module__}:{cls.__qualname__}"

@@ -58,7 +58,9 @@ class Block(nn.Module):
         super().__init__()
         self.before_attention, self.before_mixing = nn.LayerNorm(width), nn.LayerNorm(width)
         self.queries_keys_values, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mix = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width), nn.Dropout(dropout))
+        self.mix = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width), nn.Dropout(dropout)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         queries, keys, values = self.queries_keys_values(self.before_attention(x)).unsqueeze(1).chunk(3, -1)

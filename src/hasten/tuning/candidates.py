@@ -25,7 +25,9 @@ class Candidates:
     systems: list[Candidate] = field(default_factory=list)
     training: list[Candidate] = field(default_factory=list)
     not_tried: list[tuple[str, str]] = field(default_factory=list)
-    communication: list[Candidate] = field(default_factory=list)  # where ranks talk for so long that every later trial gets shorter by it
+    communication: list[Candidate] = field(
+        default_factory=list
+    )  # where ranks talk for so long that every later trial gets shorter by it
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,13 @@ class MethodSelection:
     offered: Recipe
 
     @staticmethod
-    def of(consider: Iterable[str] | None, extra: Iterable[str]) -> MethodSelection:
+    def of(methods: Iterable[str] | None, extra: Iterable[str]) -> MethodSelection:
         """Checks every name and setting before anything is measured.
 
         Raises:
             Refusal: an unknown method, a wrong setting, one that could be tried and never be confirmed.
         """
-        only, offered = Recipe.parse(consider) if consider else None, Recipe.parse(extra)
+        only, offered = Recipe.parse(methods) if methods else None, Recipe.parse(extra)
         for recipe in (only or Recipe(), offered):
             make_methods(recipe)
             _refuse_other_steps_at_first(recipe)
@@ -79,7 +81,9 @@ def candidates_for(story: dict, wanted: MethodSelection) -> Candidates:
         if why := method_class(name).card.not_searched:
             found.not_tried.append((name, why))
         else:
-            chosen.append(candidate(name, advice["bound"], wanted.only.methods[name] if wanted.only is not None else None))
+            chosen.append(
+                candidate(name, advice["bound"], wanted.only.methods[name] if wanted.only is not None else None)
+            )
     for advice in story.get("not_advised", ()):
         name = advice["method"]
         if wanted.only is None:
@@ -88,7 +92,9 @@ def candidates_for(story: dict, wanted: MethodSelection) -> Candidates:
             chosen.append(candidate(name, None, wanted.only.methods[name]))
     if wanted.only is not None:
         told = {each.name for each in chosen} | {name for name, _ in found.not_tried}
-        chosen += [candidate(name, settings=settings) for name, settings in wanted.only.methods.items() if name not in told]
+        chosen += [
+            candidate(name, settings=settings) for name, settings in wanted.only.methods.items() if name not in told
+        ]
     for each in sorted(chosen, key=_rank):
         _list_for(each, found).append(each)
     return found
@@ -97,7 +103,11 @@ def candidates_for(story: dict, wanted: MethodSelection) -> Candidates:
 def _list_for(each: Candidate, found: Candidates) -> list[Candidate]:
     if each.card.exactness is not Exactness.CHANGES_TRAINING:
         return found.systems
-    return found.communication if "parallelize" in each.card.replaces and (each.bound or 1.0) >= MUCH_TALK else found.training
+    return (
+        found.communication
+        if "parallelize" in each.card.replaces and (each.bound or 1.0) >= MUCH_TALK
+        else found.training
+    )
 
 
 def strong_baselines(device: str, cores: int) -> list[Recipe]:
@@ -119,7 +129,9 @@ def _rank(each: Candidate) -> tuple:
     claimed = each.card.gain[1] if each.card.gain else 1.0
     by_hand = not each.card.strong_baseline  # measured already, for the competent baseline
     strategy = "parallelize" in each.card.replaces  # all others are measured with it
-    for_memory = "full_weights" in each.card.invalidates  # it talks more than the original, and pays where that does not fit
+    for_memory = (
+        "full_weights" in each.card.invalidates
+    )  # it talks more than the original, and pays where that does not fit
     return (
         not each.offered,
         kind,

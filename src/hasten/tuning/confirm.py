@@ -15,18 +15,28 @@ from statistics import fmean, stdev
 
 from scipy.special import stdtrit
 
-from hasten.core.card import Exactness
-from hasten.core.recipe import Recipe
 from hasten.benchmarking.ratio import LOOKS as PACE_LOOKS
 from hasten.benchmarking.ratio import Ratio
-from hasten.tuning.gate import FEWEST_SEEDS, LOOKS, NonInferiorityResult, confidence_of, equal_by_construction, quality_gate
+from hasten.core.card import Exactness
+from hasten.core.recipe import Recipe
+from hasten.tuning.gate import (
+    FEWEST_SEEDS,
+    LOOKS,
+    NonInferiorityResult,
+    confidence_of,
+    equal_by_construction,
+    quality_gate,
+)
 from hasten.tuning.search import EXACT, Baseline, Incumbents
 from hasten.tuning.study import OutOfBudget, Study, exactness_of
 
 SEED_STEP = 1000
 FIRST_FRESH_SEED, FIRST_FURTHER_SEED = 100_000, 500_000
 MOST_ATTEMPTS = 3  # recipes that may be confirmed; each further one has to pass a stricter gate
-MOST_FURTHER, SHARE_OF_FURTHER = 3, 0.4  # runs of the recipe alone for each pair, and the part of the original's run they may cost
+MOST_FURTHER, SHARE_OF_FURTHER = (
+    3,
+    0.4,
+)  # runs of the recipe alone for each pair, and the part of the original's run they may cost
 PAIRS_OF_THE_EXACT = 2  # where the proof has passed, the seeds need only not contradict; what is broken shows in any
 SURELY_FASTER = 1.01
 WORTH_PROVING = 1.15  # times the speed-up of a slower recipe that holds already
@@ -69,7 +79,12 @@ class Confirmation:
 def confirm(study: Study, ladder: Incumbents, baseline: Baseline, pace_seconds: float) -> Confirmation | None:
     """The fastest recipe of the ladder that holds; else the fastest that was attempted, or None. Every attempt is noted."""
     fastest = _finalists(ladder.recipes)
-    attempts = [Confirmation(recipe, NonInferiorityResult(None, None, baseline.margin, None, [], False, False, "no seed was run")) for recipe in fastest]
+    attempts = [
+        Confirmation(
+            recipe, NonInferiorityResult(None, None, baseline.margin, None, [], False, False, "no seed was run")
+        )
+        for recipe in fastest
+    ]
     try:
         while (number := _next(attempts)) is not None:
             _look(study, attempts[number], number, baseline, pace_seconds)
@@ -80,11 +95,17 @@ def confirm(study: Study, ladder: Incumbents, baseline: Baseline, pace_seconds: 
         if attempt.pace and not attempt.over:
             why = ended if _worth_proving(number, attempts) else "another that holds is as fast, or nearly"
             attempt.why = f"{why}: {attempt.why or attempt.gate.why}"
-    winner = max((attempt for attempt in attempts if attempt.passed), key=lambda attempt: attempt.speedup.median, default=None)
+    winner = max(
+        (attempt for attempt in attempts if attempt.passed), key=lambda attempt: attempt.speedup.median, default=None
+    )
     for attempt in attempts:
-        verdict = "won" if attempt is winner else "slower" if attempt.passed else "refused" if attempt.why else "not tried"
+        verdict = (
+            "won" if attempt is winner else "slower" if attempt.passed else "refused" if attempt.why else "not tried"
+        )
         why = attempt.why or ("a faster one holds" if winner else "the budget ended before it was tried")
-        study.note(str(attempt.recipe), "confirmation", verdict, why, ratio=attempt.speedup and attempt.speedup.to_json())
+        study.note(
+            str(attempt.recipe), "confirmation", verdict, why, ratio=attempt.speedup and attempt.speedup.to_json()
+        )
     return winner or next(iter(attempts), None)
 
 
@@ -115,7 +136,11 @@ def _next(attempts: list[Confirmation]) -> int | None:
         first = number == 0 and not attempt.looks
         return (not first, not _promising(attempt), attempt.looks, bool(_quality_risks(attempt.recipe)), number)
 
-    able = [n for n, each in enumerate(attempts) if not each.over and each.looks < len(LOOKS) and _worth_proving(n, attempts)]
+    able = [
+        n
+        for n, each in enumerate(attempts)
+        if not each.over and each.looks < len(LOOKS) and _worth_proving(n, attempts)
+    ]
     return min(able, key=turn, default=None)
 
 
@@ -132,7 +157,9 @@ def _worth_proving(number: int, attempts: list[Confirmation]) -> bool:
     """Not any more if a faster one holds already, or a slower one that is nearly as fast."""
     speedup = attempts[number].speedup
     surely = max((other.speedup.median for other in attempts if other.passed), default=0.0)
-    return not any(faster.passed for faster in attempts[:number]) and (speedup is None or speedup.median > WORTH_PROVING * surely)
+    return not any(faster.passed for faster in attempts[:number]) and (
+        speedup is None or speedup.median > WORTH_PROVING * surely
+    )
 
 
 def _look(study: Study, done: Confirmation, number: int, baseline: Baseline, pace_seconds: float) -> None:
@@ -179,7 +206,11 @@ def _judge(study: Study, done: Confirmation, number: int, baseline: Baseline, pr
         slow = done.speedup.high < SURELY_FASTER
         of_pace_alone = exact and not done.by_stopwatch  # then no seed makes the speed surer
         done.over = done.passed or slow or (done.gate.settled and (of_pace_alone or not done.gate.passed))
-        told = f"; the blocks promised {done.blocks.median:.2f}x, the stopwatch saw less and is what counts" if done.by_stopwatch else ""
+        told = (
+            f"; the blocks promised {done.blocks.median:.2f}x, the stopwatch saw less and is what counts"
+            if done.by_stopwatch
+            else ""
+        )
         done.why = f"{done.gate.why}{told}"
         if done.gate.passed and not done.passed:
             done.why = f"as good, but {'not' if slow else 'not surely'} faster: {done.speedup}; {done.why}"
@@ -222,7 +253,9 @@ def _further_a_pair(done: Confirmation) -> int:
     """
     if _exactness_of(done.recipe) in EXACT:
         return 0
-    originals, tuned = (sum(run["trial_seconds"] for run in runs.values()) for runs in (done.baseline_runs, done.tuned_runs))
+    originals, tuned = (
+        sum(run["trial_seconds"] for run in runs.values()) for runs in (done.baseline_runs, done.tuned_runs)
+    )
     ratio = (originals / len(done.baseline_runs)) / (tuned / len(done.tuned_runs))
     return min(MOST_FURTHER, int(SHARE_OF_FURTHER * ratio))
 
@@ -283,12 +316,17 @@ def _clock(done: Confirmation, same_steps: bool) -> None:
     """
     looks = [_looks_at_target(done.baseline_runs[seed], done.tuned_runs[seed]) for seed in done.paired]
     if same_steps:
-        tuned_at = [_look_at(done.tuned_runs[seed], original["samples"]) for seed, (original, _) in zip(done.paired, looks, strict=True)]
+        tuned_at = [
+            _look_at(done.tuned_runs[seed], original["samples"])
+            for seed, (original, _) in zip(done.paired, looks, strict=True)
+        ]
         looks = [(original, at or tuned) for (original, tuned), at in zip(looks, tuned_at, strict=True)]
     done.samples = [(original["samples"], tuned["samples"]) for original, tuned in looks]
     if _exactness_of(done.recipe) not in EXACT:  # of these it was proven that they take the same steps
         arms = [(done.baseline_runs[seed], done.tuned_runs[seed]) for seed in done.paired]
-        done.samples = [(*pair, *map(_since_the_look_before, runs, pair)) for runs, pair in zip(arms, done.samples, strict=True)]
+        done.samples = [
+            (*pair, *map(_since_the_look_before, runs, pair)) for runs, pair in zip(arms, done.samples, strict=True)
+        ]
     done.blocks, done.seconds["baseline"], done.seconds["tuned"] = time_to_target(done.pace, done.samples)
     _check_by_stopwatch(done, [(original["seconds"], tuned["seconds"]) for original, tuned in looks])
 
@@ -338,7 +376,9 @@ def against_competent(study: Study, done: Confirmation, competent: Recipe, pace_
         modelled, *_, tuned = time_to_target(pace, done.samples)
         less = min(1.0, tuned / done.seconds["tuned"]) if done.by_stopwatch else 1.0  # what the stopwatch took away
         over = Ratio(*(less * getattr(modelled, key) for key in ("median", "low", "high")))
-        done.over_competent = min(over, done.speedup, key=lambda each: each.median)  # nobody competent is slower than the textbook
+        done.over_competent = min(
+            over, done.speedup, key=lambda each: each.median
+        )  # nobody competent is slower than the textbook
         done.seconds["competent"] = done.over_competent.median * done.seconds["tuned"]
 
 
@@ -365,7 +405,11 @@ def _over_seeds(times: list[tuple[float, float]], least_spread: float = 0.0, of_
     """The mean ratio of paired times, its interval by t; no calmer than ``least_spread`` and with the error of the pace."""
     logs = [math.log(x / y) for x, y in times]
     count, centre = len(logs), fmean(logs)
-    of_seeds = float(stdtrit(count - 1, 1 - ERROR / 2)) * max(stdev(logs), least_spread) / math.sqrt(count) if count > 1 else 0.0
+    of_seeds = (
+        float(stdtrit(count - 1, 1 - ERROR / 2)) * max(stdev(logs), least_spread) / math.sqrt(count)
+        if count > 1
+        else 0.0
+    )
     reach = math.hypot(of_seeds, of_pace)
     return Ratio(math.exp(centre), math.exp(centre - reach), math.exp(centre + reach))
 

@@ -72,31 +72,41 @@ def quality_gate(
     if bad := [value for value in before + after if value is None or not math.isfinite(value)]:
         return _not_passed(f"a metric is {bad[0]}", margin, seeds, settled=True)
     if len(seeds) >= FEWEST_SEEDS and len(set(before + after + list(more_baseline))) == 1:
-        return _not_passed(f"the metric is {before[0]:g} whatever the seed and the arm: it measures nothing", margin, seeds, settled=True)
+        return _not_passed(
+            f"the metric is {before[0]:g} whatever the seed and the arm: it measures nothing",
+            margin,
+            seeds,
+            settled=True,
+        )
 
     sign = 1 if higher_is_better else -1
     mean = sign * (fmean(after) - fmean(before))
     known = before + list(more_baseline)
     if len(after) < 2 or len(known) < 2:
-        return NonInferiorityResult(fmean(before), fmean(after), margin, None, seeds, False, False, "one seed tells nothing about the spread")
+        return NonInferiorityResult(
+            fmean(before), fmean(after), margin, None, seeds, False, False, "one seed tells nothing about the spread"
+        )
     error, freedom = _standard_error(known, after, len(before))
     if not error:
         return _not_passed(
-            "no seed changes the metric of either arm: it measures nothing", margin, seeds, settled=len(seeds) >= FEWEST_SEEDS
+            "no seed changes the metric of either arm: it measures nothing",
+            margin,
+            seeds,
+            settled=len(seeds) >= FEWEST_SEEDS,
         )
     reach = float(stdtrit(freedom, confidence)) * error
     low, high = mean - reach, mean + reach
     passed = len(seeds) >= FEWEST_SEEDS and low > -margin
     hopeless = high < -margin
     further = f" and {len(after) - len(seeds)} more of the recipe alone" if len(after) > len(seeds) else ""
-    words = (
-        f"over {len(seeds)} paired seeds{further} the metric changes by {mean:+.4g} ({low:+.4g} at worst) against a margin of {margin:.4g}"
-    )
+    words = f"over {len(seeds)} paired seeds{further} the metric changes by {mean:+.4g} ({low:+.4g} at worst) against a margin of {margin:.4g}"
     if not passed and len(seeds) >= FEWEST_SEEDS:
         chance = float(stdtr(freedom, (mean + margin) / error))
         words += f"; the chance that it stays inside is {chance:.0%}, and {confidence:.1%} is asked"
     difference = {"mean": mean, "low": low, "high": high}
-    return NonInferiorityResult(fmean(before), fmean(after), margin, difference, seeds, passed, passed or hopeless, words)
+    return NonInferiorityResult(
+        fmean(before), fmean(after), margin, difference, seeds, passed, passed or hopeless, words
+    )
 
 
 def _standard_error(baseline: list[float], tuned: list[float], fresh: int) -> tuple[float, float]:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import psutil
 
+from hasten.benchmarking.ratio import Ratio
 from hasten.core.card import Exactness
 from hasten.core.recipe import Recipe
 from hasten.engine.environment import environment
 from hasten.engine.registry import drop_distributed
 from hasten.engine.run_dir import atomic_write
-from hasten.benchmarking.ratio import Ratio
 from hasten.reporting.result_schema import Curve, Offered, Point, TuneResult
 from hasten.tuning.candidates import Candidates
 from hasten.tuning.confirm import SURELY_FASTER, Confirmation
@@ -29,7 +29,9 @@ class Found:
     candidates: Candidates = field(default_factory=Candidates)
     baseline: Baseline | None = None
     one_process: Ratio | None = None  # how many times as fast the task's own training is in one process as in the job
-    winner_alone: Ratio | None = None  # how many times as fast as the winner what one process can take of its recipe is there
+    winner_alone: Ratio | None = (
+        None  # how many times as fast as the winner what one process can take of its recipe is there
+    )
     pace_seconds: float = 0.0  # for a comparison of the confirmation
     competent: Recipe = field(default_factory=Recipe)
     ladder: Incumbents = field(default_factory=Incumbents)
@@ -55,7 +57,11 @@ class Found:
         if self.winner_alone is None or self.winner_alone.low <= SURELY_FASTER:
             return False
         there = drop_distributed(self.confirmed.recipe).methods
-        return all(exactness_of(name) is not Exactness.CHANGES_TRAINING for name in self.confirmed.recipe.methods if name not in there)
+        return all(
+            exactness_of(name) is not Exactness.CHANGES_TRAINING
+            for name in self.confirmed.recipe.methods
+            if name not in there
+        )
 
 
 def result_of(study: Study, found: Found, *, metric: str, offered: Recipe) -> TuneResult:
@@ -69,14 +75,17 @@ def result_of(study: Study, found: Found, *, metric: str, offered: Recipe) -> Tu
         "kind": "tune",
         "task": str(study.task),
         "processes": study.processes,
-        "verdict": "faster" if won else "one process is faster" if found.better_alone else "leave it",
-        "why": _why_alone(study, found) or _why(confirmed, won, stopped=any(trial["verdict"] == "stopped" for trial in study.trials)),
+        "verdict": "faster" if won else "one process is faster" if found.better_alone else "no improvement",
+        "why": _why_alone(study, found)
+        or _why(confirmed, won, stopped=any(trial["verdict"] == "stopped" for trial in study.trials)),
         "one_process": found.one_process and found.one_process.to_json(),
         "winner_in_one_process": found.winner_alone and found.winner_alone.to_json(),
         "recipe": recipe.methods,
         "metric": {"name": metric, "higher_is_better": study.higher_is_better, "target": study.target},
         "speedup": confirmed.speedup.to_json() if won else None,
-        "speedup_over_competent": confirmed.over_competent.to_json() if won and confirmed.over_competent else None,
+        "speedup_over_strong_baseline": confirmed.over_competent.to_json()
+        if won and confirmed.over_competent
+        else None,
         "stopwatch": confirmed.stopwatch.to_json() if won and confirmed.stopwatch else None,
         "time_to_target": seconds,
         "samples_compared": confirmed.samples if won else None,
@@ -89,10 +98,10 @@ def result_of(study: Study, found: Found, *, metric: str, offered: Recipe) -> Tu
         "trials": study.trials,
         **{key: found.story.get(key) for key in ("phases", "headroom", "facts")},
         **surroundings(study.device),
-        "noise": (confirmed.pace.get("noise") if confirmed else None) or found.story.get("noise"),
+        "system_noise": (confirmed.pace.get("system_noise") if confirmed else None) or found.story.get("system_noise"),
         "budget_seconds": study.budget.total,
         "search_seconds": study.budget.spent,
-        "pays_after_runs": study.budget.spent / saved if saved > 0 else None,
+        "break_even_runs": study.budget.spent / saved if saved > 0 else None,
         "remembered_trials": study.ledger.found,
         "seed": study.seed,
     }
@@ -105,7 +114,10 @@ def write(folder: Path, result: dict) -> None:
         Failure: the folder cannot be written.
     """
     result["recipe_file"] = str(folder / "recipe.toml")
-    texts = {"recipe.toml": Recipe(result["recipe"]).to_toml(), "result.json": json.dumps(result, indent=1, allow_nan=False)}
+    texts = {
+        "recipe.toml": Recipe(result["recipe"]).to_toml(),
+        "result.json": json.dumps(result, indent=1, allow_nan=False),
+    }
     for name, text in texts.items():
         atomic_write(folder / name, lambda file, text=text: file.write(text.encode()))
 
@@ -147,13 +159,21 @@ def _runs(found: Found) -> dict:
     baseline, confirmed = found.baseline, found.confirmed
     of_search = {"baseline": dict(zip(baseline.seeds, baseline.runs, strict=True)), "tuned": {}}
     arms = {"baseline": confirmed.baseline_runs, "tuned": confirmed.tuned_runs} if confirmed else of_search
-    seeds = {"baseline": confirmed.paired, "tuned": confirmed.paired} if confirmed else {arm: list(runs) for arm, runs in arms.items()}
+    seeds = (
+        {"baseline": confirmed.paired, "tuned": confirmed.paired}
+        if confirmed
+        else {arm: list(runs) for arm, runs in arms.items()}
+    )
     to_target = {
-        f"{name}_to_target": {arm: [runs[seed].get(f"{what}_to_target") for seed in seeds[arm]] for arm, runs in arms.items()}
+        f"{name}_to_target": {
+            arm: [runs[seed].get(f"{what}_to_target") for seed in seeds[arm]] for arm, runs in arms.items()
+        }
         for name, what in {"samples": "samples", "stopwatch": "seconds"}.items()
     }
     return to_target | {
-        "curves": {arm: [_curve(seed, run) for seed, run in runs.items() if "evaluations" in run] for arm, runs in arms.items()}
+        "curves": {
+            arm: [_curve(seed, run) for seed, run in runs.items() if "evaluations" in run] for arm, runs in arms.items()
+        }
     }
 
 
@@ -166,4 +186,8 @@ def _curve(seed: int, run: dict) -> Curve:
 def _fate(name: str, trials: list[dict], recipe: Recipe) -> Offered:
     """What became of a method that the user offered."""
     told = [trial for trial in trials if name in trial["what"]]
-    return {"method": name, "accepted": name in recipe.methods, "why": told[-1]["why"] if told else "the budget ended before it was tried"}
+    return {
+        "method": name,
+        "accepted": name in recipe.methods,
+        "why": told[-1]["why"] if told else "the budget ended before it was tried",
+    }

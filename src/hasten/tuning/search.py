@@ -12,19 +12,24 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean, stdev
 
+from hasten.benchmarking.ratio import FASTER, SAME, UNSURE
 from hasten.core.card import Card, Exactness
 from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
 from hasten.engine.composition import check_conflicts, sort_methods
 from hasten.engine.registry import make_methods, method_class
-from hasten.benchmarking.ratio import FASTER, SAME, UNSURE
 from hasten.tuning.study import Study
 
 EXACT = (Exactness.BIT_EXACT, Exactness.EQUIVALENT_MATH)
 WORTH_IT = 1.02  # a time to the target that is not 2 % better is no better
-PROMISING, LONGER = 1.05, 3  # times faster in the middle, but not for sure: then it is compared once more, for so many times as long
+PROMISING, LONGER = (
+    1.05,
+    3,
+)  # times faster in the middle, but not for sure: then it is compared once more, for so many times as long
 AS_MANY = 0.99  # of the samples: then only the pace can make it faster, and the stopwatch of single runs is too noisy for that
-AS_SOON = 0.95  # of the time: then a clearly better end is worth more, since the confirmation has to find the recipe as good
+AS_SOON = (
+    0.95  # of the time: then a clearly better end is worth more, since the confirmation has to find the recipe as good
+)
 SYSTEMS_LOSSES, TRAINING_LOSSES = 2, 3  # settings grow bolder; so many in a row that lost say enough
 AFFORDABLE = 0.15  # of what is left, for the further seeds of a recipe that the first seed speaks for
 ENOUGH_LOOKS = 3  # that see the same, for two runs to be the same and not alike by chance
@@ -91,7 +96,9 @@ def conflict_reason(recipe: Recipe) -> str | None:
     return None
 
 
-def search_systems(study: Study, ladder: Incumbents, candidates: list[Candidate], samples: float, seconds: float) -> None:
+def search_systems(
+    study: Study, ladder: Incumbents, candidates: list[Candidate], samples: float, seconds: float
+) -> None:
     """Methods that only change how fast the same steps go: kept when surely faster, worth their start, and proven.
 
     Args:
@@ -113,7 +120,9 @@ def search_systems(study: Study, ladder: Incumbents, candidates: list[Candidate]
                 ladder.push(best[0])
 
 
-def _tried(study: Study, base: Recipe, candidate: Candidate, settings: dict, samples: float, seconds: float) -> tuple[Recipe, float] | None:
+def _tried(
+    study: Study, base: Recipe, candidate: Candidate, settings: dict, samples: float, seconds: float
+) -> tuple[Recipe, float] | None:
     """(recipe, gain) if the candidate is kept; the trial is noted either way."""
     stage = "precision" if candidate.card.exactness is Exactness.REDUCED_PRECISION else "systems"
     text = str(Recipe({candidate.name: settings}))
@@ -143,7 +152,10 @@ def _tried(study: Study, base: Recipe, candidate: Candidate, settings: dict, sam
     gain = gain_of_a_run(outcome, samples)
     if gain < WORTH_IT:
         start = outcome["start_seconds"]
-        return note("no gain", f"its start takes {start['b'] - start['a']:.1f} s, which a run does not earn back ({gain:.2f}x in all)")
+        return note(
+            "no gain",
+            f"its start takes {start['b'] - start['a']:.1f} s, which a run does not earn back ({gain:.2f}x in all)",
+        )
     proof = study.proof(base, recipe, candidate.card.exactness)
     spent += 0.0 if candidate.offered else proof["trial_seconds"]
     if not proof.get("passed"):
@@ -169,7 +181,9 @@ def in_place(base: Recipe, name: str, settings: dict) -> Recipe | str:
     whole = base.with_method(name, **settings)
     if (conflict := conflict_reason(whole)) is None:
         return whole
-    return next((instead for member in base.methods if conflict_reason(instead := whole.drop(member)) is None), conflict)
+    return next(
+        (instead for member in base.methods if conflict_reason(instead := whole.drop(member)) is None), conflict
+    )
 
 
 def search_training(study: Study, ladder: Incumbents, candidates: list[Candidate], baseline: Baseline) -> None:
@@ -251,7 +265,8 @@ class Outcome:
             return told("nothing to do" if NOTHING_TO_DO in run["failed"] else "failed", run["failed"])
         if run["gave_up"]:
             return told(
-                "no gain", f"had not reached the target after {best.to_target('seconds', 1) / AS_SOON:.1f} s, so it could no longer win"
+                "no gain",
+                f"had not reached the target after {best.to_target('seconds', 1) / AS_SOON:.1f} s, so it could no longer win",
             )
         if run["seconds_to_target"] is None:
             return told("refused", f"never reached the target {baseline.target:g}: it ended at {run['metric']:.4g}")
@@ -259,10 +274,19 @@ class Outcome:
         if not baseline.as_good([each["metric"] for each in runs]):
             why = f"ended at {metric:.4g}; the original ends at {baseline.metric:.4g}, and the margin is {baseline.margin:.3g}"
             return told("refused", why)
-        if (gain := outcome.gain_over(best)) is not None and gain < WORTH_IT and not outcome.ends_better(best, baseline):
+        if (
+            (gain := outcome.gain_over(best)) is not None
+            and gain < WORTH_IT
+            and not outcome.ends_better(best, baseline)
+        ):
             seconds = outcome.to_target("seconds", len(best.runs))
-            return told("no gain", f"reached the target in {seconds:.2f} s; the best so far takes {gain * seconds:.2f} s")
-        return told("kept", f"reached the target in {outcome.to_target('seconds'):.2f} s and ended at {metric:.4g}, over {len(runs)} seeds")
+            return told(
+                "no gain", f"reached the target in {seconds:.2f} s; the best so far takes {gain * seconds:.2f} s"
+            )
+        return told(
+            "kept",
+            f"reached the target in {outcome.to_target('seconds'):.2f} s and ended at {metric:.4g}, over {len(runs)} seeds",
+        )
 
 
 def _trained(study: Study, recipe: Recipe, best: Outcome, baseline: Baseline, seen: list) -> Outcome:
@@ -294,7 +318,9 @@ def _by_pace(study: Study, best: Recipe, recipe: Recipe, outcome: Outcome) -> Ou
         return outcome
     told = pace.get("why") or pace["failed"]
     return replace(
-        outcome, verdict="no gain", why=f"takes as many samples to the target as the best so far, and a step is not faster: {told}"
+        outcome,
+        verdict="no gain",
+        why=f"takes as many samples to the target as the best so far, and a step is not faster: {told}",
     )
 
 

@@ -6,19 +6,19 @@ import math
 import time
 from dataclasses import asdict, dataclass
 
+from hasten.benchmarking.exactness import check_exactness
+from hasten.benchmarking.worker_group import COLLECTIVE_TIMEOUT_S
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.errors import RunError
 from hasten.core.method import Method
+from hasten.core.progress import no_progress
 from hasten.core.recipe import Recipe
 from hasten.core.run_context import Evaluation, RunContext, TrainPlan
 from hasten.core.types import StepFn
-from hasten.core.progress import no_progress
-from hasten.engine.summary import first_sustained_target
 from hasten.distributed.process_group import init_process_group
+from hasten.engine.summary import first_sustained_target
 from hasten.engine.tasks import TaskRef
 from hasten.engine.train import device_of, train
-from hasten.benchmarking.exactness import check_exactness
-from hasten.benchmarking.worker_group import COLLECTIVE_TIMEOUT_S
 
 
 class Trial:
@@ -36,22 +36,33 @@ class Trial:
         task, recipe = self.task.load(), self.recipe.with_method(f"{__name__}:NothingInVain")
         if give_up_after is not None and target is not None:
             recipe = recipe.with_method(f"{__name__}:GiveUp", seconds=float(give_up_after), target=float(target))
-        result = train(task, recipe, device=self.device, seed=self.seed, patience=COLLECTIVE_TIMEOUT_S, watch=self.watch)
-        _refuse_idle(result["idle"])  # found out on the way
+        result = train(task, recipe, device=self.device, seed=self.seed, timeout=COLLECTIVE_TIMEOUT_S, watch=self.watch)
+        _refuse_idle(result["no_effect"])  # found out on the way
         if result["metric"] is None:
             raise RunError("the metric is missing or not a finite number")
         kept = ("metric", "best_metric", "evaluations", "steps", "samples", "seconds", "split", "stopped")
         late = give_up_after is not None and result["seconds"] >= give_up_after
-        never = first_sustained_target([look["metric"] for look in result["evaluations"]], target, result["higher_is_better"]) is None
+        never = (
+            first_sustained_target(
+                [look["metric"] for look in result["evaluations"]], target, result["higher_is_better"]
+            )
+            is None
+        )
         return {**{key: result[key] for key in kept}, "gave_up": result["stopped"] and late and never}
 
     def prove(self, base: dict, exactness: str, seconds: float) -> dict:
         """{"passed", "number", "why"}: what the candidate's exactness class promises, held against this very task."""
         with init_process_group(self.device, COLLECTIVE_TIMEOUT_S) as ranks:
             check = check_exactness(
-                self.task.load(), Recipe(base), self.recipe, Exactness[exactness], device=device_of(ranks, self.device), seed=self.seed,
-                seconds=seconds, ranks=ranks,
-            )  # fmt: skip
+                self.task.load(),
+                Recipe(base),
+                self.recipe,
+                Exactness[exactness],
+                device=device_of(ranks, self.device),
+                seed=self.seed,
+                seconds=seconds,
+                ranks=ranks,
+            )
         return {**asdict(check), "number": check.number if math.isfinite(check.number) else None}
 
 

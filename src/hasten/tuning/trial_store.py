@@ -13,13 +13,20 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from hasten.core.errors import RunError, ConfigurationError
+from hasten.core.errors import ConfigurationError, RunError
 
 FILE, LOCK = "trials.jsonl", "lock"
 PASSING = (
-    "memory ran out", "out of memory", "the process was", "took longer",
-    "no such file", "input/output error", "stale file handle", "no space left", "connection",
-)  # fmt: skip  # failures of the moment, not of the recipe
+    "memory ran out",
+    "out of memory",
+    "the process was",
+    "took longer",
+    "no such file",
+    "input/output error",
+    "stale file handle",
+    "no space left",
+    "connection",
+)  # failures of the moment, not of the recipe
 
 
 class TrialStore:
@@ -35,7 +42,9 @@ class TrialStore:
             fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines() if self.path.exists() else []
         except BlockingIOError:
-            raise ConfigurationError(f"another search is running in {folder}; wait for it or choose another --out") from None
+            raise ConfigurationError(
+                f"another search is running in {folder}; wait for it or choose another --out"
+            ) from None
         except OSError as error:
             raise ConfigurationError(f"cannot use {folder}: {error.strerror}; choose another --out") from None
         for line in lines:
@@ -76,7 +85,9 @@ class TrialStore:
         return self._key(kind, what) in self.known
 
     def _key(self, kind: str, what: dict) -> str:
-        return hashlib.sha256(json.dumps([kind, what, self.setting], sort_keys=True, default=str).encode()).hexdigest()[:24]
+        return hashlib.sha256(json.dumps([kind, what, self.setting], sort_keys=True, default=str).encode()).hexdigest()[
+            :24
+        ]
 
     def _ends_whole(self) -> bool:
         with self.path.open("rb") as file:

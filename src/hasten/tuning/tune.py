@@ -1,4 +1,4 @@
-"""``tune``: from a task to a recipe with evidence, or to an honest "leave it".
+"""``tune``: from a task to a recipe with evidence, or to an honest "no improvement".
 
     probe -> diagnosis -> baseline -> search -> shares -> confirmation -> result
 
@@ -13,30 +13,30 @@ from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
 
-from hasten.core.errors import RunError, HastenWarning, ProgressWarning, ConfigurationError
-from hasten.core.process_group_info import DEFAULT_TIMEOUT_S
-from hasten.core.recipe import Recipe
+from hasten.benchmarking.arm import estimate
+from hasten.benchmarking.fork_server import mark_warnings_shown, reset_shown_warnings
+from hasten.benchmarking.ratio import SLOWER, Ratio
 from hasten.core.durations import parse_budget
+from hasten.core.errors import ConfigurationError, HastenWarning, ProgressWarning, RunError
+from hasten.core.process_group_info import DEFAULT_TIMEOUT_S
 from hasten.core.progress import ProgressCallback, no_progress
-from hasten.profiling.diagnose import diagnose
-from hasten.engine.resources import warn_oversubscribed
+from hasten.core.recipe import Recipe
+from hasten.engine.data_adapters import check_process_count
 from hasten.engine.devices import pick_device
 from hasten.engine.environment import cores, own_code
-from hasten.engine.registry import drop_distributed
 from hasten.engine.metrics import higher_is_better, name_of
-from hasten.engine.data_adapters import check_process_count
+from hasten.engine.registry import drop_distributed
+from hasten.engine.resources import warn_oversubscribed
 from hasten.engine.tasks import TaskRef
-from hasten.benchmarking.arm import estimate
-from hasten.benchmarking.ratio import SLOWER, Ratio
-from hasten.benchmarking.fork_server import mark_warnings_shown, reset_shown_warnings
+from hasten.profiling.diagnose import diagnose
+from hasten.tuning.ablation import contributions, leave_one_out
 from hasten.tuning.candidates import MethodSelection, candidates_for, strong_baselines
 from hasten.tuning.confirm import SEED_STEP, against_competent, confirm
 from hasten.tuning.gate import FEWEST_SEEDS, resolve_margin
-from hasten.tuning.trial_store import TrialStore
 from hasten.tuning.result import Found, result_of, surroundings, write
 from hasten.tuning.search import NOTHING_TO_DO, Baseline, gain_of_a_run, search_systems, search_training
-from hasten.tuning.ablation import leave_one_out, contributions
 from hasten.tuning.study import ANATOMY_SECONDS, Budget, OutOfBudget, Study
+from hasten.tuning.trial_store import TrialStore
 
 BASELINE_SEEDS = 3
 RUNS_IN_A_BUDGET = 18  # textbook runs that the default budget is worth
@@ -45,12 +45,14 @@ SMALLEST_BUDGET = 160.0  # seconds; below this the processes themselves are the 
 SYSTEMS_PART, TRAINING_PART = 0.4, 0.75  # of what is left when each begins
 FEWEST_SECONDS, SCREENING_SECONDS = 5.0, 8.0  # for a comparison of the search
 ONE_PROCESS, ONE_PROCESS_PART = "one process", 0.2
-FEWEST_PATIENCE, PATIENT_PART, SILENT_RUNS = (
+MIN_TIMEOUT_S, TIMEOUT_FRACTION, SILENT_RUNS = (
     30.0,
     1 / 8,
     2.0,
 )  # of a job: seconds, of the budget, and textbook runs of silence; the most counts
-RESERVED_RUNS = 5.0  # textbook runs kept back for the confirmation: three seeds of both arms, and further ones of the recipe
+RESERVED_RUNS = (
+    5.0  # textbook runs kept back for the confirmation: three seeds of both arms, and further ones of the recipe
+)
 
 
 def tune(
@@ -58,17 +60,17 @@ def tune(
     *,
     budget: float | str | None = None,
     margin: float | None = None,
-    consider: Iterable[str] | None = None,
+    methods: Iterable[str] | None = None,
     extra: Iterable[str] = (),
     out: str | Path | None = None,
     runs: int = 10,
     processes: int = 1,
-    patience: float | None = None,
+    timeout: float | None = None,
     device: str | None = None,
     seed: int = 0,
     watch: ProgressCallback = no_progress,
 ) -> dict:
-    """Finds a faster recipe for a task and proves that it is as good, or says "leave it" with the evidence.
+    """Finds a faster recipe for a task and proves that it is as good, or says "no improvement" with the evidence.
 
     Args:
         task: a workload's name, ``file.py:function`` or a Task with validation data.
@@ -96,8 +98,13 @@ def tune(
         check_process_count(loaded, processes)
         warn_oversubscribed(processes)
     if loaded.validation_data is None:
-        raise ConfigurationError("tune needs validation_data and a metric: without them nobody can say that quality did not suffer")
-    higher, wanted = higher_is_better(loaded), MethodSelection.of(consider, extra)  # names and settings are checked before anything runs
+        raise ConfigurationError(
+            "tune needs validation_data and a metric: without them nobody can say that quality did not suffer"
+        )
+    higher, wanted = (
+        higher_is_better(loaded),
+        MethodSelection.of(methods, extra),
+    )  # names and settings are checked before anything runs
     folder = Path(out) if out is not None else Path("runs") / f"tune-{_file_name(str(ref))}"
     setting = {
         "task": ref.fingerprint(),
@@ -109,11 +116,19 @@ def tune(
     }
     ledger = TrialStore(folder, setting | surroundings(device))
     study = Study(
-        ref, device, ledger, Budget(float("inf")), watch, seed=seed, processes=processes, higher_is_better=higher, target=loaded.target,
+        ref,
+        device,
+        ledger,
+        Budget(float("inf")),
+        watch,
+        seed=seed,
+        processes=processes,
+        higher_is_better=higher,
+        target=loaded.target,
         source_hashes=wanted.codes(),
-    )  # fmt: skip
+    )
 
-    textbook = _set_budget(study, budget, patience)
+    textbook = _set_budget(study, budget, timeout)
     found = Found()
     try:
         _examine(study, found, wanted, margin)
@@ -133,17 +148,23 @@ def tune(
     return result
 
 
-def _set_budget(study: Study, budget: float | None, patience: float | None) -> float:
+def _set_budget(study: Study, budget: float | None, timeout: float | None) -> float:
     """Fixes what the search may take, and how long a job may be silent, and says so before it begins; seconds of one textbook run."""
     words = f"timing a few steps of {study.task}"
-    probe = study.measure_once("probe", words, lambda _: estimate(study.task, study.device, study.seed, study.processes, patience or DEFAULT_TIMEOUT_S))
+    probe = study.measure_once(
+        "probe",
+        words,
+        lambda _: estimate(study.task, study.device, study.seed, study.processes, timeout or DEFAULT_TIMEOUT_S),
+    )
     study.budget.total = budget if budget is not None else max(SMALLEST_BUDGET, RUNS_IN_A_BUDGET * probe["seconds"])
-    study.patience = patience or max(FEWEST_PATIENCE, study.budget.total * PATIENT_PART, SILENT_RUNS * probe["seconds"])
+    study.timeout = timeout or max(MIN_TIMEOUT_S, study.budget.total * TIMEOUT_FRACTION, SILENT_RUNS * probe["seconds"])
     words = f"one textbook run takes about {_words(probe['seconds'])}; the search may take {_words(study.budget.total)}"
     warnings.warn(words, ProgressWarning, stacklevel=3)
     if (worth := study.budget.total / probe["seconds"]) < FEWEST_RUNS:
         told = f"the budget is worth {worth:.1f} textbook runs, and below {FEWEST_RUNS} little more than the baselines gets measured"
-        warnings.warn(f"{told}; --budget {RUNS_IN_A_BUDGET * probe['seconds']:.0f}s would do", HastenWarning, stacklevel=3)
+        warnings.warn(
+            f"{told}; --budget {RUNS_IN_A_BUDGET * probe['seconds']:.0f}s would do", HastenWarning, stacklevel=3
+        )
     return probe["seconds"]
 
 
@@ -152,7 +173,7 @@ def _examine(study: Study, found: Found, wanted: MethodSelection, margin: float 
     seconds = min(40.0, study.budget.total / 8)
 
     def measure(watch: ProgressCallback) -> dict:
-        where = {"device": study.device, "processes": study.processes, "patience": study.patience, "seed": study.seed}
+        where = {"device": study.device, "processes": study.processes, "timeout": study.timeout, "seed": study.seed}
         return diagnose(study.task, budget=seconds, watch=watch, **where)
 
     found.story = study.measure_once("diagnosis", f"diagnosing {study.task}", measure)
@@ -187,14 +208,22 @@ def _search(study: Study, found: Found) -> None:
     found.top = ladder.best
     if budget.cut:
         _note_what_was_not_reached(study, found)
-        study.note("search", "search", "stopped", "the search's part of the budget is spent; what was found by then is confirmed")
+        study.note(
+            "search",
+            "search",
+            "stopped",
+            "the search's part of the budget is spent; what was found by then is confirmed",
+        )
 
 
 def _note_what_was_not_reached(study: Study, found: Found) -> None:
     """Puts the candidates that the budget left no time for into the story."""
     told = [trial["what"] for trial in study.trials]
     candidates = found.candidates
-    for stage, these in (("systems", candidates.systems), ("training", [*candidates.communication, *candidates.training])):
+    for stage, these in (
+        ("systems", candidates.systems),
+        ("training", [*candidates.communication, *candidates.training]),
+    ):
         for name in (each.name for each in these):
             if not any(name in what for what in told):
                 study.note(name, stage, "not tried", "the search's part of the budget ended before it")
@@ -219,7 +248,9 @@ def _confirm(study: Study, found: Found) -> None:
         return
     if study.processes > 1 and drop_distributed(confirmed.recipe):
         with budget.part(1.0):
-            found.winner_alone = _one_process(study, found, confirmed.recipe, fmean(tuned for _, tuned, *_ in confirmed.samples))
+            found.winner_alone = _one_process(
+                study, found, confirmed.recipe, fmean(tuned for _, tuned, *_ in confirmed.samples)
+            )
     with budget.part(1.0):
         against_competent(study, confirmed, found.competent, found.pace_seconds)
         found.anatomy["tuned"] = study.anatomy(confirmed.recipe)
@@ -244,7 +275,9 @@ def _baseline(study: Study, margin: float | None) -> Baseline:
         raise RunError(
             f"the task's own training never held its target {study.target:g} (it ended at {best:.4g}); lower the target or train longer"
         )
-    baseline = Baseline(seeds, runs, study.target, resolve_margin(sum(metrics) / len(metrics), margin), study.higher_is_better)
+    baseline = Baseline(
+        seeds, runs, study.target, resolve_margin(sum(metrics) / len(metrics), margin), study.higher_is_better
+    )
     study.note(
         "baseline",
         "baseline",
@@ -274,7 +307,9 @@ def _competent(study: Study, seconds: float) -> Recipe:
     for form in strong_baselines(study.device, max(1, cores() // study.processes)):
         while other := form.drop(*idle):
             outcome = {} if other == best else study.compare_speed(best, other, seconds=seconds)
-            if not (in_vain := {name for name in other.methods if f"{name} {NOTHING_TO_DO}" in outcome.get("failed", "")}):
+            if not (
+                in_vain := {name for name in other.methods if f"{name} {NOTHING_TO_DO}" in outcome.get("failed", "")}
+            ):
                 break
             idle |= in_vain
         if not other or other == best:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hasten import RunError, ConfigurationError
+from hasten import ConfigurationError, RunError
 
 CHUNK = 1 << 18  # bytes
 PATIENCE = 30  # seconds that a server may be silent
@@ -71,7 +71,9 @@ def made_once(path: str, make: Callable[[Path], None]) -> Path:
         finally:
             unfinished.unlink(missing_ok=True)
     except OSError as error:
-        raise RunError(f"cannot write {place}: {error.strerror or error}; set HASTEN_DATA to a folder that has {path}") from None
+        raise RunError(
+            f"cannot write {place}: {error.strerror or error}; set HASTEN_DATA to a folder that has {path}"
+        ) from None
     return place
 
 
@@ -94,7 +96,9 @@ def members(path: Path) -> Iterator[tuple[str, bytes]]:
                 yield header[:100].rstrip(b"\0").decode(), content[place + BLOCK : place + BLOCK + size]
             place += BLOCK + -(-size // BLOCK) * BLOCK
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise ConfigurationError(f"{path} cannot be read as a tar.gz archive ({error}); remove it, and it is fetched again") from None
+        raise ConfigurationError(
+            f"{path} cannot be read as a tar.gz archive ({error}); remove it, and it is fetched again"
+        ) from None
 
 
 def pack(files: Iterable[tuple[str, bytes]], to: Path) -> None:
@@ -112,7 +116,10 @@ def _folders() -> list[Path]:
         raise ConfigurationError(f"HASTEN_DATA={own} is not a folder")
     folders = [Path(own).expanduser(), _downloads()] if own else [_downloads()]
     package = importlib.util.find_spec("hasten")  # None for an exported script on a machine without hasten
-    return [*folders, *(Path(path) / "workloads" / "data" for path in (package.submodule_search_locations if package else []))]
+    return [
+        *folders,
+        *(Path(path) / "workloads" / "data" for path in (package.submodule_search_locations if package else [])),
+    ]
 
 
 def _downloads() -> Path:
@@ -140,7 +147,9 @@ def _chunks(file: File) -> Iterator[bytes]:
                 yield chunk
     except (OSError, ValueError, http.client.HTTPException) as error:
         why = getattr(error, "reason", None) or error
-        raise RunError(f"cannot fetch {file.address}: {why}; fetch it by hand and put it at {_downloads() / file.path}") from None
+        raise RunError(
+            f"cannot fetch {file.address}: {why}; fetch it by hand and put it at {_downloads() / file.path}"
+        ) from None
 
 
 @contextmanager

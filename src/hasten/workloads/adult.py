@@ -18,9 +18,15 @@ FILES = {
 }
 NUMBERS = {"age": 0, "fnlwgt": 2, "education-num": 4, "capital-gain": 10, "capital-loss": 11, "hours-per-week": 12}
 CATEGORIES = {
-    "workclass": 1, "education": 3, "marital-status": 5, "occupation": 6,
-    "relationship": 7, "race": 8, "sex": 9, "native-country": 13,
-}  # fmt: skip
+    "workclass": 1,
+    "education": 3,
+    "marital-status": 5,
+    "occupation": 6,
+    "relationship": 7,
+    "race": 8,
+    "sex": 9,
+    "native-country": 13,
+}
 LABEL = 14
 
 

@@ -104,7 +104,9 @@ def _jpeg_files(split: str) -> tuple[list[bytes], list[int]]:
             files.append(content)
             labels.append(CLASSES.index(kind))
     if len(files) != PICTURES[split]:
-        raise ConfigurationError(f"{path} holds {len(files)} pictures {split}/CLASS/NUMBER.jpg, not {PICTURES[split]}; remove it, and it is made anew")
+        raise ConfigurationError(
+            f"{path} holds {len(files)} pictures {split}/CLASS/NUMBER.jpg, not {PICTURES[split]}; remove it, and it is made anew"
+        )
     return files, labels
 
 
@@ -125,5 +127,7 @@ def _pillow():
     try:
         from PIL import Image
     except ImportError:
-        raise ConfigurationError("the workload cifar10 needs the package pillow; pip install 'hasten[images]'") from None
+        raise ConfigurationError(
+            "the workload cifar10 needs the package pillow; pip install 'hasten[images]'"
+        ) from None
     return Image

@@ -53,6 +53,8 @@ def _arrays() -> dict[str, numpy.ndarray]:
     """Images, uint8 (n, 64) from 0 to 16, and labels, uint8 (n,) from 0 to 9, of both splits."""
     path = found("digits.npz")
     if path is None:
-        raise ConfigurationError("digits.npz is missing; install hasten, or copy its workloads/data/digits.npz to ~/.cache/hasten/digits.npz")
+        raise ConfigurationError(
+            "digits.npz is missing; install hasten, or copy its workloads/data/digits.npz to ~/.cache/hasten/digits.npz"
+        )
     with numpy.load(path) as arrays:
         return dict(arrays)

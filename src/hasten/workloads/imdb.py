@@ -95,7 +95,9 @@ def _transformers():
     try:
         import transformers
     except ImportError:
-        raise ConfigurationError("the workload imdb needs the package transformers; pip install 'hasten[text]'") from None
+        raise ConfigurationError(
+            "the workload imdb needs the package transformers; pip install 'hasten[text]'"
+        ) from None
     return transformers
 
 

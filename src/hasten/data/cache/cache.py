@@ -20,23 +20,25 @@ import numpy
 import psutil
 import torch
 
-from hasten.core.errors import RunError, ConfigurationError
+from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.progress import ProgressCallback
-from hasten.data.cache.cache_disk import CacheDirectory, default_folder
-from hasten.data.cache.populate import ALIKE, bytes_of, noticing, paced, read_first, read_whole
-from hasten.data.cache.fingerprints import fingerprint
-from hasten.data.validation import check_positive
 from hasten.data.bad_rows import BadRowPolicy
+from hasten.data.batch_builder import CollateError, Map, collate_nested, is_builtin, lists_of, passthrough_paths
+from hasten.data.cache.cache_disk import CacheDirectory, default_folder
+from hasten.data.cache.fingerprints import fingerprint
+from hasten.data.cache.populate import ALIKE, bytes_of, noticing, paced, read_first, read_whole
 from hasten.data.formats.arrays import gathered
-from hasten.data.batch_builder import Map, CollateError, passthrough_paths, is_builtin, lists_of, collate_nested
-from hasten.data.source import BadRow, Source, tree_leaves, tree_map, refuse_bad, unbatch
+from hasten.data.source import BadRow, Source, column_leaves, map_columns, refuse_bad, unbatch
+from hasten.data.validation import check_positive
 from hasten.engine.resources import free_memory
 
 MAX_FREE_FRACTION = 0.5  # of the free memory or disk space, the default limit of a cache
 CHUNK = 16_000_000  # bytes read at a time while filling
 
 
-def cached(source: Source, maps: tuple[Map, ...], where: str, gigabytes: float | None, folder, watch: ProgressCallback | None) -> Source:
+def cached(
+    source: Source, maps: tuple[Map, ...], where: str, gigabytes: float | None, folder, watch: ProgressCallback | None
+) -> Source:
     """Returns a cache of the source after its sample maps. The arguments are those of ``Pipeline.cache``.
 
     Raises:
@@ -62,7 +64,9 @@ class Mapped(Source):
 
     def __init__(self, source: Source, maps: tuple[Map, ...]):
         if any(stage.stage is not None for stage in maps):
-            raise ConfigurationError("a map that wants random numbers comes before cache(), which would freeze them; put it after the cache")
+            raise ConfigurationError(
+                "a map that wants random numbers comes before cache(), which would freeze them; put it after the cache"
+            )
         self.source, self.functions = source, [stage.function for stage in maps]
         self.fingerprints = [fingerprint(function) for function in self.functions]
 
@@ -77,13 +81,13 @@ class Mapped(Source):
         except CollateError as error:
             raise ConfigurationError(f"{error}; {ALIKE}") from None
 
-    def identity(self) -> dict:
+    def fingerprint(self) -> dict:
         return {"of": made_of(self.source), "maps": self.fingerprints}
 
-    def edges(self) -> numpy.ndarray:
+    def chunk_offsets(self) -> numpy.ndarray:
         return self.source.chunk_offsets()
 
-    def known_bad(self) -> list[BadRow]:
+    def known_bad_rows(self) -> list[BadRow]:
         return self.source.known_bad_rows()
 
     def prepare(self, runner: Callable, faults: BadRowPolicy) -> None:
@@ -134,15 +138,15 @@ class Cache(Source):
             selected = gathered(column, index)
             return list(selected) if next(numbers) in self.lists else selected
 
-        return tree_map(select, self.kept)
+        return map_columns(select, self.kept)
 
-    def identity(self) -> dict:
+    def fingerprint(self) -> dict:
         return made_of(self.source)
 
-    def edges(self) -> numpy.ndarray:
+    def chunk_offsets(self) -> numpy.ndarray:
         return self.source.chunk_offsets()
 
-    def known_bad(self) -> list[BadRow]:
+    def known_bad_rows(self) -> list[BadRow]:
         return self.source.known_bad_rows()
 
     def prepare(self, runner: Callable, faults: BadRowPolicy) -> None:
@@ -160,7 +164,9 @@ class Cache(Source):
     def filled(self, now: dict, runner: Callable, faults: BadRowPolicy) -> tuple[Any, list[int], dict]:
         """Returns (columns of all rows as tensors, ``lists``, ``bad``); ``now`` is the identity of the source."""
 
-    def chunks(self, like, now: dict, runner: Callable, faults: BadRowPolicy, bad: dict, what: str) -> Iterator[tuple[int, Any]]:
+    def chunks(
+        self, like, now: dict, runner: Callable, faults: BadRowPolicy, bad: dict, what: str
+    ) -> Iterator[tuple[int, Any]]:
         """Yields all rows in order as (first row, columns). Bad rows are zeros and are recorded in ``bad``.
 
         Raises:
@@ -183,7 +189,9 @@ class Cache(Source):
             watch(paced(what, done * rows, spent), done, spent * (1 - done) / done)
         self.source.prepare(runner, faults)
         if _differ(made_of(self.source), now):
-            raise RunError("the data changed while the cache was being filled; start again when no process writes to them")
+            raise RunError(
+                "the data changed while the cache was being filled; start again when no process writes to them"
+            )
 
     def within(self, free: float, what: str, faults: BadRowPolicy) -> tuple[Any, list[int]]:
         """Reads the first rows as tensors, and ``lists``, if all rows like them fit into ``free`` bytes and the limit.
@@ -193,7 +201,10 @@ class Cache(Source):
             Failure: More rows are bad than allowed.
         """
         first, lists = read_first(self.source, faults)
-        needed, allowed = bytes_of(first, len(self)), self.gigabytes * 1e9 if self.gigabytes else free * MAX_FREE_FRACTION
+        needed, allowed = (
+            bytes_of(first, len(self)),
+            self.gigabytes * 1e9 if self.gigabytes else free * MAX_FREE_FRACTION,
+        )
         if needed > allowed:
             limit = "were allowed" if self.gigabytes else f"are half of what is free {what}"
             message = f"a cache of {len(self)} rows needs {needed / 1e9:.3g} GB, and {allowed / 1e9:.3g} GB {limit}"
@@ -206,10 +217,10 @@ class MemoryCache(Cache):
 
     def filled(self, now: dict, runner: Callable, faults: BadRowPolicy):
         first, lists = self.within(free_memory(), "in memory", faults)
-        kept = tree_map(lambda column: torch.zeros((len(self), *column.shape[1:]), dtype=column.dtype), first)
+        kept = map_columns(lambda column: torch.zeros((len(self), *column.shape[1:]), dtype=column.dtype), first)
         bad = {}
         for begin, columns in self.chunks(first, now, runner, faults, bad, "filling the cache in memory"):
-            for column, chunk in zip(tree_leaves(kept), tree_leaves(columns), strict=True):
+            for column, chunk in zip(column_leaves(kept), column_leaves(columns), strict=True):
                 column[begin : begin + len(chunk)] = chunk
         return kept, lists, bad
 

@@ -33,13 +33,19 @@ import torch
 from platformdirs import user_cache_path
 
 from hasten import __version__
-from hasten.core.errors import RunError, HastenWarning
+from hasten.core.errors import HastenWarning, RunError
 from hasten.data.formats.arrays import from_numpy_array
-from hasten.data.source import tree_leaves, length_of, tree_map
+from hasten.data.source import column_leaves, length_of, map_columns
 from hasten.engine.error_messages import translate_disk_errors
 
 FORMAT = 3  # to be increased with every change of what is written or of how sources read
-NOT_WHOLE = (OSError, ValueError, LookupError, TypeError, AttributeError)  # raised while a damaged or missing cache is read
+NOT_WHOLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+)  # raised while a damaged or missing cache is read
 LOCK_POLL_INTERVAL_S = 0.1
 
 
@@ -104,7 +110,12 @@ class CacheDirectory:
         written = _Written(self.making)
         try:
             lists, bad = fill(written.write)
-            about = {"format": FORMAT, "made of": self.made_of, "lists": lists, "bad": [[row, *why] for row, why in bad.items()]}
+            about = {
+                "format": FORMAT,
+                "made of": self.made_of,
+                "lists": lists,
+                "bad": [[row, *why] for row, why in bad.items()],
+            }
             written.finish(about)
             with _trouble(self.folder):
                 self.making.rename(self.whole)
@@ -123,7 +134,11 @@ class CacheDirectory:
                 raise OSError(errno.EIO, "damaged", str(file))
             content = numpy.memmap(file, numpy.uint8, mode="r") if file.stat().st_size else numpy.empty(0, numpy.uint8)
             columns.append(from_numpy_array(content).view(dtype).view(shape))
-        return _nested(about["nesting"], columns), about["lists"], {row: (where, why) for row, where, why in about["bad"]}
+        return (
+            _nested(about["nesting"], columns),
+            about["lists"],
+            {row: (where, why) for row, where, why in about["bad"]},
+        )
 
 
 class _Written:
@@ -138,15 +153,22 @@ class _Written:
         with _trouble(self.folder.parent):
             if self.like is None:
                 self.like = columns
-                self.files = [self._new(f"{number}.rows") for number in range(len(tree_leaves(columns)))]
-            for file, column in zip(self.files, tree_leaves(columns), strict=True):
+                self.files = [self._new(f"{number}.rows") for number in range(len(column_leaves(columns)))]
+            for file, column in zip(self.files, column_leaves(columns), strict=True):
                 file.write(column.contiguous().reshape(-1).view(torch.uint8).numpy())
         self.rows += length_of(columns)
 
     def finish(self, about: dict) -> None:
-        kinds = [[str(column.dtype).removeprefix("torch."), [self.rows, *column.shape[1:]]] for column in tree_leaves(self.like)]
+        kinds = [
+            [str(column.dtype).removeprefix("torch."), [self.rows, *column.shape[1:]]]
+            for column in column_leaves(self.like)
+        ]
         numbers = count()
-        about = {**about, "columns": kinds, "nesting": tree_map(lambda column: next(numbers), self.like)}  # tuples become JSON arrays
+        about = {
+            **about,
+            "columns": kinds,
+            "nesting": map_columns(lambda column: next(numbers), self.like),
+        }  # tuples become JSON arrays
         with _trouble(self.folder.parent):
             description = self._new("cache.json")
             description.write(json.dumps(about).encode())
@@ -164,7 +186,9 @@ class _Written:
 
 
 def _trouble(folder: Path):
-    return translate_disk_errors(folder, "nothing is left of the cache there; make room, or choose another folder: .cache('disk', folder=...)")
+    return translate_disk_errors(
+        folder, "nothing is left of the cache there; make room, or choose another folder: .cache('disk', folder=...)"
+    )
 
 
 @contextmanager
@@ -200,7 +224,9 @@ def remove_partial(folder: Path) -> None:
 
 def _locked(lock: Path) -> BinaryIO | None:
     """Returns the locked file, or None while another process holds it."""
-    with translate_disk_errors(lock, "files there must be lockable; choose another folder: .cache('disk', folder=...), or HASTEN_CACHE"):
+    with translate_disk_errors(
+        lock, "files there must be lockable; choose another folder: .cache('disk', folder=...), or HASTEN_CACHE"
+    ):
         file = open(lock, "ab")  # noqa: SIM115 (the caller closes it)
         with suppress(BlockingIOError, FileNotFoundError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -34,7 +34,15 @@ from hasten.core.errors import ConfigurationError
 
 INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 ANY_CALLABLE = pickle.Pickler  # pickle wants a callable where a value is taken apart; it is never called
-NOT_BEHAVIOR = {"__dict__", "__weakref__", "__module__", "__doc__", "__annotations__", "__firstlineno__", "__static_attributes__"}
+NOT_BEHAVIOR = {
+    "__dict__",
+    "__weakref__",
+    "__module__",
+    "__doc__",
+    "__annotations__",
+    "__firstlineno__",
+    "__static_attributes__",
+}
 
 
 def fingerprint(function: Callable) -> str:
@@ -67,7 +75,10 @@ class _Pickler(pickle.Pickler):
         self.name = name
 
     def persistent_id(self, value) -> bytes | None:
-        if type(value) in (str, bytes):  # pickle would note which of them are one object, which differs between processes
+        if type(value) in (
+            str,
+            bytes,
+        ):  # pickle would note which of them are one object, which differs between processes
             return _hash(type(value).__name__, value)
         if type(value) in (set, frozenset):
             return _hash(type(value).__name__, *sorted(_digest(item, self.name) for item in value))
@@ -85,7 +96,11 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, types.CodeType):
             return ANY_CALLABLE, ("code",), _code_parts(value)
         if isinstance(value, type):
-            content = {name: _unwrap(part) for name, part in vars(value).items() if name not in NOT_BEHAVIOR and name[:5] != "_abc_"}
+            content = {
+                name: _unwrap(part)
+                for name, part in vars(value).items()
+                if name not in NOT_BEHAVIOR and name[:5] != "_abc_"
+            }
             return ANY_CALLABLE, ("class",), [value.__qualname__, value.__bases__, content]
         if isinstance(value, torch.Tensor):
             content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -184,7 +199,11 @@ def _is_installed(module: str | None) -> bool:
     package = (module or "builtins").partition(".")[0]
     if package == "builtins" or package in sys.stdlib_module_names:
         return package != "__main__"
-    file = getattr(sys.modules[package], "__file__", None) if package in sys.modules else getattr(find_spec(package), "origin", None)
+    file = (
+        getattr(sys.modules[package], "__file__", None)
+        if package in sys.modules
+        else getattr(find_spec(package), "origin", None)
+    )
     return file is not None and any(Path(file).is_relative_to(folder) for folder in INSTALLED)
 
 

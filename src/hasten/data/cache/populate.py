@@ -10,15 +10,17 @@ from typing import Any
 import numpy
 import torch
 
-from hasten.core.errors import ProgressWarning, ConfigurationError
+from hasten.core.errors import ConfigurationError, ProgressWarning
 from hasten.core.progress import ProgressCallback
 from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.formats.arrays import signed
-from hasten.data.source import BadRow, Source, tree_leaves, tree_map
+from hasten.data.source import BadRow, Source, column_leaves, map_columns
 
 PROBED_ROWS = 4  # read to find shape and dtype of all
 NOTICE_INTERVAL_S, FIRST_NOTICE_S = 30.0, 3.0
-ALIKE = "a cache holds rows of one shape and type: make them so with .map() before .cache(), pictures with images(resize=)"
+ALIKE = (
+    "a cache holds rows of one shape and type: make them so with .map() before .cache(), pictures with images(resize=)"
+)
 
 
 def read_first(source: Source, faults: BadRowPolicy) -> tuple[Any, list[int]]:
@@ -36,7 +38,7 @@ def read_first(source: Source, faults: BadRowPolicy) -> tuple[Any, list[int]]:
         for fault in bad:
             faults.record(fault)
         if columns is not None:
-            lists = [number for number, column in enumerate(tree_leaves(columns)) if isinstance(column, list)]
+            lists = [number for number, column in enumerate(column_leaves(columns)) if isinstance(column, list)]
             return _as_tensors(columns), lists
     raise ConfigurationError("there is no row that could be kept: all are bad, or there are none")
 
@@ -49,16 +51,16 @@ def read_whole(source: Source, rows: numpy.ndarray, like, faults: BadRowPolicy) 
         _refuse_others(read, like, rows)
     if read is not None and not faulty:
         return read, faulty
-    whole = tree_map(lambda column: torch.zeros((len(rows), *column.shape[1:]), dtype=column.dtype), like)
+    whole = map_columns(lambda column: torch.zeros((len(rows), *column.shape[1:]), dtype=column.dtype), like)
     where = torch.from_numpy(numpy.searchsorted(rows, good))
-    for into, part in zip(tree_leaves(whole), tree_leaves(read) if len(good) else (), strict=False):
+    for into, part in zip(column_leaves(whole), column_leaves(read) if len(good) else (), strict=False):
         signed(into)[where] = signed(part)
     return whole, faulty
 
 
 def bytes_of(columns, rows: int) -> int:
     """Returns the bytes of ``rows`` rows with the shapes and dtypes of these columns."""
-    return sum(column[:1].nbytes for column in tree_leaves(columns)) * rows
+    return sum(column[:1].nbytes for column in column_leaves(columns)) * rows
 
 
 def paced(what: str, rows: float, seconds: float) -> str:
@@ -81,10 +83,12 @@ def noticing() -> ProgressCallback:
 
 def _refuse_others(columns, like, rows: numpy.ndarray) -> None:
     """Raises a Refusal if shape or dtype of a column differs from the first rows."""
-    for number, (column, first) in enumerate(zip(tree_leaves(columns), tree_leaves(like), strict=True)):
+    for number, (column, first) in enumerate(zip(column_leaves(columns), column_leaves(like), strict=True)):
         expected, got = _describe(first[0]), _describe(column[0])
         if got != expected:
-            raise ConfigurationError(f"column {number} is {expected} in the first rows and {got} in rows {rows[0]} to {rows[-1]}; {ALIKE}")
+            raise ConfigurationError(
+                f"column {number} is {expected} in the first rows and {got} in rows {rows[0]} to {rows[-1]}; {ALIKE}"
+            )
 
 
 def _describe(row: torch.Tensor) -> str:
@@ -107,7 +111,9 @@ def _as_tensors(columns):
             raise ConfigurationError(f"column {number} of the samples holds {type(odd[0]).__name__}s; {ALIKE}")
         kinds = [*dict.fromkeys(map(_describe, column))]
         if len(kinds) > 1:
-            raise ConfigurationError(f"column {number} of the samples holds rows of {kinds[0]} and of {kinds[1]}; {ALIKE}")
+            raise ConfigurationError(
+                f"column {number} of the samples holds rows of {kinds[0]} and of {kinds[1]}; {ALIKE}"
+            )
         return torch.stack(column)
 
-    return tree_map(stack, columns)
+    return map_columns(stack, columns)

@@ -14,9 +14,9 @@ import torch
 from hasten._torch_compat import in_place_version
 from hasten.core.errors import ConfigurationError, format_error
 from hasten.data.buffer_pool import acquire
+from hasten.data.io.paths import file_signature, is_remote, plain
 from hasten.data.pipeline import Pipeline
-from hasten.data.io.paths import is_remote, plain, file_signature
-from hasten.data.source import Source, tree_leaves, tree_map, tree_spec
+from hasten.data.source import Source, column_leaves, column_spec, map_columns
 
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
@@ -44,7 +44,7 @@ class Arrays(Source):
     def __init__(self, columns):
         if isinstance(columns, (dict, tuple)) and not columns:
             raise ConfigurationError("arrays() wants at least one array")
-        self.given = tree_map(lambda column: _here(column) if isinstance(column, (str, Path)) else column, columns)
+        self.given = map_columns(lambda column: _here(column) if isinstance(column, (str, Path)) else column, columns)
         self.digests: dict[tuple, str] = {}
         self._open()
 
@@ -57,24 +57,27 @@ class Arrays(Source):
 
     def read(self, rows: numpy.ndarray):
         index = torch.from_numpy(rows)
-        return tree_map(lambda column: gathered(column, index), self.columns)
+        return map_columns(lambda column: gathered(column, index), self.columns)
 
-    def identity(self) -> dict:
+    def fingerprint(self) -> dict:
         """Files by their stamps; what lies in memory by its content."""
-        columns = zip(tree_leaves(self.columns), self.stamps, strict=True)
-        return {"nesting": tree_spec(self.columns), "columns": [of_file or self._content(column) for column, of_file in columns]}
+        columns = zip(column_leaves(self.columns), self.stamps, strict=True)
+        return {
+            "nesting": column_spec(self.columns),
+            "columns": [of_file or self._content(column) for column, of_file in columns],
+        }
 
     def _open(self) -> None:
         stamps = self._stamps()  # before the files are mapped: one that changes meanwhile is found changed
-        columns = tree_map(_tensor, self.given)
-        length, *others = sorted({len(column) for column in tree_leaves(columns)})
+        columns = map_columns(_tensor, self.given)
+        length, *others = sorted({len(column) for column in column_leaves(columns)})
         if others:
             raise ConfigurationError(f"the arrays have unequal lengths: {', '.join(map(str, (length, *others)))}")
         self.stamps, self.columns, self.length = stamps, columns, length
 
     def _stamps(self) -> list[list | None]:
         """Of each column that is a file."""
-        return [file_signature(column) if isinstance(column, str) else None for column in tree_leaves(self.given)]
+        return [file_signature(column) if isinstance(column, str) else None for column in column_leaves(self.given)]
 
     def _content(self, column: torch.Tensor) -> list:
         """Type, shape and hash; as long as torch has not written there, it is not read again."""
@@ -111,9 +114,13 @@ def _tensor(column) -> torch.Tensor:
     if isinstance(column, numpy.ndarray):
         column = from_numpy_array(column)
     if not isinstance(column, torch.Tensor) or not column.ndim:
-        raise ConfigurationError(f"arrays() wants tensors, NumPy arrays or .npy files with a row per sample, not {type(column).__name__}")
+        raise ConfigurationError(
+            f"arrays() wants tensors, NumPy arrays or .npy files with a row per sample, not {type(column).__name__}"
+        )
     if column.device.type != "cpu":
-        raise ConfigurationError("arrays() reads from the computer's memory; give it .cpu() tensors, and take the batches to the device with .to()")
+        raise ConfigurationError(
+            "arrays() reads from the computer's memory; give it .cpu() tensors, and take the batches to the device with .to()"
+        )
     return column.detach().contiguous()
 
 
@@ -129,7 +136,9 @@ def from_numpy_array(array: numpy.ndarray) -> torch.Tensor:
         with warnings.catch_warnings(action="ignore"):  # that it may not be written to: nobody does
             return torch.from_numpy(array if min(array.strides, default=0) >= 0 else array.copy())
     except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"an array of {array.dtype} is not what torch can hold: {format_error(error)}") from None
+        raise ConfigurationError(
+            f"an array of {array.dtype} is not what torch can hold: {format_error(error)}"
+        ) from None
 
 
 def opened_array(path: Path) -> numpy.ndarray:

@@ -15,21 +15,37 @@ import numpy
 import torch
 
 from hasten.core.errors import ConfigurationError
-from hasten.data.rng import SampleRng
-from hasten.data.formats.arrays import Arrays
 from hasten.data.batch_builder import Map
 from hasten.data.buffer_pool import alloc_huge, thread_scratch
+from hasten.data.formats.arrays import Arrays
 from hasten.data.pipeline import Pipeline
+from hasten.data.rng import SampleRng
 from hasten.data.source import Source
-from hasten.data.transforms import SEAM, choices, random_crop, inside, moments, places, scaled, seams
-from hasten.data.unpacking import FOOTER_BYTES, can_unpack, page_faults, plane_footers, retain_freed_memory, unpack_planes
+from hasten.data.transforms import SEAM, choices, inside, moments, places, random_crop, scaled, seams
+from hasten.data.unpacking import (
+    FOOTER_BYTES,
+    can_unpack,
+    page_faults,
+    plane_footers,
+    retain_freed_memory,
+    unpack_planes,
+)
 
-TRIES, REST = 3, 256  # batches: in fresh memory before they are made in two passes, and in two passes before one is tried again
+TRIES, REST = (
+    3,
+    256,
+)  # batches: in fresh memory before they are made in two passes, and in two passes before one is tried again
 MOST_FRESH = 0.1  # of a batch
 
 
 def augmented_images(
-    images, labels=None, *, padding: int = 4, mirror: bool = True, mean: float | Sequence[float] = 0.0, std: float | Sequence[float] = 1.0
+    images,
+    labels=None,
+    *,
+    padding: int = 4,
+    mirror: bool = True,
+    mean: float | Sequence[float] = 0.0,
+    std: float | Sequence[float] = 1.0,
 ) -> Pipeline:
     """Pictures in memory, cropped, mirrored and normalised: what ``crop`` and ``normalise`` do to ``arrays``, about twice as fast.
 
@@ -56,7 +72,9 @@ class Stored(Pipeline):
 
     def map(self, function: Callable) -> Pipeline:
         if self.batch_size is None:
-            raise ConfigurationError("augmented() makes its pictures a batch at a time; put .map() after .batch()")
+            raise ConfigurationError(
+                "augmented_images() makes its pictures a batch at a time; put .map() after .batch()"
+            )
         return super().map(function)
 
 
@@ -69,7 +87,9 @@ class Numbered(Source):
         self.images = arrays.columns[0] if labelled else arrays.columns
         self.labels = Arrays(arrays.columns[1:]) if labelled else None
         if not isinstance(self.images, torch.Tensor) or self.images.ndim < 3:
-            raise ConfigurationError("augmented() wants pictures as one array of the shape (rows, ..., height, width)")
+            raise ConfigurationError(
+                "augmented_images() wants pictures as one array of the shape (rows, ..., height, width)"
+            )
 
     def __len__(self) -> int:
         return len(self.arrays)
@@ -78,8 +98,8 @@ class Numbered(Source):
         numbers = torch.from_numpy(rows)
         return numbers if self.labels is None else (numbers, *self.labels.read(rows))
 
-    def identity(self) -> dict:
-        return {"numbered": self.arrays.identity()}
+    def fingerprint(self) -> dict:
+        return {"numbered": self.arrays.fingerprint()}
 
 
 class Gather:
@@ -91,11 +111,15 @@ class Gather:
     Where one pass can make floats of uint8 (``unpacking.py``), every gathered plane gets a footer.
     """
 
-    def __init__(self, images: torch.Tensor, padding: int, mirror: bool, means: tuple[float, ...], stds: tuple[float, ...]):
+    def __init__(
+        self, images: torch.Tensor, padding: int, mirror: bool, means: tuple[float, ...], stds: tuple[float, ...]
+    ):
         self.shape, self.choices, self.means, self.stds = images.shape[1:], choices(padding), means, stds
         *planes, height, width = self.shape
         self.planes, self.plane = math.prod(planes), height * width
-        self.footers = plane_footers(means, stds, self.planes).numpy() if _can_have_footers(images, means, stds) else None
+        self.footers = (
+            plane_footers(means, stds, self.planes).numpy() if _can_have_footers(images, means, stds) else None
+        )
         self.pitch = self.plane if self.footers is None else self.plane + FOOTER_BYTES
         stored = self.plane + padding * width
         self.size = self.planes * stored
@@ -123,13 +147,15 @@ class Gather:
         if self.footers is not None:
             retain_freed_memory()
 
-    def __call__(self, batch, chance: SampleRng):
+    def __call__(self, batch, rng: SampleRng):
         labelled = isinstance(batch, tuple)
         numbers = batch[0] if labelled else batch
-        chosen, count = chance.integers(0, self.choices), len(numbers)
+        chosen, count = rng.integers(0, self.choices), len(numbers)
         planes = self._gathered(chosen, numbers)
         if self.footers is not None and self.tries > 0:
-            ends = planes.numpy()[:, self.plane :].view(numpy.int64)  # NumPy writes whole numbers anywhere, torch does not
+            ends = planes.numpy()[:, self.plane :].view(
+                numpy.int64
+            )  # NumPy writes whole numbers anywhere, torch does not
             ends.reshape(count, self.planes)[:] = self.footers
             made = self._unpacked(planes).view(count, *self.shape)
         else:
@@ -147,11 +173,20 @@ class Gather:
         windows = self.values.as_strided((len(self.values) - self.plane + 1, self.plane), (1, 1))
         torch.index_select(windows, 0, begins, out=planes[:, : self.plane])
         if self.seams is None:
-            kept = torch.index_select(self.inside, 0, chosen, out=thread_scratch("kept", (len(chosen), self.inside.shape[1]), self.inside.dtype))
-            planes[:, : self.plane].view(len(chosen), self.planes, self.plane).view(kept.dtype).bitwise_and_(kept[:, None])
+            kept = torch.index_select(
+                self.inside,
+                0,
+                chosen,
+                out=thread_scratch("kept", (len(chosen), self.inside.shape[1]), self.inside.dtype),
+            )
+            planes[:, : self.plane].view(len(chosen), self.planes, self.plane).view(kept.dtype).bitwise_and_(
+                kept[:, None]
+            )
         else:
             pitch, width = self.pitch // SEAM, self.shape[-1] // SEAM
-            words = memory.view(torch.int64).as_strided((len(chosen), self.planes, self.shape[-2] + 1), (self.planes * pitch, pitch, width))
+            words = memory.view(torch.int64).as_strided(
+                (len(chosen), self.planes, self.shape[-2] + 1), (self.planes * pitch, pitch, width)
+            )
             words.bitwise_and_(self.seams.index_select(0, chosen).view(-1, 1, 1))
         return planes
 

@@ -19,9 +19,9 @@ import numpy
 import torch
 
 from hasten.core.errors import ConfigurationError, format_error
-from hasten.data.validation import at_least
-from hasten.data.buffer_pool import thread_scratch, acquire
+from hasten.data.buffer_pool import acquire, thread_scratch
 from hasten.data.source import BadRow
+from hasten.data.validation import at_least
 
 PIXELS = 178_956_970 // 4  # a quarter of what Pillow warns of twice: 44 million, 134 MB of colours
 SPARE = 2  # a JPEG is decoded at no less than so many times the size that is wanted
@@ -71,7 +71,9 @@ def pictures_of(
     for place, row in enumerate(rows):
         try:
             if size is None:
-                batch[place] = torch.from_numpy(numpy.ascontiguousarray(decoded(next(contents), pixels).transpose(2, 0, 1)))
+                batch[place] = torch.from_numpy(
+                    numpy.ascontiguousarray(decoded(next(contents), pixels).transpose(2, 0, 1))
+                )
             else:
                 _fit(decoded(next(contents), pixels, size), batch[place], pixels)
         except ValueError as error:
@@ -106,7 +108,9 @@ def _by_simplejpeg(content: bytes, pixels: int, size: tuple[int, int] | None) ->
     least = {"min_height": SPARE * size[0], "min_width": SPARE * size[1], "min_factor": 2}
     height, width = jpeg.decode_jpeg_header(content, **least)[:2]
     # colours have half the detail in most files; how they are enlarged cannot be seen once the picture is made smaller
-    return jpeg.decode_jpeg(content, fastupsample=True, buffer=thread_scratch("jpeg", (height * width * 3,), torch.uint8).numpy(), **least)
+    return jpeg.decode_jpeg(
+        content, fastupsample=True, buffer=thread_scratch("jpeg", (height * width * 3,), torch.uint8).numpy(), **least
+    )
 
 
 def _by_pillow(content: bytes, pixels: int, size: tuple[int, int] | None) -> numpy.ndarray:

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy
 import torch
 
-from hasten.core.errors import RunError, ConfigurationError, format_error
+from hasten.core.errors import ConfigurationError, RunError, format_error
 from hasten.data.formats.decoding import PIXELS, manner, pictures_of, size_of
-from hasten.data.pipeline import Pipeline
-from hasten.data.io.paths import resolve_paths, is_lost, is_remote, open_file, file_signature
 from hasten.data.io.manifests import Manifest, manifest_of, manifest_of_paths
+from hasten.data.io.paths import file_signature, is_lost, is_remote, open_file, resolve_paths
 from hasten.data.io.remote import fetch_ranges
+from hasten.data.pipeline import Pipeline
 from hasten.data.source import Source
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
@@ -63,7 +63,9 @@ class Images(Source):
             self.classes, self.labels = _by_folder(self.files)
         else:
             self.labels = None if labels is None else _by_name(self.files, labels)
-        self._marks = numpy.frombuffer(mmap.mmap(-1, 8 * len(self.files)), numpy.int64)  # 0: not known yet; processes share them
+        self._marks = numpy.frombuffer(
+            mmap.mmap(-1, 8 * len(self.files)), numpy.int64
+        )  # 0: not known yet; processes share them
 
     def __len__(self) -> int:
         return len(self.files)
@@ -73,13 +75,15 @@ class Images(Source):
         pictures = pictures_of(rows.tolist(), paths, self.raw(rows.tolist(), paths), self.size, self.pixels)
         return pictures if self.labels is None else (pictures, self.labels[torch.from_numpy(rows)])
 
-    def identity(self) -> dict:
+    def fingerprint(self) -> dict:
         digest = hashlib.blake2b(digest_size=16)
         for number in range(len(self.files)):
             mark = _mark_of(self.files.path(number))
             digest.update(repr(mark).encode())
             about = mark[-1] if isinstance(mark[-1], list) else None  # of a local picture that is there
-            self._marks[number] = _number_of(mark[1], about[0]) if about else 0  # what is told now is what is read from now on
+            self._marks[number] = (
+                _number_of(mark[1], about[0]) if about else 0
+            )  # what is told now is what is read from now on
         labels = None if self.labels is None else hashlib.blake2b(self.labels.numpy(), digest_size=16).hexdigest()
         return {"images": digest.hexdigest(), "labels": labels, **manner(self.size, self.pixels)}
 
@@ -151,7 +155,9 @@ def _by_folder(files: Manifest) -> tuple[list[str], torch.Tensor]:
     names = [folder.split("/")[part] for folder in files.folders]
     if "" in names:
         example = files.inside(int((files.parents == names.index("")).argmax()))
-        raise ConfigurationError(f"{example} lies in no folder that would be its class; say labels=None, or labels={{file name: number}}")
+        raise ConfigurationError(
+            f"{example} lies in no folder that would be its class; say labels=None, or labels={{file name: number}}"
+        )
     classes = sorted(set(names))
     number = {name: place for place, name in enumerate(classes)}
     numbers = numpy.array([number[name] for name in names])
@@ -166,7 +172,9 @@ def _by_name(files: Manifest, labels: Mapping[str, float]) -> torch.Tensor:
         label = labels.get(files.inside(number), labels.get(files.name(number)))
         if not isinstance(label, Real):
             raise ConfigurationError(
-                f"{files.inside(number)} has no label" if label is None else f"the label of {files.inside(number)} is no number: {label!r}"
+                f"{files.inside(number)} has no label"
+                if label is None
+                else f"the label of {files.inside(number)} is no number: {label!r}"
             )
         numbers.append(label)
     try:

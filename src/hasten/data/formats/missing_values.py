@@ -7,7 +7,7 @@ from decimal import Decimal
 from numbers import Real
 from typing import Any
 
-from hasten.core.errors import ConfigurationError, suggest, format_error
+from hasten.core.errors import ConfigurationError, format_error, suggest
 from hasten.data.formats.table_types import is_number, plain
 
 
@@ -47,12 +47,16 @@ def filled(array, fill, name: str, where: str):
     try:
         return _with(_fitting(value, array.type), array)
     except (pa.ArrowException, NotImplementedError, ValueError, ArithmeticError) as error:
-        raise ConfigurationError(f"column {name!r} is of type {array.type}, which {value!r:.80} cannot fill: {format_error(error)}") from None
+        raise ConfigurationError(
+            f"column {name!r} is of type {array.type}, which {value!r:.80} cannot fill: {format_error(error)}"
+        ) from None
 
 
 def missing(name: str, array, fill, where: str) -> str:
     by_name = f"fill={{{name!r}: ...}}"
-    remedy = f"say what stands for them: {by_name}" if isinstance(fill, Mapping) else f"fill them (fill=0, or {by_name})"
+    remedy = (
+        f"say what stands for them: {by_name}" if isinstance(fill, Mapping) else f"fill them (fill=0, or {by_name})"
+    )
     return f"column {name!r} lacks {array.null_count} of its {len(array)} values in {where}; {remedy} or leave the column out"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import torch
 
-from hasten.core.errors import HastenWarning, ConfigurationError
+from hasten.core.errors import ConfigurationError, HastenWarning
 from hasten.data.formats.arrays import gathered
 from hasten.data.formats.missing_values import filled, missing_whole
 from hasten.data.formats.table_types import is_number, plain, shape_of, tensor_type
@@ -48,7 +48,9 @@ class Numbers:
             raise ConfigurationError(
                 f"column {self.name!r} holds {values.max()} in {where}; a tensor holds whole numbers up to {LARGEST}: leave it out"
             )
-        self.tensor.numpy()[self._filled : self._filled + len(array)] = values.reshape(len(array), *self.tensor.shape[1:])
+        self.tensor.numpy()[self._filled : self._filled + len(array)] = values.reshape(
+            len(array), *self.tensor.shape[1:]
+        )
         self._filled += len(array)
 
     def read(self, index: torch.Tensor) -> torch.Tensor:
@@ -90,7 +92,11 @@ class Matrix:
             if (largest := max(int(values.max()), -int(values.min()))) > WHOLE:
                 self._told.add(name)
                 what = f"column {name!r} holds whole numbers as big as {largest}, and in a float32 matrix those above {WHOLE} are rounded"
-                warnings.warn(f"{what}; leave it out (columns=[...]), or take a dict of columns (no target=)", HastenWarning, stacklevel=2)
+                warnings.warn(
+                    f"{what}; leave it out (columns=[...]), or take a dict of columns (no target=)",
+                    HastenWarning,
+                    stacklevel=2,
+                )
 
 
 class Classes:
@@ -99,18 +105,26 @@ class Classes:
     def __init__(self, classes: Sequence[str], rows: int, name: str):
         import pyarrow as pa
 
-        self._numbers, self._known, self.name = Numbers(torch.int64, rows, (), name), pa.array(classes, pa.large_string()), name
+        self._numbers, self._known, self.name = (
+            Numbers(torch.int64, rows, (), name),
+            pa.array(classes, pa.large_string()),
+            name,
+        )
 
     def put(self, array, fill, where: str) -> None:
         import pyarrow as pa
         import pyarrow.compute as compute
 
-        words = filled(_whole(array).cast(pa.large_string()), fill, self.name, where)  # where all are missing, they have no type
+        words = filled(
+            _whole(array).cast(pa.large_string()), fill, self.name, where
+        )  # where all are missing, they have no type
         numbers = compute.index_in(words, self._known)
         if numbers.null_count:
             stranger = words.filter(compute.is_null(numbers))[0].as_py()
             known = ", ".join(self._known.slice(0, 10).to_pylist())
-            raise ConfigurationError(f"column {self.name!r} holds {stranger!r} in {where}, which is none of its classes: {known}")
+            raise ConfigurationError(
+                f"column {self.name!r} holds {stranger!r} in {where}, which is none of its classes: {known}"
+            )
         self._numbers.put(numbers, None, where)
 
     def read(self, index: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from hasten.core.errors import RunError, ConfigurationError, format_error
+from hasten.core.errors import ConfigurationError, RunError, format_error
 from hasten.data.formats import argument_checks
 from hasten.data.formats.table_types import leads_elsewhere
 from hasten.data.io.paths import BLAMING, FileMissingError, is_remote, open_file
@@ -74,7 +74,9 @@ class Parquet:
 
             about = read_metadata(file)
             groups = [about.row_group(number) for number in range(about.num_row_groups)]
-            return _manifest(about.schema.to_arrow_schema(), [g.num_rows for g in groups], sum(g.total_byte_size for g in groups))
+            return _manifest(
+                about.schema.to_arrow_schema(), [g.num_rows for g in groups], sum(g.total_byte_size for g in groups)
+            )
 
     def run(self, path: str, number: int, columns: list[str]):
         return self._kept[path,].read_row_group(number, columns)
@@ -85,7 +87,9 @@ class Parquet:
     def _open(self, path: str):
         from pyarrow.parquet import ParquetFile
 
-        return ParquetFile(opened_arrow(path), page_checksum_verification=True)  # costs nothing where the pages have none
+        return ParquetFile(
+            opened_arrow(path), page_checksum_verification=True
+        )  # costs nothing where the pages have none
 
 
 class Feather:
@@ -103,7 +107,11 @@ class Feather:
             file.seek(8)  # the bytes between the magic string and the footer are a stream of messages
             messages = MessageReader.open_stream(file)
             without_columns = pa.schema([])  # a batch read without columns still has its number of rows
-            runs = [read_record_batch(message, without_columns).num_rows for message in messages if message.type == "record batch"]
+            runs = [
+                read_record_batch(message, without_columns).num_rows
+                for message in messages
+                if message.type == "record batch"
+            ]
             return _manifest(schema, runs, file.size())
 
     def run(self, path: str, number: int, columns: list[str]):
@@ -129,13 +137,15 @@ class Csv:
     def __init__(self, delimiter: str | None = None, header: Iterable[str] | None = None):
         said = isinstance(delimiter, str) and len(delimiter) == 1 and delimiter.isascii() and delimiter not in NEVER
         if delimiter is not None and not said:
-            raise ConfigurationError(f"csv(delimiter=) is one character that divides fields, as in delimiter=';', not {delimiter!r:.80}")
+            raise ConfigurationError(
+                f"csv(delimiter=) is one character that divides fields, as in delimiter=';', not {delimiter!r:.80}"
+            )
         header = None if header is None else argument_checks.names("csv(header=)", header)
         self.settings, self._parsed = {"delimiter": delimiter, "header": header}, {}
 
     def manifest(self, path: str) -> Manifest:
         lines = self._parsed[path] = self._parse(path)
-        runs = list(pairwise(lines.edges))
+        runs = list(pairwise(lines.chunk_offsets))
         bad = {number: lines.bad[first] for number, (first, _) in enumerate(runs) if first in lines.bad}
         return Manifest(lines.good.schema, [last - first for first, last in runs], lines.good.nbytes, bad)
 
@@ -162,16 +172,22 @@ class Csv:
         # Arrow guesses types and finds the ends of rows block by block. Where that fails, the whole file is one block in which quoted
         # fields may span lines. Only a single thread knows the numbers of the rows that it skips.
         blocks, whole = {"block_size": 1 << 20}, {"block_size": 1 << 30}
-        with _refusing(path, self.name, "has each line all its fields, are the delimiter and the header right, is it UTF-8?"):
+        with _refusing(
+            path, self.name, "has each line all its fields, are the delimiter and the header right, is it UTF-8?"
+        ):
             for reading, parsing in (blocks, {}), (whole, {"newlines_in_values": True}):
                 with suppress(pa.ArrowInvalid):
                     return _Lines(self._table(path, reading, parsing), {})
             _check_utf8(path)
             try:
-                table = self._table(path, whole | {"use_threads": False}, {"newlines_in_values": True, "invalid_row_handler": skip})
+                table = self._table(
+                    path, whole | {"use_threads": False}, {"newlines_in_values": True, "invalid_row_handler": skip}
+                )
             except pa.ArrowInvalid:
                 if len(odd) > MOST_BAD:
-                    raise ConfigurationError(f"{path} has more than {MOST_BAD:,} lines with too few fields or too many; {MISREAD}") from None
+                    raise ConfigurationError(
+                        f"{path} has more than {MOST_BAD:,} lines with too few fields or too many; {MISREAD}"
+                    ) from None
                 raise
             return _Lines(table, self._bad_rows(path, odd, len(table)))
 
@@ -179,7 +195,10 @@ class Csv:
         from pyarrow.csv import ParseOptions, ReadOptions, read_csv
 
         delimiter = self.settings["delimiter"] or ("\t" if path.removesuffix(".gz").endswith(".tsv") else ",")
-        options = ReadOptions(column_names=self.settings["header"], **reading), ParseOptions(delimiter=delimiter, **parsing)
+        options = (
+            ReadOptions(column_names=self.settings["header"], **reading),
+            ParseOptions(delimiter=delimiter, **parsing),
+        )
         with _unpacked(path) as file:
             table = read_csv(file, *options)
             _ = table.schema.names  # raises here if they are not UTF-8
@@ -196,11 +215,17 @@ class Csv:
         for row in odd:
             position = row.number - first
             where = f"row {position} of the file, {row.text[:60]!r},"
-            if row.text.count('"') % 2 and ("\n" in row.text or "\r" in row.text):  # within one line, a quote may stand for inches
+            if row.text.count('"') % 2 and (
+                "\n" in row.text or "\r" in row.text
+            ):  # within one line, a quote may stand for inches
                 raise ValueError(f"{where} opens a quote that is never closed")
-            bad[position] = f"{where} has {row.actual_columns} field{'s' * (row.actual_columns != 1)}, not {row.expected_columns}"
+            bad[position] = (
+                f"{where} has {row.actual_columns} field{'s' * (row.actual_columns != 1)}, not {row.expected_columns}"
+            )
         if bad and len(bad) >= good:
-            raise ConfigurationError(f"{path} has no more good lines than bad ones: {next(iter(bad.values()))}; {MISREAD}")
+            raise ConfigurationError(
+                f"{path} has no more good lines than bad ones: {next(iter(bad.values()))}; {MISREAD}"
+            )
         return bad
 
 
@@ -217,13 +242,17 @@ class _Lines:
         return sorted(self.bad)
 
     @cached_property
-    def edges(self) -> list[int]:
+    def chunk_offsets(self) -> list[int]:
         """The first row of every run, and the end. A bad row is a run, and so are the good rows between two bad ones."""
         rows = len(self.good) + len(self.bad)
-        return [0, *sorted({edge for position in self.positions for edge in (position, position + 1)} - {0, rows}), rows]
+        return [
+            0,
+            *sorted({edge for position in self.positions for edge in (position, position + 1)} - {0, rows}),
+            rows,
+        ]
 
     def run(self, number: int, columns: list[str]):
-        first, last = self.edges[number : number + 2]
+        first, last = self.chunk_offsets[number : number + 2]
         return self.good.select(columns).slice(first - bisect_left(self.positions, first), last - first)
 
 
@@ -271,7 +300,9 @@ def opened_arrow(path: str, mapped: bool = False):
     try:
         return pa.memory_map(path) if mapped else pa.OSFile(path)
     except OSError as error:
-        raise (FileMissingError if _blames_file(error) else RunError)(f"cannot read {path}: {format_error(error)}") from None
+        raise (FileMissingError if _blames_file(error) else RunError)(
+            f"cannot read {path}: {format_error(error)}"
+        ) from None
 
 
 def _manifest(schema, runs: list[int], size: int) -> Manifest:

@@ -14,7 +14,7 @@ from hasten.data.formats import argument_checks
 from hasten.data.formats.arrays import gathered
 from hasten.data.formats.table_columns import Classes, Matrix, Numbers, column
 from hasten.data.formats.table_types import is_number, plain, shape_of, tensor_type
-from hasten.data.source import tree_leaves, tree_map
+from hasten.data.source import column_leaves, map_columns
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,9 @@ class Layout:
     told: set[str] = field(default_factory=set, compare=False)
 
     @staticmethod
-    def of(schemas: Mapping[str, Any], columns: Sequence[str] | None, target: str | None, guessed: bool = False) -> Layout:
+    def of(
+        schemas: Mapping[str, Any], columns: Sequence[str] | None, target: str | None, guessed: bool = False
+    ) -> Layout:
         """The layout that was asked for, of files with these Arrow schemas, by path.
 
         Args:
@@ -46,17 +48,23 @@ class Layout:
         columns = None if columns is None else argument_checks.names("columns=", columns)
         argument_checks.name("target=", target)
         path, schema = next(iter(schemas.items()))
-        wanted = list(dict.fromkeys([*(schema.names if columns is None else columns), *([] if target is None else [target])]))
+        wanted = list(
+            dict.fromkeys([*(schema.names if columns is None else columns), *([] if target is None else [target])])
+        )
         for name in wanted:
             if name not in schema.names:
                 raise ConfigurationError(f"{path} has no column {name!r}{suggest(name, schema.names)}")
         inputs = [name for name in wanted if name != target]
         if not inputs:
-            raise ConfigurationError(f"no column of {path} is left to read" + (f" besides the target {target!r}" if target else ""))
+            raise ConfigurationError(
+                f"no column of {path} is left to read" + (f" besides the target {target!r}" if target else "")
+            )
         types = _common_types(schemas, None if columns is None else wanted, guessed)
         layout = Layout({name: types[name] for name in wanted}, inputs, target)
         if target is not None and not layout.has_classes and not is_number(shape_of(types[target])[1]):
-            raise ConfigurationError(f"the target {target!r} is of type {types[target]}; it must be a number, a text or a list of fixed size")
+            raise ConfigurationError(
+                f"the target {target!r} is of type {types[target]}; it must be a number, a text or a list of fixed size"
+            )
         return layout
 
     @property
@@ -82,12 +90,20 @@ class Layout:
         """About how much memory so many rows take; ``unpacked``: what they take in the files, before compression."""
         numbers = [kind for kind in self.types.values() if is_number(shape_of(kind)[1])]
         packed = len(numbers) < len(self.types)  # text and the like, whose size only the files know
-        return sum(rows * 8 * math.prod(shape_of(kind)[0]) for kind in numbers) // (2 if self.is_matrix else 1) + 2 * unpacked * packed
+        return (
+            sum(rows * 8 * math.prod(shape_of(kind)[0]) for kind in numbers) // (2 if self.is_matrix else 1)
+            + 2 * unpacked * packed
+        )
 
     def rows(self, count: int, classes: Sequence[str] | None) -> Rows:
         """Room for so many rows."""
         columns = {name: column(self.types[name], count, name) for name in ([] if self.is_matrix else self.inputs)}
-        return Rows(Matrix(self.inputs, count, self.told) if self.is_matrix else None, columns, self.target, self._target(count, classes))
+        return Rows(
+            Matrix(self.inputs, count, self.told) if self.is_matrix else None,
+            columns,
+            self.target,
+            self._target(count, classes),
+        )
 
     def _target(self, count: int, classes: Sequence[str] | None):
         if self.target is None:
@@ -132,8 +148,8 @@ class Rows:
 
 def merged(parts: list, order: torch.Tensor):
     """Concatenates batches of equal layout, then puts their rows into another order."""
-    columns = zip(*map(tree_leaves, parts), strict=True)
-    return tree_map(lambda _: _concatenated(next(columns), order), parts[0])
+    columns = zip(*map(column_leaves, parts), strict=True)
+    return map_columns(lambda _: _concatenated(next(columns), order), parts[0])
 
 
 def _concatenated(parts: Sequence, order: torch.Tensor):
@@ -157,7 +173,9 @@ def _common_types(schemas: Mapping[str, Any], wanted: list[str] | None, guessed:
         for name in dict.fromkeys([*common, *types]):
             if name not in types or name not in common:
                 holder, lacker = (first, path) if name in common else (path, first)
-                raise ConfigurationError(f"the files differ: {holder} has a column {name!r}, {lacker} has not; say columns=[...] that all have")
+                raise ConfigurationError(
+                    f"the files differ: {holder} has a column {name!r}, {lacker} has not; say columns=[...] that all have"
+                )
             if (joined := _joined(common[name], types[name], guessed)) is None:
                 raise ConfigurationError(
                     f"the files differ: column {name!r} is of type {common[name]} in {first}, and of type {types[name]} in {path}"

@@ -22,14 +22,14 @@ from time import perf_counter
 import numpy
 import torch
 
-from hasten.core.errors import RunError, HastenWarning, ConfigurationError, format_error
-from hasten.data.cache.populate import noticing, paced
+from hasten.core.errors import ConfigurationError, HastenWarning, RunError, format_error
 from hasten.data.bad_rows import BadRowPolicy
+from hasten.data.cache.populate import noticing, paced
 from hasten.data.formats import argument_checks
-from hasten.data.formats.table_files import Format, Manifest, asks_too_much, check
 from hasten.data.formats.missing_values import checked_fill, typed, without_empty
+from hasten.data.formats.table_files import Format, Manifest, asks_too_much, check
 from hasten.data.formats.table_layout import Layout, Rows, merged
-from hasten.data.io.paths import FileMissingError, resolve_paths, is_lost, file_signature, check_unchanged
+from hasten.data.io.paths import FileMissingError, check_unchanged, file_signature, is_lost, resolve_paths
 from hasten.data.source import BadRow, Source
 from hasten.engine.resources import free_memory
 
@@ -72,13 +72,21 @@ class Table(Source):
             what = f"columns= takes in {' and '.join(map(repr, odd))} beside numbers, so batches are (dict of columns, target)"
             warnings.warn(f"{what}; with numbers alone they are (matrix, target)", HastenWarning, stacklevel=3)
         self._runs = [(file, number) for file, manifest in manifests.items() for number in range(len(manifest.runs))]
-        self._edges = numpy.cumsum([0, *(rows for manifest in manifests.values() for rows in manifest.runs)], dtype=numpy.int64)
+        self._edges = numpy.cumsum(
+            [0, *(rows for manifest in manifests.values() for rows in manifest.runs)], dtype=numpy.int64
+        )
         self._bytes = self._layout.bytes(len(self), sum(manifest.bytes for manifest in manifests.values()))
         self._room = free_memory() / SHARE if gigabytes is None else gigabytes * 10**9
         self._processes = 1  # that share the room
         self._given, self._unpacked, self._warned = 0, 0, False  # rows, while the table does not fit
-        known = [(file, manifest.bad.get(number)) for file, manifest in manifests.items() for number in range(len(manifest.runs))]
-        self._bad = {run: bad for run, bad in enumerate(known) if bad[1] is not None}  # runs that cannot be read: (where, why)
+        known = [
+            (file, manifest.bad.get(number))
+            for file, manifest in manifests.items()
+            for number in range(len(manifest.runs))
+        ]
+        self._bad = {
+            run: bad for run, bad in enumerate(known) if bad[1] is not None
+        }  # runs that cannot be read: (where, why)
         self._known = list(self._bad)  # those of which it is known now
         self._held = None  # the whole table
         self._begin()
@@ -97,7 +105,9 @@ class Table(Source):
         _tables.add(self)
 
     def __getstate__(self) -> dict:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_recent")} | {"_held": None}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_recent")} | {
+            "_held": None
+        }
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__ |= state
@@ -106,10 +116,10 @@ class Table(Source):
     def __len__(self) -> int:
         return int(self._edges[-1])
 
-    def edges(self) -> numpy.ndarray:
+    def chunk_offsets(self) -> numpy.ndarray:
         return self._edges
 
-    def identity(self) -> dict:
+    def fingerprint(self) -> dict:
         return {
             "table": self._form.name,
             "settings": self._form.settings,
@@ -133,7 +143,7 @@ class Table(Source):
             words.add(self._fill.get(self.target))
         return sorted(word for word in words if isinstance(word, str))
 
-    def known_bad(self) -> list[BadRow]:
+    def known_bad_rows(self) -> list[BadRow]:
         return [BadRow(self._edges[run], *self._bad[run]) for run in self._known]  # one row each
 
     def prepare(self, runner: Callable, faults: BadRowPolicy) -> None:
@@ -246,7 +256,9 @@ class Table(Source):
             return
         self._warned = True
         what = f"{self._unpacked} rows were decoded to give {self._given}: each {self._form.run_name} is decoded again and again"
-        warnings.warn(f"{what}; use .shuffle(window=) with a smaller window, or .cache('disk')", HastenWarning, stacklevel=2)
+        warnings.warn(
+            f"{what}; use .shuffle(window=) with a smaller window, or .cache('disk')", HastenWarning, stacklevel=2
+        )
 
     def _bytes_of(self, runs: Iterable[int]) -> float:
         return sum(self._bytes * (self._edges[run + 1] - self._edges[run]) / len(self) for run in runs)

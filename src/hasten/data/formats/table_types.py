@@ -7,10 +7,20 @@ from typing import Any
 import torch
 
 TENSORS = {
-    "bool": torch.bool, "int8": torch.int8, "int16": torch.int16, "int32": torch.int32, "int64": torch.int64,
-    "uint8": torch.uint8, "uint16": torch.int32, "uint32": torch.int64, "uint64": torch.int64,
-    "halffloat": torch.float16, "float": torch.float32, "double": torch.float64, "null": torch.float32,
-}  # fmt: skip
+    "bool": torch.bool,
+    "int8": torch.int8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "uint8": torch.uint8,
+    "uint16": torch.int32,
+    "uint32": torch.int64,
+    "uint64": torch.int64,
+    "halffloat": torch.float16,
+    "float": torch.float32,
+    "double": torch.float64,
+    "null": torch.float32,
+}
 
 
 def is_number(kind) -> bool:
@@ -51,7 +61,9 @@ def tensor_type(kind) -> torch.dtype:
     """The dtype that holds the values of an Arrow type."""
     import pyarrow.types as types
 
-    return torch.float64 if types.is_decimal(kind) else TENSORS.get(str(kind), torch.int64)  # a time is its count of units
+    return (
+        torch.float64 if types.is_decimal(kind) else TENSORS.get(str(kind), torch.int64)
+    )  # a time is its count of units
 
 
 def leads_elsewhere(kind) -> bool:

@@ -15,7 +15,9 @@ import torch
 from hasten.core.errors import ConfigurationError, suggest
 from hasten.data.formats import argument_checks
 
-Summary = dict[str, tuple[str | None, int]]  # of one message: feature name -> ("bytes", "float", "int64" or None, number of values)
+Summary = dict[
+    str, tuple[str | None, int]
+]  # of one message: feature name -> ("bytes", "float", "int64" or None, number of values)
 
 # example.proto and feature.proto of TensorFlow, as a FileDescriptorProto
 # https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/example/feature.proto
@@ -81,7 +83,9 @@ def encode_example(features: Mapping) -> bytes:
         try:
             message.value.extend(values)
         except ValueError as error:
-            raise ConfigurationError(f"feature {name!r} does not fit into the int64 values of an Example: {error}") from None
+            raise ConfigurationError(
+                f"feature {name!r} does not fit into the int64 values of an Example: {error}"
+            ) from None
     return example.SerializeToString(deterministic=True)
 
 
@@ -105,7 +109,9 @@ def normalize_example(message: bytes) -> bytes:
     return example.SerializeToString(deterministic=True)
 
 
-def infer_features(samples: list[Summary], wanted: Sequence[str] | Mapping | None, target: str | None = None) -> list[Feature]:
+def infer_features(
+    samples: list[Summary], wanted: Sequence[str] | Mapping | None, target: str | None = None
+) -> list[Feature]:
     """Chooses the features to read and their shapes from some messages.
 
     Args:
@@ -117,7 +123,9 @@ def infer_features(samples: list[Summary], wanted: Sequence[str] | Mapping | Non
         Refusal: No message has such a feature, or its kind differs between messages.
     """
     known = sorted({name for sample in samples for name in sample})
-    names = [name for name in (known if wanted is None else wanted) if name != target] + ([target] if target in known else [])
+    names = [name for name in (known if wanted is None else wanted) if name != target] + (
+        [target] if target in known else []
+    )
     features = []
     for name in names:
         if name not in known:
@@ -148,7 +156,9 @@ def example_class() -> type:
     try:
         from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
     except ImportError:
-        raise ConfigurationError("TFRecord files of Examples are read by protobuf: pip install 'hasten[data]'") from None
+        raise ConfigurationError(
+            "TFRecord files of Examples are read by protobuf: pip install 'hasten[data]'"
+        ) from None
     pool = descriptor_pool.DescriptorPool()
     pool.Add(text_format.Parse(DESCRIPTOR, descriptor_pb2.FileDescriptorProto()))
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("tensorflow.Example"))
@@ -177,7 +187,9 @@ def _as_list(name: str, value) -> tuple[str, list]:
         return "bytes", [text.encode() if isinstance(text, str) else text for text in texts]
     numbers = numpy.asarray(value)
     if numbers.dtype.kind not in "fiub":
-        raise ConfigurationError(f"feature {name!r} is a {type(value).__name__}; an Example holds byte strings, floats and whole numbers")
+        raise ConfigurationError(
+            f"feature {name!r} is a {type(value).__name__}; an Example holds byte strings, floats and whole numbers"
+        )
     if numbers.dtype.kind == "b":
         numbers = numbers.astype(numpy.int64)  # protobuf refuses booleans
     return "float" if numbers.dtype.kind == "f" else "int64", numbers.ravel().tolist()
@@ -194,5 +206,7 @@ def _parse_form(name: str, kind: str, form) -> tuple[tuple[int, ...] | None, tor
     if isinstance(form, tuple) and len(form) == 2 and isinstance(form[0], torch.dtype):
         raw, form = form
         if kind != "bytes":
-            raise ConfigurationError(f"feature {name!r} holds {kind} values, no byte strings to be read as {raw}; give its shape alone")
+            raise ConfigurationError(
+                f"feature {name!r} holds {kind} values, no byte strings to be read as {raw}; give its shape alone"
+            )
     return None if form is None else argument_checks.shape(f"features={{{name!r}: ...}}", form), raw

@@ -23,13 +23,15 @@ from itertools import pairwise
 import numpy
 import torch
 
-from hasten.data.formats.tf_example import Feature, normalize_example
 from hasten.data.buffer_pool import acquire
+from hasten.data.formats.tf_example import Feature, normalize_example
 
 FIELD_1, FIELD_2 = 0x0A, 0x12  # tags of fields 1 and 2 with a length
 LIST_TAGS = {"bytes": 0x0A, "float": 0x12, "int64": 0x1A}  # tags of the lists in a Feature
 MAX_LENGTH_BYTES, MAX_INT64_BYTES = 5, 10  # of a varint
-LONG_PIECE = 256  # bytes; pieces of at least this mean length are copied one by one, shorter ones by one indexing operation
+LONG_PIECE = (
+    256  # bytes; pieces of at least this mean length are copied one by one, shorter ones by one indexing operation
+)
 LARGE_PIECE = 1 << 16  # bytes; the same limit for pieces that all have the same length
 
 
@@ -70,7 +72,9 @@ def parse_examples(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarr
     if not readable.all():  # in the usual encoding, so the list is of another kind
         number, index = numpy.unravel_index(readable.argmin(), readable.shape)
         feature = features[number]
-        raise MalformedExample(index, f"feature {feature.name!r} is no list of {feature.kind} values as in the other records")
+        raise MalformedExample(
+            index, f"feature {feature.name!r} is no list of {feature.kind} values as in the other records"
+        )
     columns = {}
     for kind, decode in DECODERS.items():
         if numbers := [number for number, feature in enumerate(features) if feature.kind == kind]:
@@ -154,7 +158,9 @@ def _locate_features(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.nda
     return *found, usual
 
 
-def _read_equal_keys(data: numpy.ndarray, at: numpy.ndarray, stop: numpy.ndarray) -> tuple[bytes, numpy.ndarray, numpy.ndarray] | None:
+def _read_equal_keys(
+    data: numpy.ndarray, at: numpy.ndarray, stop: numpy.ndarray
+) -> tuple[bytes, numpy.ndarray, numpy.ndarray] | None:
     """Reads (key, value starts, value ends) if the next entries of all messages have one key and less than 128 bytes.
 
     This is the common case. The first bytes of such entries differ in two lengths only, so one comparison reads them,
@@ -210,14 +216,18 @@ def _read_varints(data: numpy.ndarray, at: numpy.ndarray, max_bytes: int) -> tup
 # ---- decode the values of all features of one kind, feature by feature
 
 
-def _decode_floats(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray) -> tuple[torch.Tensor, numpy.ndarray]:
+def _decode_floats(
+    data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray
+) -> tuple[torch.Tensor, numpy.ndarray]:
     """Returns the values, float32, and how many each piece holds."""
     if (broken := (ends - starts) % 4 > 0).any():
         raise MalformedExample(broken.argmax(), "a list of floats is cut off")
     return torch.from_numpy(_concatenate(data, starts, ends).view("<f4")), (ends - starts) // 4
 
 
-def _decode_integers(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray) -> tuple[torch.Tensor, numpy.ndarray]:
+def _decode_integers(
+    data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray
+) -> tuple[torch.Tensor, numpy.ndarray]:
     """Returns the values, int64, and how many each piece holds."""
     payload = _concatenate(data, starts, ends)
     last_bytes = numpy.flatnonzero(payload < 0x80)  # of each number
@@ -236,7 +246,9 @@ def _decode_integers(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.nda
     return torch.from_numpy(_read_varints(payload, first_bytes, MAX_INT64_BYTES)[0]), counts
 
 
-def _decode_strings(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray]:
+def _decode_strings(
+    data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray
+) -> tuple[numpy.ndarray, numpy.ndarray]:
     """Returns (start, end) of each byte string, shape (strings, 2), and how many each piece holds."""
     pieces = numpy.flatnonzero(ends > starts)
     at, owners, bounds = starts[pieces], [pieces[:0]], [numpy.empty((0, 2), numpy.int64)]
@@ -277,13 +289,17 @@ def _column(data: numpy.ndarray, values: torch.Tensor | numpy.ndarray, counts: n
     return [values[start:end] for start, end in pairwise(_offsets(counts).tolist())]
 
 
-def _decode_raw(data: numpy.ndarray, bounds: numpy.ndarray, counts: numpy.ndarray, feature: Feature) -> tuple[torch.Tensor, numpy.ndarray]:
+def _decode_raw(
+    data: numpy.ndarray, bounds: numpy.ndarray, counts: numpy.ndarray, feature: Feature
+) -> tuple[torch.Tensor, numpy.ndarray]:
     """Returns the numbers in byte strings, one string a sample, and how many each sample holds."""
     _check_counts(counts, 1, feature.name, "byte strings")
     starts, ends = bounds.T
     numbers, rest = numpy.divmod(ends - starts, feature.raw.itemsize)
     if rest.any():
-        raise MalformedExample((rest > 0).argmax(), f"the bytes of feature {feature.name!r} are no whole number of {feature.raw}")
+        raise MalformedExample(
+            (rest > 0).argmax(), f"the bytes of feature {feature.name!r} are no whole number of {feature.raw}"
+        )
     return torch.from_numpy(_concatenate(data, starts, ends)).view(feature.raw), numbers
 
 
@@ -291,7 +307,9 @@ def _check_counts(counts: numpy.ndarray, expected: int, name: str, what: str) ->
     if (wrong := counts != expected).any():
         index = wrong.argmax()
         hint = f"; features={{{name!r}: None}} reads lists of unequal length" if what == "values" else ""
-        raise MalformedExample(index, f"feature {name!r} has {counts[index]} {what}, not {expected} as in the other records{hint}")
+        raise MalformedExample(
+            index, f"feature {name!r} has {counts[index]} {what}, not {expected} as in the other records{hint}"
+        )
 
 
 def _concatenate(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray) -> numpy.ndarray:
@@ -302,7 +320,9 @@ def _concatenate(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray
     if 0 < size < LARGE_PIECE * count and (lengths == lengths[0]).all():
         return _concatenate_equal(data, starts, int(lengths[0]))
     if size < LONG_PIECE * count:
-        return data.take(numpy.arange(size) + numpy.repeat(starts - offsets[:-1], lengths), mode="clip")  # "clip" skips a check
+        return data.take(
+            numpy.arange(size) + numpy.repeat(starts - offsets[:-1], lengths), mode="clip"
+        )  # "clip" skips a check
     flat = acquire((size,), torch.uint8).numpy()
     target, source = memoryview(flat), memoryview(data)
     for (first, last), start, end in zip(pairwise(offsets.tolist()), starts.tolist(), ends.tolist(), strict=True):

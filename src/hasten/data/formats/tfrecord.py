@@ -22,11 +22,11 @@ from hasten.data.formats import argument_checks
 from hasten.data.formats.crc32c import crc32c, crc32c_of_rows, masked
 from hasten.data.formats.tf_example import infer_features, summarize_example
 from hasten.data.formats.tf_example_vectorized import MalformedExample, parse_examples
-from hasten.data.pipeline import Pipeline
-from hasten.data.io.paths import FileMissingError, resolve_paths, is_lost, is_remote, mapped_bytes, check_unchanged
+from hasten.data.io.index_cache import Tell, load_or_build_index, once
 from hasten.data.io.metadata_cache import Found
-from hasten.data.io.index_cache import Tell, once, load_or_build_index
+from hasten.data.io.paths import FileMissingError, check_unchanged, is_lost, is_remote, mapped_bytes, resolve_paths
 from hasten.data.io.range_reader import LONGEST, read_ranges, whole
+from hasten.data.pipeline import Pipeline
 from hasten.data.source import BadRow, Source, refuse_bad
 
 SUFFIXES = (".tfrecord", ".tfrecords", ".tfrec")
@@ -87,7 +87,9 @@ class Examples(Source):
         if target is not None and target not in names:
             raise ConfigurationError(f"there is no feature {target!r} to be the target{suggest(target, names)}")
         if target is not None and len(names) == 1:
-            raise ConfigurationError(f"{target!r} is the only feature; without a target there is nothing to predict it from")
+            raise ConfigurationError(
+                f"{target!r} is the only feature; without a target there is nothing to predict it from"
+            )
 
     def __len__(self) -> int:
         return len(self.records)
@@ -108,14 +110,19 @@ class Examples(Source):
         """Returns the messages of these rows as ``Records.data_of`` does."""
         return self.records.data_of(rows)
 
-    def identity(self) -> dict:
+    def fingerprint(self) -> dict:
         features = [[f.name, f.kind, f.shape and list(f.shape), f.raw and str(f.raw)] for f in self.features]
-        return {"tfrecord": self.records.stamps, "features": features, "target": self.target, "verify": self.records.verify}
+        return {
+            "tfrecord": self.records.stamps,
+            "features": features,
+            "target": self.target,
+            "verify": self.records.verify,
+        }
 
-    def edges(self) -> numpy.ndarray:
-        return self.records.edges
+    def chunk_offsets(self) -> numpy.ndarray:
+        return self.records.chunk_offsets
 
-    def known_bad(self) -> list[BadRow]:
+    def known_bad_rows(self) -> list[BadRow]:
         return [BadRow(row, *bad) for row, bad in self.records.bad.items()]
 
     def _summarize_sample(self) -> Found:
@@ -151,13 +158,19 @@ class Records:
         self.stamps, self.verify = [stamp for stamp, _, _ in walks], verify
         begins = [_add_bad_row(positions[0], reason) for _, (_, positions), reason in walks]
         ends = [_add_bad_row(positions[1], reason) for _, (_, positions), reason in walks]
-        self.edges = numpy.cumsum([0, *map(len, begins)])
+        self.chunk_offsets = numpy.cumsum([0, *map(len, begins)])
         self.begins, self.ends = numpy.concatenate(begins), numpy.concatenate(ends)
         self.unproven = numpy.full(len(self.begins), verify)
-        last_rows, reasons = (self.edges[1:] - 1).tolist(), [reason for _, _, reason in walks]
-        self.bad = {row: (path, why) for path, row, why in zip(paths, last_rows, reasons, strict=True) if why is not None}
+        last_rows, reasons = (self.chunk_offsets[1:] - 1).tolist(), [reason for _, _, reason in walks]
+        self.bad = {
+            row: (path, why) for path, row, why in zip(paths, last_rows, reasons, strict=True) if why is not None
+        }
         if len(self.begins) == len(self.bad):
-            raise FileMissingError(next(iter(self.bad.values()))[1]) if self.bad else ConfigurationError(f"there is no record in {', '.join(paths[:3])}")
+            raise (
+                FileMissingError(next(iter(self.bad.values()))[1])
+                if self.bad
+                else ConfigurationError(f"there is no record in {', '.join(paths[:3])}")
+            )
 
     def __len__(self) -> int:
         return len(self.begins)
@@ -175,7 +188,11 @@ class Records:
             BadRow: A checksum is wrong, or the record stands for the damaged part of a file.
         """
         refuse_bad(rows, self.bad)
-        starts, ends, files = self.begins[rows], self.ends[rows], numpy.searchsorted(self.edges, rows, "right") - 1
+        starts, ends, files = (
+            self.begins[rows],
+            self.ends[rows],
+            numpy.searchsorted(self.chunk_offsets, rows, "right") - 1,
+        )
         if len(rows) and (files == files[0]).all() and not is_remote(path := self.stamps[files[0]][0]):
             check_unchanged(path, self.stamps[files[0]])
             content = mapped_bytes(path)
@@ -191,13 +208,17 @@ class Records:
 
     def where(self, row: int) -> str:
         """Returns file, record and byte of a record for a message."""
-        file = int(numpy.searchsorted(self.edges, row, "right")) - 1
-        return f"{self.stamps[file][0]}, record {row - self.edges[file]}, byte {self.begins[row] - HEAD}"
+        file = int(numpy.searchsorted(self.chunk_offsets, row, "right")) - 1
+        return f"{self.stamps[file][0]}, record {row - self.chunk_offsets[file]}, byte {self.begins[row] - HEAD}"
 
-    def _verify(self, rows: numpy.ndarray, content: bytes | memoryview, starts: numpy.ndarray, ends: numpy.ndarray) -> None:
+    def _verify(
+        self, rows: numpy.ndarray, content: bytes | memoryview, starts: numpy.ndarray, ends: numpy.ndarray
+    ) -> None:
         """Compares records with the checksums stored behind them, and remembers those that match."""
         stored = numpy.frombuffer(content, numpy.uint8)[ends[:, None] + numpy.arange(TAIL)].view("<u4")[:, 0]
-        cut = getattr(content, "obj", content).__getitem__  # an mmap object gives bytes, a memoryview of it would give views
+        cut = getattr(
+            content, "obj", content
+        ).__getitem__  # an mmap object gives bytes, a memoryview of it would give views
         wrong = masked(crc32c([*map(cut, map(slice, starts.tolist(), ends.tolist()))])) != stored
         self.unproven[rows[~wrong]] = False
         if wrong.any():
@@ -213,7 +234,9 @@ def frame_records(records: Iterable[bytes]) -> bytes:
     return b"".join(part for framing in zip(lengths, marks[0], records, marks[1], strict=True) for part in framing)
 
 
-def _contiguous_runs(files: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray]:
+def _contiguous_runs(
+    files: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray
+) -> tuple[numpy.ndarray, numpy.ndarray]:
     """Returns the first and last index of each run of adjacent records in a file, to be read by one request.
 
     A run does not cross a multiple of ``LONGEST`` bytes, the most that one connection should read.
@@ -243,7 +266,9 @@ def _add_bad_row(positions: numpy.ndarray, reason: str | None) -> numpy.ndarray:
     return positions if reason is None else numpy.append(positions, 0)
 
 
-def _undamaged(content: memoryview, path: str, verify: bool, tell: Tell) -> tuple[numpy.ndarray, numpy.ndarray, str | None]:
+def _undamaged(
+    content: memoryview, path: str, verify: bool, tell: Tell
+) -> tuple[numpy.ndarray, numpy.ndarray, str | None]:
     """Finds (starts, ends) of the data of the records before any damage, int64, and what the damage is."""
     starts, lengths = _find_records(content, tell)
     ends = starts + lengths

@@ -17,21 +17,27 @@ import numpy
 import torch
 
 from hasten.core.errors import ConfigurationError
-from hasten.data.validation import at_least
-from hasten.data.formats.arrays import from_numpy_array, opened_array
 from hasten.data.buffer_pool import acquire
+from hasten.data.formats.arrays import from_numpy_array, opened_array
+from hasten.data.io.paths import file_signature, is_remote, resolve_paths
 from hasten.data.pipeline import Pipeline
-from hasten.data.io.paths import resolve_paths, is_remote, file_signature
 from hasten.data.source import Source
+from hasten.data.validation import at_least
 
 HEADER = 1024  # bytes of llm.c's header
 UNNAMED = numpy.dtype("<u2")  # the type of tokens where nobody names one
 HEADED = {20240520: numpy.dtype("<u2"), 20240801: numpy.dtype("<u4")}  # its first number -> type of the tokens
 FOREIGN = {
-    b"\xff\xd8\xff": "a JPEG picture", b"\x89PNG": "a PNG picture", b"PK\x03\x04": "a zip archive, as PyTorch writes checkpoints",
-    b"\x1f\x8b\x08": "compressed with gzip", b"\x28\xb5\x2f\xfd": "compressed with zstd", b"PAR1": "a Parquet file",
-    b"ARROW1": "an Arrow file", b"\x93NUMPY": "a NumPy array, to be named .npy", b"GGUF": "a GGUF model",
-}  # fmt: skip  # by their first bytes
+    b"\xff\xd8\xff": "a JPEG picture",
+    b"\x89PNG": "a PNG picture",
+    b"PK\x03\x04": "a zip archive, as PyTorch writes checkpoints",
+    b"\x1f\x8b\x08": "compressed with gzip",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd",
+    b"PAR1": "a Parquet file",
+    b"ARROW1": "an Arrow file",
+    b"\x93NUMPY": "a NumPy array, to be named .npy",
+    b"GGUF": "a GGUF model",
+}  # by their first bytes
 RUN = 1 << 14  # windows that lie together, for a windowed shuffle
 
 
@@ -55,14 +61,21 @@ def tokens(paths: str | Path | Iterable[str | Path], length: int, dtype=None, st
     files = resolve_paths(paths, (".bin", ".npy"))
     if far := [file for file in files if is_remote(file)]:
         raise ConfigurationError(f"tokens are mapped into memory, from local files; copy {far[0]} here first")
-    return Pipeline(Tokens(files, length, None if dtype is None else _kind(dtype), length if stride is None else stride))
+    return Pipeline(
+        Tokens(files, length, None if dtype is None else _kind(dtype), length if stride is None else stride)
+    )
 
 
 class Tokens(Source):
     """Windows over token files; ``dtype`` is None where nobody named one."""
 
     def __init__(self, files: list[str], length: int, dtype: numpy.dtype | None, stride: int):
-        self.files, self.length, self.dtype, self.stride = [os.path.abspath(file) for file in files], length, dtype, stride
+        self.files, self.length, self.dtype, self.stride = (
+            [os.path.abspath(file) for file in files],
+            length,
+            dtype,
+            stride,
+        )
         self._open()
 
     def __len__(self) -> int:
@@ -77,15 +90,19 @@ class Tokens(Source):
         inputs, targets = (acquire((len(rows), self.length), torch.int64) for _ in range(2))
         return inputs.copy_(found[:, :-1]), targets.copy_(found[:, 1:])
 
-    def identity(self) -> dict:
+    def fingerprint(self) -> dict:
         return {"tokens": self.stamps, "length": self.length, "stride": self.stride, "dtype": str(self.dtype)}
 
-    def edges(self) -> numpy.ndarray:
-        return numpy.unique(numpy.concatenate([self.begins, *(numpy.arange(*of_file, RUN) for of_file in pairwise(self.begins))]))
+    def chunk_offsets(self) -> numpy.ndarray:
+        return numpy.unique(
+            numpy.concatenate([self.begins, *(numpy.arange(*of_file, RUN) for of_file in pairwise(self.begins))])
+        )
 
     def _open(self) -> None:
         stamps = self._stamps()  # before the files are mapped: one that changes meanwhile is found changed
-        windows = [_windows(from_numpy_array(_opened(file, self.dtype)), self.length + 1, self.stride) for file in self.files]
+        windows = [
+            _windows(from_numpy_array(_opened(file, self.dtype)), self.length + 1, self.stride) for file in self.files
+        ]
         if not sum(map(len, windows)):
             others = " and the others are" if self.files[1:] else " is"
             raise ConfigurationError(f"{self.files[0]}{others} shorter than a window of {self.length + 1} tokens")
@@ -111,7 +128,9 @@ class Tokens(Source):
 
 
 def _selected(windows: torch.Tensor, rows: numpy.ndarray) -> torch.Tensor:
-    return torch.index_select(windows, 0, torch.from_numpy(rows), out=acquire((len(rows), windows.shape[1]), windows.dtype))
+    return torch.index_select(
+        windows, 0, torch.from_numpy(rows), out=acquire((len(rows), windows.shape[1]), windows.dtype)
+    )
 
 
 def _windows(tokens: torch.Tensor, width: int, stride: int) -> torch.Tensor:
@@ -125,7 +144,9 @@ def _windows(tokens: torch.Tensor, width: int, stride: int) -> torch.Tensor:
 def _opened(file: str, dtype: numpy.dtype | None) -> numpy.ndarray:
     array = opened_array(Path(file)) if file.lower().endswith(".npy") else _opened_bare(file, dtype)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ConfigurationError(f"{file} holds {array.dtype} of {array.ndim} dimensions; tokens are whole numbers in one row")
+        raise ConfigurationError(
+            f"{file} holds {array.dtype} of {array.ndim} dimensions; tokens are whole numbers in one row"
+        )
     if dtype is not None and array.dtype != dtype:
         raise ConfigurationError(f"{file} says that it holds {array.dtype}, not {dtype}; leave dtype out")
     if array.dtype.itemsize == 8 and array.dtype.kind == "u":
@@ -148,7 +169,9 @@ def _opened_bare(file: str, dtype: numpy.dtype | None) -> numpy.ndarray:
     else:
         kind, skipped = dtype, 0
     if (size - skipped) % kind.itemsize:
-        raise ConfigurationError(f"{file} has {size} bytes, no multiple of the {kind.itemsize} of {kind}; name its type: tokens(dtype=)")
+        raise ConfigurationError(
+            f"{file} has {size} bytes, no multiple of the {kind.itemsize} of {kind}; name its type: tokens(dtype=)"
+        )
     return numpy.memmap(file, kind, mode="r", offset=skipped)
 
 
@@ -159,14 +182,20 @@ def _refuse_foreign(file: str, begin: bytes) -> None:
                 f"{file} is {what}, and no file of tokens; if it holds bare numbers all the same, name their type: tokens(dtype=)"
             )
     if not file.lower().endswith(".bin"):
-        raise ConfigurationError(f"{file} ends neither in .bin nor in .npy; if it holds bare numbers, name their type: tokens(dtype='uint16')")
+        raise ConfigurationError(
+            f"{file} ends neither in .bin nor in .npy; if it holds bare numbers, name their type: tokens(dtype='uint16')"
+        )
 
 
 def _kind(dtype) -> numpy.dtype:
     try:
         kind = numpy.dtype(dtype)
     except TypeError:
-        raise ConfigurationError(f"tokens(dtype=) does not know {dtype!r:.80}; most files hold uint16 or uint32") from None
+        raise ConfigurationError(
+            f"tokens(dtype=) does not know {dtype!r:.80}; most files hold uint16 or uint32"
+        ) from None
     if kind.kind not in "iu":
-        raise ConfigurationError(f"tokens(dtype={dtype!r:.80}) is no type of whole numbers; most files hold uint16 or uint32")
+        raise ConfigurationError(
+            f"tokens(dtype={dtype!r:.80}) is no type of whole numbers; most files hold uint16 or uint32"
+        )
     return kind

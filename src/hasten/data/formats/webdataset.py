@@ -17,16 +17,16 @@ from typing import Any
 import numpy
 import torch
 
-from hasten.core.errors import ConfigurationError, suggest, format_error
+from hasten.core.errors import ConfigurationError, format_error, suggest
+from hasten.data.buffer_pool import acquire
 from hasten.data.formats import argument_checks
 from hasten.data.formats.decoding import PIXELS, manner, pictures_of, size_of
 from hasten.data.formats.tar_headers import Damaged, members
-from hasten.data.buffer_pool import acquire
-from hasten.data.pipeline import Pipeline
-from hasten.data.io.paths import FileMissingError, resolve_paths, is_lost
+from hasten.data.io.index_cache import Tell, load_or_build_index, once
 from hasten.data.io.metadata_cache import Found
-from hasten.data.io.index_cache import Tell, once, load_or_build_index
+from hasten.data.io.paths import FileMissingError, is_lost, resolve_paths
 from hasten.data.io.range_reader import read_ranges, whole
+from hasten.data.pipeline import Pipeline
 from hasten.data.source import BadRow, Source, refuse_bad
 
 SAMPLED = 32  # samples that are looked at to learn what shape arrays have
@@ -85,11 +85,17 @@ class Shards(Source):
         self.keys = [*chain.from_iterable(keys)]
         self._edges = numpy.cumsum([0, *map(len, keys)])
         ends = self._edges[1:].tolist()
-        self.bad = {end - 1: (file, why) for file, end, (_, _, why) in zip(files, ends, walks, strict=True) if why is not None}
+        self.bad = {
+            end - 1: (file, why) for file, end, (_, _, why) in zip(files, ends, walks, strict=True) if why is not None
+        }
         self.lost = dict(self.bad.values())
         samples = [some for _, some, _ in walks]
         if not any(words["keys"] for words, _ in samples):
-            raise FileMissingError(next(iter(self.lost.values()))) if self.lost else ConfigurationError(f"there is no sample in {', '.join(files[:3])}")
+            raise (
+                FileMissingError(next(iter(self.lost.values())))
+                if self.lost
+                else ConfigurationError(f"there is no sample in {', '.join(files[:3])}")
+            )
         self.columns, self.target = _wanted(samples, columns, target), target
         self.places = self._placed(samples)
         self.shapes = {name: self._shape(name) for name in self.columns if _kind(name) == "npy"}
@@ -97,13 +103,13 @@ class Shards(Source):
     def __len__(self) -> int:
         return len(self.keys)
 
-    def edges(self) -> numpy.ndarray:
+    def chunk_offsets(self) -> numpy.ndarray:
         return self._edges
 
-    def known_bad(self) -> list[BadRow]:
+    def known_bad_rows(self) -> list[BadRow]:
         return [BadRow(row, *bad) for row, bad in self.bad.items()]
 
-    def identity(self) -> dict:
+    def fingerprint(self) -> dict:
         return {"shards": self.stamps, "columns": self.columns, "target": self.target, **manner(self.size, self.pixels)}
 
     def read(self, rows: numpy.ndarray):
@@ -122,7 +128,11 @@ class Shards(Source):
         """
         endings = {ending for words, _ in samples for ending in words["endings"]}
         column_of = {ending: _column_of(ending, self.columns) for ending in endings}
-        places = {ending: numpy.full((len(self), 2), -1, numpy.int64) for ending, name in column_of.items() if name is not None}
+        places = {
+            ending: numpy.full((len(self), 2), -1, numpy.int64)
+            for ending, name in column_of.items()
+            if name is not None
+        }
         for first, (words, (files,)) in zip(self._edges[:-1].tolist(), samples, strict=True):
             for number, ending in enumerate(words["endings"]):
                 if ending in places:
@@ -145,7 +155,9 @@ class Shards(Source):
             try:
                 values.append(DECODERS[kind](content) if kind in DECODERS else content)
             except BROKEN as error:
-                raise BadRow(row, f"{self._where(row)}.{name}", f"it is no {kind} file ({format_error(error)})") from None
+                raise BadRow(
+                    row, f"{self._where(row)}.{name}", f"it is no {kind} file ({format_error(error)})"
+                ) from None
         if kind == "cls":
             return torch.tensor(values, dtype=torch.int64)
         return self._stacked(name, rows, values) if kind == "npy" else values
@@ -158,7 +170,9 @@ class Shards(Source):
             if (value.shape, value.dtype) != like:
                 shape, dtype = list(value.shape), value.dtype
                 raise BadRow(
-                    row, f"{self._where(row)}.{name}", f"its shape {shape} or type {dtype} differs from {list(like[0])}, {like[1]}"
+                    row,
+                    f"{self._where(row)}.{name}",
+                    f"its shape {shape} or type {dtype} differs from {list(like[0])}, {like[1]}",
                 )
         batch = acquire((len(values), *like[0]), like[1])
         return torch.stack(values, out=batch) if values else batch
@@ -226,7 +240,9 @@ def _samples(mark: list, tell: Tell) -> Iterator[tuple[str, dict[str, tuple[int,
                 yield before, parts
                 parts = {}
             if ending.lower() in parts:
-                raise ConfigurationError(f"{path} has two files {name}; a sample has each ending once, and its files stand together")
+                raise ConfigurationError(
+                    f"{path} has two files {name}; a sample has each ending once, and its files stand together"
+                )
             before, parts[ending.lower()] = key, (begin, end)
     except Damaged as error:
         raise FileMissingError(f"{path} {error}") from None
@@ -236,7 +252,9 @@ def _samples(mark: list, tell: Tell) -> Iterator[tuple[str, dict[str, tuple[int,
 
 def _inside(path: str, name: str) -> None:
     if name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/"):
-        raise ConfigurationError(f"{path} has a member {name!r}, whose path leads out of the folder; do not trust this file")
+        raise ConfigurationError(
+            f"{path} has a member {name!r}, whose path leads out of the folder; do not trust this file"
+        )
 
 
 def _wanted(samples: list[Found], columns: Sequence[str] | None, target: str | None) -> list[str]:
@@ -249,7 +267,11 @@ def _wanted(samples: list[Found], columns: Sequence[str] | None, target: str | N
             raise ConfigurationError(f"no sample has a file that ends in .{name}{suggest(name, known)}")
     names = [name for name in names if name != target]
     if not names:
-        raise ConfigurationError("without another column than the target there is nothing to predict it from" if target else "no column was named")
+        raise ConfigurationError(
+            "without another column than the target there is nothing to predict it from"
+            if target
+            else "no column was named"
+        )
     return names if target is None else [*names, target]
 
 

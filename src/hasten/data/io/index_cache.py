@@ -14,8 +14,8 @@ from time import perf_counter
 
 from hasten.core.errors import ConfigurationError
 from hasten.data.cache.populate import noticing
-from hasten.data.io.paths import is_lost, is_remote, file_signature
-from hasten.data.io.metadata_cache import SETTLED, Found, store, load
+from hasten.data.io.metadata_cache import SETTLED, Found, load, store
+from hasten.data.io.paths import file_signature, is_lost, is_remote
 from hasten.data.io.remote import AT_ONCE
 
 WORTH = 1_000_000  # bytes of the files; the index of smaller ones is not cached

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy
 
 from hasten.core.errors import ConfigurationError
-from hasten.data.io.metadata_cache import SETTLED, store, load
 from hasten.data.io.dir_walk import walk
+from hasten.data.io.metadata_cache import SETTLED, load, store
 
 WORTH = 1000  # files; the list of a smaller folder is not cached
 

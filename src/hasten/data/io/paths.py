@@ -16,7 +16,7 @@ from glob import has_magic
 from pathlib import Path
 from typing import BinaryIO
 
-from hasten.core.errors import RunError, ConfigurationError, suggest
+from hasten.core.errors import ConfigurationError, RunError, suggest
 from hasten.data.io import remote
 from hasten.data.io.dir_walk import Mark, entries, is_folder, matcher, walk
 
@@ -137,7 +137,9 @@ def is_lost(path: str, refused: ConfigurationError) -> bool:
     """
     if is_remote(path):
         return isinstance(refused, (FileMissingError, remote.NotFoundError))
-    return isinstance(refused, FileMissingError) or getattr(refused.__context__, "errno", None) in BLAMING  # an OSError behind it
+    return (
+        isinstance(refused, FileMissingError) or getattr(refused.__context__, "errno", None) in BLAMING
+    )  # an OSError behind it
 
 
 def is_remote(path: str | Path) -> bool:

@@ -24,7 +24,7 @@ import numpy
 
 from hasten.core.errors import RunError
 from hasten.data.io import remote
-from hasten.data.io.paths import is_remote, mapped_bytes, open_file, check_unchanged
+from hasten.data.io.paths import check_unchanged, is_remote, mapped_bytes, open_file
 
 SECONDS_BETWEEN_LOOKS = 10.0  # between two checks of a remote file, in each thread
 GAP, LONGEST = 64 << 10, 16 << 20  # bytes: remote ranges at most GAP apart are merged, up to LONGEST

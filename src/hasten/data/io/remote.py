@@ -15,16 +15,25 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from urllib.parse import urlsplit
 
-from hasten.core.errors import RunError, HastenWarning, ProgressWarning, ConfigurationError, format_error
+from hasten.core.errors import ConfigurationError, HastenWarning, ProgressWarning, RunError, format_error
 from hasten.data.io.dir_walk import matcher
 
 WAITS = (1.0, 2.0, 4.0)  # seconds before each retry
 AT_ONCE = 32  # concurrent requests
 SILENT = 30.0  # seconds without a byte from a web server, after which the request is repeated
 VERSION_FIELDS = (  # keys of fsspec's info() that change with a file; those that follow the content come first
-    "ETag", "etag", "md5Hash", "Content-MD5", "Digest",
-    "mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created",
-)  # fmt: skip
+    "ETag",
+    "etag",
+    "md5Hash",
+    "Content-MD5",
+    "Digest",
+    "mtime",
+    "LastModified",
+    "Last-Modified",
+    "last_modified",
+    "updated",
+    "created",
+)
 HOPELESS = (
     FileNotFoundError,
     PermissionError,
@@ -275,7 +284,9 @@ def _tell_of_no_version(scheme: str, server: str) -> None:
     """Warns once for each server."""
     what = f"{scheme}://{server} tells neither a version nor a time of its files"
     warnings.warn(
-        f"{what}: a change is noticed only where the length differs, also by .cache('disk')", HastenWarning, stacklevel=2
+        f"{what}: a change is noticed only where the length differs, also by .cache('disk')",
+        HastenWarning,
+        stacklevel=2,
     )
 
 

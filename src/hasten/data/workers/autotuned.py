@@ -12,18 +12,18 @@ from typing import Any
 import numpy
 import torch
 
-from hasten.loading.autotuner import WAIT_TOLERANCE, SearchSpace, LoaderAutotuner
 from hasten.core.data import WorkerConfig, bitwise_equal
-from hasten.core.errors import RunError, HastenWarning, ConfigurationError
+from hasten.core.errors import ConfigurationError, HastenWarning, RunError
+from hasten.data.bad_rows import BadRowPolicy
+from hasten.data.batch_builder import Map
 from hasten.data.cache.cache import Cache, DiskCache, cached
 from hasten.data.cache.cache_disk import CacheDirectory, default_folder, free_disk
 from hasten.data.cache.populate import bytes_of, read_first
-from hasten.data.rng import isolated_rng
-from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.formats.arrays import Arrays
-from hasten.data.batch_builder import Map
-from hasten.data.workers.runners import Runner, runner_of
+from hasten.data.rng import isolated_rng
 from hasten.data.source import BadRow, Source, unbatch
+from hasten.data.workers.runners import Runner, runner_of
+from hasten.loading.autotuner import WAIT_TOLERANCE, LoaderAutotuner, SearchSpace
 
 PROBED_ROWS = 32  # read twice to find whether samples are deterministic
 ASSUMED_EPOCHS = 5  # that remain, if the training loop does not give a number
@@ -48,10 +48,12 @@ class AutotunedRunner:
     kept: dict[str, Source] = field(default_factory=dict)
 
     def __call__(self, make: Callable[[int], Any], numbers: range) -> Iterator:
-        def enter(crew: WorkerConfig, done: int) -> Iterator:
-            return runner_of(crew, self.timeout)(make, numbers[done:])
+        def enter(workers: WorkerConfig, done: int) -> Iterator:
+            return runner_of(workers, self.timeout)(make, numbers[done:])
 
-        return self.autotuner.iterate(enter, SearchSpace(self.kinds, self.autotuner.cores, self.autotuner.memory_budget))
+        return self.autotuner.iterate(
+            enter, SearchSpace(self.kinds, self.autotuner.cores, self.autotuner.memory_budget)
+        )
 
     @property
     def tuned_settings(self) -> dict:
@@ -74,36 +76,58 @@ class AutotunedRunner:
     def reset(self) -> AutotunedRunner:
         """Returns a copy for other batches, which starts the search from the current settings."""
         old = self.autotuner
-        return replace(self, climber=LoaderAutotuner(old.workers, cores=old.cores, room=old.memory_budget, passes=old.passes, told=old.on_converged), kept={})
+        return replace(
+            self,
+            autotuner=LoaderAutotuner(
+                old.workers,
+                cores=old.cores,
+                memory_budget=old.memory_budget,
+                passes=old.passes,
+                on_converged=old.on_converged,
+            ),
+            kept={},
+        )
 
     def bulk_runner(self) -> Runner:
         """Returns a runner that uses all cores, for work outside the training steps such as filling a cache."""
         return runner_of(WorkerConfig(**dict.fromkeys(self.kinds[:1], self.autotuner.cores), prefetch=2), self.timeout)
 
-    def cached_source(self, source: Source, maps: tuple[Map, ...], faults: BadRowPolicy, epoch: int, start: int) -> Source | None:
+    def cached_source(
+        self, source: Source, maps: tuple[Map, ...], faults: BadRowPolicy, epoch: int, start: int
+    ) -> Source | None:
         """Returns the cached source after its maps for the epoch that begins, or None without a cache.
 
         A cache is tried once, at the start of an epoch, if the search has converged and steps still wait so long for
         data that reading everything once would pay.
         """
-        climber, where = self.autotuner, self.autotuner.cache
-        if where is None and start == 0 and self._would_pay(epoch) and worth_keeping(source, maps, faults) and repeatable(source, maps):
+        autotuner, where = self.autotuner, self.autotuner.cache
+        if (
+            where is None
+            and start == 0
+            and self._would_pay(epoch)
+            and worth_keeping(source, maps, faults)
+            and repeatable(source, maps)
+        ):
             where = self._where_they_fit(source, maps, faults)
             if self._filled(source, maps, where, faults):
-                climber.try_cache(where)
+                autotuner.try_cache(where)
                 _warn_about_disk(self.kept["source"])
             else:
-                climber.cache = "no"
+                autotuner.cache = "no"
         elif where in ("memory", "disk") and not self._filled(source, maps, where, faults):
-            climber.cache = "no"
-        if climber.cache == "no":
+            autotuner.cache = "no"
+        if autotuner.cache == "no":
             self.kept.clear()
         return self.kept.get("source")
 
     def _would_pay(self, epoch: int) -> bool:
         """Whether the time that steps wait in the remaining epochs exceeds one epoch, about what filling takes."""
         remaining = ASSUMED_EPOCHS if self.autotuner.passes is None else self.autotuner.passes - epoch
-        return self.autotuner.converged and self.autotuner.wait_fraction > WAIT_TOLERANCE and self.autotuner.wait_fraction * remaining > 1
+        return (
+            self.autotuner.converged
+            and self.autotuner.wait_fraction > WAIT_TOLERANCE
+            and self.autotuner.wait_fraction * remaining > 1
+        )
 
     def _where_they_fit(self, source: Source, maps: tuple[Map, ...], faults: BadRowPolicy) -> str:
         """Returns "memory", or "disk" if the samples do not fit into the memory budget."""
@@ -167,7 +191,9 @@ def _warn_about_disk(kept: Cache) -> None:
     """Gives a Notice about a cache on disk that the user did not request."""
     if isinstance(kept, DiskCache):
         size, folder = bytes_of(kept.kept, len(kept)) / 1e9, CacheDirectory(kept.folder, kept.made_of).whole
-        message = f"the samples do not fit into the memory budget, so they are tried from the disk: {size:.3g} GB in {folder}"
+        message = (
+            f"the samples do not fit into the memory budget, so they are tried from the disk: {size:.3g} GB in {folder}"
+        )
         warnings.warn(f"{message}, which stay there until somebody deletes them", HastenWarning, stacklevel=2)
 
 

@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 
-from hasten.core.errors import RunError, HastenWarning, ConfigurationError, format_error
-from hasten.data.workers.shm_transport import SharedBuffer, serialize, deserialize
-from hasten.data.workers.runners import stuck
+from hasten.core.errors import ConfigurationError, HastenWarning, RunError, format_error
 from hasten.data.source import BadRow
+from hasten.data.workers.runners import stuck
+from hasten.data.workers.shm_transport import SharedBuffer, deserialize, serialize
 from hasten.engine.error_messages import line_in_users_code
 
 PARENT_CHECK_INTERVAL_S = 2.0  # of an idle worker
@@ -49,11 +49,11 @@ class ProcessRunner:
     """
 
     processes: int
-    ahead: int = 2
+    prefetch: int = 2
     timeout: float | None = None
 
     def __call__(self, make: Callable[[int], Any], numbers: range) -> Iterator:
-        slots, workers = 1 + -(-self.ahead // self.processes), []
+        slots, workers = 1 + -(-self.prefetch // self.processes), []
         try:
             for _ in range(min(self.processes, len(numbers))):
                 workers.append(_Worker(make, slots))  # one by one, so that those already started end if a fork fails
@@ -117,7 +117,9 @@ class _Worker:
         try:
             context = multiprocessing.get_context("fork")
         except ValueError:
-            raise ConfigurationError("processes need fork, which this system has not; use threads: .prefetch(threads=2)") from None
+            raise ConfigurationError(
+                "processes need fork, which this system has not; use threads: .prefetch(threads=2)"
+            ) from None
         self.pipe, child_pipe = context.Pipe()
         args = self.make, child_pipe, self.slots, os.getpid()
         self.process = context.Process(target=_work, args=args, name="hasten-data", daemon=True)
@@ -143,7 +145,9 @@ class _Worker:
         process, batch = f"worker process {self.process.pid}", f"batch {self.asked[0][0]} of the pass"
         message = f"{process} {_cause(self.process.exitcode)} while it made {batch}"
         if self.second_try:
-            raise RunError(f"{message}, and so did the one before it; look at the data of this batch and at the memory in use")
+            raise RunError(
+                f"{message}, and so did the one before it; look at the data of this batch and at the memory in use"
+            )
         warnings.warn(f"{message}; another one continues there", HastenWarning, stacklevel=2)
         self.second_try = True
         self.pipe.close()

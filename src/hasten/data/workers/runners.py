@@ -42,13 +42,15 @@ class ThreadRunner:
     """
 
     threads: int = 1
-    ahead: int = 2
+    prefetch: int = 2
     timeout: float | None = None
 
     def __call__(self, make: Callable[[int], Any], numbers: range) -> Iterator:
         jobs: SimpleQueue = SimpleQueue()
         waiting: deque[tuple[int, Future]] = deque()
-        threads = [Thread(target=_work, args=(make, jobs), name=f"hasten-data-{i}", daemon=True) for i in range(self.threads)]
+        threads = [
+            Thread(target=_work, args=(make, jobs), name=f"hasten-data-{i}", daemon=True) for i in range(self.threads)
+        ]
         for thread in threads:
             thread.start()
         stuck = False
@@ -56,7 +58,7 @@ class ThreadRunner:
             for number in numbers:
                 waiting.append((number, Future()))
                 jobs.put(waiting[-1])
-                if len(waiting) >= self.threads + self.ahead:
+                if len(waiting) >= self.threads + self.prefetch:
                     yield self._result(*waiting.popleft())
             while waiting:
                 yield self._result(*waiting.popleft())
@@ -80,20 +82,20 @@ class ThreadRunner:
             raise _Stuck(stuck(number, self.timeout, "a thread")) from None
 
 
-def runner_of(crew: WorkerConfig, timeout: float | None) -> Runner:
+def runner_of(workers: WorkerConfig, timeout: float | None) -> Runner:
     """Returns the runner for a worker configuration."""
-    if crew.processes:
+    if workers.processes:
         from hasten.data.workers.processes import ProcessRunner
 
-        return ProcessRunner(crew.processes, crew.prefetch, timeout)
-    return ThreadRunner(crew.threads, crew.prefetch, timeout) if crew.threads else InlineRunner()
+        return ProcessRunner(workers.processes, workers.prefetch, timeout)
+    return ThreadRunner(workers.threads, workers.prefetch, timeout) if workers.threads else InlineRunner()
 
 
 def workers_of(runner: Runner) -> WorkerConfig:
     """Returns the worker configuration of a runner; one without workers for a runner that has none."""
-    if isinstance(crew := getattr(runner, "crew", None), WorkerConfig):
-        return crew
-    return WorkerConfig(*(getattr(runner, name, 0) for name in ("threads", "processes", "ahead")))
+    if isinstance(workers := getattr(runner, "workers", None), WorkerConfig):
+        return workers
+    return WorkerConfig(*(getattr(runner, name, 0) for name in ("threads", "processes", "prefetch")))
 
 
 def in_threads(runner: Runner) -> bool:

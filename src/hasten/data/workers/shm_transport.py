@@ -92,4 +92,8 @@ class _Unpacker(pickle.Unpickler):
 
 
 def _view(memory: numpy.ndarray, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.from_numpy(memory[offset : offset + dtype.itemsize * numpy.prod(shape, dtype=int)]).view(dtype).view(shape)
+    return (
+        torch.from_numpy(memory[offset : offset + dtype.itemsize * numpy.prod(shape, dtype=int)])
+        .view(dtype)
+        .view(shape)
+    )

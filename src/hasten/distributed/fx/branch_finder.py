@@ -47,14 +47,18 @@ class BranchBlock:
         return f"the branches that meet in {self.outer(self.join.name)}"
 
 
-def find_branch_blocks(model: nn.Module, graphs: dict[str, torch.fx.Graph], drawing: set[str], processes: int) -> tuple[list[BranchBlock], list[str]]:
+def find_branch_blocks(
+    model: nn.Module, graphs: dict[str, torch.fx.Graph], drawing: set[str], processes: int
+) -> tuple[list[BranchBlock], list[str]]:
     """The blocks of a model, and why other branches are none.
 
     Args:
         drawing: keys of the nodes that draw random numbers.
     """
     users = Counter(
-        id(tensor) for module in model.modules() for tensor in (*own_parameters(module).values(), *own_buffers(module).values())
+        id(tensor)
+        for module in model.modules()
+        for tensor in (*own_parameters(module).values(), *own_buffers(module).values())
     )
     taken, doubts = [], []
     for name, graph in graphs.items():
@@ -66,10 +70,17 @@ def find_branch_blocks(model: nn.Module, graphs: dict[str, torch.fx.Graph], draw
         forks = _forks(graph)
         for join in graph.nodes:  # inner blocks come before those around them
             branches = _between(forks[join], join, trained) if len(_sources(join)) > 1 else []
-            whys = [_why_not(branch, held, uses, users, {node for node in branch if key_of(name, node) in drawing}) for branch in branches]
-            block = BranchBlock(name, tuple(tuple(branch) for branch, why in zip(branches, whys, strict=True) if why is None), join)
+            whys = [
+                _why_not(branch, held, uses, users, {node for node in branch if key_of(name, node) in drawing})
+                for branch in branches
+            ]
+            block = BranchBlock(
+                name, tuple(tuple(branch) for branch, why in zip(branches, whys, strict=True) if why is None), join
+            )
             if len(branches) > 1:
-                doubts += [f"{block.describe(branch)}: {why}" for branch, why in zip(branches, whys, strict=True) if why]
+                doubts += [
+                    f"{block.describe(branch)}: {why}" for branch, why in zip(branches, whys, strict=True) if why
+                ]
             inner = [other for other in chosen if nodes_of(other) & nodes_of(block)]
             spared = partial(_spared, held=held, processes=processes)
             if len(block.branches) > 1 and spared(block) >= sum(map(spared, inner)):
@@ -86,7 +97,9 @@ def _spared(block: BranchBlock, held: dict, processes: int) -> int:
     """Weights that the fullest process has not to have."""
     sizes = [sum(tensor.numel() for node in branch for tensor in held[node]) for branch in block.branches]
     (places,) = assign_branches([sizes], processes)
-    return sum(sizes) - max(sum(size for size, at in zip(sizes, places, strict=True) if at == place) for place in places)
+    return sum(sizes) - max(
+        sum(size for size, at in zip(sizes, places, strict=True) if at == place) for place in places
+    )
 
 
 def _why_not(branch: list[Node], held: dict, uses: Counter, users: Counter, drawing: set[Node]) -> str | None:
@@ -150,7 +163,11 @@ def _between(fork: Node | None, join: Node, trained: set[Node]) -> list[list[Nod
         if node in heads and in_one(readers := [user for user in node.users if user in region and user not in tails]):
             put(node, readers)
     for node in nodes:
-        if node in tails and node not in branch_of and in_one(read := [source for source in _sources(node) if source in region]):
+        if (
+            node in tails
+            and node not in branch_of
+            and in_one(read := [source for source in _sources(node) if source in region])
+        ):
             put(node, read)
     branches = {id(branch): branch for branch in branch_of.values()}.values()
     order = {node: place for place, node in enumerate(nodes)}
@@ -230,11 +247,15 @@ def extract_branch(part: nn.Module, block: BranchBlock, branch: tuple[Node, ...]
 
     for node in branch:
         new[node] = copied.node_copy(node, known)
-    copied.output([copied.call_method("contiguous", (new[node],)) for node in outputs_of(branch)])  # all go on with the same bits
+    copied.output(
+        [copied.call_method("contiguous", (new[node],)) for node in outputs_of(branch)]
+    )  # all go on with the same bits
     return torch.fx.GraphModule(part, copied)
 
 
-def replace_blocks(part: nn.Module, graph: torch.fx.Graph, meetings: dict[BranchBlock, Callable]) -> torch.fx.GraphModule:
+def replace_blocks(
+    part: nn.Module, graph: torch.fx.Graph, meetings: dict[BranchBlock, Callable]
+) -> torch.fx.GraphModule:
     """The graph of a part, in which each block is one call."""
     copied, new = torch.fx.Graph(), {}
     block_of = {node: block for block in meetings for node in nodes_of(block)}
@@ -250,6 +271,8 @@ def replace_blocks(part: nn.Module, graph: torch.fx.Graph, meetings: dict[Branch
         return new[node]
 
     for node in graph.nodes:
-        if node not in block_of and node.op != "get_attr":  # weights come with who reads them, and those of branches stay outside
+        if (
+            node not in block_of and node.op != "get_attr"
+        ):  # weights come with who reads them, and those of branches stay outside
             known(node)
     return torch.fx.GraphModule(part, copied)

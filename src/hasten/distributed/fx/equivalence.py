@@ -24,7 +24,9 @@ class PartitionPlan(NamedTuple):
     everywhere: bool = True  # each process gets the gradients of all weights
 
 
-def verify_partition(model: torch.nn.Module, found: list, ways: Sequence[PartitionPlan], name: str, run: RunContext) -> tuple[list, list[str]]:
+def verify_partition(
+    model: torch.nn.Module, found: list, ways: Sequence[PartitionPlan], name: str, run: RunContext
+) -> tuple[list, list[str]]:
     """The blocks that compute what the model computes, in each of the ways; of those that do not, why. All together first, else each by itself.
 
     Args:
@@ -73,7 +75,13 @@ def _why_unverified(model, blocks: list, way: PartitionPlan, batch, own: bool, r
 def call_traced_model(model: torch.nn.Module, batch, own: bool):
     """The output for a batch; ``own``: the model gets the whole batch and returns its own loss."""
     if own:
-        return model(**batch) if hasattr(batch, "keys") else model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+        return (
+            model(**batch)
+            if hasattr(batch, "keys")
+            else model(*batch)
+            if isinstance(batch, (tuple, list))
+            else model(batch)
+        )
     inputs, named, _ = batches.split_inputs_target(batch)
     return model(*inputs, **named)
 
@@ -81,10 +89,14 @@ def call_traced_model(model: torch.nn.Module, batch, own: bool):
 def outputs_and_grads(model: torch.nn.Module, batch, own: bool) -> tuple[dict, dict]:
     """The outputs for a batch, and the gradients of the mean of their squares."""
     model.eval()
-    outputs = [tensor for tensor in batches.batch_tensors(call_traced_model(model, batch, own)) if tensor.is_floating_point()]
+    outputs = [
+        tensor for tensor in batches.batch_tensors(call_traced_model(model, batch, own)) if tensor.is_floating_point()
+    ]
     compared = [tensor.square().mean() for tensor in outputs if tensor.requires_grad]
     if not compared:
-        raise ConfigurationError("the model returns no tensor that its weights have a part in, so nothing can be compared; take another strategy")
+        raise ConfigurationError(
+            "the model returns no tensor that its weights have a part in, so nothing can be compared; take another strategy"
+        )
     sum(compared).backward()
     gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
     return {f"output {number}": tensor.detach() for number, tensor in enumerate(outputs)}, gradients
@@ -96,6 +108,9 @@ def first_mismatch(ours: dict, right: dict) -> str | None:
         return min(odd)
     greatest = max((tensor.abs().max() for tensor in right.values()), default=0.0)
     for name, tensor in right.items():
-        if ours[name].shape != tensor.shape or not (ours[name] - tensor).abs().max() <= TOLERANCE.get(tensor.dtype, 3e-2) * greatest:
+        if (
+            ours[name].shape != tensor.shape
+            or not (ours[name] - tensor).abs().max() <= TOLERANCE.get(tensor.dtype, 3e-2) * greatest
+        ):
             return name
     return None

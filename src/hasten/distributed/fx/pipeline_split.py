@@ -14,13 +14,15 @@ from torch import nn
 
 from hasten._torch_compat import is_view
 from hasten.core import batch as batches
-from hasten.core.errors import RunError, ConfigurationError
+from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.run_context import RunContext
+from hasten.distributed.deferred_init import module_tensors, replace_tensors
 from hasten.distributed.dtensor_state import to_local
-from hasten.distributed.fx.tracing import is_random_op, eval_mode, is_shape_value, try_trace
-from hasten.distributed.deferred_init import replace_tensors, module_tensors
+from hasten.distributed.fx.tracing import eval_mode, is_random_op, is_shape_value, try_trace
 
-NO_CHAIN = "an nn.Sequential, or a forward() that torch.fx can trace, with places where one tensor goes on and nothing else"
+NO_CHAIN = (
+    "an nn.Sequential, or a forward() that torch.fx can trace, with places where one tensor goes on and nothing else"
+)
 
 
 def find_split_points(model: nn.Module, stages: int, sample: Callable | None = None) -> tuple[torch.fx.Graph, list]:
@@ -84,7 +86,9 @@ def _shared_out(model: nn.Module, graph: torch.fx.Graph, sample: Callable | None
 
     if sample is not None and any(to_local(weight) is not weight for weight in model.parameters()):
         inputs, named, _ = batches.split_inputs_target(sample())
-        given = dict.fromkeys((node for node in graph.nodes if node.op == "placeholder"), single_tensor_input(inputs, named))
+        given = dict.fromkeys(
+            (node for node in graph.nodes if node.op == "placeholder"), single_tensor_input(inputs, named)
+        )
         with eval_mode(model), torch.no_grad():
             Watching(model, graph=graph).run(initial_env=given)
     return found
@@ -97,7 +101,11 @@ def _segments(model: nn.Module, graph: torch.fx.Graph, shared_out: set[torch.fx.
     start = next((node for node in graph.nodes if node.op == "placeholder" and node.users), None)
     members, begun = [], 0
     for place, node in enumerate(nodes):
-        living = {each for each in (start, *nodes[: place + 1]) if any(after[user] > place for user in each.users if user in after)}
+        living = {
+            each
+            for each in (start, *nodes[: place + 1])
+            if any(after[user] > place for user in each.users if user in after)
+        }
         if place + 1 == len(nodes) or (living == {node} and not is_shape_value(node) and node not in shared_out):
             member = nodes[begun : place + 1]
             if members and not (_weights_of(member, trained) and _weights_of(members[-1], trained)):
@@ -120,23 +128,37 @@ def check_no_shared_weights(model: nn.Module, parts: list) -> None:
     for number, part in enumerate(parts):
         for weight in part.parameters():
             if (other := owner.setdefault(id(weight), number)) != number:
-                raise ConfigurationError(f"pipeline cannot cut this model: stages {other + 1} and {number + 1} both use {names[id(weight)]}; untie it")
+                raise ConfigurationError(
+                    f"pipeline cannot cut this model: stages {other + 1} and {number + 1} both use {names[id(weight)]}; untie it"
+                )
 
 
-def materialize_local_stages(model: nn.Module, own: list, parts: list, keeps_unused: bool, run: RunContext) -> list[torch.Tensor]:
+def materialize_local_stages(
+    model: nn.Module, own: list, parts: list, keeps_unused: bool, run: RunContext
+) -> list[torch.Tensor]:
     """Leaves in a model the weights and buffers of our own parts, on our device, and what no part uses where ``keeps_unused``; returns them.
 
     The others are on the meta device, which holds nothing. Tensors that are neither weights nor buffers stay with all.
     """
-    of_own, used = ({id(tensor) for part in some for tensor in (*part.parameters(), *part.buffers())} for some in (own, parts))
+    of_own, used = (
+        {id(tensor) for part in some for tensor in (*part.parameters(), *part.buffers())} for some in (own, parts)
+    )
     registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     kept = of_own | (registered - used) if keeps_unused else of_own
-    wanted = list({id(tensor): tensor for *_, tensor in module_tensors(model) if id(tensor) in kept or id(tensor) not in registered}.values())
+    wanted = list(
+        {
+            id(tensor): tensor
+            for *_, tensor in module_tensors(model)
+            if id(tensor) in kept or id(tensor) not in registered
+        }.values()
+    )
     made = {
         id(wanted[number]): tensor.to(run.device) if id(wanted[number]) in kept else tensor
         for number, tensor in run.parallel.materialize(wanted)
     }
-    replace_tensors(nn.ModuleList([model, *own]), lambda tensor: made[id(tensor)] if id(tensor) in made else _nothing_like(tensor))
+    replace_tensors(
+        nn.ModuleList([model, *own]), lambda tensor: made[id(tensor)] if id(tensor) in made else _nothing_like(tensor)
+    )
     return [made[id(tensor)] for tensor in wanted if id(tensor) in kept]
 
 
@@ -148,5 +170,7 @@ def _nothing_like(tensor: torch.Tensor) -> torch.Tensor:
 def single_tensor_input(inputs: tuple, named: dict) -> torch.Tensor:
     given = [*inputs, *named.values()]
     if len(given) != 1 or not isinstance(given[0], torch.Tensor):
-        raise RunError(f"pipeline passes one tensor through its stages, and this model is given {len(given)} things; take another strategy")
+        raise RunError(
+            f"pipeline passes one tensor through its stages, and this model is given {len(given)} things; take another strategy"
+        )
     return given[0]

@@ -11,14 +11,16 @@ import torch
 from torch import nn
 
 from hasten.core import batch as batches
-from hasten.distributed.fx.pipeline_split import single_tensor_input, extract_stage
 from hasten.core.errors import ConfigurationError
 from hasten.core.run_context import RunContext
-from hasten.distributed.fx.tracing import eval_mode
 from hasten.distributed.deferred_init import replace_tensors, storage_of
+from hasten.distributed.fx.pipeline_split import extract_stage, single_tensor_input
+from hasten.distributed.fx.tracing import eval_mode
 
 MEASUREMENTS = 3
-TRAINED = 4  # times its own bytes that a weight takes: itself, its gradient, and two numbers of an optimizer such as Adam
+TRAINED = (
+    4  # times its own bytes that a weight takes: itself, its gradient, and two numbers of an optimizer such as Adam
+)
 
 
 def parse_split_sizes(asked: str, stages: int, members: int, option: str) -> list[int]:
@@ -35,13 +37,17 @@ def parse_split_sizes(asked: str, stages: int, members: int, option: str) -> lis
     return list(accumulate(lengths))
 
 
-def balance_on_main_process(measured: Callable[[], list[list[float]]], run: RunContext) -> tuple[list[int], list[float]]:
+def balance_on_main_process(
+    measured: Callable[[], list[list[float]]], run: RunContext
+) -> tuple[list[int], list[float]]:
     """Where the stages end, and what each costs, as the first rank measured it, and those that compute every layer with it."""
     told = b""
     if run.ranks.rank < run.parallel.tp_size:
         costs = measured()
         ends = balance_stages(costs)
-        of_stages = [sum(of_stage[first:end]) for of_stage, (first, end) in zip(costs, pairwise([0, *ends]), strict=True)]
+        of_stages = [
+            sum(of_stage[first:end]) for of_stage, (first, end) in zip(costs, pairwise([0, *ends]), strict=True)
+        ]
         told = json.dumps([ends, of_stages]).encode()
     return tuple(json.loads(run.ranks.broadcast(told)))
 
@@ -56,7 +62,10 @@ def balance_stages(costs: list[list[float]]) -> list[int]:
     best = [(0.0, [])] + [(float("inf"), [])] * members  # of the first so many members: the dearest stage, and the ends
     for stage, of_stage in enumerate(costs, 1):
         best = [(float("inf"), [])] * stage + [
-            min((max(best[first][0], sum(of_stage[first:end])), [*best[first][1], end]) for first in range(stage - 1, end))
+            min(
+                (max(best[first][0], sum(of_stage[first:end])), [*best[first][1], end])
+                for first in range(stage - 1, end)
+            )
             for end in range(stage, members + 1)
         ]
     return best[-1][1]
@@ -86,7 +95,9 @@ def profile_segments(model: nn.Module, graph, members: list, batch, device: torc
     return costs
 
 
-def estimate_segment_memory(model: nn.Module, graph, members: list, batch, pieces: int, under_way: list[int]) -> list[list[int]]:
+def estimate_segment_memory(
+    model: nn.Module, graph, members: list, batch, pieces: int, under_way: list[int]
+) -> list[list[int]]:
     """Of each stage, what every member would hold in it between forward and backward passes; computed on the meta device.
 
     Args:
@@ -115,4 +126,6 @@ def _run_segment(part: nn.Module, value: torch.Tensor) -> tuple[torch.Tensor, in
 
     with eval_mode(part), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = part(value.requires_grad_(value.is_floating_point()))
-    return output.detach(), sum(tensor.untyped_storage().nbytes() for storage, tensor in kept.items() if storage not in own)
+    return output.detach(), sum(
+        tensor.untyped_storage().nbytes() for storage, tensor in kept.items() if storage not in own
+    )

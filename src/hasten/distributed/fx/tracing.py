@@ -52,7 +52,10 @@ def try_trace(module: nn.Module, is_leaf: Callable[[nn.Module], bool] | None = N
 def _moving(module: nn.Module) -> tuple:
     """What computing may move beside tensors: the generators, and what parts of a model keep."""
     held = [
-        each for part in module.modules() for each in (vars(part), *map(vars(part).get, MODULE_STATE_ATTRIBUTES)) if isinstance(each, dict)
+        each
+        for part in module.modules()
+        for each in (vars(part), *map(vars(part).get, MODULE_STATE_ATTRIBUTES))
+        if isinstance(each, dict)
     ]
     kept = [(each, dict(each)) for each in held]
     return torch.get_rng_state(), random.getstate(), numpy.random.get_state(), kept
@@ -66,7 +69,11 @@ def _put_back(before: tuple) -> bool:
         and pythons == random.getstate()
         and all(map(numpy.array_equal, numpys, numpy.random.get_state()))
     )
-    counted = any(isinstance(value, PLAIN) and not _same(value, was.get(name)) for held, was in kept for name, value in held.items())
+    counted = any(
+        isinstance(value, PLAIN) and not _same(value, was.get(name))
+        for held, was in kept
+        for name, value in held.items()
+    )
     if drawn:
         torch.set_rng_state(torchs)
         random.setstate(pythons)
@@ -102,12 +109,18 @@ def is_shape_value(node: torch.fx.Node) -> bool:
         return False
     if node.target is getattr:
         return node.args[1] in ("shape", "ndim", "device", "dtype")
-    return node.target.__module__ == "_operator" and bool(node.all_input_nodes) and all(map(is_shape_value, node.all_input_nodes))
+    return (
+        node.target.__module__ == "_operator"
+        and bool(node.all_input_nodes)
+        and all(map(is_shape_value, node.all_input_nodes))
+    )
 
 
 def is_random_op(node: torch.fx.Node) -> bool:
     """Whether it is a function that draws random numbers, whatever mode the model is in."""
-    return node.op == "call_function" and ("dropout" in getattr(node.target, "__name__", "") or bool(node.kwargs.get("dropout_p")))
+    return node.op == "call_function" and (
+        "dropout" in getattr(node.target, "__name__", "") or bool(node.kwargs.get("dropout_p"))
+    )
 
 
 @contextmanager
@@ -127,6 +140,10 @@ def _node_or_call(function: Callable) -> Callable:
     @wraps(function)
     def called(*given, **named):
         proxies = [each for each in (*given, *named.values()) if isinstance(each, torch.fx.Proxy)]
-        return proxies[0].tracer.create_proxy("call_function", function, given, named) if proxies else function(*given, **named)
+        return (
+            proxies[0].tracer.create_proxy("call_function", function, given, named)
+            if proxies
+            else function(*given, **named)
+        )
 
     return called

@@ -1,0 +1,1 @@
+"""Methods for several processes: strategies, and what they build on."""

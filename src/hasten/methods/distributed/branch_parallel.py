@@ -30,16 +30,33 @@ from torch.fx import Node
 
 from hasten._torch_compat import in_place_version, inside_backward
 from hasten.core import batch as batches
-from hasten.distributed.fx.branch_finder import BranchBlock, find_branch_blocks, graphs_of, tensors_used_by, key_of, nodes_of, outputs_of, replace_blocks, assign_branches, extract_branch
 from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.errors import RunError, ProgressWarning, ConfigurationError
-from hasten.distributed.p2p_metadata import HEADER, encode_meta, empty_from_meta, decode_meta
+from hasten.core.errors import ConfigurationError, ProgressWarning, RunError
 from hasten.core.method import Method, option
-from hasten.distributed.fx.equivalence import PartitionPlan, call_traced_model, verify_partition
-from hasten.distributed.collectives import reduce_over_replicas, assign_mesh_dim, broadcast_module, get_device_mesh, warn_local_batch_norm
 from hasten.core.run_context import RunContext
-from hasten.distributed.dtensor_state import move_to_meta
 from hasten.core.types import StepFn
+from hasten.distributed.collectives import (
+    assign_mesh_dim,
+    broadcast_module,
+    get_device_mesh,
+    reduce_over_replicas,
+    warn_local_batch_norm,
+)
+from hasten.distributed.dtensor_state import move_to_meta
+from hasten.distributed.fx.branch_finder import (
+    BranchBlock,
+    assign_branches,
+    extract_branch,
+    find_branch_blocks,
+    graphs_of,
+    key_of,
+    nodes_of,
+    outputs_of,
+    replace_blocks,
+    tensors_used_by,
+)
+from hasten.distributed.fx.equivalence import PartitionPlan, call_traced_model, verify_partition
+from hasten.distributed.p2p_metadata import HEADER, decode_meta, empty_from_meta, encode_meta
 
 LOOKED_FOR = (
     "paths with trained weights that begin at one tensor, or at the inputs, and meet again, in a forward() that torch.fx can trace; "
@@ -73,10 +90,14 @@ class BranchParallel(Method):
         broadcast_module(model)
         graphs = dict(graphs_of(model))
         seconds, drawing = _watched(model, graphs, run)
-        graphs = {name: graph for name, graph in graphs.items() if all(key_of(name, node) in seconds for node in graph.nodes)}
+        graphs = {
+            name: graph for name, graph in graphs.items() if all(key_of(name, node) in seconds for node in graph.nodes)
+        }
         found, doubts = find_branch_blocks(model, graphs, drawing, run.parallel.model_parallel_size)
         by_itself = PartitionPlan(lambda model, blocks: _cut(model, graphs, blocks, _by_itself))
-        exchanged = PartitionPlan(lambda model, blocks: _cut(model, graphs, blocks, _by_turns(blocks, run)), everywhere=False)
+        exchanged = PartitionPlan(
+            lambda model, blocks: _cut(model, graphs, blocks, _by_turns(blocks, run)), everywhere=False
+        )
         blocks, more = verify_partition(model, found, [by_itself, exchanged], self.name, run)
         doubts += more
         if not blocks:
@@ -84,9 +105,13 @@ class BranchParallel(Method):
                 f"branch_parallel finds no branches in this model for {run.parallel.model_parallel_size} processes. It looked for {LOOKED_FOR}; "
                 f"{'; '.join(doubts[:3]) or 'there are none'}"
             )
-        costs = [[sum(seconds[key_of(block.part, node)] for node in branch) for branch in block.branches] for block in blocks]
+        costs = [
+            [sum(seconds[key_of(block.part, node)] for node in branch) for branch in block.branches] for block in blocks
+        ]
         places = (
-            self._asked(blocks, run.parallel.model_parallel_size) if self.assignment else assign_branches(costs, run.parallel.model_parallel_size)
+            self._asked(blocks, run.parallel.model_parallel_size)
+            if self.assignment
+            else assign_branches(costs, run.parallel.model_parallel_size)
         )
         run.tuned_settings[self.name] = {"places": "-".join(str(place) for each in places for place in each)}
         if run.ranks.is_main_process:
@@ -123,7 +148,9 @@ class BranchParallel(Method):
         move_to_meta(model, [tensor for place, tensors in held.items() if place != own for tensor in tensors])
         run.parallel.eval_needs_all_ranks, run.parallel.num_parameter_owners = True, run.parallel.tp_size
         ours = {id(tensor) for tensor in held[own]}
-        run.parallel.replicated_params = frozenset(weight for weight in model.parameters() if not weight.is_meta and id(weight) not in ours)
+        run.parallel.replicated_params = frozenset(
+            weight for weight in model.parameters() if not weight.is_meta and id(weight) not in ours
+        )
 
     def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
         return reduce_over_replicas(grad_transform, run)
@@ -150,7 +177,9 @@ def _watched(model: nn.Module, graphs: dict, run: RunContext) -> tuple[dict[str,
     return seconds, set(drawing)
 
 
-def _watching(part: nn.Module, graph: torch.fx.Graph, key: Callable, tries: list[Counter], drawing: set[str]) -> Callable:
+def _watching(
+    part: nn.Module, graph: torch.fx.Graph, key: Callable, tries: list[Counter], drawing: set[str]
+) -> Callable:
     """The forward of a part, node by node; of one that goes wrong so, the forward that it had."""
     as_it_was, signature = part.forward, inspect.signature(part.forward)
 
@@ -185,9 +214,16 @@ def _random_states() -> list[torch.Tensor]:
 def _tell(model, blocks: list[BranchBlock], places: list[list[int]], doubts: list[str], processes: int) -> None:
     lines = []
     for block, at in zip(blocks, places, strict=True):
-        branches = (f"{block.describe(branch)} on process {place}" for branch, place in zip(block.branches, at, strict=True))
+        branches = (
+            f"{block.describe(branch)} on process {place}" for branch, place in zip(block.branches, at, strict=True)
+        )
         lines.append(f"{', '.join(branches)}; they meet in {block.outer(block.join.name)}")
-    shared = {id(t): t.numel() for block in blocks for node in nodes_of(block) for t in tensors_used_by(node, model.get_submodule(block.part))}
+    shared = {
+        id(t): t.numel()
+        for block in blocks
+        for node in nodes_of(block)
+        for t in tensors_used_by(node, model.get_submodule(block.part))
+    }
     total = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
     idle = processes - len({place for at in places for place in at})
     lines += [f"left whole: {doubt}" for doubt in doubts]
@@ -196,7 +232,9 @@ def _tell(model, blocks: list[BranchBlock], places: list[list[int]], doubts: lis
         warnings.warn(f"branch_parallel: {line}", ProgressWarning, stacklevel=4)
 
 
-def _cut(model, graphs: dict, blocks: list[BranchBlock], how: Callable[[BranchBlock, list[torch.fx.GraphModule]], Callable]) -> None:
+def _cut(
+    model, graphs: dict, blocks: list[BranchBlock], how: Callable[[BranchBlock, list[torch.fx.GraphModule]], Callable]
+) -> None:
     """Lets the parts of a model compute their blocks in another way, in place.
 
     Args:
@@ -204,7 +242,9 @@ def _cut(model, graphs: dict, blocks: list[BranchBlock], how: Callable[[BranchBl
     """
     for name, graph in graphs.items():
         of_part, part = [block for block in blocks if block.part == name], model.get_submodule(name)
-        meetings = {block: how(block, [extract_branch(part, block, branch) for branch in block.branches]) for block in of_part}
+        meetings = {
+            block: how(block, [extract_branch(part, block, branch) for branch in block.branches]) for block in of_part
+        }
         if meetings:
             part.forward = replace_blocks(part, graph, meetings).forward
 
@@ -237,7 +277,9 @@ def _versions(given: tuple) -> list[int]:
 def _refuse_again() -> None:
     """Refuses to compute branches once more in the backward pass, as checkpointing does: the processes would come there at different times."""
     if inside_backward():
-        raise RunError("branch_parallel cannot compute branches again in the backward pass; leave out activation checkpointing")
+        raise RunError(
+            "branch_parallel cannot compute branches again in the backward pass; leave out activation checkpointing"
+        )
 
 
 def _by_turns(blocks: list[BranchBlock], run: RunContext) -> Callable:
@@ -246,7 +288,9 @@ def _by_turns(blocks: list[BranchBlock], run: RunContext) -> Callable:
     return partial(_exchanged, places=dict(zip(blocks, places, strict=True)), run=run)
 
 
-def _exchanged(block: BranchBlock, branches: list[torch.fx.GraphModule], places: dict[BranchBlock, list[int]], run: RunContext) -> Callable:
+def _exchanged(
+    block: BranchBlock, branches: list[torch.fx.GraphModule], places: dict[BranchBlock, list[int]], run: RunContext
+) -> Callable:
     """The branches that are this process's own, and the outputs of the others from where they are computed.
 
     A process knows how large those will be: they were told when it was given the like for the first time.
@@ -264,14 +308,19 @@ def _exchanged(block: BranchBlock, branches: list[torch.fx.GraphModule], places:
         outputs = []
         for branch, count in zip(mine, counts, strict=True):
             outputs += branch(*given) if branch else [None] * count
-        alike = torch.is_autocast_enabled(run.device.type), *((tensor.shape, tensor.dtype) for tensor in batches.batch_tensors(given))
+        alike = (
+            torch.is_autocast_enabled(run.device.type),
+            *((tensor.shape, tensor.dtype) for tensor in batches.batch_tensors(given)),
+        )
         if alike not in headers:
             headers[alike] = _told(outputs, run.device, group)
         waiting = []
         for number, (output, header, source) in enumerate(zip(outputs, headers[alike], sources, strict=True)):
             tensor = empty_from_meta(header, run.device) if output is None else output.detach()
             if output is not None and (output.shape, output.dtype) != decode_meta(header):
-                raise RunError(f"branch_parallel: {block} end in tensors of other sizes for inputs of the same; take another strategy")
+                raise RunError(
+                    f"branch_parallel: {block} end in tensors of other sizes for inputs of the same; take another strategy"
+                )
             waiting.append(dist.broadcast(tensor, group=group, group_src=source, async_op=True))
             outputs[number] = Received.apply(way_back, [tensor]) if output is None else output
         for each in waiting:
@@ -283,14 +332,19 @@ def _exchanged(block: BranchBlock, branches: list[torch.fx.GraphModule], places:
 
 def _entered(given: tuple, edge: torch.Tensor, group) -> tuple[torch.Tensor, tuple]:
     """What the branches are given, so that its gradients come from all of them, and a way back there for processes that have none."""
-    way_back, *entered = Entered.apply(group, edge, *(tensor for tensor in batches.batch_tensors(given) if tensor.requires_grad))
+    way_back, *entered = Entered.apply(
+        group, edge, *(tensor for tensor in batches.batch_tensors(given) if tensor.requires_grad)
+    )
     rest = iter(entered)
     return way_back, batches.map_tensors(lambda tensor: next(rest) if tensor.requires_grad else tensor, given)
 
 
 def _told(outputs: list[torch.Tensor | None], device, group) -> torch.Tensor:
     """The headers of all outputs, on the processor, for all who have some of them."""
-    rows = [torch.zeros(HEADER, dtype=torch.int64, device=device) if output is None else encode_meta(output) for output in outputs]
+    rows = [
+        torch.zeros(HEADER, dtype=torch.int64, device=device) if output is None else encode_meta(output)
+        for output in outputs
+    ]
     headers = torch.stack(rows)
     dist.all_reduce(headers, group=group)
     return headers.cpu()

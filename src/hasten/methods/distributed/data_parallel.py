@@ -10,14 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.errors import HastenWarning, ConfigurationError
+from hasten.core.errors import ConfigurationError, HastenWarning
 from hasten.core.method import Method
-from hasten.distributed.collectives import warn_local_batch_norm
 from hasten.core.run_context import RunContext
+from hasten.distributed.collectives import warn_local_batch_norm
 
-WARNING = (
-    "data_parallel copies the model to every GPU in every step; ddp (--processes) does the same training with less, nearly always faster"
-)
+WARNING = "data_parallel copies the model to every GPU in every step; ddp (--processes) does the same training with less, nearly always faster"
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,9 @@ class DataParallel(Method):
             run.report_no_effect(self, why)
             return model
         if run.task.loss is None:
-            raise ConfigurationError("data_parallel gathers outputs, not the losses that models return themselves; give Task(loss=), or take ddp")
+            raise ConfigurationError(
+                "data_parallel gathers outputs, not the losses that models return themselves; give Task(loss=), or take ddp"
+            )
         warnings.warn(WARNING, HastenWarning, stacklevel=2)
         warn_local_batch_norm(model, part="each GPU's part of a batch")
         return torch.nn.DataParallel(model, device_ids=[run.device, *_others(run.device)])

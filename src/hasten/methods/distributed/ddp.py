@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.errors import ConfigurationError
 from hasten.core.method import Method, option
-from hasten.distributed.collectives import warn_local_batch_norm, sync_on_last_microbatch
 from hasten.core.run_context import RunContext
 from hasten.core.types import ForwardFn
+from hasten.distributed.collectives import sync_on_last_microbatch, warn_local_batch_norm
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class DDP(Method):
         applies_to={"distributed"},
         order=WrapOrder.FIRST,
         replaces={"parallelize"},
-        presets=({"bucket_megabytes": 1.0}, {"static_graph": True}),  # as it is, it is what distributed runs do anyway
+        presets=({"bucket_cap_mb": 1.0}, {"static_graph": True}),  # as it is, it is what distributed runs do anyway
         default_for={"distributed"},
         remedy_for={"unused_parameters": {"find_unused": True}},
     )
@@ -38,7 +38,9 @@ class DDP(Method):
 
     def parallelize(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         if self.static_graph and run.plan.microbatches > 1:
-            raise ConfigurationError("ddp:static_graph=true wants every backward pass alike; of a batch in several pieces only the last one talks")
+            raise ConfigurationError(
+                "ddp:static_graph=true wants every backward pass alike; of a batch in several pieces only the last one talks"
+            )
         warn_local_batch_norm(model, remedy="; sync_batch_norm gives that")
         return DistributedDataParallel(
             model,

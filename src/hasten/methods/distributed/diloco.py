@@ -15,9 +15,16 @@ import torch
 from hasten._torch_compat import foreach_add_, foreach_copy_, foreach_mul_, foreach_sub
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.method import Method, option
-from hasten.distributed.collectives import all_reduce_mean, allow_divergent_replicas, broadcast_module, average_model, warn_local_batch_norm, check_sync_period
 from hasten.core.run_context import RunContext
 from hasten.core.types import StepFn
+from hasten.distributed.collectives import (
+    all_reduce_mean,
+    allow_divergent_replicas,
+    average_model,
+    broadcast_module,
+    check_sync_period,
+    warn_local_batch_norm,
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,10 @@ class DiLoCo(Method):
         return model
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
-        weights, progress = [weight for weight in run.unwrapped_model.parameters() if weight.requires_grad], run.progress
+        weights, progress = (
+            [weight for weight in run.unwrapped_model.parameters() if weight.requires_grad],
+            run.progress,
+        )
         outer = run.checkpoint_state[self.name] = Outer(weights, self.outer_lr, self.outer_momentum)
 
         def followed():
@@ -93,5 +103,6 @@ class Outer:
 
     def load_state_dict(self, state: dict) -> None:
         self.began, self.velocity = (
-            [tensor.to(weight.device) for tensor, weight in zip(state[name], self.weights, strict=False)] for name in ("began", "velocity")
+            [tensor.to(weight.device) for tensor, weight in zip(state[name], self.weights, strict=False)]
+            for name in ("began", "velocity")
         )

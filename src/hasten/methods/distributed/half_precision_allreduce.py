@@ -37,7 +37,7 @@ class HalfPrecisionAllreduce(Method):
     def parallelize(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         if not isinstance(model, DistributedDataParallel):
             raise ConfigurationError(
-                "compressed_gradients rounds what ddp sends (or zero:stage=1), and another strategy was chosen; leave one of them out"
+                "half_precision_allreduce rounds what ddp sends (or zero:stage=1), and another strategy was chosen; leave one of them out"
             )
         if all(weight.dtype.itemsize <= 2 for weight in model.parameters()):
             run.report_no_effect(self, "the gradients have 16 bits already")

@@ -17,20 +17,20 @@ import torch.distributed as dist
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.errors import ConfigurationError
 from hasten.core.method import Method, option
-from hasten.distributed.collectives import (
-    all_reduce_mean,
-    all_reduce_gradients,
-    find_divergent_tensors,
-    is_real_or_complex,
-    allow_divergent_replicas,
-    broadcast_module,
-    average_model,
-    warn_local_batch_norm,
-    check_sync_period,
-    check_no_sparse_gradients,
-)
 from hasten.core.run_context import RunContext
 from hasten.core.types import StepFn
+from hasten.distributed.collectives import (
+    all_reduce_gradients,
+    all_reduce_mean,
+    allow_divergent_replicas,
+    average_model,
+    broadcast_module,
+    check_no_sparse_gradients,
+    check_sync_period,
+    find_divergent_tensors,
+    is_real_or_complex,
+    warn_local_batch_norm,
+)
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,21 @@ class LocalSGD(Method):
         warn_local_batch_norm(model)
         broadcast_module(model)
         allow_divergent_replicas(run, self.name)
-        run.parallel.sync_period, run.parallel.warmup_steps = math.lcm(self.period, self.group_period if self.group_size else 1), self.warmup_steps
+        run.parallel.sync_period, run.parallel.warmup_steps = (
+            math.lcm(self.period, self.group_period if self.group_size else 1),
+            self.warmup_steps,
+        )
         return model
 
     def _refuse_what_never_acts(self, run: RunContext) -> None:
         if self.group_size and run.ranks.world_size % self.group_size:
-            raise ConfigurationError(f"local_sgd:inner={self.group_size} has to divide the {run.ranks.world_size} processes")
+            raise ConfigurationError(
+                f"local_sgd:inner={self.group_size} has to divide the {run.ranks.world_size} processes"
+            )
         if self.group_period > 1 and not self.group_size:
-            raise ConfigurationError(f"local_sgd:inner_period={self.group_period} is that of groups; say with inner how many processes make one")
+            raise ConfigurationError(
+                f"local_sgd:inner_period={self.group_period} is that of groups; say with inner how many processes make one"
+            )
         if self.group_size and self.group_period % self.period == 0:
             raise ConfigurationError(
                 f"local_sgd:inner_period={self.group_period} is due when all processes meet anyway, every {self.period} steps; take a longer period"
@@ -80,7 +87,10 @@ class LocalSGD(Method):
     def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
         if not self.warmup_steps:
             return grad_transform
-        weights, progress = [weight for weight in run.unwrapped_model.parameters() if weight.requires_grad], run.progress
+        weights, progress = (
+            [weight for weight in run.unwrapped_model.parameters() if weight.requires_grad],
+            run.progress,
+        )
 
         def averaged_at_first():
             grad_transform()

@@ -30,9 +30,14 @@ import torch.distributed as dist
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.errors import PeerFailure
 from hasten.core.method import Method, option
-from hasten.distributed.collectives import GradientBucket, broadcast_module, warn_local_batch_norm, check_no_sparse_gradients
 from hasten.core.run_context import RunContext
 from hasten.core.types import ContextFactory, StepFn
+from hasten.distributed.collectives import (
+    GradientBucket,
+    broadcast_module,
+    check_no_sparse_gradients,
+    warn_local_batch_norm,
+)
 
 
 @dataclass(frozen=True)
@@ -182,7 +187,10 @@ class Line:
         gradients = GradientBucket(weights)
         message = flat([*gradients.tensors, gradients.shares])
         if self.leads:
-            settings = [{name: value for name, value in group.items() if name != "params"} for group in self.run.optimizer.param_groups]
+            settings = [
+                {name: value for name, value in group.items() if name != "params"}
+                for group in self.run.optimizer.param_groups
+            ]
             newest = self.server.exchange(0, message, copy.deepcopy(settings))
         else:
             newest = message.new_empty(sum(weight.numel() for weight in weights))
@@ -223,7 +231,9 @@ class Line:
             self.server.lost.clear()
         self.group = dist.new_group(backend="gloo")
         others = range(1, self.run.ranks.world_size) if self.leads else ()
-        self.threads = [threading.Thread(target=self._serve, args=(worker, self.group), daemon=True) for worker in others]
+        self.threads = [
+            threading.Thread(target=self._serve, args=(worker, self.group), daemon=True) for worker in others
+        ]
         for thread in self.threads:
             thread.start()
 
@@ -233,12 +243,17 @@ class Line:
         What that knows of the weights is shared with the run's, which a checkpoint holds.
         """
         own, mine = self.run.optimizer, trained(self.run.unwrapped_model)
-        copies = {id(weight): torch.nn.Parameter(weight.detach().clone(), weight.requires_grad) for weight in (*mine, *members(own))}
+        copies = {
+            id(weight): torch.nn.Parameter(weight.detach().clone(), weight.requires_grad)
+            for weight in (*mine, *members(own))
+        }
         weights = [copies[id(weight)] for weight in mine]
         optimizer = object.__new__(
             type(own)
         )  # not by copy(): an Optimizer leaves out what its class has added; and ``step`` is a schedule's
-        vars(optimizer).update(copy.deepcopy({name: value for name, value in vars(own).items() if name not in ("state", "step")}, copies))
+        vars(optimizer).update(
+            copy.deepcopy({name: value for name, value in vars(own).items() if name not in ("state", "step")}, copies)
+        )
         optimizer.state = defaultdict(dict, {copies[id(weight)]: own.state[weight] for weight in members(own)})
         return Server(weights, optimizer, self.run.ranks.world_size, self.staleness)
 
@@ -249,7 +264,9 @@ class Line:
             while True:
                 dist.recv(message, worker, group=group)
                 dist.send(self.server.exchange(worker, message), worker, group=group)
-        except Exception:  # it has hung up, as all do in the end; or the server cannot go on, which the others hear as well
+        except (
+            Exception
+        ):  # it has hung up, as all do in the end; or the server cannot go on, which the others hear as well
             self.server.lose(worker)
 
     def state_dict(self) -> dict:

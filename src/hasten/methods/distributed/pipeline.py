@@ -28,23 +28,34 @@ from torch import nn
 
 from hasten.core import batch as batches
 from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.distributed.fx.pipeline_split import find_split_points, materialize_local_stages, single_tensor_input, extract_stage, check_no_shared_weights
-from hasten.distributed.fx.stage_balance import balance_on_main_process, estimate_segment_memory, parse_split_sizes, profile_segments
-from hasten.core.errors import ProgressWarning, ConfigurationError
-from hasten.distributed.p2p_metadata import HEADER, encode_meta, empty_from_meta
+from hasten.core.errors import ConfigurationError, ProgressWarning
 from hasten.core.method import Method, option
+from hasten.core.run_context import RunContext
+from hasten.core.types import ForwardFn, LossFn, StepFn
 from hasten.distributed.collectives import (
-    reduce_over_replicas,
-    broadcast_tensors,
     assign_mesh_dim,
     broadcast_module,
+    broadcast_tensors,
     get_device_mesh,
     has_local_batch_norm,
+    reduce_over_replicas,
     warn_local_batch_norm,
 )
-from hasten.core.run_context import RunContext
+from hasten.distributed.fx.pipeline_split import (
+    check_no_shared_weights,
+    extract_stage,
+    find_split_points,
+    materialize_local_stages,
+    single_tensor_input,
+)
+from hasten.distributed.fx.stage_balance import (
+    balance_on_main_process,
+    estimate_segment_memory,
+    parse_split_sizes,
+    profile_segments,
+)
 from hasten.distributed.fx.tracing import eval_mode
-from hasten.core.types import ForwardFn, LossFn, StepFn
+from hasten.distributed.p2p_metadata import HEADER, empty_from_meta, encode_meta
 
 SCHEDULES = {  # torch's name for it, and how many stages each process has
     "gpipe": ("ScheduleGPipe", 1),
@@ -72,9 +83,13 @@ class Pipeline(Method):
     )
     schedule: str = option("1f1b", one_of=tuple(SCHEDULES))
     microbatches: int = option(0, at_least=0)  # pieces that a batch passes in; 0: twice the degree
-    degree: int = option(0, at_least=0)  # processes one after the other, of one copy; 0: all, or as many as tensor_parallel leaves
+    degree: int = option(
+        0, at_least=0
+    )  # processes one after the other, of one copy; 0: all, or as many as tensor_parallel leaves
     split_sizes: str = ""  # how many members of the chain each stage has, as 2-1-3; unless said, as ``place`` wants it
-    balance: str = option("time", one_of=("time", "memory"))  # what is shared out evenly; with memory nobody ever has the whole model
+    balance: str = option(
+        "time", one_of=("time", "memory")
+    )  # what is shared out evenly; with memory nobody ever has the whole model
 
     def setup(self, run: RunContext) -> None:
         assign_mesh_dim(self, run, "stages")
@@ -82,7 +97,7 @@ class Pipeline(Method):
             run.parallel.init_device = "meta" if self.balance == "memory" else "cpu"
         elif self.balance == "memory":
             raise ConfigurationError(
-                "pipeline:place=memory does not go with tensor_parallel, which proves its cuts on the whole model; leave one of them out"
+                "pipeline:balance=memory does not go with tensor_parallel, which proves its cuts on the whole model; leave one of them out"
             )
 
     def parallelize(self, model: nn.Module, run: RunContext) -> nn.Module:
@@ -113,18 +128,26 @@ class Pipeline(Method):
         run.parallel.eval_needs_all_ranks, run.parallel.num_parameter_owners = True, run.parallel.pp_size
         return Piped(model, stages, count, ring, SCHEDULES[self.schedule][0], pieces, full, run)
 
-    def _ends(self, model, graph, members: list, count: int, pieces: int, run: RunContext) -> tuple[list[int], list[int]]:
+    def _ends(
+        self, model, graph, members: list, count: int, pieces: int, run: RunContext
+    ) -> tuple[list[int], list[int]]:
         """Where the stages end, and the bytes that each holds where these were counted."""
         if self.split_sizes:
             return parse_split_sizes(self.split_sizes, count, len(members), f"{self.name}:cuts"), []
         if self.balance == "time":
-            return balance_on_main_process(lambda: [profile_segments(model, graph, members, run.services.peek_batch(), run.device)] * count, run)[0], []
+            return balance_on_main_process(
+                lambda: [profile_segments(model, graph, members, run.services.peek_batch(), run.device)] * count, run
+            )[0], []
         under_way = [pieces if self.schedule == "gpipe" else min(pieces, count - stage) for stage in range(count)]
-        return balance_on_main_process(lambda: estimate_segment_memory(model, graph, members, run.services.peek_batch(), pieces, under_way), run)
+        return balance_on_main_process(
+            lambda: estimate_segment_memory(model, graph, members, run.services.peek_batch(), pieces, under_way), run
+        )
 
     def _refuse_what_cannot_be(self, pieces: int, run: RunContext):
         if run.task.loss is None:
-            raise ConfigurationError("pipeline needs the loss apart from the model, on the last process; give Task(loss=)")
+            raise ConfigurationError(
+                "pipeline needs the loss apart from the model, on the last process; give Task(loss=)"
+            )
         if self.schedule != "gpipe" and pieces < run.parallel.pp_size:
             raise ConfigurationError(
                 f"pipeline:microbatches={pieces} leaves some of {run.parallel.pp_size} processes idle with schedule={self.schedule}; take {run.parallel.pp_size}"
@@ -132,7 +155,9 @@ class Pipeline(Method):
         rounds = max(1, pieces // run.parallel.pp_size)
         if SCHEDULES[self.schedule][1] > 1 and pieces % rounds:
             more = -(-pieces // run.parallel.pp_size) * run.parallel.pp_size
-            raise ConfigurationError(f"pipeline:microbatches={pieces} does not fill rounds of schedule={self.schedule}; take {more}")
+            raise ConfigurationError(
+                f"pipeline:microbatches={pieces} does not fill rounds of schedule={self.schedule}; take {more}"
+            )
 
     def loss(self, loss: LossFn, run: RunContext) -> LossFn:
         run.model.loss = loss
@@ -142,7 +167,9 @@ class Pipeline(Method):
         return run.model.step
 
     def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
-        return grad_transform if run.parallel.tp_size > 1 else reduce_over_replicas(grad_transform, run)  # who cuts layers has it done
+        return (
+            grad_transform if run.parallel.tp_size > 1 else reduce_over_replicas(grad_transform, run)
+        )  # who cuts layers has it done
 
     def export(self, model: nn.Module, run: RunContext) -> nn.Module:
         return run.unwrapped_model
@@ -151,7 +178,9 @@ class Pipeline(Method):
 class Piped(nn.Module):
     """A model of which this process has some stages."""
 
-    def __init__(self, module: nn.Module, stages: dict, count: int, ring, schedule: str, pieces: int, full: bool, run: RunContext):
+    def __init__(
+        self, module: nn.Module, stages: dict, count: int, ring, schedule: str, pieces: int, full: bool, run: RunContext
+    ):
         super().__init__()
         self.module, self.progress, self.device = module, run.progress, run.device
         self.stages = stages.items()  # not registered: they are made of the module's parts
@@ -232,7 +261,13 @@ class Piped(nn.Module):
             edges = {number: (_like(value), _like(output)) for number, value, output in self._relayed(piece)}
         stages = [
             pipelining.PipelineStage(
-                stage, number, self.count, self.device, input_args=edges[number][0], output_args=edges[number][1], group=self.group
+                stage,
+                number,
+                self.count,
+                self.device,
+                input_args=edges[number][0],
+                output_args=edges[number][1],
+                group=self.group,
             )
             for number, stage in self.stages
         ]
@@ -249,8 +284,16 @@ def _tell(parts: list, loads: list[int]) -> None:
         names = [node.target for node in part.graph.nodes if node.op in ("call_module", "get_attr")]
         share = sum(weight.numel() for weight in part.parameters()) / total
         told = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        held = f", {loads[number - 1] / 1e6:.3g} MB with gradients, an optimizer as Adam and the pieces under way" if loads else ""
-        warnings.warn(f"pipeline: stage {number} of {len(parts)} is {told}, {share:.0%} of the weights{held}", ProgressWarning, stacklevel=4)
+        held = (
+            f", {loads[number - 1] / 1e6:.3g} MB with gradients, an optimizer as Adam and the pieces under way"
+            if loads
+            else ""
+        )
+        warnings.warn(
+            f"pipeline: stage {number} of {len(parts)} is {told}, {share:.0%} of the weights{held}",
+            ProgressWarning,
+            stacklevel=4,
+        )
 
 
 def _most_full(rows: int, most: int, degree: int) -> int:

@@ -20,18 +20,18 @@ import torch.distributed as dist
 
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.method import Method, option
-from hasten.distributed.collectives import (
-    GradientBucket,
-    all_reduce_mean,
-    all_reduce_gradients,
-    broadcast_tensors,
-    broadcast_module,
-    warn_local_batch_norm,
-    check_no_sparse_gradients,
-    coalesced,
-)
 from hasten.core.run_context import RunContext
 from hasten.core.types import StepFn
+from hasten.distributed.collectives import (
+    GradientBucket,
+    all_reduce_gradients,
+    all_reduce_mean,
+    broadcast_module,
+    broadcast_tensors,
+    check_no_sparse_gradients,
+    coalesced,
+    warn_local_batch_norm,
+)
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,20 @@ class PowerSGD(Method):
     )
     matrix_approximation_rank: int = option(2, at_least=1)
     start_powerSGD_iter: int = option(0, at_least=0)  # so many steps at first send whole gradients
-    min_compression_rate: float = option(2.0, above=0)  # a matrix that would not become so many times shorter travels whole
+    min_compression_rate: float = option(
+        2.0, above=0
+    )  # a matrix that would not become so many times shorter travels whole
 
     def parallelize(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         if not any(self._shortens(weight) for weight in model.parameters()):
-            run.report_no_effect(self, f"no matrix of the model becomes {self.min_compression_rate:g} times shorter by rank {self.matrix_approximation_rank}")
+            run.report_no_effect(
+                self,
+                f"no matrix of the model becomes {self.min_compression_rate:g} times shorter by rank {self.matrix_approximation_rank}",
+            )
         if run.plan.steps is not None and self.start_powerSGD_iter >= run.plan.steps:
-            run.report_no_effect(self, f"it begins after {self.start_powerSGD_iter} steps, and the run has {run.plan.steps}")
+            run.report_no_effect(
+                self, f"it begins after {self.start_powerSGD_iter} steps, and the run has {run.plan.steps}"
+            )
         check_no_sparse_gradients(model, self.name)
         warn_local_batch_norm(model, remedy="; sync_batch_norm gives that")
         broadcast_module(model)
@@ -65,10 +72,17 @@ class PowerSGD(Method):
         return model
 
     def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
-        weights, progress = [weight for weight in run.unwrapped_model.parameters() if weight.requires_grad], run.progress
+        weights, progress = (
+            [weight for weight in run.unwrapped_model.parameters() if weight.requires_grad],
+            run.progress,
+        )
         short = [number for number, weight in enumerate(weights) if self._shortens(weight)]
-        bases = run.checkpoint_state[self.name] = Tensors([_basis(weights[number], self.matrix_approximation_rank, run.seed + number) for number in short])
-        rests = run.parallel.rank_state[self.name] = Tensors([torch.zeros_like(_matrix(weights[number])) for number in short])
+        bases = run.checkpoint_state[self.name] = Tensors(
+            [_basis(weights[number], self.matrix_approximation_rank, run.seed + number) for number in short]
+        )
+        rests = run.parallel.rank_state[self.name] = Tensors(
+            [torch.zeros_like(_matrix(weights[number])) for number in short]
+        )
 
         def exchanged():
             grad_transform()
@@ -83,7 +97,9 @@ class PowerSGD(Method):
         if weight.ndim < 2 or not weight.numel() or not weight.requires_grad or weight.is_complex():
             return False
         rows, columns = len(weight), weight.numel() // len(weight)
-        return rows * columns >= self.min_compression_rate * min(self.matrix_approximation_rank, rows, columns) * (rows + columns)
+        return rows * columns >= self.min_compression_rate * min(self.matrix_approximation_rank, rows, columns) * (
+            rows + columns
+        )
 
 
 @torch.no_grad()
@@ -102,7 +118,9 @@ def _exchange(gradients: GradientBucket, short: list[int], bases: "Tensors", res
     bases.tensors = [matrix.T @ span for matrix, span in zip(matrices, spans, strict=True)]
     all_reduce_mean(bases.tensors)
     used = [gradients.shares[number] > 0 for number in short]
-    for has_one, gradient, matrix, span, basis, rest in zip(used, chosen, matrices, spans, bases.tensors, rests.tensors, strict=True):
+    for has_one, gradient, matrix, span, basis, rest in zip(
+        used, chosen, matrices, spans, bases.tensors, rests.tensors, strict=True
+    ):
         if not has_one:
             continue  # nobody has a gradient that the rest could travel with
         sent = span @ basis.T
@@ -123,7 +141,9 @@ def _matrix(tensor: torch.Tensor) -> torch.Tensor:
 def _basis(weight: torch.Tensor, rank: int, seed: int) -> torch.Tensor:
     """Columns that all ranks draw alike."""
     matrix = _matrix(weight)
-    columns = torch.randn(matrix.shape[1], min(rank, *matrix.shape), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    columns = torch.randn(
+        matrix.shape[1], min(rank, *matrix.shape), generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     return columns.to(matrix)
 
 

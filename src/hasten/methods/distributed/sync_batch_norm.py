@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from hasten._torch_compat import BatchNorm
-from hasten.distributed.batch_norm import SyncGroup, convert_sync_batchnorm
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.errors import ConfigurationError
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
+from hasten.distributed.batch_norm import SyncGroup, convert_sync_batchnorm
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,16 @@ class SyncBatchNorm(Method):
     )
 
     def model(self, model: nn.Module, run: RunContext) -> nn.Module:
-        found = [part for part in model.modules() if isinstance(part, BatchNorm) and not isinstance(part, nn.SyncBatchNorm)]
+        found = [
+            part for part in model.modules() if isinstance(part, BatchNorm) and not isinstance(part, nn.SyncBatchNorm)
+        ]
         norms = [norm for norm in found if type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)]
         if not found:
             run.report_no_effect(self, "the model has no batch normalisation")
         elif unknown := sorted({type(norm).__name__ for norm in found} - {type(norm).__name__ for norm in norms}):
-            raise ConfigurationError(f"sync_batch_norm knows BatchNorm1d, 2d and 3d, and the model has {', '.join(unknown)}; leave it out")
+            raise ConfigurationError(
+                f"sync_batch_norm knows BatchNorm1d, 2d and 3d, and the model has {', '.join(unknown)}; leave it out"
+            )
         elif run.parallel.pp_size > 1:
             raise ConfigurationError(
                 "pipeline normalises each piece of a batch by itself, and sync_batch_norm cannot change that; leave the latter out"

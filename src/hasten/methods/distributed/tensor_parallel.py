@@ -27,22 +27,62 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from hasten._torch_compat import Dropout, cpu_attention_ops, has_forward_hooks, own_parameters
 from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.errors import ProgressWarning, ConfigurationError
+from hasten.core.errors import ConfigurationError, ProgressWarning
 from hasten.core.method import Method, option
-from hasten.distributed.fx.equivalence import PartitionPlan, verify_partition
-from hasten.distributed.collectives import reduce_over_replicas, assign_mesh_dim, broadcast_module, get_device_mesh, warn_local_batch_norm
 from hasten.core.run_context import RunContext
-from hasten.distributed.fx.tracing import is_random_op, is_shape_value, try_trace
 from hasten.core.types import OptimizerFactory, StepFn
+from hasten.distributed.collectives import (
+    assign_mesh_dim,
+    broadcast_module,
+    get_device_mesh,
+    reduce_over_replicas,
+    warn_local_batch_norm,
+)
+from hasten.distributed.fx.equivalence import PartitionPlan, verify_partition
+from hasten.distributed.fx.tracing import is_random_op, is_shape_value, try_trace
 
 FUNCTIONS = nn.functional
 ELEMENTWISE = {
-    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Hardswish, nn.Hardtanh,
-    nn.Identity, nn.Dropout,
-    FUNCTIONS.relu, FUNCTIONS.leaky_relu, FUNCTIONS.elu, FUNCTIONS.gelu, FUNCTIONS.silu, FUNCTIONS.mish, FUNCTIONS.softplus, FUNCTIONS.tanh,
-    torch.relu, torch.tanh, torch.sigmoid, torch.square, operator.mul, operator.add, operator.sub, operator.neg, torch.mul, torch.add,
-    "relu", "tanh", "sigmoid", "square", "mul", "add",
-}  # fmt: skip
+    nn.ReLU,
+    nn.ReLU6,
+    nn.LeakyReLU,
+    nn.ELU,
+    nn.SELU,
+    nn.GELU,
+    nn.SiLU,
+    nn.Mish,
+    nn.Tanh,
+    nn.Sigmoid,
+    nn.Softplus,
+    nn.Hardswish,
+    nn.Hardtanh,
+    nn.Identity,
+    nn.Dropout,
+    FUNCTIONS.relu,
+    FUNCTIONS.leaky_relu,
+    FUNCTIONS.elu,
+    FUNCTIONS.gelu,
+    FUNCTIONS.silu,
+    FUNCTIONS.mish,
+    FUNCTIONS.softplus,
+    FUNCTIONS.tanh,
+    torch.relu,
+    torch.tanh,
+    torch.sigmoid,
+    torch.square,
+    operator.mul,
+    operator.add,
+    operator.sub,
+    operator.neg,
+    torch.mul,
+    torch.add,
+    "relu",
+    "tanh",
+    "sigmoid",
+    "square",
+    "mul",
+    "add",
+}
 COMPUTES = ("call_function", "call_method", "call_module")
 LOOKED_FOR = "Linear layers whose outputs meet in one Linear alone, through element-wise functions or an attention over separate heads"
 
@@ -83,7 +123,9 @@ class TensorParallel(Method):
         assign_mesh_dim(self, run, "shards")
 
     def parallelize(self, model: nn.Module, run: RunContext) -> nn.Module:
-        if run.parallel.model_parallel_size < run.ranks.world_size and run.parallel.pp_size == 1:  # else the stages tell
+        if (
+            run.parallel.model_parallel_size < run.ranks.world_size and run.parallel.pp_size == 1
+        ):  # else the stages tell
             warn_local_batch_norm(model)
         broadcast_module(model)
         mesh = get_device_mesh(run)["shards"]
@@ -146,9 +188,15 @@ def blocks_of(model: nn.Module, degree: int) -> tuple[list[Block], list[str]]:
             named = Block(*_with(prefix, block))
             if shared := taken.intersection(named.layers):
                 doubts.append(f"{named}: {min(shared)} is in the block before it")
-            elif any(calls[name] > 1 for name in block.layers) or any(users[id(w)] > 1 for layer in layers for w in layer.parameters()):
+            elif any(calls[name] > 1 for name in block.layers) or any(
+                users[id(w)] > 1 for layer in layers for w in layer.parameters()
+            ):
                 doubts.append(f"{named}: a layer is used more than once")
-            elif odd := [size for size in (*(layer.out_features for layer in layers[:-1]), layers[-1].in_features) if size % degree]:
+            elif odd := [
+                size
+                for size in (*(layer.out_features for layer in layers[:-1]), layers[-1].in_features)
+                if size % degree
+            ]:
                 doubts.append(f"{named}: {degree} does not divide {odd[0]}")
             else:
                 found.append(named)
@@ -187,7 +235,11 @@ def _ending_at(last: torch.fx.Node, modules: dict) -> Block | None:
             continue
         if _is_linear(node, modules):
             first.append(node)
-        elif (node.op == "call_module" and _is_whole(modules[node.target])) or node.op not in COMPUTES or is_random_op(node):
+        elif (
+            (node.op == "call_module" and _is_whole(modules[node.target]))
+            or node.op not in COMPUTES
+            or is_random_op(node)
+        ):
             return None
         else:
             between.append(node)
@@ -196,11 +248,19 @@ def _ending_at(last: torch.fx.Node, modules: dict) -> Block | None:
     elementwise = all(_what(node, modules) in ELEMENTWISE for node in between)
     known = inside if elementwise else inside | {user for node in inside for user in node.users if is_shape_value(user)}
     alike = len({modules[node.target].out_features for node in first} | {modules[last.target].in_features}) == 1
-    if not first or any(user not in known for node in (*first, *between) for user in node.users) or (elementwise and not alike):
+    if (
+        not first
+        or any(user not in known for node in (*first, *between) for user in node.users)
+        or (elementwise and not alike)
+    ):
         return None
-    dropouts = [node.target for node in between if node.op == "call_module" and type(modules[node.target]) is nn.Dropout]
+    dropouts = [
+        node.target for node in between if node.op == "call_module" and type(modules[node.target]) is nn.Dropout
+    ]
     order = {name: place for place, name in enumerate(modules)}
-    return Block(tuple(sorted((node.target for node in first), key=order.get)), last.target, elementwise, tuple(dropouts))
+    return Block(
+        tuple(sorted((node.target for node in first), key=order.get)), last.target, elementwise, tuple(dropouts)
+    )
 
 
 def _is_whole(module: nn.Module) -> bool:
@@ -241,7 +301,9 @@ def _dropped(dropout: nn.Dropout, mesh, cut: torch.Tensor) -> torch.Tensor:
     own = cut.to_local() if isinstance(cut, DTensor) else cut
     shape = [size * (mesh.size() if place == dim else 1) for place, size in enumerate(own.shape)]
     drawn = FUNCTIONS.dropout(own.new_ones(shape), dropout.p).chunk(mesh.size(), dim)[mesh.get_local_rank()]
-    return cut * (DTensor.from_local(drawn, mesh, cut.placements, run_check=False) if isinstance(cut, DTensor) else drawn)
+    return cut * (
+        DTensor.from_local(drawn, mesh, cut.placements, run_check=False) if isinstance(cut, DTensor) else drawn
+    )
 
 
 @cache
@@ -266,7 +328,9 @@ def _as_parts(model, mesh):
     for module in model.modules():
         for name, weight in own_parameters(module).items():
             if weight is not None and not isinstance(weight, DTensor) and not weight.is_meta:
-                part = parts.setdefault(id(weight), nn.Parameter(_replicated(weight.detach(), mesh), weight.requires_grad))
+                part = parts.setdefault(
+                    id(weight), nn.Parameter(_replicated(weight.detach(), mesh), weight.requires_grad)
+                )
                 part.whole = weight
                 places.append((module, name, weight))
                 own_parameters(module)[name] = part

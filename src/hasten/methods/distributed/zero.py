@@ -27,16 +27,22 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.errors import RunError, ConfigurationError
+from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.method import Method, option
-from hasten.distributed.collectives import buckets, broadcast_tensors, broadcast_module, warn_local_batch_norm, sync_on_last_microbatch
 from hasten.core.run_context import RunContext
-from hasten.distributed.dtensor_state import to_local, local_shard_like, check_optimizer_supports_dtensor
 from hasten.core.task import optimizer_and_schedule
 from hasten.core.types import BackwardFn, ForwardFn, OptimizerFactory, StepFn
+from hasten.distributed.collectives import (
+    broadcast_module,
+    broadcast_tensors,
+    buckets,
+    sync_on_last_microbatch,
+    warn_local_batch_norm,
+)
 from hasten.distributed.deferred_init import module_tensors
+from hasten.distributed.dtensor_state import check_optimizer_supports_dtensor, local_shard_like, to_local
 
-DIFFERENT = "the data lead the ranks through different layers, and stages 2 and 3 of zero gather those together; take ddp:find_unused=true"
+DIFFERENT = "the data lead the ranks through different layers, and stages 2 and 3 of zero gather those together; take ddp:find_unused_parameters=true"
 FEWEST = 10_000  # numbers that a block has; smaller ones travel with the whole
 
 
@@ -55,9 +61,15 @@ class Zero(Method):
         presets=({"stage": 1}, {"stage": 2}, {"stage": 3}),
     )
     stage: int = option(2, at_least=1, at_most=3)
-    hybrid_shard_size: int = option(0, at_least=0)  # processes that share one copy (hybrid sharding, of stages 2 and 3); 0: all of them
-    init: str = option("whole", one_of=("whole", "memory"))  # memory: no process ever makes the whole model (stages 2 and 3)
-    cpu_offload: bool = False  # weights and the optimizer's state wait in the memory of the host (stages 2 and 3, on a GPU)
+    hybrid_shard_size: int = option(
+        0, at_least=0
+    )  # processes that share one copy (hybrid sharding, of stages 2 and 3); 0: all of them
+    init: str = option(
+        "whole", one_of=("whole", "memory")
+    )  # memory: no process ever makes the whole model (stages 2 and 3)
+    cpu_offload: bool = (
+        False  # weights and the optimizer's state wait in the memory of the host (stages 2 and 3, on a GPU)
+    )
 
     def setup(self, run: RunContext) -> None:
         if self.init == "memory":
@@ -73,9 +85,13 @@ class Zero(Method):
                 f"the weight {scalar} has no dimension, and stages 2 and 3 cut along the first; give it the shape (1,), or take stage 1"
             )
         if len(types := {str(weight.dtype).removeprefix("torch.") for weight in model.parameters()}) > 1:
-            raise ConfigurationError(f"the weights are of several types ({', '.join(sorted(types))}), and stages 2 and 3 want one; take stage 1")
+            raise ConfigurationError(
+                f"the weights are of several types ({', '.join(sorted(types))}), and stages 2 and 3 want one; take stage 1"
+            )
         run.parallel.eval_needs_all_ranks = True
-        share_out = partial(_sharded, mesh=_mesh(run, self.hybrid_shard_size), keep_whole=self.stage == 2, offload=self.cpu_offload)
+        share_out = partial(
+            _sharded, mesh=_mesh(run, self.hybrid_shard_size), keep_whole=self.stage == 2, offload=self.cpu_offload
+        )
         if self.init == "memory":
             return _shared_out_unmade(model, share_out, "cpu" if self.cpu_offload else run.device, run)
         broadcast_module(model)
@@ -84,11 +100,15 @@ class Zero(Method):
     def _refuse_what_cannot_be(self, run: RunContext):
         world = run.ranks.world_size
         if self.hybrid_shard_size and (self.stage == 1 or world % self.hybrid_shard_size):
-            raise ConfigurationError(f"zero:shards={self.hybrid_shard_size} is for stages 2 and 3, and has to divide the {world} processes")
+            raise ConfigurationError(
+                f"zero:hybrid_shard_size={self.hybrid_shard_size} is for stages 2 and 3, and has to divide the {world} processes"
+            )
         if self.init == "memory" and self.stage == 1:
-            raise ConfigurationError("zero:place=memory is for stages 2 and 3, since stage 1 keeps the whole model; leave it out")
+            raise ConfigurationError(
+                "zero:init=meta is for stages 2 and 3, since stage 1 keeps the whole model; leave it out"
+            )
         if self.cpu_offload and (self.stage == 1 or run.device.type == "cpu"):
-            raise ConfigurationError("zero:offload=true is for stages 2 and 3 on a GPU; leave it out")
+            raise ConfigurationError("zero:cpu_offload=true is for stages 2 and 3 on a GPU; leave it out")
 
     def optimizer(self, make: OptimizerFactory, run: RunContext) -> OptimizerFactory:
         mesh = _mesh(run) if self.stage == 1 else None  # in the other stages the weights are parts already
@@ -108,7 +128,9 @@ class Zero(Method):
             return backward
         gathered = []
         for number, block in enumerate(part for part in run.unwrapped_model.modules() if isinstance(part, FSDPModule)):
-            block.register_forward_pre_hook(lambda block, _, number=number: gathered.append(number) if block.training else None)
+            block.register_forward_pre_hook(
+                lambda block, _, number=number: gathered.append(number) if block.training else None
+            )
 
         def backward_of_the_same(loss):
             told = crc32(repr(gathered).encode())
@@ -129,7 +151,9 @@ class Zero(Method):
         if self.stage > 1:
             return optimizer_step
         parts, mesh = [part for group in run.optimizer.param_groups for part in group["params"]], _mesh(run)
-        learning = [part for part in parts if part.ndim and part.requires_grad]  # on all ranks alike, whatever their data lead through
+        learning = [
+            part for part in parts if part.ndim and part.requires_grad
+        ]  # on all ranks alike, whatever their data lead through
 
         def updated():
             for part in parts:
@@ -193,7 +217,12 @@ def _blocks(model) -> list:
     users = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
     lists = [module for module in model.modules() if isinstance(module, (torch.nn.Sequential, torch.nn.ModuleList))]
     found = []
-    for member in (member for each in lists for member in each if not isinstance(member, (torch.nn.Sequential, torch.nn.ModuleList))):
+    for member in (
+        member
+        for each in lists
+        for member in each
+        if not isinstance(member, (torch.nn.Sequential, torch.nn.ModuleList))
+    ):
         weights = list(member.parameters())
         inside = Counter(id(weight) for module in member.modules() for weight in module.parameters(recurse=False))
         shared = any(users[number] > inside[number] for number in inside)
@@ -213,7 +242,9 @@ def _own_part_of(weight, mesh, state):
     if weight in state:
         known = state.pop(weight)
         state[part] = {
-            name: _as_part(value, mesh).clone() if isinstance(value, torch.Tensor) and value.shape == weight.shape else value
+            name: _as_part(value, mesh).clone()
+            if isinstance(value, torch.Tensor) and value.shape == weight.shape
+            else value
             for name, value in known.items()
         }
     return part

@@ -1,0 +1,228 @@
+"""Comparisons by real processes: a thing with itself, a planted speed-up of known size, wrong requests."""
+
+import dataclasses
+import time
+
+import pytest
+import torch
+
+import hasten
+from hasten import ConfigurationError, RunError, Task
+from hasten.benchmarking.compare import ArmSamples, Comparison, _time_block, block_steps, refuse_unfair_blocks
+from hasten.benchmarking.ratio import Ratio
+from hasten.core.recipe import Recipe
+from hasten.reporting.result_schema import CompareResult, validate
+
+
+class Sleepy(torch.utils.data.Dataset):
+    """256 samples; every eighth waits ``pause`` seconds."""
+
+    def __init__(self, pause: float):
+        self.pause = pause
+
+    def __len__(self):
+        return 256
+
+    def __getitem__(self, index):
+        if index % 8 == 0:
+            time.sleep(self.pause)
+        return torch.full((4,), index / 256), index % 2
+
+
+def sleepy(pause: float = 0.002) -> Task:
+    return Task(
+        model=lambda: torch.nn.Linear(4, 2),
+        train_data=Sleepy(pause),
+        loss=torch.nn.functional.cross_entropy,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        batch_size=8,
+        epochs=2,
+    )
+
+
+@pytest.mark.timing
+@pytest.mark.slow
+def test_a_thing_with_itself_is_not_called_different():
+    told = hasten.compare(sleepy(), budget=6)
+    assert told["verdict"] in ("no difference", "unsure")
+    assert told["ratio"]["low"] < 1.02
+    assert told["ratio"]["high"] > 0.98
+
+
+@pytest.mark.timing
+@pytest.mark.slow
+def test_a_planted_speed_up_is_found_with_its_size():
+    """The cache takes the wait away; what is left is measured on a task that never waits."""
+    slow, fast = sleepy(0.004), sleepy(0.0)
+    gained = hasten.compare(slow, "baseline", "cache_dataset", budget=8)
+    rest = hasten.compare(fast, "cache_dataset", "cache_dataset", budget=3)["seconds_per_1000_samples"]["a"]
+    planted = (rest + 1000 * 0.004 / 8) / rest
+    assert gained["verdict"] == "faster"
+    assert gained["ratio"]["median"] == pytest.approx(planted, rel=0.35)
+    assert gained["ratio"]["low"] > 2
+
+
+def diverging(data) -> Task:
+    """Its weights are beyond all numbers after a step or two."""
+    return Task(
+        model=lambda: torch.nn.Linear(4, 1),
+        train_data=data,
+        loss=torch.nn.functional.mse_loss,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e30),
+        batch_size=8,
+    )
+
+
+def with_a_hole(make=lambda data: data) -> Task:
+    """NaN in one of eight batches."""
+    inputs = torch.ones(64, 4)
+    inputs[20] = torch.nan
+    return dataclasses.replace(
+        sleepy(), train_data=make(torch.utils.data.TensorDataset(inputs, torch.zeros(64, dtype=torch.long)))
+    )
+
+
+@pytest.mark.parametrize(
+    ("task", "told"),
+    [
+        (
+            with_a_hole(),
+            r"the loss is nan at step (\d) \(pass 1, batch \1\): the batch itself holds NaN or infinity; clean the data",
+        ),
+        (
+            with_a_hole(lambda data: torch.utils.data.DataLoader(data, batch_size=8)),
+            r"the loss is nan at step 3 \(pass 1, batch 3\): the batch itself holds NaN or infinity",
+        ),
+        (
+            with_a_hole(lambda data: torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)),
+            r"the loss is nan at step (\d) \(pass 1, batch \1\): the batch itself holds NaN or infinity",
+        ),
+        (
+            diverging(torch.utils.data.TensorDataset(torch.ones(64, 4), torch.ones(64, 1))),
+            r"the loss is (nan|inf) at step \d .*: the batch itself is finite, the training diverged",
+        ),
+    ],
+    ids=["samples", "loader", "shuffled loader", "training"],
+)
+def test_a_loss_that_is_no_number_is_told_as_in_a_training(task, told):
+    """At once: before there is anything to compare."""
+    with pytest.raises(RunError, match=told):
+        hasten.compare(task, budget=3)
+    with pytest.raises(RunError, match=told):
+        hasten.train(task, device="cpu")
+
+
+def test_a_budget_may_be_a_text(monkeypatch):
+    def told(*arguments, budget, **others):
+        raise RunError(f"{budget} seconds")
+
+    monkeypatch.setattr("hasten.benchmarking.compare.run_interleaved", told)
+    monkeypatch.setattr("hasten.profiling.diagnose.examine", told)
+    with pytest.raises(RunError, match=r"^90\.0 seconds"):
+        hasten.compare(sleepy(), budget="1.5m")
+    with pytest.raises(RunError, match=r"^36\.0 seconds"):
+        hasten.diagnose(sleepy(), budget="60s")
+    for verb in (hasten.compare, hasten.diagnose):
+        for wrong in ("soon", 0, -1, None, True, float("nan")):
+            with pytest.raises(ConfigurationError, match=r"^budget must be a time such as 90s, 10m or 1h, not "):
+                verb(sleepy(), budget=wrong)
+
+
+LIAR = """
+import time
+from contextlib import contextmanager
+from unittest.mock import patch
+from hasten import Card, Exactness, Method
+
+class Liar(Method):
+    card = Card(summary="a clock at half its speed", exactness=Exactness.BIT_EXACT, source="none", gain_when="one looks at that clock")
+
+    def process(self, context, run):
+        @contextmanager
+        def at_half_speed():
+            clock = time.perf_counter
+            with context(), patch("time.perf_counter", lambda: clock() / 2):
+                yield
+
+        return at_half_speed
+"""
+
+
+def test_an_arm_that_tampers_with_its_clock_is_found_out(tmp_path):
+    (tmp_path / "liar.py").write_text(LIAR)
+    with pytest.raises(RunError, match=r"the clock beside it .* not to be believed"):
+        hasten.compare(sleepy(0.01), "baseline", f"{tmp_path}/liar.py:Liar", budget=3)
+
+
+class Late:
+    """Stands in for an arm whose first answers come late, as on a busy machine."""
+
+    def __init__(self, times: int):
+        self.times = times
+
+    def call(self, method: str, count: int, timeout: float) -> dict:
+        self.times -= 1
+        time.sleep(0.5 if self.times >= 0 else 0.1)
+        return {"samples": 8, "seconds": 0.1}
+
+
+def test_a_late_answer_is_taken_anew():
+    assert _time_block(Late(2), 1, 3.0)["samples"] == 8
+    with pytest.raises(RunError, match="not to be believed"):
+        _time_block(Late(3), 1, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("step", "rhythm", "steps"),
+    [(0.1, 1, 5), (0.1, 16, 16), (0.001, 16, 304), (0.1, 7, 7), (2.0, 1, 1), (2.0, 500, 500)],
+)
+def test_a_block_holds_whole_repetitions(step, rhythm, steps):
+    """Or a method whose processes talk seldom would be timed between two talks."""
+    assert block_steps({"step": step, "rhythm": rhythm}) == steps
+
+
+def test_repetitions_that_no_budget_holds_are_told():
+    recipe, plan = Recipe.parse("diloco:sync_every=500"), {"step": 0.1, "rhythm": 500, "prelude": 0}
+    refuse_unfair_blocks(recipe, plan, 500, longest=200.0)
+    with pytest.raises(
+        RunError,
+        match="repeats itself every 500 steps, so that 3 fair blocks take 150 s, and the budget allows 40; give a larger one",
+    ):
+        refuse_unfair_blocks(recipe, plan, 500, longest=40.0)
+
+
+def test_a_run_that_begins_with_other_steps_is_not_shown_by_blocks():
+    recipe, plan = Recipe.parse("local_sgd:start=500"), {"step": 0.1, "rhythm": 8, "prelude": 500}
+    with pytest.raises(RunError, match="the first 500 steps of local_sgd:start=500 are other ones"):
+        refuse_unfair_blocks(recipe, plan, 8, longest=1e9)
+
+
+def test_a_method_with_nothing_to_act_on_is_no_arm():
+    with pytest.raises(RunError, match=r"channels_last .*nothing to act on"):
+        hasten.compare(sleepy(), "baseline", "channels_last", budget=3)
+
+
+@pytest.mark.parametrize(
+    "recipe", ["no_such_method", "threads:count=many", "missing.toml", "in_memory_batches+cache_dataset"]
+)
+def test_wrong_requests_are_refused_before_anything_starts(recipe):
+    with pytest.raises(ConfigurationError):
+        hasten.compare(sleepy(), "baseline", recipe, budget=3)
+
+
+def test_comparison_to_json_is_read_back_without_a_loss():
+    plan = {"evaluate_every": 64, "samples_a_pass": 256, "start": 0.5}
+    blocks = [
+        {"seconds": 0.3, "samples": 40, "cpu": 0.2, "switches": 1},
+        {"seconds": 0.4, "samples": 40, "cpu": 0.3, "switches": 0},
+    ]
+    arms = [ArmSamples(Recipe.parse(name), plan, 2, blocks, [0.1, 0.2]) for name in ("ema", "tf32")]
+    noise = {"spread_percent": 1.0, "involuntary_switches": 1, "steal_percent": None, "load": 0.5}
+    written = Comparison("faster", Ratio(1.2, 1.1, 1.3), *arms, "why", 3.0, noise).to_json()
+    assert written.keys() <= CompareResult.__annotations__.keys()
+    read = validate(written)
+    assert {key: read[key] for key in written if key != "cpu_ratio"} == {
+        key: written[key] for key in written if key != "cpu_ratio"
+    }
+    assert read["cpu_ratio"] == {"median": 1.0, "low": None, "high": None}
+    assert written["seconds_per_1000_samples"]["a"] == pytest.approx(1000 * (0.4 / 40 + 0.15 / 64))

@@ -1,0 +1,290 @@
+"""Workers: isolation, suspension, death, errors, and the main modules that they work from."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+
+import psutil
+import pytest
+import torch
+
+from hasten.benchmarking.fork_server import Worker, mark_warnings_shown, reset_shown_warnings
+from hasten.core.errors import ConfigurationError, HastenWarning, RunError
+from hasten.data.io.paths import FileMissingError
+
+
+class ProcessIds(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return os.getpid()
+
+
+class Service:
+    """Lives in a worker; found there by this file's path on sys.path."""
+
+    def __init__(self, start: int = 0):
+        self.count = start
+
+    def add(self, number: int) -> int:
+        self.count += number
+        return self.count
+
+    def process(self) -> int:
+        return os.getpid()
+
+    def leave_traces(self) -> None:
+        os.environ["LEFT_BEHIND"] = "1"
+        torch.set_num_threads(1)
+        torch.manual_seed(99)
+
+    def traces(self) -> tuple:
+        return os.environ.get("LEFT_BEHIND"), torch.initial_seed()
+
+    def start_loader(self) -> list[int]:
+        """Process IDs of this worker and of two loader workers that stay."""
+        self.loader = iter(torch.utils.data.DataLoader(ProcessIds(), num_workers=2, persistent_workers=True))
+        return [os.getpid(), *sorted({int(next(self.loader)) for _ in range(8)})]
+
+    def surroundings(self) -> tuple:
+        return os.getcwd(), sys.path, multiprocessing.get_start_method(), multiprocessing.current_process().name
+
+    def sleep(self, seconds: float) -> str:
+        time.sleep(seconds)
+        return "awake"
+
+    def refuse(self):
+        raise ConfigurationError("not this way")
+
+    def lose(self):
+        raise FileMissingError("a.parquet is no whole file")
+
+    def break_down(self):
+        raise KeyError("something of the user's")
+
+    def report_progress(self) -> str:
+        self.watch("working", 0.5)
+        return "done"
+
+    def run_out_of_memory(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def print_and_answer(self) -> int:
+        print("the user's own words")
+        return 7
+
+    def notice(self, text: str) -> None:
+        warnings.warn(text, HastenWarning, stacklevel=1)
+
+    def notice_in_a_child(self, text: str) -> int:
+        if (child := os.fork()) == 0:
+            self.notice(text)
+            os._exit(0)
+        return os.waitpid(child, 0)[1]
+
+
+HERE = f"{__name__}:Service"
+
+
+def worker(**arguments) -> Worker:
+    return Worker(HERE, **arguments)
+
+
+def test_an_object_lives_there_and_answers():
+    with worker(start=3) as one, worker() as other:
+        assert one.call("add", number=4) == 7
+        assert other.call("add", number=1) == 1
+        assert one.call("process") != other.call("process") != os.getpid()
+
+
+def test_what_one_leaves_behind_the_next_does_not_find():
+    with worker() as one:
+        before = one.call("traces")
+        one.call("leave_traces")
+        assert one.call("traces")[0] == "1"
+    with worker() as other:
+        assert other.call("traces") == before
+
+
+def test_a_frozen_worker_does_nothing_until_it_is_called():
+    with worker() as one:
+        one.suspend()
+        deadline = time.monotonic() + 60
+        while psutil.Process(one.pid).status() != psutil.STATUS_STOPPED and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert psutil.Process(one.pid).status() == psutil.STATUS_STOPPED
+        assert one.call("add", number=2) == 2
+
+
+def test_leaving_ends_the_process():
+    with worker() as one:
+        pid = one.pid
+    deadline = time.monotonic() + 60
+    while (
+        psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline
+    ):
+        time.sleep(0.01)
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def status_of(pid: int) -> str:
+    """A zombie has ended, too."""
+    try:
+        status = psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
+        return "gone"
+    return "gone" if status == psutil.STATUS_ZOMBIE else status
+
+
+def wait_until(pids: list[int], status: str) -> None:
+    deadline = time.monotonic() + 60
+    while (found := [status_of(pid) for pid in pids]) != [status] * len(pids):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.01)
+
+
+def test_worker_suspended_suspends_its_loader_workers():
+    with worker() as one:
+        pids = one.call("start_loader")
+        assert len(pids) == 3
+        one.suspend()
+        wait_until(pids, psutil.STATUS_STOPPED)
+        assert one.call("add", number=2) == 2
+    wait_until(pids, "gone")
+
+
+def test_worker_has_directory_path_and_start_method_of_the_parent(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path / "added"))
+    with worker() as one:
+        assert one.call("surroundings") == (str(tmp_path), sys.path, multiprocessing.get_start_method(), "MainProcess")
+
+
+def test_fork_server_in_a_fork_of_its_owner_is_replaced():
+    with worker() as one:
+        context = multiprocessing.get_context("fork")
+        queue = context.SimpleQueue()
+
+        def use_a_worker():
+            with worker(start=1) as other:
+                queue.put(other.call("add", number=1))
+
+        process = context.Process(target=use_a_worker)
+        process.start()
+        process.join(120)
+        assert process.exitcode == 0 and queue.get() == 2
+        assert one.call("add", number=1) == 1
+
+
+MAIN = """
+import os, signal, sys
+sys.path.insert(0, {folder!r})
+print("main runs")
+from hasten.benchmarking.fork_server import Worker
+busy, suspended = Worker("test_workers:Service"), Worker("test_workers:Service")
+pids = busy.call("start_loader") + suspended.call("start_loader")
+suspended.suspend()
+print(*pids, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+SLOW = [
+    pytest.param(way, marks=pytest.mark.slow) for way in ("python -c", "standard input")
+]  # each imports torch twice
+
+
+@pytest.mark.parametrize("way", ["script without a guard", *SLOW])
+def test_parent_killed_leaves_no_process_whatever_its_main_module(way, tmp_path):
+    """The main module runs once: no worker imports it."""
+    text = MAIN.format(folder=os.path.dirname(__file__))
+    script = tmp_path / "main.py"
+    script.write_text(text)
+    arguments = {"script without a guard": [script], "python -c": ["-c", text], "standard input": ["-"]}[way]
+    done = subprocess.run([sys.executable, *arguments], input=text, stdout=subprocess.PIPE, text=True, timeout=300)
+    assert done.returncode == -signal.SIGKILL
+    lines = done.stdout.split("\n")
+    assert lines[0] == "main runs" and lines[2:] == [""]
+    pids = [int(pid) for pid in lines[1].split()]
+    assert len(pids) == 6
+    wait_until(pids, "gone")
+
+
+def test_refusals_come_through_as_they_are():
+    with worker() as one, pytest.raises(ConfigurationError, match="not this way"):
+        one.call("refuse")
+    with worker() as one, pytest.raises(ConfigurationError, match="no whole file"):
+        one.call("lose")  # a kind of its own that lives in a room above
+
+
+def test_other_errors_become_failures_with_their_own_words():
+    with worker() as one:
+        with pytest.raises(
+            RunError, match=r"KeyError: 'something of the user's'|KeyError: \"something of the user's\""
+        ):
+            one.call("break_down")
+        assert one.call("add", number=1) == 1, "the worker goes on after an error"
+
+
+def test_a_killed_worker_is_told_as_out_of_memory():
+    with worker() as one, pytest.raises(RunError, match="memory"):
+        one.call("run_out_of_memory")
+
+
+def test_a_watch_that_breaks_is_not_taken_for_the_death_of_the_process():
+    def watch(*progress):
+        raise BrokenPipeError("nobody reads our standard error")
+
+    with worker() as one, pytest.raises(BrokenPipeError, match="nobody reads"):
+        one.call("report_progress", watch=watch)
+
+
+def test_a_call_that_takes_too_long_is_ended():
+    with worker() as one, pytest.raises(RunError, match="took longer"):
+        one.call("sleep", seconds=30, timeout=0.3)
+
+
+def test_what_user_code_prints_does_not_disturb_the_answers():
+    with worker() as one:
+        assert one.call("print_and_answer") == 7
+
+
+def test_what_is_noticed_over_there_is_told_here_once():
+    with worker() as one, worker() as other, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", UserWarning)  # whatever Python says of what others left open
+        one.call("notice", text="3 rows were left out")
+        other.call("notice", text="5 rows were left out")
+        assert one.call("add", number=1) == 1
+    assert [(str(each.message), each.category) for each in told] == [("3 rows were left out", HastenWarning)]
+    assert told[0].filename == __file__
+
+
+def test_what_was_told_here_no_worker_tells_again():
+    reset_shown_warnings()
+    with worker() as one, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", UserWarning)  # whatever Python says of what others left open
+        with mark_warnings_shown():
+            warnings.warn("2 columns are rounded", HastenWarning, stacklevel=1)
+            warnings.warn("a library's own", UserWarning, stacklevel=1)
+        one.call("notice", text="3 columns are rounded")
+        one.call("notice", text="a row is long")
+        warnings.warn("4 columns are rounded", HastenWarning, stacklevel=1)
+    assert [str(each.message) for each in told] == [
+        "2 columns are rounded",
+        "a library's own",
+        "a row is long",
+        "4 columns are rounded",
+    ]
+
+
+def test_children_of_a_worker_do_not_speak_in_between():
+    with worker() as one, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", UserWarning)  # whatever Python says of what others left open
+        assert one.call("notice_in_a_child", text="a loader worker has something to say") == 0
+        assert one.call("add", number=1) == 1
+    assert not told

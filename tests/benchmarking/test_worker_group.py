@@ -1,0 +1,155 @@
+"""Jobs measured as one: ranks that meet, answer together, fail by one's fault, hang, freeze, and leave nobody behind."""
+
+import os
+import time
+import warnings
+from contextlib import ExitStack
+from functools import cached_property
+
+import psutil
+import pytest
+
+from hasten.benchmarking.fork_server import Worker
+from hasten.benchmarking.worker_group import WorkerGroup, start_workers
+from hasten.core.errors import ConfigurationError, HastenWarning, PeerFailure, RunError
+from hasten.core.process_group_info import ProcessGroupInfo
+from hasten.distributed.process_group import init_process_group
+from hasten.engine.resources import available_cpus
+
+HERE = f"{__name__}:Service"
+
+
+class Service:
+    """Lives on every rank; found there by this file's path on sys.path."""
+
+    def __init__(self, start: int = 0):
+        self.start, self.context = start, ExitStack()
+
+    @cached_property
+    def ranks(self) -> ProcessGroupInfo:
+        return self.context.enter_context(init_process_group("cpu"))
+
+    def sum_of_ranks(self) -> float:
+        return self.ranks.all_reduce_sum([self.start + self.ranks.rank])[0]
+
+    def who(self) -> tuple[str, str]:
+        return os.environ["RANK"], os.environ["LOCAL_WORLD_SIZE"]
+
+    def pids(self) -> list[int]:
+        return [int(answer) for answer in self.ranks.all_gather(str(os.getpid()).encode())]
+
+    def cores(self) -> int:
+        return available_cpus()
+
+    def fail_on(self, rank: int, how: str) -> None:
+        """That rank fails while the others wait for it."""
+        if self.ranks.rank == rank:
+            self._fail(how)
+        self.ranks.any(False)
+
+    def _fail(self, how: str) -> None:
+        if how == "raise":
+            raise KeyError("planted")
+        if how == "refuse":
+            raise ConfigurationError("not this way")
+        if how == "die":
+            os.kill(os.getpid(), 9)
+        if how == "hang":
+            time.sleep(3600)
+
+    def fail_alike(self) -> None:
+        self.ranks.any(False)
+        raise RunError("all of us")
+
+    def feel_it_first(self) -> None:
+        """Rank 0 tells at once that another has failed, and rank 1 a moment later that it was it."""
+        if os.environ["RANK"] == "0":
+            raise PeerFailure("another rank has ended")
+        time.sleep(0.5)
+        raise RunError("it was me")
+
+    def notice(self) -> None:
+        warnings.warn(
+            f"rank {'one' if os.environ['RANK'] == '1' else 'zero'} has something to say", HastenWarning, stacklevel=1
+        )
+
+
+def job(processes: int = 2, **arguments) -> WorkerGroup:
+    return WorkerGroup(processes, HERE, **arguments)
+
+
+def test_ranks_meet_and_rank_0_answers():
+    with job(3, start=10) as three, job(2) as two:
+        assert three.call("sum_of_ranks") == 33
+        assert two.call("sum_of_ranks") == 1
+        assert three.call("who") == ("0", "3")
+
+
+def test_each_rank_has_its_part_of_the_cores():
+    with Worker(HERE) as alone, job(2) as two:
+        assert two.call("cores") == max(1, alone.call("cores") // 2)
+
+
+def test_one_process_is_a_worker():
+    with start_workers(1, HERE) as one:
+        assert isinstance(one, Worker) and one.call("sum_of_ranks") == 0
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "says"),
+    [
+        ("raise", RunError, r"^rank 1: .*KeyError: 'planted'"),
+        ("refuse", ConfigurationError, r"^not this way$"),
+        ("die", RunError, r"^rank 1: the process was killed, most likely because memory ran out$"),
+        ("hang", RunError, r"^took longer than 2 s and was ended$"),
+    ],
+)
+def test_what_one_rank_does_ends_all_of_them(how, kind, says):
+    with job() as two:
+        pids, began = two.call("pids"), time.monotonic()
+        with pytest.raises(kind, match=says):
+            two.call("fail_on", rank=1, how=how, timeout=2.0)
+        assert time.monotonic() - began < 20
+        assert gone(pids)
+
+
+def test_what_all_say_is_nobodys_in_particular():
+    with job() as two, pytest.raises(RunError, match=r"^all of us$"):
+        two.call("fail_alike")
+
+
+def test_the_rank_whose_fault_it_was_is_waited_for():
+    with job() as two, pytest.raises(RunError, match=r"^rank 1: it was me$"):
+        two.call("feel_it_first")
+
+
+def test_a_frozen_job_does_nothing_on_any_rank_until_it_is_called():
+    with job() as two:
+        pids = two.call("pids")
+        two.suspend()
+        deadline = time.monotonic() + 60
+        while {psutil.Process(pid).status() for pid in pids} != {psutil.STATUS_STOPPED} and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert {psutil.Process(pid).status() for pid in pids} == {psutil.STATUS_STOPPED}
+        assert two.call("sum_of_ranks") == 1
+
+
+def test_rank_0_has_the_word():
+    with job() as two, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        two.call("notice")
+    assert [str(each.message) for each in told if each.category is HastenWarning] == ["rank zero has something to say"]
+
+
+def gone(pids: list[int]) -> bool:
+    deadline = time.monotonic() + 60
+    while (there := any(map(lives, pids))) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not there
+
+
+def lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,264 @@
+"""The verbs that measure, each run to its end on a tiny task: the keys that programs rely on, exit codes that agree with the verdict,
+one JSON object on standard output and nothing else. And the page about a real search."""
+
+import json
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from hasten import Recipe
+from hasten.benchmarking.compare import FEWEST_PAIRS
+from hasten.cli.main import main
+from hasten.core.card import PHASES
+from hasten.reporting.result_schema import MAX_TEXT, SCHEMAS
+from hasten.tuning import study, tune
+from hasten.tuning.tune import BASELINE_SEEDS, RUNS_IN_A_BUDGET, SMALLEST_BUDGET
+from helpers.process import program
+
+PRINTED = "a task file that prints"
+BLOBS = f"""
+import torch
+from torch import nn
+from hasten import Task
+
+print({PRINTED!r})
+
+class Blobs(torch.utils.data.Dataset):
+    def __init__(self, count, seed):
+        generator = torch.Generator().manual_seed(seed)
+        self.y = torch.randint(0, 2, (count,), generator=generator)
+        self.x = torch.randn(count, 8, generator=generator) + 1.5 * self.y[:, None]
+
+    def __len__(self):
+        return len(self.y)
+
+    def __getitem__(self, index):
+        return (self.x[index] - 0.75) / 1.25, int(self.y[index])
+
+def task():
+    return Task(
+        model=lambda: nn.Linear(8, 2), train_data=Blobs(1024, 0), validation_data=Blobs(256, 1), loss=nn.functional.cross_entropy,
+        optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=2e-3), metric="accuracy", target=0.95, batch_size=32, epochs=12,
+    )
+"""
+INTERVAL = {"median", "low", "high"}
+SEARCHES = [
+    pytest.param(("tf32", 150.0), id="nothing helps", marks=pytest.mark.slow),  # on a CPU it has nothing to act on
+    pytest.param(("in_memory_batches", 150.0), id="something may help", marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("answers")
+    (folder / "blobs.py").write_text(BLOBS)
+    return folder
+
+
+@pytest.fixture
+def here(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    return folder
+
+
+class Search(NamedTuple):
+    """What was asked for, how the program ended, and what it answered."""
+
+    method: str
+    seconds: float
+    done: subprocess.CompletedProcess
+    told: dict
+
+
+def measure_shortly() -> None:
+    diagnosed, paced = tune.diagnose, study.Study.compare_speed
+    tune.diagnose = lambda task, **given: diagnosed(task, **(given | {"budget": 1.0}))
+    study.Study.compare_speed = lambda *recipes, **given: paced(*recipes, **(given | {"seconds": 1.0}))
+
+
+@pytest.fixture(scope="module", params=SEARCHES)
+def search(request, folder) -> Search:
+    """A whole search by the program in a process of its own. Where nothing is to be found, it is looked for with short measurements."""
+    method, seconds = request.param
+    words = [
+        "tune",
+        "blobs.py:task",
+        "--methods",
+        method,
+        "--budget",
+        f"{seconds}s",
+        "--out",
+        method,
+        "--json",
+        "--device",
+        "cpu",
+    ]
+    done = program(*words, cwd=folder, prepare=measure_shortly if method == "tf32" else bool)
+    assert done.stdout, done.stderr
+    return Search(method, seconds, done, the_object(done.stdout))
+
+
+def the_object(out: str) -> dict:
+    """The one object that may stand on standard output."""
+    assert out.count("\n") == 1 and out.endswith("\n")
+    return json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def asked_quietly(capfd, *words: str) -> tuple[int, dict]:
+    """The exit code and the answer. All else that is said is what the task's own file says, of which its owner may be fond."""
+    code = main([*words, "--json", "--quiet", "--device", "cpu"])
+    out, err = capfd.readouterr()
+    assert set(err.splitlines()) <= {PRINTED}
+    return code, the_object(out)
+
+
+def assert_interval(ratio: dict) -> None:
+    assert ratio.keys() == INTERVAL and 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
+
+
+def test_diagnose(here, capfd):
+    code, told = asked_quietly(capfd, "diagnose", "blobs.py:task", "--budget", "1s")
+    assert code == 0
+    assert told.keys() <= SCHEMAS["diagnose"].__annotations__.keys(), "what is written can be read"
+    assert isinstance(told["verdict"], str) and told["verdict"]
+    assert told["phases"].keys() <= PHASES.keys() and sum(told["phases"].values()) == pytest.approx(1.0)
+    assert all(0 <= share <= 1 for share in told["phases"].values())
+    assert told["headroom"] and all(ratio > 0 for ratio in told["headroom"].values())
+    assert told["advice"], "samples made one by one: whole batches at least are worth a trial"
+    for advice in told["advice"]:
+        assert advice.keys() >= {"method", "bound", "why"} and advice["why"]
+        assert advice["bound"] is None or advice["bound"] > 1, "what saves whole steps has no bound"
+
+
+def test_compare(here, capfd):
+    code, told = asked_quietly(
+        capfd, "compare", "blobs.py:task", "--a", "baseline", "--b", "in_memory_batches", "--budget", "1s"
+    )
+    verdict, ratio = told["verdict"], told["ratio"]
+    assert_interval(ratio)
+    assert verdict in ("faster", "slower", "no difference", "unsure")
+    assert code == (0 if verdict == "faster" else 1)
+    assert (verdict == "faster") <= (ratio["low"] > 1) and (verdict == "slower") <= (ratio["high"] < 1)
+    assert isinstance(told["blocks"], int) and told["blocks"] >= FEWEST_PAIRS
+
+
+def test_tune(search, here):
+    told, won = search.told, search.told["verdict"] == "faster"
+    assert told["verdict"] in ("faster", "no improvement") and search.done.returncode == (0 if won else 1)
+    assert "%" in search.done.stderr, "progress goes to standard error"
+    assert told == json.loads(Path(told["out"], "result.json").read_text())
+    assert Recipe.load(told["recipe_file"]).methods == told["recipe"] and bool(told["recipe"]) is won
+    quality = told["quality"]
+    assert (
+        quality.keys() >= {"baseline", "tuned", "margin", "passed"}
+        and quality["baseline"] >= 0.95
+        and quality["margin"] > 0
+    )
+    assert told["trials"] and all(
+        trial.keys() >= {"what", "verdict", "why", "ratio", "seconds"} for trial in told["trials"]
+    )
+    assert told["search_seconds"] > 0
+    if won:
+        assert quality["passed"] and quality["tuned"] >= quality["baseline"] - quality["margin"]
+        assert_interval(told["speedup"])
+        assert (
+            told["speedup"]["low"] > 1
+            and told["speedup_over_strong_baseline"]["median"] > 0
+            and told["break_even_runs"] > 0
+        )
+    else:
+        assert told["speedup"] is told["speedup_over_strong_baseline"] is told["break_even_runs"] is None
+
+
+def test_the_budget_stands_in_the_result_whoever_set_it(search, here, capfd):
+    """The second search finds in a copy of the first what was measured there."""
+    assert search.told["budget_seconds"] == search.seconds
+    shutil.copytree(search.told["out"], again := f"{search.method}-again")
+    code, told = asked_quietly(capfd, "tune", "blobs.py:task", "--methods", search.method, "--out", again)
+    assert told["budget_seconds"] == pytest.approx(max(SMALLEST_BUDGET, RUNS_IN_A_BUDGET * told["textbook_seconds"]))
+    assert told["budget_seconds"] > search.seconds and told["remembered_trials"] > BASELINE_SEEDS
+    assert code == (0 if told["verdict"] == "faster" else 1)
+
+
+def test_the_recipe_of_a_search_trains(search, here, capfd):
+    told, out = search.told, f"{search.method}-run"
+    code, trained = asked_quietly(capfd, "train", "blobs.py:task", "--recipe", told["recipe_file"], "--out", out)
+    assert trained["recipe"] == str(Recipe(told["recipe"])) and trained["out"] == out
+    assert code == 0 and trained["reached"] and 0 < trained["seconds_to_target"] <= trained["seconds"]
+    assert trained["best_metric"] >= trained["metric"] > 0.9 and trained["steps"] == 12 * 1024 // 32
+
+
+class Page(HTMLParser):
+    """A page as a browser takes it: what can be read there, and what would be fetched. A tag that is left open, or closed twice, is an error."""
+
+    VOID = {"meta", "link", "br", "wbr", "img", "hr", "input", "col", "source"}
+    FETCHED = {
+        "src",
+        "srcset",
+        "href",
+        "xlink:href",
+        "action",
+        "formaction",
+        "poster",
+        "data",
+        "background",
+        "ping",
+        "manifest",
+    }
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags, self.open, self.style, self.fetched, self.rows = set(), [], [], [], 0
+        self.heard, self.heading = [], []
+        self.feed(text)
+        self.close()
+        assert not self.open
+        self.text, self.heading, self.style = (
+            plain("".join(parts)) for parts in (self.heard, self.heading, self.style)
+        )
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.add(tag)
+        self.fetched += [
+            value for name, value in attributes if name in self.FETCHED and not value.startswith(("#", "data:"))
+        ]
+        self.style += [value for name, value in attributes if name == "style"]
+        self.rows += tag == "tr" and dict(attributes).get("class") in ("kept", "lost")
+
+    def handle_starttag(self, tag, attributes):
+        self.handle_startendtag(tag, attributes)
+        self.open += [tag] if tag not in self.VOID else []
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        (self.style if "style" in self.open else self.heard).append(data)
+        self.heading += [data] if "h1" in self.open else []
+
+
+def plain(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_the_page_about_a_search(search, here, capfd):
+    told = search.told
+    assert main(["report", told["out"], "--json"]) == 0
+    path = the_object(capfd.readouterr().out)["report"]
+    page = Page(Path(path).read_text(encoding="utf-8"))
+    assert page.fetched == [] and not page.tags & {"script", "iframe", "object", "embed", "base"}
+    assert not any(word in page.style for word in ("url(", "@import", "@font-face"))
+    assert SCHEMAS["tune"].__annotations__.keys() == told.keys(), "what the search writes is what the report reads"
+    if told["verdict"] == "faster":
+        assert page.heading.endswith("faster") and all(name in page.text for name in told["recipe"])
+    else:
+        assert page.heading == "Leave it as it is" and plain(told["why"]) in page.text
+    assert page.rows == len(told["trials"])
+    for trial in told["trials"]:
+        assert all(plain(trial[key])[: MAX_TEXT - 1] in page.text for key in ("what", "verdict", "why")), trial
+    named = [value for value in (told["machine"] | told["versions"]).values() if isinstance(value, str)]
+    assert len(named) >= 5 and all(plain(value) in page.text for value in named)

@@ -1,0 +1,178 @@
+"""``hasten train --resume``: the run that is meant, under its own recipe; a mistyped folder is no reason to begin."""
+
+import dataclasses
+import json
+
+import pytest
+
+import hasten
+from hasten.cli.main import main
+from hasten.engine.tasks import load_task
+
+FILE = """
+import torch
+from hasten import Card, Exactness, Method, Task
+
+def task():
+    data = [(torch.zeros(2), 0)] * 8
+    return Task(
+        model=lambda: torch.nn.Linear(2, 2), train_data=data, validation_data=data, loss=torch.nn.functional.cross_entropy,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1), metric="accuracy", batch_size=2, epochs=2,
+    )
+
+class Own(Method):
+    card = Card(summary="does nothing", exactness=Exactness.BIT_EXACT)
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(FILE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def train(*words: str) -> int:
+    return main(["train", "mine.py:task", "--device", "cpu", "--json", *words])
+
+
+def break_off(out: str, *methods: str) -> None:
+    """Leaves a run that was stopped in its second half."""
+
+    def stop(records):
+        if records[-1].get("step") == 5:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        hasten.train("mine.py:task", list(methods), out=out, checkpoint_seconds=0, observers=[stop], device="cpu")
+
+
+def test_a_mistyped_folder_is_refused_with_the_nearest_runs(here, capfd):
+    break_off("runs/first-try")
+    (here / "runs" / "first-tray").mkdir()
+    assert train("--out", "runs/fisrt-try", "--resume") == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert (
+        "no folder runs/fisrt-try" in line and "did you mean runs/first-try?" in line and "leave --resume out" in line
+    )
+    assert (
+        train("--out", "nowhere/run", "--resume") == 2
+        and "no folder nowhere/run to go on with; to begin" in capfd.readouterr().err
+    )
+    assert not (here / "runs" / "fisrt-try").exists() and not (here / "nowhere").exists()
+
+
+def test_an_empty_folder_is_where_it_begins(here, capfd):
+    (here / "run").mkdir()
+    assert train("--out", "run", "--resume") == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["steps"] == 8 and "no run in run to go on with" in err
+
+
+def test_without_methods_it_goes_on_under_its_own_recipe(here, capfd):
+    break_off("run", "ema:decay=0.5")
+    assert train("--out", "run", "--resume") == 0
+    result = json.loads(capfd.readouterr().out)
+    assert result["recipe"] == "ema:decay=0.5" and result["steps"] == 8
+    whole = hasten.train("mine.py:task", "ema:decay=0.5", out="whole", device="cpu")
+    assert whole["evaluations"][-1]["metric"] == result["evaluations"][-1]["metric"]
+    assert (here / "run" / "log.jsonl").read_bytes() == (here / "whole" / "log.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("words", "here_"),
+    [(["--with", "ema:decay=0.9"], "ema:decay=0.9"), (["--recipe", "baseline"], "baseline")],
+    ids=["method", "baseline"],
+)
+def test_another_recipe_is_told_as_it_was_typed(words, here_, here, capfd):
+    break_off("run", "ema:decay=0.5")
+    assert train("--out", "run", "--resume", *words) == 2
+    assert f"another recipe: ema:decay=0.5 there, {here_} here" in capfd.readouterr().err
+
+
+def test_code_from_outside_has_to_be_named_again(here, capfd):
+    break_off("run", "./mine.py:Own", "ema")
+    assert train("--out", "run", "--resume") == 2
+    assert "--with './mine.py:Own + ema'" in capfd.readouterr().err
+    assert train("--out", "run", "--resume", "--with", "./mine.py:Own + ema") == 0
+
+
+def test_a_metric_that_is_mended_costs_no_step(here):
+    """That it gives no number shows at the first evaluation; what was trained by then is kept."""
+    unfit = dataclasses.replace(load_task("mine.py:task"), metric=lambda output, target: "high", higher_is_better=True)
+    with pytest.raises(hasten.ConfigurationError, match="must give one number; it gave 'high'"):
+        hasten.train(unfit, out="run", checkpoint_seconds=0, device="cpu")
+    trained = []
+    result = hasten.train("mine.py:task", out="run", resume=True, device="cpu", observers=[trained.extend])
+    assert [record["step"] for record in trained if "loss" in record] == [5, 6, 7, 8] and result["steps"] == 8
+
+
+def told(here, name: str = "environment.json"):
+    return json.loads((here / "run" / name).read_text())
+
+
+def tell(here, content) -> None:
+    (here / "run" / "environment.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("words", [[], ["--recipe", "baseline"]], ids=["nothing", "baseline"])
+def test_code_that_only_the_environment_names_is_not_run(words, here, capfd):
+    break_off("run")
+    (here / "evil.py").write_text("open('executed', 'w')\n" + FILE)
+    tell(here, told(here) | {"recipe": {"./evil.py:Own": {}}})
+    assert train("--out", "run", "--resume", *words) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "code from outside" in line and "--with './evil.py:Own'" in line
+    assert not (here / "executed").exists()
+
+
+def test_settings_come_back_as_they_were(here):
+    fields = "    text: str | int = ''\n    other: str = ''\n    number: float = 1.0\n"
+    (here / "mine.py").write_text(
+        FILE.replace("class Own", "from dataclasses import dataclass\n\n@dataclass\nclass Own") + fields
+    )
+    recipe = hasten.Recipe({"./mine.py:Own": {"text": "3", "other": "a,b + c=d", "number": 0.1}})
+
+    def stop(records):
+        if records[-1].get("step") == 5:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        hasten.train("mine.py:task", recipe, out="run", checkpoint_seconds=0, observers=[stop], device="cpu")
+    assert told(here)["recipe"] == recipe.methods
+    with pytest.raises(hasten.ConfigurationError, match="another recipe"):
+        hasten.train(
+            "mine.py:task",
+            recipe.with_method("./mine.py:Own", text=3, other="a,b + c=d", number=0.1),
+            out="run",
+            resume=True,
+        )
+    assert hasten.train("mine.py:task", recipe, out="run", resume=True, device="cpu")["steps"] == 8
+
+
+@pytest.mark.parametrize(
+    "odd", [None, 3, "ema", ["ema"], {"ema": 3}, {"ema": {"decay": None}}, {"ema": {"decay": [0.5]}}], ids=str
+)
+def test_an_odd_recipe_is_a_failure_in_one_line(odd, here, capfd):
+    break_off("run")
+    tell(here, told(here) | {"recipe": odd})
+    assert train("--out", "run", "--resume") == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "the run in run cannot be read" in line and "environment.json" in line
+
+
+def test_a_run_of_an_earlier_hasten_goes_on(here, capfd):
+    """It kept the recipe in recipe.toml alone, and none in its checkpoints."""
+    import torch
+
+    break_off("run", "ema:decay=0.5")
+    before = told(here)
+    del before["recipe"]
+    tell(here, before)
+    for path in (here / "run" / "checkpoints").glob("*.pt"):
+        state = torch.load(path, weights_only=True)
+        del state["identity"]["recipe"]
+        torch.save(state, path)
+    assert train("--out", "run", "--resume") == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["recipe"] == "ema:decay=0.5" and "passed over" not in err

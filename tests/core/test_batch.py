@@ -1,0 +1,17 @@
+"""Batches cut into pieces."""
+
+import pytest
+import torch
+
+from hasten.core.batch import chunk_batch
+
+
+@pytest.mark.parametrize(
+    ("samples", "count", "sizes"), [(7, 3, [2, 2, 3]), (3, 10**12, [1, 1, 1]), (4, 1, [4]), (0, 2, [])]
+)
+def test_pieces_are_nearly_equal_and_never_empty(samples, count, sizes):
+    batch = {"x": torch.arange(samples), "scale": torch.tensor(2.0)}
+    cut = chunk_batch(batch, count)
+    assert [len(piece["x"]) for piece in cut] == sizes
+    assert all(piece["scale"] is batch["scale"] for piece in cut)
+    assert torch.equal(torch.cat([torch.arange(0), *(piece["x"] for piece in cut)]), batch["x"])

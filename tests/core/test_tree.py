@@ -1,0 +1,62 @@
+"""Functions mapped over nested batches."""
+
+from collections import OrderedDict, UserDict
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from hasten.core.batch import batch_tensors, map_tensors
+from hasten.core.tree import tree_leaves, tree_map
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    name: str
+
+
+@dataclass
+class Sample:
+    x: torch.Tensor
+    name: str = "one"
+
+
+class Items(list):
+    pass
+
+
+ONE = torch.tensor(1.0)
+OPAQUE = SimpleNamespace(x=ONE)
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected", "count"),
+    [
+        ((ONE, ONE), (-ONE, -ONE), 2),
+        ([ONE, "a", None], [-ONE, "a", None], 1),
+        (Pair(ONE, "a"), Pair(-ONE, "a"), 1),
+        (Items([ONE]), Items([-ONE]), 1),
+        ({"x": ONE, "more": ({"y": ONE}, 3)}, {"x": -ONE, "more": ({"y": -ONE}, 3)}, 2),
+        (OrderedDict(x=ONE), OrderedDict(x=-ONE), 1),
+        (UserDict(x=ONE), UserDict(x=-ONE), 1),  # as transformers.BatchEncoding
+        (Sample(ONE), Sample(-ONE), 1),
+        (Sample, Sample, 0),
+        (ONE, -ONE, 1),
+        ((OPAQUE, 5), (OPAQUE, 5), 0),
+        ((), (), 0),
+    ],
+)
+def test_map_tensors_keeps_containers_and_everything_else(batch, expected, count):
+    mapped = map_tensors(torch.neg, batch)
+    assert type(mapped) is type(expected) and mapped == expected
+    assert [tensor.item() for tensor in batch_tensors(batch)] == [1.0] * count
+
+
+def test_tree_map_stops_at_leaves():
+    columns = {"a": [ONE, ONE], "b": (ONE, "text")}
+    is_list = lambda node: isinstance(node, list)  # noqa: E731
+    assert tree_map(lambda leaf: type(leaf).__name__, columns, is_list) == {"a": "list", "b": ("Tensor", "str")}
+    assert tree_leaves(columns, is_list) == [[ONE, ONE], ONE, "text"]
+    assert tree_leaves(columns) == [ONE, ONE, ONE, "text"]

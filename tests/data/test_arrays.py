@@ -1,0 +1,120 @@
+"""Arrays of all kinds, and what is refused."""
+
+import os
+
+import numpy
+import pytest
+import torch
+
+from hasten import ConfigurationError
+from hasten.data import arrays
+
+
+def test_nestings(tmp_path):
+    x, y = numpy.arange(20.0).reshape(10, 2), torch.arange(10)
+    numpy.save(tmp_path / "x.npy", x)
+    for a, b in arrays(tmp_path / "x.npy", y).batch(4):
+        assert torch.equal(a[:, 0], 2.0 * b)
+    for batch in arrays({"x": x, "more": (y, y)}).batch(4):
+        assert torch.equal(batch["x"][:, 0], 2.0 * batch["more"][1])
+    assert [batch.tolist() for batch in arrays(y[:3]).batch(2)] == [[0, 1], [2]]
+
+
+def test_paths_are_meant_as_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    numpy.save(tmp_path / "x.npy", numpy.arange(3))
+    for path in ("~/x.npy", f"file://{tmp_path}/x.npy"):
+        assert [batch.tolist() for batch in arrays(path).batch(3)] == [[0, 1, 2]]
+
+
+def test_arrays_that_torch_would_not_take_as_they_are():
+    backwards, readonly = numpy.arange(6)[::-1], numpy.arange(6)
+    readonly.flags.writeable = False
+    (batch,) = arrays(backwards, readonly, torch.arange(12)[::2]).batch(6)
+    assert [column.tolist() for column in batch] == [[5, 4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5], [0, 2, 4, 6, 8, 10]]
+
+
+def test_batches_are_copies():
+    data = torch.zeros(10, 2000)
+    for batch in arrays(data).batch(5):
+        batch += 1
+    assert data.sum() == 0
+
+
+def test_identities_tell_contents_apart(tmp_path):
+    x = torch.arange(10)
+    assert (
+        arrays(x).source.fingerprint() == arrays(x.clone()).source.fingerprint() != arrays(x + 1).source.fingerprint()
+    )
+    numpy.save(tmp_path / "x.npy", x.numpy())
+    before = arrays(tmp_path / "x.npy").source.fingerprint()
+    numpy.save(tmp_path / "x.npy", x.numpy()[:9])
+    assert arrays(tmp_path / "x.npy").source.fingerprint() != before
+
+
+def test_identities_tell_names_and_nestings_apart():
+    x, y = torch.arange(10), torch.arange(10)
+    forms = [
+        (x, y),
+        ((x, y),),
+        ((x,), (y,)),
+        ({"a": x, "b": y},),
+        ({"b": x, "a": y},),
+        ({"a": {"b": x}, "c": y},),
+        ({0: x, 1: y},),
+    ]
+    identities = [str(arrays(*form).source.fingerprint()) for form in (*forms, (x, y.double()), (x.view(10, 1), y))]
+    assert len(set(identities)) == len(identities) - 1, "(x, y) is what arrays(x, y) makes of itself; all others differ"
+
+
+def test_what_lies_in_memory_is_hashed_once_and_again_when_it_changes(monkeypatch):
+    hashed = []
+    digest = "hasten.data.formats.arrays._digest"
+    monkeypatch.setattr(digest, lambda column: hashed.append(column.shape) or str(column.sum()))
+    data = torch.arange(10)
+    source = arrays(data, data[:10:2].repeat_interleave(2), data.view(10, 1)).source
+    before = [source.fingerprint() for _ in range(3)]
+    assert len(hashed) == 3 and before[0] == before[2]
+    data += 1
+    assert source.fingerprint() != before[0] and len(hashed) == 5, "those that share what was written to"
+
+
+def test_a_file_is_the_one_that_was_mapped_until_the_next_pass(tmp_path, monkeypatch):
+    """Its identity is taken before it is mapped, so a file in its place has another one, even of the same size and time."""
+    monkeypatch.chdir(tmp_path)
+    numpy.save("x.npy", numpy.zeros(8))
+    pipeline = arrays("x.npy").batch(20)
+    monkeypatch.chdir("/")
+    before, about = pipeline.source.fingerprint(), os.stat(tmp_path / "x.npy")
+    numpy.save(tmp_path / "new.npy", numpy.ones(8))
+    os.utime(tmp_path / "new.npy", ns=(about.st_atime_ns, about.st_mtime_ns))
+    os.replace(tmp_path / "new.npy", tmp_path / "x.npy")
+    assert pipeline.source.fingerprint() == before
+    assert torch.equal(*pipeline, torch.ones(8, dtype=torch.float64)) and pipeline.source.fingerprint() != before
+    numpy.save(tmp_path / "new.npy", numpy.zeros(12))
+    os.replace(tmp_path / "new.npy", tmp_path / "x.npy")
+    assert torch.equal(*pipeline, torch.zeros(12, dtype=torch.float64)) and len(pipeline.source) == 12
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (lambda folder: arrays(), "at least one"),
+        (lambda folder: arrays({}), "at least one"),
+        (lambda folder: arrays(torch.zeros(3), torch.zeros(4)), "unequal lengths: 3, 4"),
+        (lambda folder: arrays(torch.tensor(3)), "a row per sample"),
+        (lambda folder: arrays([1, 2, 3]), "not list"),
+        (lambda folder: arrays(numpy.array(["a", "b"])), "not what torch can hold"),
+        (lambda folder: arrays(numpy.array([None, 3])), "without executing code"),
+        (lambda folder: arrays(torch.zeros(3, device="meta")), "cpu"),
+        (lambda folder: arrays("s3://b/x.npy"), "from local files; copy s3://b/x.npy here first"),
+        (lambda folder: arrays(folder / "missing.npy"), "cannot read .*missing.npy: No such file"),
+        (lambda folder: arrays(folder / "pickled.npy"), "pickled.npy is no array of numbers"),
+        (lambda folder: arrays(folder / "text.npy"), "text.npy is no array of numbers"),
+    ],
+)
+def test_what_is_no_array_is_refused(tmp_path, wrong, told):
+    numpy.save(tmp_path / "pickled.npy", numpy.array([{"a": 1}]), allow_pickle=True)
+    (tmp_path / "text.npy").write_text("hello")
+    with pytest.raises(ConfigurationError, match=told):
+        wrong(tmp_path)

@@ -1,0 +1,106 @@
+"""Bad rows: counted once, up to a number, and never in silence."""
+
+import pytest
+import torch
+
+from hasten import RunError
+from hasten.data import Pipeline, Source
+from hasten.data.cache.cache import Mapped, MemoryCache
+from hasten.data.source import BadRow
+from hasten.profiling.input_benchmark import TimedSource
+from helpers.pipelines import Bad
+
+
+class Known(Bad):
+    """Tells of its bad rows before they are read."""
+
+    def known_bad_rows(self):
+        return [BadRow(row, "numbers.txt", "no number") for row in sorted(self.bad)]
+
+
+class Subset(Source):
+    """Somebody's own: the first rows of another source."""
+
+    def __init__(self, source, count):
+        self.source, self.count = source, count
+
+    def __len__(self):
+        return self.count
+
+    def read(self, rows):
+        return self.source.read(rows)
+
+    def fingerprint(self):
+        return {}
+
+
+def rows(pipeline):
+    return torch.cat(list(pipeline)).tolist()
+
+
+def test_one_too_many_is_a_failure_that_counts():
+    pipeline = Pipeline(Bad([3, 20, 40])).skip_bad_rows(2).batch(10)
+    with pytest.raises(RunError, match=r"row 40 .*bad row number 3, and 2 may be left out"):
+        rows(pipeline)
+    assert sorted(pipeline.faults.found) == [3, 20, 40]
+
+
+def test_too_many_in_one_batch_too():
+    with pytest.raises(RunError, match="bad row number 3, and 2 may be left out"):
+        rows(Pipeline(Bad([1, 2, 3])).skip_bad_rows(2).batch(10))
+
+
+def test_a_batch_of_bad_rows_only_is_a_failure():
+    with pytest.raises(RunError, match="nothing is left of batch 1 of the pass"):
+        rows(Pipeline(Bad([2, 3], rows=6)).skip_bad_rows(2).batch(2))
+
+
+def test_rows_that_are_known_as_bad_are_not_met_again():
+    asked = []
+
+    class Counting(Bad):
+        def read(self, rows):
+            asked.append(len(rows))
+            return super().read(rows)
+
+    pipeline = Pipeline(Counting([3, 4, 20], rows=40)).skip_bad_rows(3).batch(10)
+    first = rows(pipeline)
+    assert asked == [10, 9, 8, 10, 10, 9, 10]
+    asked.clear()
+    assert rows(pipeline) == first and asked == [8, 10, 9, 10]
+    known = Pipeline(Bad([2, 3], rows=6)).skip_bad_rows(2).batch(3)
+    assert rows(known) == [0, 1, 4, 5]
+    with pytest.raises(RunError, match=r"nothing is left of batch 1 of the pass.* row 2 "):
+        rows(known.batch(2))
+
+
+def test_the_advice_is_what_there_is():
+    with pytest.raises(
+        RunError, match=r": .skip_bad\(10\) in the pipeline, or --max-bad-rows 10 with hasten train and hasten data$"
+    ):
+        rows(Pipeline(Bad([3])).batch(10))
+
+
+def test_the_found_rows_say_where_and_why():
+    pipeline = Pipeline(Bad([3])).skip_bad_rows(1).batch(10)
+    rows(pipeline)
+    assert (pipeline.faults.found[3].where, pipeline.faults.found[3].why) == ("numbers.txt line 4", "no number")
+    assert "row 3" in str(pipeline.faults.found[3])
+
+
+@pytest.mark.parametrize(
+    "around",
+    [lambda source: Mapped(source, ()), lambda source: MemoryCache(source, None, None), TimedSource],
+    ids=["mapped", "kept", "timed"],
+)
+def test_what_is_known_is_told_through_what_stands_before_it(around):
+    with pytest.raises(RunError, match=r"row 3 \(numbers.txt\): no number"):
+        Pipeline(around(Known([3]))).batches(10, seed=0, training=False)
+
+
+def test_only_the_source_itself_is_asked_what_is_known():
+    """What somebody's own source keeps under any name may be anything, and not all of it is asked for."""
+    named = Bad([], rows=20)
+    named.source = "numbers.txt"
+    assert rows(Pipeline(named).batch(10)) == [*range(20)]
+    assert rows(Pipeline(Subset(Known([30]), 20)).batch(10)) == [*range(20)]

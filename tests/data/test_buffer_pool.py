@@ -1,0 +1,109 @@
+"""Memory is used again as soon as nobody holds it, and never before."""
+
+import gc
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from hasten.data import arrays
+from hasten.data.buffer_pool import BYTES, KEPT, SIZES, _waiting, acquire, alloc_huge, thread_scratch
+
+
+@pytest.fixture(autouse=True)
+def from_scratch():
+    gc.collect()
+    _waiting.clear()
+
+
+def test_memory_comes_back_when_the_last_holder_goes():
+    tensor = acquire((1000, 100), torch.float32)
+    place, view = tensor.data_ptr(), tensor[10:20].view(-1)
+    del tensor
+    assert acquire((1000, 100), torch.float32).data_ptr() != place, "a view still holds it"
+    del view
+    assert place in [acquire((1000, 100), torch.float32).data_ptr() for _ in range(2)]
+
+
+def test_whatever_holds_a_batch_keeps_it():
+    def held_by(use):
+        tensor = acquire((64, 100), torch.float32).fill_(1.0)
+        return tensor.data_ptr(), use(tensor)
+
+    weights = torch.ones(100, requires_grad=True)
+    for use in (
+        torch.Tensor.numpy,
+        lambda t: (t * weights).sum(),
+        lambda t: t.untyped_storage(),
+        lambda t: torch.utils.dlpack.to_dlpack(t),
+    ):
+        place, holder = held_by(use)
+        others = [acquire((64, 100), torch.float32) for _ in range(KEPT + 1)]
+        assert place not in [other.data_ptr() for other in others], use
+        del holder, others
+
+
+def test_little_waits_to_be_used_again():
+    held = [acquire((10_000,), torch.float32) for _ in range(3 * KEPT)]
+    del held
+    for size in range(2 * SIZES):
+        acquire((4096 << (size % 12),) if size < 12 else (50_000 + 10_000 * size,), torch.uint8)
+    assert len(_waiting) <= SIZES and all(len(blocks) <= KEPT for blocks in _waiting.values())
+
+
+def test_what_waits_is_little_in_bytes_too_and_the_size_last_used_stays():
+    def use(*sizes):
+        held = [acquire((size,), torch.uint8) for size in sizes]  # never written to, so that they cost nothing
+        return len(held)
+
+    small, quarter = BYTES // 64, BYTES // 4
+    for sizes in ([small], [quarter] * 3, [small], [2 * quarter], [quarter] * KEPT, [2 * BYTES]):
+        use(*sizes)
+        assert sum(size * len(blocks) for size, blocks in _waiting.items()) <= BYTES
+        if sizes == [2 * quarter]:
+            assert len(_waiting[small]) == 1 and len(_waiting[quarter]) == 1
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (0, 5), (7, 11, 13), (4096,), (4097,)])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.bfloat16, torch.float64, torch.uint16])
+def test_any_shape_and_type(shape, dtype):
+    tensor = acquire(shape, dtype)
+    assert tensor.shape == shape and tensor.dtype == dtype and tensor.is_contiguous()
+
+
+def test_a_pass_takes_no_new_memory():
+    pipeline = arrays(torch.zeros(64, 100_000)).batch(8)
+    list(pipeline)  # more at once than a loop ever holds
+    tracemalloc.start()
+    for batch in pipeline:
+        assert batch.shape == (8, 100_000)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < batch.nbytes / 2
+
+
+def test_a_thread_has_its_own_scratch_memory_of_a_name():
+    first = thread_scratch("a", (100, 10), torch.float32)
+    assert (
+        thread_scratch("a", (50, 20), torch.int32).data_ptr()
+        == first.data_ptr()
+        != thread_scratch("b", (100, 10), torch.float32).data_ptr()
+    )
+    with ThreadPoolExecutor(1) as other:
+        assert (
+            other.submit(lambda: thread_scratch("a", (100, 10), torch.float32).data_ptr()).result() != first.data_ptr()
+        )
+    assert thread_scratch("a", (1000, 1000), torch.uint8).shape == (1000, 1000)
+
+
+def test_scratch_memory_made_in_inference_mode_is_of_use_outside():
+    with torch.inference_mode():
+        thread_scratch("c", (8,), torch.int64).zero_()
+    assert thread_scratch("c", (8,), torch.int64).add_(1).tolist() == [1] * 8
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float64, torch.uint16])
+def test_large_values(dtype):
+    values = alloc_huge(1 << 21, dtype)
+    assert values.shape == (1 << 21,) and values.dtype == dtype and values.is_contiguous()

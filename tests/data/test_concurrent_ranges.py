@@ -1,0 +1,123 @@
+"""Remote rows that lie apart are asked for at once, and no more of them than is wanted; each that fails is asked for again by itself."""
+
+import threading
+import time
+
+import numpy
+import pytest
+
+from hasten.data.formats.tfrecord import Records, frame_records
+from hasten.data.io import remote
+
+pytest.importorskip("fsspec", reason="fsspec is not installed: no remote files")
+pytest.importorskip("aiohttp", reason="aiohttp is not installed: fsspec cannot ask web servers")
+from helpers.web import Answer, serving
+
+ROWS, BYTES = 200, 100_000
+PATIENCE = 20.0  # seconds, on a busy machine; most of it is never used
+SCATTERED = numpy.arange(7, ROWS, 9)
+
+
+@pytest.fixture
+def web(tmp_path, monkeypatch):
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(remote, "WAITS", (0.01, 0.02, 0.04))
+    shards = {f"/shards/{number:02}.tfrecord": frame_records([bytes([number])]) for number in range(24)}
+    with serving({"/long.tfrecord": frame_records([bytes([row]) * BYTES for row in range(ROWS)])} | shards) as web:
+        yield web
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """What the server does at a time, and gives in all. It answers once so many as "together" have been asked for at a time."""
+    given, changed, seen = (
+        Answer.given,
+        threading.Condition(),
+        {"now": 0, "most": 0, "bytes": 0, "together": 0, "read": True},
+    )
+
+    def watched(answer, content, kind):
+        begin, _, end = answer.headers.get("Range", "").removeprefix("bytes=").partition("-")
+        size = int(end) + 1 - int(begin) if end and answer.server.ranges else len(content)
+        with changed:
+            seen["now"] += 1
+            seen["most"] = max(seen["most"], seen["now"])
+            changed.notify_all()
+            if (
+                (answer.command == "GET") == seen["read"]
+                and size > 1
+                and not changed.wait_for(lambda: seen["most"] >= seen["together"], PATIENCE)
+            ):
+                seen["together"] = 0  # in vain: the others need not wait for it as well
+        time.sleep(0.05)
+        if answer.command == "GET":
+            seen["bytes"] += size
+        given(answer, content, kind)
+        with changed:
+            seen["now"] -= 1
+
+    monkeypatch.setattr(Answer, "given", watched)
+    return seen
+
+
+@pytest.fixture
+def records(web):
+    return Records([f"{web.address}/long.tfrecord"])
+
+
+def read(records, rows):
+    data, begins, ends = records.data_of(rows)
+    return [data[begin:end].tobytes() for begin, end in zip(begins, ends, strict=True)]
+
+
+def wanted(rows):
+    return [bytes([row]) * BYTES for row in rows.tolist()]
+
+
+def test_scattered_rows_come_at_once_and_nothing_else_does(records, loads):
+    loads["bytes"], loads["together"] = 0, len(SCATTERED) / 2
+    assert read(records, SCATTERED) == wanted(SCATTERED)
+    assert loads["most"] >= len(SCATTERED) / 2
+    assert loads["bytes"] < 1.01 * len(SCATTERED) * BYTES + 1000, "no more than was wanted"
+
+
+def test_rows_in_order_are_read_as_a_stream_that_reads_ahead(records, loads):
+    read(records, numpy.arange(4))
+    loads["most"], before = 0, loads["bytes"]
+    assert read(records, numpy.arange(4, 8)) == wanted(numpy.arange(4, 8))
+    assert loads["most"] <= 1 and loads["bytes"] - before < BYTES
+
+
+def test_the_versions_of_many_files_are_asked_for_at_once(web, loads):
+    loads |= {"together": 8, "read": False}
+    assert len(Records([f"{web.address}/shards/{number:02}.tfrecord" for number in range(24)])) == 24
+    assert loads["most"] >= 8 and loads["together"] == 8
+
+
+def test_one_that_fails_is_asked_for_again_by_itself(records, web):
+    remote._in_parts.clear()
+    read(records, SCATTERED)
+    web.failing, before = 3, len(web.asked)
+    assert read(records, SCATTERED) == wanted(SCATTERED)
+    assert len(web.asked) - before <= len(SCATTERED) + 3 + 3
+
+
+def test_answers_that_break_off_are_no_content(records, web):
+    read(records, SCATTERED)
+    web.breaking = 4
+    assert read(records, SCATTERED) == wanted(SCATTERED)
+
+
+def test_a_server_that_gives_whole_files_is_not_asked_for_each_part(records, web, loads):
+    remote._in_parts.clear()
+    web.ranges, loads["bytes"] = False, 0
+    whole = len(web.content["/long.tfrecord"])
+    with pytest.raises(Exception, match="range requests") as told:
+        read(records, SCATTERED)
+    assert "\n" not in str(told.value)
+    assert loads["bytes"] <= 3 * whole
+
+
+def test_the_same_rows_twice_and_backwards(records):
+    rows = numpy.array([150, 3, 3, 90, 4, 2, 150])
+    assert read(records, rows) == wanted(rows)

@@ -1,0 +1,307 @@
+"""Pictures: decoded and resized as Pillow does it, labelled by folder, and every way a picture can be bad."""
+
+import io
+import os
+import struct
+import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from hasten.core.errors import ConfigurationError, RunError
+from hasten.data import images
+from hasten.data.formats import decoding
+from hasten.data.io import manifests
+from hasten.data.io.manifests import manifest_of
+from hasten.data.source import BadRow
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(params=["simplejpeg", "pillow"])
+def decoder(request, monkeypatch):
+    if request.param == "simplejpeg":
+        pytest.importorskip("simplejpeg", reason="simplejpeg is not installed")
+    else:
+        monkeypatch.setattr(decoding, "_simplejpeg", lambda: None)
+    return request.param
+
+
+def smooth(height, width, seed=0):
+    """A picture as photos are: no hard edges, which JPEG and resizing would treat in their own ways."""
+    coarse = numpy.random.default_rng(seed).integers(0, 256, (6, 6, 3), numpy.uint8)
+    return Image.fromarray(coarse).resize((width, height), Image.BICUBIC)
+
+
+def folder_of(path, sizes=((40, 60), (60, 40), (50, 50)), classes=("cat", "dog"), kind="png"):
+    for number, name in enumerate(classes):
+        (path / name).mkdir(parents=True)
+        for place, (height, width) in enumerate(sizes):
+            smooth(height, width, seed=10 * number + place).save(path / name / f"{place}.{kind}")
+    return path
+
+
+def as_pillow_resizes(picture, height, width):
+    scale = max(height / picture.height, width / picture.width)
+    whole = max(width, int(picture.width * scale)), max(height, int(picture.height * scale))
+    left, top = round((whole[0] - width) / 2), round((whole[1] - height) / 2)
+    return numpy.asarray(picture.resize(whole, Image.BILINEAR).crop((left, top, left + width, top + height))).transpose(
+        2, 0, 1
+    )
+
+
+def test_png_pictures_come_back_bit_for_bit(tmp_path):
+    source = images(folder_of(tmp_path / "set")).source
+    pictures, labels = source.read(numpy.arange(6))
+    assert source.classes == ["cat", "dog"] and labels.tolist() == [0, 0, 0, 1, 1, 1]
+    for picture, path in zip(pictures, sorted((tmp_path / "set").rglob("*.png")), strict=True):
+        assert picture.dtype == torch.uint8 and numpy.array_equal(
+            picture, numpy.asarray(Image.open(path)).transpose(2, 0, 1)
+        )
+
+
+@pytest.mark.parametrize("resize", [32, (24, 30), 80], ids=str)
+def test_resizing_is_pillows(tmp_path, resize):
+    pictures, labels = images(folder_of(tmp_path / "set"), resize=resize).source.read(numpy.array([4, 0, 2]))
+    height, width = (resize, resize) if isinstance(resize, int) else resize
+    assert pictures.shape == (3, 3, height, width) and pictures.is_contiguous() and labels.tolist() == [1, 0, 0]
+    for picture, name in zip(pictures, ["dog/1.png", "cat/0.png", "cat/2.png"], strict=True):
+        expected = as_pillow_resizes(Image.open(tmp_path / "set" / name), height, width)
+        assert numpy.abs(picture.numpy().astype(int) - expected).max() <= 1
+
+
+def test_real_photos_are_read_as_pillow_reads_them(decoder):
+    photos = Path(os.environ.get("HASTEN_DATA", "")) / "imagenet-sample-jpeg"
+    if not photos.is_dir():
+        pytest.skip("no photos: HASTEN_DATA names no folder with imagenet-sample-jpeg")
+    source = images(photos, resize=224, labels=None).source
+    rows = numpy.arange(0, 200, 7)
+    pictures, whole = source.read(rows), images(photos, labels=None).source.read(rows)
+    for row, small, picture in zip(rows, pictures, whole, strict=True):
+        expected = Image.open(source.files.path(row)).convert("RGB")
+        assert numpy.abs(picture.numpy().astype(int) - numpy.asarray(expected).transpose(2, 0, 1)).mean() < 1
+        if min(expected.size) < 4 * 224:  # bigger ones are decoded at half their size
+            assert numpy.abs(small.numpy().astype(int) - as_pillow_resizes(expected, 224, 224)).mean() < 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"), [("L", "jpg"), ("CMYK", "jpg"), ("L", "png"), ("P", "png"), ("RGBA", "png"), ("1", "png")]
+)
+def test_every_kind_of_colour_becomes_three_layers(tmp_path, decoder, mode, kind):
+    picture = smooth(33, 47).convert(mode)
+    picture.save(tmp_path / f"a.{kind}")
+    (whole,) = images(tmp_path, labels=None).source.read(numpy.array([0]))
+    expected = numpy.asarray(Image.open(tmp_path / f"a.{kind}").convert("RGB")).transpose(2, 0, 1)
+    assert whole.shape == (3, 33, 47) and numpy.abs(whole.numpy().astype(int) - expected).mean() < 1
+    assert images(tmp_path, resize=16, labels=None).source.read(numpy.array([0])).shape == (1, 3, 16, 16)
+
+
+def test_a_big_jpeg_is_decoded_small_and_looks_the_same(tmp_path, decoder):
+    smooth(1600, 2400).save(tmp_path / "a.jpg", quality=90)
+    small = decoding.decoded((tmp_path / "a.jpg").read_bytes(), size=(100, 100))
+    assert 200 <= small.shape[0] < 420
+    picture = images(tmp_path, resize=100, labels=None).source.read(numpy.array([0]))[0]
+    assert (
+        numpy.abs(picture.numpy().astype(int) - as_pillow_resizes(Image.open(tmp_path / "a.jpg"), 100, 100)).mean() < 1
+    )
+
+
+def test_threads_get_the_pictures_that_one_gets(tmp_path):
+    source = images(
+        folder_of(tmp_path / "set", sizes=[(30 + i, 70 - i) for i in range(20)], kind="jpg"), resize=24
+    ).source
+    batches = numpy.array_split(numpy.random.default_rng(0).permutation(40), 10)
+    alone = [source.read(batch)[0] for batch in batches]
+    with ThreadPoolExecutor(4) as pool:
+        for one, other in zip(alone, pool.map(lambda batch: source.read(batch)[0], batches), strict=True):
+            assert torch.equal(one, other)
+
+
+def bomb(height, width):
+    """A PNG file of a hundred bytes that says it is huge."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+def jpeg_bomb():
+    """A small JPEG whose header is changed to say 65000 x 65000."""
+    file = io.BytesIO()
+    smooth(16, 16).save(file, "JPEG")
+    data = bytearray(file.getvalue())
+    frame = data.index(b"\xff\xc0")
+    data[frame + 5 : frame + 9] = struct.pack(">HH", 65000, 65000)
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("bomb.png", bomb(8000, 8000), "8000 x 8000 pixels, more than the"),
+        ("bomb2.png", bomb(60000, 60000), "60000 x 60000 pixels, more than the"),
+        ("bomb.jpg", jpeg_bomb(), "65000 x 65000 pixels, more than the"),
+        ("text.jpg", b"this is no picture", "no JPEG or PNG"),
+        ("empty.png", b"", "no JPEG or PNG"),
+        ("start.jpg", b"\xff\xd8\xff", "no JPEG or PNG|cannot be decoded"),
+    ],
+)
+@pytest.mark.parametrize("resize", [None, 16])
+def test_a_bad_picture_is_named(tmp_path, decoder, name, content, says, resize):
+    for other in ("a", "z"):
+        smooth(20, 20).save(tmp_path / f"{other}.png")
+    (tmp_path / name).write_bytes(content)
+    source = images(tmp_path, resize=resize, labels=None).source
+    with pytest.raises(BadRow, match=says) as caught:
+        source.read(numpy.array([2, 1, 0]))
+    assert caught.value.row == 1 and caught.value.where.endswith(name)
+    assert len(source.read(numpy.array([2, 0]))) == 2
+
+
+@pytest.mark.parametrize(("height", "width", "resized"), [(1, 65000, "224 x 14560000"), (65000, 1, "14560000 x 224")])
+def test_a_thin_picture_may_not_ask_for_all_memory(tmp_path, height, width, resized):
+    smooth(height, width).save(tmp_path / "a.png")
+    with pytest.raises(
+        BadRow,
+        match=rf"it has {resized} pixels when its shorter side is made to fit, more than the \d+ that are allowed",
+    ):
+        images(tmp_path, resize=224, labels=None).source.read(numpy.array([0]))
+    assert images(tmp_path, labels=None).source.read(numpy.array([0]))[0].shape == (3, height, width)
+    assert images(tmp_path, resize=8, labels=None).source.read(numpy.array([0])).shape == (1, 3, 8, 8)
+
+
+def test_a_jpeg_that_is_cut_off_is_bad(tmp_path, decoder):
+    smooth(200, 200).save(tmp_path / "a.jpg")
+    whole = (tmp_path / "a.jpg").read_bytes()
+    (tmp_path / "a.jpg").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(BadRow, match=r"a\.jpg.*truncated"):
+        images(tmp_path, resize=32, labels=None).source.read(numpy.array([0]))
+
+
+def test_a_file_that_went_away_is_a_bad_row(tmp_path):
+    source = images(folder_of(tmp_path / "set"), resize=8).source
+    (tmp_path / "set" / "cat" / "1.png").unlink()
+    with pytest.raises(BadRow, match=r"cannot read .*cat/1\.png"):
+        source.read(numpy.arange(6))
+
+
+@pytest.mark.parametrize("way", [{"batches": 0}, {"processes": 1}], ids=str)
+def test_a_picture_that_was_replaced_between_two_passes_is_told(tmp_path, way):
+    root = folder_of(tmp_path / "set")
+    pictures = images(root, resize=8).batch(3).prefetch(**way)
+    first, second = list(pictures), list(pictures)
+    assert all(torch.equal(one, other) for one, other in zip(first[0], second[0], strict=True))
+    smooth(11, 13, seed=99).save(root / "cat" / "1.png")
+    with pytest.raises(RunError, match=r"cat/1\.png changed since it was first read"):
+        list(pictures)
+    assert len(list(images(root, resize=8).batch(3))) == 2
+
+
+def test_a_cache_of_pictures_that_were_replaced_is_filled_anew(tmp_path):
+    root = folder_of(tmp_path / "set")
+    pictures = images(root, resize=8).cache().batch(6)
+    ((before, _),) = pictures
+    smooth(11, 13, seed=99).save(root / "cat" / "1.png")
+    ((after, _),) = pictures
+    assert not torch.equal(before[1], after[1]) and torch.equal(before[0], after[0])
+
+
+def test_labels_by_name_and_patterns(tmp_path):
+    folder_of(tmp_path / "set")
+    by_pattern = images(str(tmp_path / "set" / "*" / "*.png"))
+    assert by_pattern.source.classes == ["cat", "dog"] and by_pattern.source.labels.tolist() == [0, 0, 0, 1, 1, 1]
+    names = {f"{name}/{i}.png": 10 * i for name in ("cat", "dog") for i in range(3)}
+    assert images(tmp_path / "set", labels=names).source.labels.tolist() == [0, 10, 20, 0, 10, 20]
+    with pytest.raises(ConfigurationError, match=r"dog/2\.png has no label"):
+        images(tmp_path / "set", labels={name: 1 for name in names if name != "dog/2.png"})
+    with pytest.raises(ConfigurationError, match=r"0\.png lies in no folder"):
+        images(tmp_path / "set" / "cat")
+
+
+@pytest.mark.parametrize("resize", [0, -3, (1, 2, 3), "big", (4, 0)])
+def test_a_wrong_size_is_refused(tmp_path, resize):
+    with pytest.raises(ConfigurationError, match="resize is"):
+        images(folder_of(tmp_path / "set"), resize=resize)
+
+
+def test_no_picture_is_refused(tmp_path):
+    (tmp_path / "notes.txt").write_text("nothing")
+    with pytest.raises(ConfigurationError, match="holds no file that ends in"):
+        images(tmp_path)
+
+
+def test_the_list_of_a_folder_is_kept_until_the_folder_changes(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifests, "WORTH", 1)
+    root = folder_of(tmp_path / "set")
+    long_ago = time.time() - 3600
+    for folder in (root, root / "cat", root / "dog"):
+        os.utime(folder, (long_ago, long_ago))
+    first = manifest_of(root, (".png",))
+    walks = []
+    walk = manifests.walk
+    monkeypatch.setattr(manifests, "walked", lambda *args: walks.append(1) or walk(*args))
+    again = manifest_of(root, (".png",))
+    assert not walks and [again.path(i) for i in range(6)] == [first.path(i) for i in range(6)]
+    smooth(9, 9).save(root / "dog" / "new.png")
+    assert len(manifest_of(root, (".png",))) == 7 and walks
+    (kept,) = Path(os.environ["HASTEN_CACHE"], "manifests").iterdir()
+    kept.write_bytes(kept.read_bytes()[:100])  # a damaged list is no list
+    assert len(manifest_of(root, (".png",))) == 7
+
+
+def test_a_folder_that_just_changed_is_not_remembered(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifests, "WORTH", 1)
+    monkeypatch.setattr(manifests, "SETTLED", 3600 * 10**9)  # however long the machine takes
+    manifest_of(folder_of(tmp_path / "set"), (".png",))
+    assert not Path(os.environ["HASTEN_CACHE"], "manifests").exists()
+
+
+def test_links_that_lead_back_end(tmp_path):
+    root = folder_of(tmp_path / "set")
+    (root / "cat" / "around").symlink_to(root)
+    assert len(manifest_of(root, (".png",))) == 6
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_a_link_that_leads_nowhere_is_a_bad_row_of_a_cache_too(tmp_path, where):
+    root = folder_of(tmp_path / "set")
+    (root / "cat" / "1.png").unlink()
+    (root / "cat" / "1.png").symlink_to(tmp_path / "later.png")
+    pictures = images(root, resize=8)
+    with pytest.raises(RunError, match=r"row 1 \(.*cat/1\.png\): cannot read .*; mend it"):
+        list(pictures.cache(where).batch(4))
+    cached = pictures.skip_bad_rows(1).cache(where).batch(4)
+    for _ in range(2):
+        assert sum(len(labels) for _, labels in cached) == 5
+    assert list(cached.faults.found) == [1]
+    smooth(11, 13, seed=99).save(tmp_path / "later.png")
+    assert sum(len(labels) for _, labels in cached) == 6 and not cached.faults.found, (
+        "it came, so the cache is filled anew"
+    )
+
+
+def test_the_identity_follows_the_files(tmp_path):
+    root = folder_of(tmp_path / "set")
+    before = images(root, resize=8).source.fingerprint()
+    assert before != images(root, resize=8, pixels=9000).source.fingerprint()
+    assert before == images(root, resize=8).source.fingerprint() != images(root, resize=9).source.fingerprint()
+    smooth(11, 13, seed=99).save(root / "cat" / "1.png")
+    assert before != images(root, resize=8).source.fingerprint()
+
+
+def test_the_identity_follows_the_decoders(tmp_path, decoder, monkeypatch):
+    root = folder_of(tmp_path / "set")
+    before = images(root, resize=8).source.fingerprint()
+    monkeypatch.setattr(decoding.metadata, "version", lambda package: f"{package} of tomorrow")
+    now = images(root, resize=8).source.fingerprint()
+    assert now != before and now["decoders"][decoder] == f"{decoder} of tomorrow"

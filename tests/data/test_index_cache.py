@@ -1,0 +1,298 @@
+"""First passes: what a walk through a file found is kept until the file changes, believed only if it is whole, and a long one is told."""
+
+import hashlib
+import io
+import os
+import pickle
+import sys
+import warnings
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+
+import numpy
+import pytest
+
+from hasten.cli.main import main
+from hasten.core.errors import HastenWarning
+from hasten.data import tfrecord, webdataset
+from hasten.data.cache import populate
+from hasten.data.formats import tfrecord as tfrecord_format
+from hasten.data.formats import webdataset as webdataset_format
+from hasten.data.formats.tf_example import encode_example
+from hasten.data.formats.tfrecord import frame_records
+from hasten.data.io import index_cache, paths, range_reader, remote
+from hasten.data.io.paths import file_signature
+from helpers.assertions import same
+from helpers.process import FORK, ended, forked
+from helpers.tar_files import npy, pack
+
+SIZES = (80_000, 150_000, 110_000, 90_000)  # bytes of the samples, three times; together they are worth a walk
+MAKERS = {"tfrecord": tfrecord, "tar": webdataset}
+DATA = {"tfrecord": "data", "tar": "bin"}  # the column of these bytes
+
+_watched, _opened = set(), Counter()
+
+
+def _heard(event, arguments):
+    if event == "open" and str(arguments[0]) in _watched:
+        _opened[str(arguments[0])] += 1
+
+
+sys.addaudithook(_heard)  # of Python itself, which tells of every file that is opened
+
+
+def written(path, sizes=SIZES * 3):
+    """A file of samples of these sizes: in another order it is as long, and every sample lies elsewhere."""
+    contents = [numpy.random.default_rng(size).bytes(size) for size in sizes]
+    if path.suffix == ".tar":
+        numbered = [(f"{number:02}", content) for number, content in enumerate(contents)]
+        parts = [[(f"{key}.bin", content), (f"{key}.npy", npy(numpy.arange(3.0)))] for key, content in numbered]
+        return pack(path, [file for sample in parts for file in sample])
+    path.write_bytes(frame_records([encode_example({"data": content, "x": [1.5, 2.5]}) for content in contents]))
+    return path
+
+
+def everything(source):
+    return source.read(numpy.arange(len(source)))
+
+
+def opened(path):
+    """(a source, how often its file was opened for it)."""
+    paths._mapped.cache_clear()
+    _watched.add(str(path))
+    before = _opened[str(path)]
+    source = MAKERS[path.suffix[1:]](path).source
+    return source, _opened[str(path)] - before
+
+
+def asked(web, path, query=""):
+    """(a source, how often something of its file was asked for); in a thread of its own, which has no connections from before."""
+    before = len(web.asked)
+    with ThreadPoolExecutor(1) as another:
+        source = another.submit(lambda: MAKERS[path.rpartition(".")[2]](f"{web.address}{path}{query}").source).result()
+    return source, sum(method == "GET" and where == path + query for method, where, _ in web.asked[before:])
+
+
+def kept():
+    folder = Path(os.environ["HASTEN_CACHE"], "manifests")
+    return sorted(folder.iterdir()) if folder.exists() else []
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def settled(monkeypatch):
+    """Files that were written just now are taken for old ones."""
+    monkeypatch.setattr(index_cache, "SETTLED", 0)
+
+
+@pytest.fixture
+def web(tmp_path, monkeypatch):
+    pytest.importorskip("fsspec", reason="fsspec is not installed: no remote files")
+    pytest.importorskip("aiohttp", reason="aiohttp is not installed: fsspec cannot ask web servers")
+    from helpers.web import serving
+
+    monkeypatch.setattr(remote, "WAITS", (0.01, 0.02, 0.04))
+    with serving({f"/a.{kind}": written(tmp_path / f"far.{kind}").read_bytes() for kind in MAKERS}) as web:
+        yield web
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_the_second_opening_reads_nothing_of_the_file(tmp_path, settled, kind):
+    path = written(tmp_path / f"a.{kind}")
+    first, times = opened(path)
+    assert times > 0
+    second, times = opened(path)
+    assert times == 0
+    assert same(everything(second), everything(first)) and second.fingerprint() == first.fingerprint()
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_the_second_opening_asks_a_server_for_nothing_of_the_file(web, kind):
+    first, times = asked(web, f"/a.{kind}")
+    assert times > 0
+    second, times = asked(web, f"/a.{kind}")
+    assert times == 0
+    assert same(everything(second), everything(first))
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_changed_file_is_walked_through_anew(tmp_path, settled, kind):
+    path = written(tmp_path / f"a.{kind}")
+    before, size = everything(opened(path)[0]), path.stat().st_size
+    written(path, SIZES[::-1] * 3)
+    assert path.stat().st_size == size
+    for expected in (True, False):  # and then that is what is kept
+        source, times = opened(path)
+        assert (times > 0) is expected
+        assert not same(everything(source), before) and {*map(len, everything(source)[DATA[kind]])} == {*SIZES}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_file_that_changed_on_a_server_is_walked_through_anew(web, tmp_path, kind):
+    before = everything(asked(web, f"/a.{kind}")[0])
+    web.content[f"/a.{kind}"] = written(tmp_path / f"far.{kind}", SIZES[::-1] * 3).read_bytes()
+    source, times = asked(web, f"/a.{kind}")
+    assert times > 0 and not same(everything(source), before)
+
+
+def test_what_is_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(index_cache, "SETTLED", 3600 * 10**9)  # however long the machine takes
+    opened(written(tmp_path / "now.tar"))
+    assert not kept(), "it may change again without a new time"
+    monkeypatch.setattr(index_cache, "SETTLED", 0)
+    opened(written(tmp_path / "small.tar", [1000] * 3))
+    assert not kept(), "it is walked through in no time"
+    cut = written(tmp_path / "cut.tfrecord")
+    cut.write_bytes(cut.read_bytes()[:-1])
+    for _ in range(2):
+        source, times = opened(cut)
+        (bad,) = source.known_bad_rows()
+        assert times > 0 and "is cut off" in bad.why and bad.row == 11
+
+
+def test_a_server_that_tells_no_version_is_asked_every_time(web):
+    web.marked = False
+    with warnings.catch_warnings(action="ignore", category=HastenWarning):
+        assert all(asked(web, "/a.tar")[1] > 0 for _ in range(2)) and not kept()
+
+
+def test_no_address_is_kept(web):
+    web.content["/b.tar?key=secret"] = web.content["/a.tar"]
+    assert asked(web, "/b.tar", "?key=secret")[1] > 0 and asked(web, "/b.tar", "?key=secret")[1] == 0
+    assert kept() and not any(word in path.read_bytes() for path in kept() for word in (b"secret", b"127.0.0.1"))
+
+
+class Bad:
+    def __reduce__(self):
+        return os.mkdir, (os.environ["HASTEN_CACHE"] + "/executed",)
+
+
+def pickled(_):
+    file = io.BytesIO()
+    numpy.save(file, numpy.array([Bad()], object), allow_pickle=True)
+    return file.getvalue()
+
+
+DAMAGE = {
+    "empty": lambda content: b"",
+    "cut off": lambda content: content[: len(content) // 2],
+    "without its last byte": lambda content: content[:-1],
+    "longer": lambda content: content + b"\0",
+    "one bit of its words": lambda content: content[:150] + bytes([content[150] ^ 1]) + content[151:],
+    "its last bit": lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+    "a pickle": lambda content: pickle.dumps(Bad()),
+    "an array with a pickle": pickled,
+    "an array with a pickle behind the hash": lambda content: content[:16] + pickled(content),
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("how", DAMAGE)
+def test_what_was_kept_and_is_damaged_is_passed_over(tmp_path, settled, kind, how):
+    path = written(tmp_path / f"a.{kind}")
+    whole = everything(opened(path)[0])
+    assert kept()
+    for each in kept():
+        each.write_bytes(DAMAGE[how](each.read_bytes()))
+    source, times = opened(path)
+    assert times > 0 and same(everything(source), whole) and not Path(os.environ["HASTEN_CACHE"], "executed").exists()
+    assert opened(path)[1] == 0, "it is kept again"
+
+
+def test_what_was_kept_of_another_file_is_passed_over(tmp_path, settled):
+    one, other = written(tmp_path / "a.tar"), written(tmp_path / "b.tar", SIZES[::-1] * 3)
+    opened(one)
+    of_one = {path.name: path for path in kept()}
+    whole = everything(opened(other)[0])
+    of_other = [path for path in kept() if path.name not in of_one]
+    for path, foreign in zip(of_other, of_one.values(), strict=True):
+        path.write_bytes(foreign.read_bytes())
+    source, times = opened(other)
+    assert times > 0 and same(everything(source), whole)
+
+
+def reader(paths, begin, told):
+    begin.wait(60)
+    rows = [MAKERS[path.suffix[1:]](path).source.read(numpy.arange(12))[DATA[path.suffix[1:]]] for path in paths]
+    told.put([hashlib.blake2b(b"".join(column)).hexdigest() for column in rows])
+
+
+def test_two_processes_that_open_a_file_at_once(tmp_path, settled):
+    paths = [written(tmp_path / f"a.{kind}") for kind in MAKERS]
+    begin, told = FORK.Barrier(2), FORK.SimpleQueue()
+    children = [forked(reader, paths, begin, told) for _ in range(2)]
+    assert [ended(child) for child in children] == [0, 0]
+    said = [told.get() for _ in children]
+    assert len(said[0]) == 2 and said[0] == said[1]
+    assert {path.suffix for path in kept()} == {".manifest"}
+    assert [opened(path)[1] for path in paths] == [0, 0]
+
+
+@pytest.mark.parametrize("why", ["nobody may write there", "a file is in the way"])
+def test_a_cache_folder_that_cannot_be_written_to_is_no_error(tmp_path, settled, why):
+    cache = Path(os.environ["HASTEN_CACHE"])
+    if why == "a file is in the way":
+        cache.touch()
+    else:
+        cache.mkdir(mode=0o500)
+        if os.access(cache, os.W_OK):
+            pytest.skip("who runs this may write everywhere")
+    path = written(tmp_path / "a.tar")
+    first, second = opened(path), opened(path)
+    assert second[1] > 0 and same(everything(first[0]), everything(second[0]))
+
+
+# ---- what is told
+
+
+def test_a_long_pass_tells_its_pace_and_what_is_left(web, monkeypatch):
+    from helpers.web import Answer
+
+    message = frame_records([encode_example({"x": 1.5})])
+    web.content |= {f"/many/{number}.tfrecord": message for number in range(5)}
+    paths = [f"{web.address}/many/{number}.tfrecord" for number in range(5)]
+    with warnings.catch_warnings(action="error", category=HastenWarning):
+        tfrecord_format.Records(paths)
+    given = Answer.given
+
+    def slowly(answer, *arguments):
+        if answer.command == "GET":
+            index_cache.time.sleep(1)
+        given(answer, *arguments)
+
+    monkeypatch.setattr(Answer, "given", slowly)
+    with (
+        ThreadPoolExecutor(1) as another,
+        pytest.warns(HastenWarning, match=r"finding the records of 5 files, \d+ MB/s: [2468]0% done, \d s left"),
+    ):
+        another.submit(tfrecord_format.Records, paths).result()
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_walk_through_one_file_tells_where_it_is(tmp_path, kind):
+    path, told = written(tmp_path / f"a.{kind}", [*range(1000, 5000)]), []
+    {"tfrecord": tfrecord_format, "tar": webdataset_format}[kind]._walked(
+        file_signature(path), told.append, **({"verify": True} if kind == "tfrecord" else {})
+    )
+    assert len(told) > 2 and told == sorted(told) and told[-1] <= path.stat().st_size
+
+
+def test_a_download_tells_how_much_is_here(web):
+    web.content["/long"] = bytes(9 << 20)
+    told = []
+    assert len(range_reader.whole(file_signature(f"{web.address}/long"), told.append)) == 9 << 20
+    assert told == [4 << 20, 8 << 20, 9 << 20]
+
+
+@pytest.mark.parametrize("options", [[], ["--quiet"]])
+def test_who_asks_for_quiet_hears_nothing_of_how_far_it_is(options, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(populate, "perf_counter", count(0.0, 100.0).__next__)  # a long time passes
+    monkeypatch.setattr(tfrecord_format, "RECORDS_PER_REPORT", 1)
+    assert main(["data", "inspect", str(written(tmp_path / "a.tfrecord")), "--budget", "0.5", *options]) == 0
+    assert ("finding the records of" in capfd.readouterr().err) is (not options)

@@ -1,0 +1,340 @@
+"""Settings that make no sense, and files that are no data: one clear line at the call, from every maker of sources."""
+
+import gzip
+import json
+import pickle
+import zipfile
+
+import numpy
+import pytest
+import torch
+
+from hasten.core.errors import ConfigurationError
+from hasten.data import arrays, csv, feather, images, parquet, tfrecord, tokens, webdataset
+from hasten.data.formats.tf_example import encode_example
+from hasten.data.formats.tfrecord import frame_records
+from helpers.tar_files import pack, png, sample
+
+pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")
+import pyarrow.feather as arrow_feather  # noqa: E402
+import pyarrow.parquet as arrow_parquet  # noqa: E402
+
+MAKERS = {
+    "parquet": parquet,
+    "feather": feather,
+    "csv": csv,
+    "tfrecord": tfrecord,
+    "webdataset": webdataset,
+    "images": images,
+}
+FILES = {
+    "parquet": "t.parquet",
+    "feather": "t.feather",
+    "csv": "t.csv",
+    "tfrecord": "t.tfrecord",
+    "shards": "t.tar",
+    "images": "a/t.png",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A good file of every kind."""
+    folder = tmp_path_factory.mktemp("data")
+    table = pa.table({"a": [1.0, 2.0], "b": [1, 2], "label": [0, 1]})
+    arrow_parquet.write_table(table, folder / "t.parquet")
+    arrow_feather.write_feather(table, folder / "t.feather")
+    (folder / "t.csv").write_text("a,b,label\n1,2,0\n")
+    (folder / "t.tfrecord").write_bytes(
+        frame_records([encode_example({"a": [1.0, 2.0], "raw": b"1234", "label": 1})] * 3)
+    )
+    pack(folder / "t.tar", [*sample(1), *sample(2)])
+    (folder / "a").mkdir()
+    (folder / "a" / "t.png").write_bytes(png(0)[0])
+    numpy.arange(100, dtype=numpy.uint16).tofile(folder / "t.bin")
+    numpy.save(folder / "t.npy", numpy.arange(100))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
+
+
+def refused(make, told):
+    with pytest.raises(ConfigurationError, match=told) as caught:
+        make()
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 900
+
+
+def test_the_files_of_these_tests_are_good(folder):
+    for name, make in MAKERS.items():
+        assert len(make(folder / FILES[name]).source) >= 1
+    assert len(tokens(folder / "t.bin", 8).source) == 12
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    ("paths", "told"),
+    [
+        (None, "a file is named by a text or a path, not by None"),
+        (3, "not by 3"),
+        ([], "no file was named"),
+        ([None], "not by None"),
+        ("", "an empty text"),
+        (b"t", "not by 116"),
+        ("no*where", "no file matches"),
+        ("nowhere/at/all", "there is no"),
+        ("a\0b", "there is no file"),
+        ("s5://bucket/x", "Protocol not known"),
+        ({"t": 1}, "there is no file t"),
+    ],
+    ids=repr,
+)
+def test_paths(name, paths, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if isinstance(paths, str) and "://" in paths:
+        pytest.importorskip("fsspec", reason="fsspec is not installed: no remote files")
+    refused(lambda: MAKERS[name](paths), told)
+
+
+TABLES = [
+    ({"columns": "a"}, r"columns=\['a'\]"),
+    ({"columns": 3}, "columns= wants a list of names, not 3"),
+    ({"columns": [["a"]]}, r"columns= wants a list of names, and \['a'\] is none"),
+    ({"columns": [1]}, "and 1 is none"),
+    ({"columns": []}, "columns= names nothing"),
+    ({"columns": ["a", "a"]}, "columns= names 'a' twice"),
+    ({"columns": {"a", "b"}}, "wants a list of names, not {"),
+    ({"columns": b"a"}, "not b'a'"),
+    ({"target": ["label"]}, r"target= is one name, not \['label'\]"),
+    ({"target": 2}, "target= is one name, not 2"),
+    ({"target": ""}, "no column ''"),
+    ({"fill": "0"}, "fill= is a number"),
+    ({"fill": {"lable": 0}}, r"'lable' that is not there \(did you mean label\?\)"),
+    ({"target": "label", "classes": ["0"]}, "classes= are the words of a target of text"),
+]
+RECORDS = [
+    ({"features": "a"}, r"features=\['a'\]"),
+    ({"features": 3}, "not 3"),
+    ({"features": []}, "features= names nothing"),
+    ({"features": {}}, "features= names nothing"),
+    ({"features": {3: ()}}, "and 3 is none"),
+    ({"features": {"a": 2}}, r"features={'a': \.\.\.} is a shape, as in \(28, 28\), not 2"),
+    ({"features": {"a": "x"}}, "is a shape"),
+    ({"features": {"a": (-1,)}}, r"not \(-1,\)"),
+    ({"features": {"a": (True,)}}, r"not \(True,\)"),
+    ({"features": {"raw": ("uint8", (4,))}}, "is a shape"),
+    ({"features": {"raw": (torch.uint8, 4)}}, "not 4"),
+    (
+        {"features": {"a": (torch.uint8, (2,))}},
+        "feature 'a' holds float values, no byte strings to be read as torch.uint8",
+    ),
+    ({"features": ["b"]}, "there is no feature 'b'"),
+    ({"target": ["a"]}, r"target= is one name, not \['a'\]"),
+    ({"target": "lable"}, "did you mean label"),
+]
+TARS = [
+    ({"columns": "cls"}, r"columns=\['cls'\]"),
+    ({"columns": [5]}, "and 5 is none"),
+    ({"columns": []}, "columns= names nothing"),
+    ({"target": ["cls"]}, "target= is one name"),
+    ({"target": "clz"}, r"ends in \.clz \(did you mean cls"),
+    ({"resize": 10**6}, "makes pictures of 1000000000000 pixels, and"),
+    ({"pixels": "a"}, "pixels= must be a whole number of at least 1, not 'a'"),
+]
+PICTURES = [
+    ({"pixels": "a"}, "pixels= must be a whole number of at least 1, not 'a'"),
+    ({"pixels": 0}, "pixels="),
+    ({"pixels": True}, "pixels="),
+    ({"pixels": 1.5}, "pixels="),
+    ({"pixels": 99, "resize": 10}, r"resize=10 makes pictures of 100 pixels, and 99 are allowed"),
+    ({"resize": 10**6}, "makes pictures of 1000000000000 pixels"),
+    ({"resize": (1, 10**12)}, "makes pictures of"),
+    ({"resize": True}, "resize is the side of a square"),
+    ({"resize": 2.5}, "not 2.5"),
+    ({"resize": (4, True)}, "resize is"),
+    ({"resize": {4, 5}}, "resize is"),
+    ({"labels": "folders"}, 'labels is "folder", a dict'),
+    ({"labels": [0]}, 'labels is "folder", a dict'),
+    ({"labels": {}}, "has no label"),
+    ({"labels": {"t.png": "cat"}}, "the label of .*t.png is no number: 'cat'"),
+    ({"labels": {"t.png": 10**30}}, "labels are not what a tensor can hold"),
+]
+SETTINGS = [
+    *((name, *case) for name in ("parquet", "feather", "csv") for case in TABLES),
+    *(("parquet", {"gigabytes": each}, "gigabytes= is a number of at least 0") for each in ("1", -1, float("nan"))),
+    *(("tfrecord", *case) for case in RECORDS),
+    *(("shards", *case) for case in TARS),
+    *(("images", *case) for case in PICTURES),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "told"), SETTINGS, ids=[f"{name} {settings}" for name, settings, _ in SETTINGS]
+)
+def test_settings(folder, name, settings, told):
+    refused(lambda: MAKERS[name](folder / FILES[name], **settings), told)
+
+
+def test_a_target_of_a_tar_may_be_said_with_its_dot(folder):
+    text, number = webdataset(folder / "t.tar", columns=[".txt"], target=".CLS").source.read(numpy.array([0]))
+    assert number.tolist() == [1] and text == ["text 1 é"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"where": "tape"}, "'memory' or 'disk'"),
+        ({"where": None}, "'memory' or 'disk'"),
+        ({"gigabytes": "1"}, "must be a number above 0, not '1'"),
+        ({"gigabytes": float("nan")}, "not nan"),
+        ({"gigabytes": [1]}, r"not \[1\]"),
+        ({"where": "disk", "folder": 5}, "is the path of a folder, not 5"),
+        ({"where": "disk", "folder": ""}, "is the path of a folder, not ''"),
+        ({"watch": "yes"}, "is a function"),
+    ],
+    ids=str,
+)
+def test_a_cache(settings, told):
+    refused(lambda: arrays(torch.arange(4)).cache(**settings), told)
+
+
+# ---- tokens
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"length": 0}, r"tokens\(length=\) must be a whole number of at least 1, not 0"),
+        ({"length": "8"}, "not '8'"),
+        ({"length": True}, "not True"),
+        ({"length": 8, "stride": 0}, r"tokens\(stride=\) must be a whole number of at least 1, not 0"),
+        ({"length": 8, "stride": False}, "not False"),
+        ({"length": 8, "stride": 1.5}, "not 1.5"),
+        ({"length": 10**30}, r"tokens\(length=\) must be at most"),
+        ({"length": 10**15}, "shorter than a window"),
+        ({"length": 8, "stride": 10**30}, r"tokens\(stride=\) must be at most"),
+        ({"length": 8, "dtype": "float32"}, "is no type of whole numbers"),
+        ({"length": 8, "dtype": "bool"}, "is no type of whole numbers"),
+        ({"length": 8, "dtype": object}, "is no type of whole numbers"),
+        ({"length": 8, "dtype": "V0"}, "is no type of whole numbers"),
+        ({"length": 8, "dtype": "uint15"}, "does not know 'uint15'"),
+        ({"length": 8, "dtype": torch.uint16}, "does not know torch.uint16"),
+        ({"length": 8, "dtype": ">u2"}, "not what torch can hold"),
+    ],
+    ids=str,
+)
+def test_settings_of_tokens(folder, settings, told):
+    refused(lambda: tokens(folder / "t.bin", **settings), told)
+
+
+def test_a_huge_stride_gives_one_window(folder):
+    (batch,) = tokens(folder / "t.bin", 8, stride=2**62).batch(4)
+    assert batch[0].tolist() == [list(range(8))]
+
+
+def test_a_type_that_a_file_does_not_have_is_told(folder, tmp_path):
+    refused(
+        lambda: tokens(folder / "t.npy", 8, dtype="uint16"),
+        r"t\.npy says that it holds int64, not uint16; leave dtype out",
+    )
+    assert len(tokens(folder / "t.npy", 8, dtype="int64").source) == 12
+    header = numpy.zeros(256, numpy.int32)
+    header[0] = 20240520
+    (tmp_path / "t.bin").write_bytes(header.tobytes() + bytes(200))
+    refused(lambda: tokens(tmp_path / "t.bin", 8, dtype="uint32"), r"t\.bin says that it holds uint16, not uint32")
+
+
+def zipped(path):
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("data.pkl", b"weights")
+    return path.read_bytes()
+
+
+FOREIGN = {
+    "t.bin": (lambda folder: (folder / "t.parquet").read_bytes(), "is a Parquet file"),
+    "u.bin": (lambda folder: (folder / "t.feather").read_bytes(), "is an Arrow file"),
+    "v.bin": (lambda folder: (folder / "t.npy").read_bytes(), r"is a NumPy array, to be named \.npy"),
+    "w.bin": (lambda folder: (folder / "a" / "t.png").read_bytes(), "is a PNG picture"),
+    "photo.jpg": (lambda folder: b"\xff\xd8\xff\xe0" + bytes(200), "is a JPEG picture"),
+    "x.bin": (lambda folder: gzip.compress(bytes(range(256)) * 9), "is compressed with gzip"),
+    "pytorch_model.bin": (lambda folder: zipped(folder / "zip"), "is a zip archive, as PyTorch writes checkpoints"),
+    "notes.txt": (lambda folder: b"some words that are no numbers", r"ends neither in \.bin nor in \.npy"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_is_no_file_of_tokens(folder, tmp_path, name):
+    content, told = FOREIGN[name]
+    content = content(folder)
+    content += bytes(len(content) % 2)
+    (tmp_path / name).write_bytes(content)
+    refused(lambda: tokens(tmp_path / name, 4), f"{name}.*{told}.*dtype=")
+    assert len(tokens(tmp_path / name, 4, dtype="uint16").source), "unless its type was named"
+
+
+def test_tokens_are_local():
+    pytest.importorskip("fsspec", reason="fsspec is not installed: no remote files")
+    import fsspec
+
+    fsspec.filesystem("memory").pipe_file("/text/a.bin", bytes(100))
+    refused(lambda: tokens("memory://text/a.bin", 4), r"from local files; copy memory://.*a\.bin here first")
+
+
+# ---- files that are not what they seem
+
+
+@pytest.mark.parametrize("name", [name for name in MAKERS if name != "csv"])  # nearly everything is text of some kind
+def test_one_format_for_another(folder, tmp_path, name):
+    """Each maker gets the files of all the others under its own ending, and some that are nothing: never more than one line."""
+    others = {other: (folder / file).read_bytes() for other, file in FILES.items() if other != name}
+    others |= {
+        "empty": b"",
+        "zeros": bytes(5000),
+        "a pickle": pickle.dumps({"a": [1] * 1000}),
+        "json": json.dumps([{}] * 99).encode(),
+    }
+    for other, content in others.items():
+        path = tmp_path / other / "class" / FILES[name].split("/")[-1]
+        path.parent.mkdir(parents=True)
+        path.write_bytes(content)
+        with pytest.raises(Exception) as caught:
+            made = MAKERS[name](path, **({"labels": None} if name == "images" else {}))
+            made.source.read(numpy.array([0]))
+        kind = type(caught.value).__name__
+        assert kind in (("BadRow",) if name == "images" else ("Refusal", "Lost")), (
+            f"{name} of {other}: {caught.value!r}"
+        )
+        assert "\n" not in str(caught.value) and path.name in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["parquet", "feather", "tfrecord", "images", "shards", "arrays"])
+def test_pickled_arrays_are_never_loaded(tmp_path, name):
+    """What would be executed if somebody unpickled it leaves a file behind."""
+    proof = tmp_path / "executed"
+
+    class Executed:
+        def __reduce__(self):
+            return open, (str(proof), "w")
+
+    content = pickle.dumps([Executed()] * 3)
+    numpy.save(tmp_path / "t.npy", numpy.array([Executed()]), allow_pickle=True)
+    as_array = (tmp_path / "t.npy").read_bytes()
+    pack(tmp_path / "t.tar", [("0.npy", as_array), ("0.json", content), ("0.cls", content)])
+    makers = [lambda: arrays(tmp_path / "t.npy"), lambda: tokens(tmp_path / "t.npy", 1)]
+    if name not in ("arrays", "shards"):
+        path = tmp_path / "c" / FILES[name].split("/")[-1]
+        path.parent.mkdir()
+        path.write_bytes(content)
+        makers = [lambda: MAKERS[name](path).source.read(numpy.array([0]))]
+    elif name == "shards":
+        makers = [
+            lambda each=each: webdataset(tmp_path / "t.tar", columns=[each]).source.read(numpy.array([0]))
+            for each in ("npy", "json", "cls")
+        ]
+    for make in makers:
+        with pytest.raises(Exception) as caught:
+            make()
+        assert type(caught.value).__name__ in ("Refusal", "Lost", "BadRow")
+    assert not proof.exists()

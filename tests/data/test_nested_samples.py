@@ -1,0 +1,301 @@
+"""Values of unequal length and nested ones: the same batches without a map, with one that changes nothing, and from a cache."""
+
+import random
+
+import numpy
+import pytest
+import torch
+
+from hasten import ConfigurationError
+from hasten.data import Pipeline, Source, images, parquet, tfrecord, webdataset
+from hasten.data.formats.tf_example import encode_example
+from hasten.data.formats.tfrecord import frame_records
+from hasten.data.source import BadRow
+from helpers.assertions import same
+from helpers.tar_files import npy, pack, png
+
+ROWS, BATCH = 24, 5  # the last batch is shorter
+
+
+def table(folder):
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")
+    from pyarrow.parquet import write_table
+
+    count = range(ROWS)
+    columns = {
+        "number": list(count),
+        "pair": pa.array([[row, -row] for row in count], pa.list_(pa.float32(), 2)),
+        "some": pa.array([list(range(row % 4)) for row in count], pa.list_(pa.int64())),
+        "equal": pa.array([[row, row] for row in count], pa.list_(pa.int64())),
+        "words": [["x", "y"][: row % 3] for row in count],
+        "pairs": [["x", "y"] for _ in count],
+        "deep": pa.array([[[row], [1, 2]] for row in count], pa.list_(pa.list_(pa.int64()))),
+        "text": [str(row) for row in count],
+        "point": [{"x": float(row), "tags": ["t"] * (row % 2)} for row in count],
+    }
+    write_table(pa.table(columns), folder / "t.parquet", row_group_size=7)
+    return parquet(folder / "t.parquet", gigabytes=0)
+
+
+def records(folder):
+    messages = [
+        encode_example({"one": row, "some": list(range(1 + row % 4)), "words": [b"w"] * (1 + row % 2)})
+        for row in range(ROWS)
+    ]
+    (folder / "t.tfrecord").write_bytes(frame_records(messages))
+    return tfrecord(folder / "t.tfrecord", features={"one": (), "some": None, "words": None})
+
+
+def tar(folder):
+    files = []
+    for row in range(ROWS):
+        content = {
+            "cls": str(row).encode(),
+            "json": b'{"of": [1, 2], "row": %d}' % row,
+            "txt": b"text",
+            "npy": npy(numpy.arange(row % 3 + 1)),
+        }
+        files += [(f"{row:03}.{ending}", part) for ending, part in content.items()] + [(f"{row:03}.png", png(row)[0])]
+    pack(folder / "t.tar", files)
+    return webdataset(folder / "t.tar", target="cls")
+
+
+def pictures(folder, sizes=((20, 30), (30, 20))):
+    for row in range(ROWS):
+        path = folder / "pictures" / "ab"[row % 2] / f"{row:03}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(png(row, sizes[row % len(sizes)])[0])
+    return images(folder / "pictures")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
+
+
+def unchanged(sample):
+    return sample
+
+
+def rebuilt(sample):
+    """The same parts in another dict or tuple."""
+    if isinstance(sample, dict):
+        return {name: rebuilt(part) if name == "point" else part for name, part in sample.items()}
+    return tuple(part for part in sample)
+
+
+@pytest.mark.parametrize("way", [{"batches": 0}, {"threads": 2}, {"processes": 2}], ids=str)
+@pytest.mark.parametrize("build", [table, records, tar, pictures])
+def test_a_map_that_changes_nothing_changes_nothing(tmp_path, build, way):
+    plain = build(tmp_path).shuffle(seed=3, window=2)
+    expected = list(plain.batch(BATCH))
+    for function in (unchanged, rebuilt):
+        assert same(list(plain.map(function).batch(BATCH).prefetch(**way)), expected)
+
+
+def test_a_batch_of_one_row_is_nested_as_the_others_are(tmp_path):
+    """Where rows are alike by chance, as those of one row always are, they are no tensor all of a sudden."""
+    plain = table(tmp_path)
+    one, same_one = next(iter(plain.batch(1))), next(iter(plain.map(unchanged).batch(1)))
+    assert isinstance(one["some"], list) and isinstance(one["equal"], list) and same(one, same_one)
+
+
+def test_what_a_map_makes_is_stacked(tmp_path):
+    def made(sample):
+        return {
+            "padded": torch.zeros(4).index_fill(0, sample["some"], 1.0),
+            "some": sample["some"],
+            "twice": sample["equal"] * 2,
+            "n": 3,
+        }
+
+    batch = next(iter(table(tmp_path).map(made).batch(4)))
+    assert batch["padded"].shape == (4, 4) and batch["twice"].shape == (4, 2) and batch["n"].tolist() == [3] * 4
+    assert [len(row) for row in batch["some"]] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (
+            lambda sample: sample["some"] + 1,
+            r"cannot be stacked: sample is int64 \(0,\) and int64 \(1,\).*\.map\(\).*collate=",
+        ),
+        (lambda sample: {"x": (1, sample["some"] + 1)}, r"sample\['x'\]\[1\] is int64 \(0,\) and int64 \(1,\)"),
+        (lambda sample: {"x": None}, r"sample\['x'\] is NoneType"),
+        (lambda sample: [1] * int(sample["number"]), "sample is list of 0 and list of 1"),
+        (lambda sample: {"a": 1} if sample["number"] < 2 else {"b": 1}, "sample is dict of a and dict of b"),
+        (
+            lambda sample: {"a": 1} if sample["number"] < 2 else {"a": 1, "b": 1},
+            "sample is dict of a and dict of a, b .*other names",
+        ),
+        (lambda sample: (1, 2) if sample["number"] < 2 else "text", "sample is tuple of 2 and str"),
+    ],
+)
+def test_what_cannot_be_stacked_is_one_line(tmp_path, function, told):
+    with pytest.raises(ConfigurationError, match=told) as refused:
+        list(table(tmp_path).map(function).batch(4))
+    assert "\n" not in str(refused.value)
+
+
+def test_who_says_how_samples_become_a_batch_gets_that(tmp_path):
+    (batch,) = table(tmp_path).map(lambda sample: sample["some"] + 1).batch(ROWS, collate=list)
+    assert [row.tolist() for row in batch] == [[n + 1 for n in range(row % 4)] for row in range(ROWS)]
+
+
+class Numbers(Source):
+    """Rows that are numbers, and what is not told from them by identity: Python has each small number once."""
+
+    def __len__(self):
+        return 6
+
+    def read(self, rows):
+        return {"ones": [1] * len(rows), "lists": [[1]] * len(rows)}
+
+    def fingerprint(self):
+        return {}
+
+
+def test_numbers_of_a_map_are_never_taken_for_those_of_a_list():
+    (batch,) = Pipeline(Numbers()).map(lambda sample: {"lists": sample["lists"], "new": 1}).batch(6)
+    assert batch["new"].tolist() == [1] * 6 and batch["lists"] == [[1]] * 6
+
+
+# ---- maps that change some rows only
+
+
+class Resizing:
+    """Changes the pictures of every third row, or of all but these; the others are handed on, or copied."""
+
+    def __init__(self, when, copies=False):
+        self.when, self.copies = when, copies
+
+    def __call__(self, sample):
+        picture, row = sample["picture"], int(sample["row"])
+        changed = picture + 1 if row % 3 in self.when else picture.clone() if self.copies else picture
+        return {"deep": (row, changed), "as it was": picture}
+
+
+class Pictures(Source):
+    """Pictures of one size in a list, as if they had not been resized; the first cannot be read where ``bad``."""
+
+    def __init__(self, bad=False):
+        self.bad = bad
+
+    def __len__(self):
+        return ROWS
+
+    def read(self, rows):
+        if self.bad and 0 in rows:
+            raise BadRow(0, "here", "no picture")
+        return {"picture": [torch.full((3, 2, 2), row) for row in rows.tolist()], "row": torch.from_numpy(rows)}
+
+    def fingerprint(self):
+        return {"bad": self.bad}
+
+
+def shared(pipeline, size, world):
+    """What all ranks get until it is refused, and why it is, if it is."""
+    batches, why = [], []
+    for rank in range(world):
+        try:
+            for batch in pipeline.batch(size).shard(rank, world):
+                batches.append(batch)
+        except ConfigurationError as refused:
+            why.append(str(refused))
+    return batches, why
+
+
+@pytest.mark.parametrize("cache", [None, "memory", "disk"])
+@pytest.mark.parametrize(("size", "world"), [(1, 1), (2, 2), (3, 3), (4, 1), (ROWS, 2)])
+@pytest.mark.parametrize("when", [(0,), (1,), (1, 2)], ids=str)
+def test_whether_a_part_is_a_list_does_not_depend_on_who_is_in_the_batch(when, size, world, cache):
+    def built(**settings):
+        mapped = Pipeline(Pictures()).map(Resizing(when, **settings))
+        return mapped.cache(cache) if cache else mapped
+
+    batches, why = shared(built(), size, world)
+    assert why and all("hands on sample['deep'][1] of some rows as it is" in each and "\n" not in each for each in why)
+    expected = torch.Tensor if 0 in when else list  # what the first row says
+    assert all(isinstance(batch["deep"][1], expected) and isinstance(batch["as it was"], list) for batch in batches)
+    batches, why = shared(built(copies=True), size, world)
+    assert not why and all(
+        isinstance(batch["deep"][1], torch.Tensor) and isinstance(batch["as it was"], list) for batch in batches
+    )
+
+
+def test_a_first_row_that_is_bad_says_nothing():
+    pipeline = Pipeline(Pictures(bad=True)).map(Resizing((0, 1, 2))).skip_bad_rows(1).batch(5)
+    assert all(isinstance(batch["deep"][1], torch.Tensor) for batch in pipeline)
+    with pytest.raises(ConfigurationError, match="of some rows as it is"):
+        list(Pipeline(Pictures(bad=True)).map(Resizing((0,))).skip_bad_rows(1).batch(2))
+
+
+def drawing(sample):
+    return {"picture": sample["picture"], "drawn": torch.rand(2), "normal": numpy.random.normal()}
+
+
+def drawing_more(batch):
+    return batch | {"more": (torch.rand(1), numpy.random.normal(), random.random())}
+
+
+@pytest.mark.parametrize("way", [{"batches": 0}, {"processes": 3}], ids=str)
+def test_to_look_at_the_first_row_draws_from_nobodys_numbers(way):
+    """Wherever a batch is the first that somebody makes, it has the numbers that it has elsewhere."""
+    pipeline = Pipeline(Pictures()).map(drawing).batch(4).map(drawing_more)
+    whole = list(pipeline.prefetch(**way).epoch(0))
+    for start in range(len(whole)):
+        assert same(list(pipeline.epoch(0, start)), whole[start:])
+    torch.manual_seed(1)
+    numpy.random.seed(1)
+    before = torch.rand(1), numpy.random.normal()
+    torch.manual_seed(1)
+    numpy.random.seed(1)
+    list(pipeline.epoch(0))
+    assert before == (torch.rand(1), numpy.random.normal())
+
+
+# ---- caches
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+@pytest.mark.parametrize("maps", [[], [unchanged]], ids=["plain", "mapped"])
+def test_pictures_of_one_size_are_kept_as_they_are(tmp_path, kind, maps):
+    plain = pictures(tmp_path, sizes=[(20, 30)]).shuffle(seed=1)
+    expected = list(plain.batch(BATCH))
+    assert isinstance(expected[0][0], list)
+    for _ in range(2):  # the second time from what the first has left
+        cached = plain
+        for function in maps:
+            cached = cached.map(function)
+        cached = cached.cache(kind).batch(BATCH)
+        assert same(list(cached), expected)
+        assert cached.source.kept is not None
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+@pytest.mark.parametrize("sizes", [[(20, 30), (30, 20)], [(20, 30)] * (ROWS - 1) + [(20, 31)]], ids=["all", "the last"])
+def test_pictures_of_two_sizes_are_refused_by_both(tmp_path, kind, sizes):
+    with pytest.raises(
+        ConfigurationError, match=r"\(3, 20, 30\).*\(3, (30, 20|20, 31)\).*images\(resize=\)"
+    ) as refused:
+        list(pictures(tmp_path, sizes).cache(kind).batch(BATCH))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_lists_of_one_length_and_arrays_within_a_sample_are_kept(tmp_path, kind):
+    plain = table(tmp_path).map(lambda sample: {"equal": sample["equal"], "inner": (sample["number"], sample["equal"])})
+    expected = list(plain.batch(BATCH))
+    assert same(list(plain.cache(kind).batch(BATCH)), expected)
+    assert isinstance(expected[0]["inner"][1], list) and isinstance(expected[0]["inner"][0], torch.Tensor)
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("some", r"rows of int64 \(0,\) and of int64 \(1,\)"), ("words", "holds lists"), ("text", "holds strs")],
+)
+def test_what_has_no_one_shape_is_refused(tmp_path, kind, name, told):
+    with pytest.raises(ConfigurationError, match=told):
+        list(table(tmp_path).map(lambda sample: sample[name]).cache(kind).batch(BATCH))

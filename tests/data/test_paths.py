@@ -1,0 +1,320 @@
+"""Where files are, what marks their contents, and patience with a network."""
+
+import os
+import time
+
+import pytest
+
+from hasten.core.errors import ConfigurationError, RunError
+from hasten.data.io import remote
+from hasten.data.io.paths import check_unchanged, file_signature, mapped_bytes, open_file, resolve_paths
+
+fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed: no remote files")
+from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    for name in ("a.csv", "b.csv", "c.txt", ".hidden.csv", "deep/d.csv", "deep/er/e.csv", "odd[1].csv"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+class Unsteady(MemoryFileSystem):
+    """A file system that fails as often as it is told, then works."""
+
+    protocol, store, pseudo_dirs = "unsteady", {}, [""]
+    failures, asked = 0, 0
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.removeprefix("unsteady:/"))
+
+    def _maybe(self):
+        type(self).asked += 1
+        if type(self).failures > 0:
+            type(self).failures -= 1
+            raise ConnectionError("the line is dead")
+
+    def info(self, path, **more):
+        self._maybe()
+        return super().info(path, **more)
+
+    def _open(self, path, **more):
+        self._maybe()
+        return super()._open(path, **more)
+
+
+@pytest.fixture
+def unsteady(monkeypatch):
+    monkeypatch.setattr(remote, "WAITS", (0.0, 0.0, 0.0))
+    fsspec.register_implementation("unsteady", Unsteady, clobber=True)
+    Unsteady.failures = Unsteady.asked = 0
+    system = fsspec.filesystem("unsteady")
+    system.pipe_file("/data/one.bin", bytes(range(256)))
+    system.pipe_file("/data/two.bin", b"two")
+    return Unsteady
+
+
+@pytest.mark.parametrize(
+    ("patterns", "names"),
+    [
+        ("*.csv", ["a.csv", "b.csv", "odd[1].csv"]),
+        ("./*.csv", ["./a.csv", "./b.csv", "./odd[1].csv"]),
+        ("**/*.csv", ["a.csv", "b.csv", "deep/d.csv", "deep/er/e.csv", "odd[1].csv"]),
+        ("deep", ["deep/d.csv", "deep/er/e.csv"]),
+        ("deep/**", ["deep/d.csv", "deep/er/e.csv"]),
+        ("*/d.csv", ["deep/d.csv"]),
+        ("odd[1].csv", ["odd[1].csv"]),
+        (["b.csv", "a.csv", "a.*"], ["a.csv", "b.csv"]),
+    ],
+)
+def test_found(folder, patterns, names):
+    assert resolve_paths(patterns, (".csv",)) == names
+
+
+def test_a_path_and_a_folder(folder):
+    assert resolve_paths(folder, (".csv",)) == sorted(
+        str(folder / n) for n in ("a.csv", "b.csv", "deep/d.csv", "deep/er/e.csv", "odd[1].csv")
+    )
+    assert str(folder / "c.txt") in resolve_paths(folder)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "said"),
+    [
+        ("*.parquet", "no file matches *.parquet (there is:"),
+        ("aa.csv", "there is no file aa.csv (did you mean a.csv"),
+        ("nowhere/x.csv", "there is no folder nowhere"),
+        ([], "no file was named"),
+        (3, "not by 3"),
+        ([b"a.csv"], "not by b'a.csv'"),
+        ("what://x/y", "Protocol not known"),
+    ],
+)
+def test_nothing_found(folder, patterns, said):
+    with pytest.raises(ConfigurationError) as refused:
+        resolve_paths(patterns, (".csv",))
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_folder_without_such_files(folder):
+    with pytest.raises(ConfigurationError, match="holds no file that ends in"):
+        resolve_paths("deep", (".parquet",))
+
+
+def test_opened_and_mapped(folder):
+    with open_file("a.csv") as file:
+        file.seek(2)
+        assert file.read() == b"csv"
+    assert bytes(mapped_bytes("a.csv")) == b"a.csv"
+    assert mapped_bytes("a.csv") is mapped_bytes("a.csv")
+    (folder / "empty").touch()
+    assert len(mapped_bytes("empty")) == 0
+    for read in (open_file, mapped_bytes, file_signature):
+        with pytest.raises(ConfigurationError, match=r"cannot read gone\.csv: No such file"):
+            read("gone.csv")
+
+
+def test_a_file_that_changes_or_goes(folder):
+    before = file_signature("a.csv")
+    check_unchanged("a.csv", before)
+    os.link("a.csv", "a.backup")
+    check_unchanged("a.csv", before)  # a link is no change of the content
+    os.utime("a.csv", ns=(before[2][0] + 1,) * 2)
+    with pytest.raises(RunError, match=r"a\.csv changed while it was being read"):
+        check_unchanged("a.csv", before)
+    assert bytes(mapped_bytes("b.csv")) == b"b.csv"
+    (folder / "b.new").write_text("other")
+    os.replace("b.new", "b.csv")
+    assert bytes(mapped_bytes("b.csv")) == b"other"
+    os.remove("a.csv")
+    with pytest.raises(RunError, match="went away"):
+        check_unchanged("a.csv", before)
+
+
+def test_a_stamp_tells_of_a_change_whose_time_was_set_back(folder):
+    before = file_signature("a.csv")
+    time.sleep(0.02)  # the clock of a file system ticks slowly
+    (folder / "a.csv").write_text("A.CSV")
+    os.utime("a.csv", ns=(before[2][0], before[2][0]))
+    assert file_signature("a.csv")[:2] == before[:2] == [str(folder / "a.csv"), 5] and file_signature("a.csv") != before
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("shards", ["2023/0.tar", "2024/0.tar", "2024/1.tar"]),
+        ("shards/*", ["2023/0.tar", "2024/0.tar", "2024/1.tar"]),
+        ("shards/*/*.tar", ["2023/0.tar", "2024/0.tar", "2024/1.tar"]),
+        ("shards/**", ["2023/0.tar", "2024/0.tar", "2024/1.tar"]),
+        ("shards/**/0.tar", ["2023/0.tar", "2024/0.tar"]),
+        ("shards/**/a_link", ["a_link/0.tar", "a_link/1.tar"]),
+        ("./shards/**/2024", ["2024/0.tar", "2024/1.tar"]),
+        ("shards/a_link/*.tar", ["a_link/0.tar", "a_link/1.tar"]),
+    ],
+)
+def test_a_folder_that_links_lead_to_is_met_once(folder, pattern, names):
+    for name in ("2023/0.tar", "2024/0.tar", "2024/1.tar"):
+        (folder / "shards" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "shards" / name).touch()
+    (folder / "shards" / "a_link").symlink_to("2024")
+    (folder / "shards" / "back").symlink_to(".")
+    (folder / "shards" / "2023" / "back").symlink_to("..")  # two that lead back make ever more ways
+    assert [os.path.normpath(each) for each in resolve_paths(pattern, (".tar",))] == [
+        f"shards/{name}" for name in names
+    ]
+
+
+def test_a_link_that_leads_nowhere_is_a_file_that_cannot_be_read(folder):
+    for name, to in {"gone.csv": "nowhere", "deep/circle.csv": "circle.csv"}.items():
+        (folder / name).symlink_to(to)
+    assert {str(folder / "gone.csv"), str(folder / "deep/circle.csv")} < set(resolve_paths(folder, (".csv",)))
+    assert resolve_paths("*/circle.*") == ["deep/circle.csv"]
+    for name in ("gone.csv", "deep/circle.csv"):
+        with pytest.raises(ConfigurationError, match=f"^{name} is a link that leads nowhere$"):
+            resolve_paths(name)
+        with pytest.raises(ConfigurationError, match=f"^cannot read {name}: "):
+            open_file(name)
+
+
+def test_numbers_in_braces_are_written_out(folder):
+    for number in range(12):
+        (folder / f"s-{number:03}-of-012.tar").touch()
+    assert resolve_paths("s-{003..010}-of-012.tar") == [f"s-{number:03}-of-012.tar" for number in range(3, 11)]
+    assert resolve_paths("s-0{0..1}{0..1}-of-012.tar") == [f"s-{number:03}-of-012.tar" for number in (0, 1, 10, 11)]
+    assert len(resolve_paths("s-{000..001}*.tar")) == 2
+    with pytest.raises(ConfigurationError, match=r"there is no file s-012-of-012\.tar"):
+        resolve_paths("s-{003..999999999}-of-012.tar")
+    with pytest.raises(ConfigurationError, match=r"\{5\.\.3\} in s-\{5\.\.3\}\.tar counts backwards; say \{3\.\.5\}"):
+        resolve_paths("s-{5..3}.tar")
+
+
+def test_remote_files(unsteady):
+    one = "unsteady:///data/one.bin"
+    assert (
+        resolve_paths("unsteady://data/*.bin")
+        == [one, "unsteady:///data/two.bin"]
+        == resolve_paths("unsteady://data", (".bin",))
+    )
+    with open_file(one) as file:
+        assert file.seek(-3, os.SEEK_END) == 253
+        assert file.read() == bytes([253, 254, 255])
+        assert file.seek(5) == 5 and file.read(2) == bytes([5, 6]) and file.tell() == 7
+    before = file_signature(one)
+    assert before[:2] == [one, 256] and file_signature(one) == before
+    unsteady().pipe_file("/data/one.bin", bytes(256))
+    with pytest.raises(RunError, match="changed"):
+        check_unchanged(one, before)
+    with pytest.raises(ConfigurationError, match=r"cannot read unsteady:///data/none"):
+        open_file("unsteady:///data/none")
+
+
+def test_a_remote_folder_is_like_one_on_the_disk(unsteady, folder):
+    names = ("b.csv", "a.csv", "c.txt", ".hidden.csv", "deep/D.CSV", "deep/.d/x.csv", "deep/er/e.csv")
+    for name in names:
+        (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "tree" / name).touch()
+        unsteady().pipe_file(f"/tree/{name}", b"")
+    for suffixes in ((".csv",), ()):
+        here = [path.removeprefix("tree/") for path in resolve_paths("tree", suffixes)]
+        assert [path.removeprefix("unsteady:///tree/") for path in resolve_paths("unsteady://tree/", suffixes)] == here
+        assert here == sorted(here) and len(here) == 5 - len(suffixes)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "*",
+        "*.csv",
+        "**",
+        "**/*.csv",
+        "**/*",
+        "d*",
+        "d*/*",
+        "deep/**",
+        "*/er",
+        "**/er",
+        "**/er/*",
+        "*/*/*.csv",
+        "?.csv",
+        "[ab].csv",
+        ".*",
+        ".*/*",
+        "**/.*",
+        "**/.d/*",
+        ".h*.csv",
+        "*/D.CSV",
+        "**/e*/**",
+        "deep/**/*.csv",
+        "**/deep/**/e.*",
+        "nothing*",
+    ],
+)
+@pytest.mark.parametrize("suffixes", [(".csv",), ()], ids=["csv", "all"])
+def test_a_remote_pattern_means_what_it_means_on_the_disk(unsteady, folder, pattern, suffixes):
+    """Folders that it matches are descended into, hidden names are passed over unless it names them."""
+    names = (
+        "b.csv",
+        "a.csv",
+        "c.txt",
+        ".hidden.csv",
+        "deep/D.CSV",
+        "deep/.d/x.csv",
+        "deep/er/e.csv",
+        "deep/er/.e.csv",
+        "dir.csv/in.csv",
+    )
+    for name in (*names, "dir.csv/in.txt", ".d/y.csv", ".d/.z.csv", "deep/er/deep/e.csv"):
+        (folder / "forest" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "forest" / name).touch()
+        unsteady().pipe_file(f"/forest/{name}", b"")
+
+    def meant(root):
+        try:
+            return [path.partition("forest/")[2] for path in resolve_paths(f"{root}/{pattern}", suffixes)]
+        except ConfigurationError as refused:
+            assert "no file matches" in str(refused)
+            return []
+
+    assert meant("unsteady://forest") == meant("forest")
+    assert bool(meant("forest")) == (pattern not in ("nothing*",))
+
+
+def test_what_is_no_remote_folder_is_a_file(unsteady, monkeypatch):
+    """As a link, which sftp tells apart."""
+    ls = Unsteady.ls
+
+    def linked(system, path, detail=True, **more):
+        there = ls(system, path, detail=True, **more)
+        return [each | {"type": "link"} if each["name"].endswith("one.bin") else each for each in there]
+
+    monkeypatch.setattr(Unsteady, "ls", linked)
+    assert resolve_paths("unsteady://data/*.bin") == ["unsteady:///data/one.bin", "unsteady:///data/two.bin"]
+
+
+def test_a_remote_pattern_asks_for_no_more_than_it_may_mean(unsteady, monkeypatch):
+    for name in ("a/1.bin", "b/2.bin", "b/deep/3.bin"):
+        unsteady().pipe_file(f"/many/{name}", b"")
+    asked, ls = [], Unsteady.ls
+    monkeypatch.setattr(
+        Unsteady, "ls", lambda system, path, *more, **named: asked.append(path) or ls(system, path, *more, **named)
+    )
+    assert resolve_paths("unsteady://many/a/*") == ["unsteady:///many/a/1.bin"]
+    assert {path.strip("/") for path in asked} == {"many/a"}
+
+
+def test_patience(unsteady):
+    unsteady.failures = 3
+    with open_file("unsteady:///data/two.bin") as file:
+        assert file.read() == b"two"
+    unsteady.failures = 100
+    asked = unsteady.asked
+    with pytest.raises(
+        RunError, match=r"unsteady:///data/two.bin cannot be reached, asked 4 times: ConnectionError: the line is dead"
+    ):
+        file_signature("unsteady:///data/two.bin")
+    assert unsteady.asked == asked + 4

@@ -1,0 +1,88 @@
+"""Random numbers belong to places in a pass: whatever else is in the batch, a place draws the same."""
+
+import math
+
+import numpy
+import pytest
+import torch
+
+from hasten.data.rng import BLOCK, SampleRng, _block
+
+KEY = 3, 0, 1
+
+
+def test_a_place_draws_the_same_in_any_company():
+    places = numpy.arange(100)
+    together = SampleRng(places, *KEY)
+    shapes = [(), (5,), (2, 3)]
+    drawn = [together.uniform(*shape) for shape in shapes] + [together.integers(-4, 9, 2)]
+    assert [tuple(tensor.shape) for tensor in drawn] == [(100,), (100, 5), (100, 2, 3), (100, 2)]
+    apart = SampleRng(places[[3, 70]], *KEY)
+    for tensor, again in zip(
+        drawn, [apart.uniform(*shape) for shape in shapes] + [apart.integers(-4, 9, 2)], strict=True
+    ):
+        assert torch.equal(tensor[[3, 70]], again)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (3, 9), (3, 32, 32)], ids=str)
+def test_the_blocks_in_which_numbers_are_made_show_nowhere(shape):
+    size = BLOCK // math.prod(shape)
+    places = numpy.arange(3 * size + 7) + size * 10**9  # far into a pass
+    whole = SampleRng(places, *KEY).integers(0, 1 << 32, *shape)
+    assert len(whole.unique()) > 0.99 * whole.numel()
+    for first, count in (
+        (0, 1),
+        (size - 1, 1),
+        (size, 1),
+        (0, 1 + size // 4),
+        (size - 3, 6),
+        (size + 1, size // 2),
+        (2 * size - 1, size + 2),
+    ):
+        here = slice(max(0, first), max(0, first) + count)
+        assert torch.equal(SampleRng(places[here], *KEY).integers(0, 1 << 32, *shape), whole[here])
+    some = numpy.unique([0, 2, size - 1, size, 2 * size, 2 * size + 1])  # as where rows could not be read
+    assert torch.equal(SampleRng(places[some], *KEY).integers(0, 1 << 32, *shape), whole[some])
+
+
+def test_what_is_done_to_the_numbers_changes_none_of_those_to_come():
+    first = SampleRng(numpy.arange(10), *KEY).uniform().clone()
+    SampleRng(numpy.arange(10), *KEY).uniform().zero_()
+    assert torch.equal(SampleRng(numpy.arange(10), *KEY).uniform(), first)
+
+
+def test_one_place_alone_has_no_first_dimension():
+    chances = list(SampleRng(numpy.arange(5), *KEY))
+    assert chances[2].uniform().shape == () and chances[2].integers(0, 9, 4).shape == (4,)
+    assert torch.equal(
+        torch.stack([rng.uniform(3) for rng in SampleRng(numpy.arange(5), *KEY)]),
+        SampleRng(numpy.arange(5), *KEY).uniform(3),
+    )
+
+
+def test_one_place_alone_makes_no_block():
+    before = _block.cache_info().misses
+    for number, rng in enumerate(SampleRng(numpy.arange(5), 9, 9, 9)):
+        rng.integers(0, 100 + number)
+    assert _block.cache_info().misses == before
+    SampleRng(numpy.arange(5), 9, 9, 9).integers(0, 100)
+    assert _block.cache_info().misses == before + 1
+
+
+def test_the_key_makes_all_the_difference():
+    drawn = [SampleRng(numpy.arange(50), *key).uniform() for key in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]]
+    assert all(not torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
+
+
+def test_the_numbers_look_random():
+    rng = SampleRng(numpy.arange(20_000), *KEY)
+    uniform = rng.uniform(2)
+    assert uniform.min() >= 0 and uniform.max() < 1
+    assert abs(uniform.mean() - 0.5) < 0.01 and abs(uniform.var() - 1 / 12) < 0.002
+    assert (
+        abs(torch.corrcoef(uniform.T)[0, 1]) < 0.02
+        and abs(torch.corrcoef(torch.stack([uniform[1:, 0], uniform[:-1, 0]]))[0, 1]) < 0.02
+    )
+    counts = rng.integers(2, 12).bincount(minlength=12)
+    assert counts[:2].sum() == 0 and counts[2:].min() > 1800 and counts[2:].max() < 2200
+    assert abs(rng.bernoulli(0.3).float().mean() - 0.3) < 0.02

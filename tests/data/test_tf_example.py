@@ -1,0 +1,192 @@
+"""Example messages: both parsers against the wire format written by hand, and whole batches against ``protobuf`` one by one."""
+
+import numpy
+import pytest
+import torch
+
+from hasten.core.errors import ConfigurationError
+from hasten.data.formats.tf_example import encode_example, example_class, infer_features, summarize_example
+from hasten.data.formats.tf_example_vectorized import MalformedExample, parse_examples
+
+# example { features { feature { key: "a" value { int64_list { value: [1, 300] } } } } }, byte by byte after the format's document
+BY_HAND = bytes([0x0A, 14, 0x0A, 12, 0x0A, 1, ord("a"), 0x12, 7, 0x1A, 5, 0x0A, 3, 1, 0xAC, 0x02])
+
+
+def read(messages, wanted=None):
+    ends = numpy.cumsum([len(message) for message in messages])
+    data = numpy.frombuffer(b"".join(messages), numpy.uint8)
+    features = infer_features([summarize_example(message) for message in messages], wanted)
+    return parse_examples(data, ends - [len(message) for message in messages], ends, features)
+
+
+def text(number, content):
+    """A field with a length."""
+    length, rest = [], len(content)
+    while rest > 127:
+        length, rest = [*length, rest & 127 | 128], rest >> 7
+    return bytes([number << 3 | 2, *length, rest]) + content
+
+
+def message(*entries):
+    return text(1, b"".join(text(1, entry) for entry in entries))
+
+
+def entry_length(alone):
+    """The length of the only map entry of a message, from the message: what is left without two tags and two lengths."""
+    return next(n for n in range(len(alone), 0, -1) if message(alone[-n:]) == alone)
+
+
+def test_a_message_written_by_hand():
+    assert summarize_example(BY_HAND) == {"a": ("int64", 2)}
+    assert encode_example({"a": [1, 300]}) == BY_HAND
+    assert read([BY_HAND])["a"].tolist() == [[1, 300]]
+
+
+def test_booleans_are_numbers():
+    assert (
+        encode_example({"a": [True, False]})
+        == encode_example({"a": torch.tensor([True, False])})
+        == encode_example({"a": [1, 0]})
+    )
+
+
+def test_a_number_beyond_int64_is_refused():
+    with pytest.raises(ConfigurationError, match="feature 'a' does not fit into the int64"):
+        encode_example({"a": numpy.array([1 << 63], numpy.uint64)})
+
+
+def test_values_of_every_kind_come_back():
+    rng = numpy.random.default_rng(0)
+    whole = rng.integers(-(2**63), 2**63 - 1, (50, 3))
+    whole[0] = [-(2**63), 2**63 - 1, -1]
+    parts = rng.normal(size=(50, 4)).astype("f4")
+    pixels = rng.integers(0, 256, (50, 2, 3)).astype("u1")
+    messages = [
+        encode_example({"whole": w, "parts": p, "name": f"row {i}", "pixels": x.tobytes(), "one": i})
+        for i, (w, p, x) in enumerate(zip(whole, parts, pixels, strict=True))
+    ]
+    columns = read(messages, {"whole": (3,), "parts": (2, 2), "name": (), "pixels": (torch.uint8, (2, 3)), "one": ()})
+    assert torch.equal(columns["whole"], torch.from_numpy(whole))
+    assert torch.equal(columns["parts"], torch.from_numpy(parts.reshape(50, 2, 2)))
+    assert torch.equal(columns["pixels"], torch.from_numpy(pixels))
+    assert columns["name"] == [b"row %d" % i for i in range(50)] and columns["one"].tolist() == list(range(50))
+
+
+def test_unequal_lengths_and_missing_features_are_lists():
+    lists = [[], [1], [2, 300, 70000], [4, 5]]
+    columns = read([encode_example({"a": a, "b": [b"x"] * len(a), "c": [0.5] * len(a)} if a else {}) for a in lists])
+    assert [a.tolist() for a in columns["a"]] == lists
+    assert columns["b"] == [[b"x"] * len(a) for a in lists]
+    assert [len(c) for c in columns["c"]] == [0, 1, 3, 2] and columns["c"][0].dtype == torch.float32
+
+
+def test_any_order_of_the_features_and_any_way_of_writing_them():
+    a, b = (
+        text(1, b"a") + text(2, text(3, text(1, b"\x07"))),
+        text(1, b"b") + text(2, text(2, text(1, b"\0\0\x80\x3f"))),
+    )
+    unpacked = text(1, b"a") + text(2, text(3, b"\x08\x07"))
+    float_unpacked = text(1, b"b") + text(2, text(2, b"\x0d\0\0\x80\x3f"))
+    value_first = text(2, text(3, text(1, b"\x07"))) + text(1, b"a")
+    forms = [
+        message(a, b),
+        message(b, a),
+        message(unpacked, b),
+        message(a, float_unpacked),
+        message(value_first, b),
+        text(7, b"unknown") + message(a, b),
+        text(1, text(1, a)) + text(1, text(1, b)),  # two fields that are merged
+        message(text(1, b"a") + text(2, text(3, text(1, b"\x09"))), b, a),  # the last of two equal keys holds
+    ]
+    columns = read(forms)
+    assert columns["a"].tolist() == [7] * len(forms) and columns["b"].tolist() == [1.0] * len(forms)
+
+
+def test_a_batch_reads_the_same_as_its_messages_one_by_one():
+    rng = numpy.random.default_rng(1)
+    batch = []
+    for _ in range(200):
+        features = {
+            f"key{k}": rng.integers(0, 10 ** rng.integers(1, 18), rng.integers(0, 4)).tolist() for k in range(6)
+        }
+        features["text"] = [rng.bytes(int(n)) for n in rng.integers(0, 300, rng.integers(0, 3))]
+        features = {name: value for name, value in features.items() if value}
+        entries = [encode_example({name: values}) for name, values in features.items()]
+        batch.append(message(*(entries[i][-entry_length(entries[i]) :] for i in rng.permutation(len(entries)))))
+    columns = read(batch)
+    for i, one in enumerate(batch):
+        for name, column in columns.items():
+            got = column[i] if name == "text" else column[i].tolist()
+            expected = example_class().FromString(one).features.feature[name]
+            assert got == list(expected.bytes_list.value if name == "text" else expected.int64_list.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (encode_example({"a": [1, 2], "b": 1.0}), r"feature 'a' has 2 values, not 1"),
+        (encode_example({"b": 1.0}), r"feature 'a' has 0 values"),
+        (encode_example({"a": 0.5, "b": 1.0}), r"feature 'a' is no list of int64"),
+        (b"\x0a\xff\x01", "no tf.train.Example"),
+        (b"\xff" * 20, "no tf.train.Example"),
+        (
+            message(
+                text(1, b"a") + text(2, text(3, text(1, b"\x81"))), text(1, b"b") + text(2, text(2, text(1, b"1234")))
+            ),
+            "'a': a number has no end",
+        ),
+    ],
+)
+def test_a_message_that_does_not_fit_is_told_by_its_place(wrong, says):
+    good = [encode_example({"a": 1, "b": 2.0})] * 3
+    features = infer_features([summarize_example(good[0])], None)
+    messages = [*good, wrong, *good]
+    ends = numpy.cumsum([len(m) for m in messages])
+    with pytest.raises(MalformedExample, match=says) as caught:
+        parse_examples(
+            numpy.frombuffer(b"".join(messages), numpy.uint8), ends - [len(m) for m in messages], ends, features
+        )
+    assert caught.value.index == 3
+
+
+def test_numbers_of_every_length_come_back_beside_each_other():
+    edges = [1 << bits for bits in range(63)]
+    numbers = [0, *edges, *(edge - 1 for edge in edges), *(-edge for edge in edges), -(1 << 63), (1 << 63) - 1]
+    for seed in range(20):
+        shuffled = numpy.random.default_rng(seed).permutation(numpy.array(numbers, numpy.int64))
+        assert torch.equal(read([encode_example({"x": shuffled})] * 2)["x"], torch.from_numpy(shuffled).repeat(2, 1))
+
+
+@pytest.mark.parametrize("length", [1, 255, 256, (1 << 16) - 1, 1 << 16, (1 << 16) + 1])
+@pytest.mark.parametrize("more", [0, 1])
+def test_byte_strings_of_every_length_come_back(length, more):
+    """Of equal length, and one of them longer."""
+    texts = [numpy.random.default_rng(seed).bytes(length + more * (seed == 3)) for seed in range(5)]
+    features = {"x": (torch.uint8, None if more else (length,))}
+    columns = read([encode_example({"x": text}) for text in texts], features)
+    assert [bytes(row.numpy()) for row in columns["x"]] == texts
+
+
+def test_damaged_messages_never_escape():
+    """Whatever the bytes are: columns, or MalformedExample."""
+    rng = numpy.random.default_rng(2)
+    good = encode_example({"a": [1, 300], "b": [0.5, 1.5], "c": b"text"})
+    features = infer_features([summarize_example(good)], None)
+    told = 0
+    for _ in range(500):
+        bad = numpy.frombuffer(good, numpy.uint8).copy()
+        bad[rng.integers(0, len(bad), 2)] = rng.integers(0, 256, 2)
+        cut = bad[: rng.integers(0, len(bad) + 1)]
+        data = numpy.concatenate([numpy.frombuffer(good, numpy.uint8), cut])
+        try:
+            parse_examples(data, numpy.array([0, len(good)]), numpy.array([len(good), len(data)]), features)
+        except MalformedExample as error:
+            told += error.index == 1
+    assert told > 300
+
+
+def test_a_feature_that_is_not_there_has_its_near_names_told():
+    with pytest.raises(ConfigurationError, match="did you mean label"):
+        infer_features([{"label": ("int64", 1)}], ["labl"])
+    with pytest.raises(ConfigurationError, match="'a' is in some records float and int64"):
+        infer_features([{"a": ("int64", 1)}, {"a": ("float", 1)}], None)

@@ -1,0 +1,163 @@
+"""The branches of a model on several ranks: the same training as on one, wherever each of them is computed."""
+
+import pytest
+
+from hasten.core.errors import ConfigurationError
+from hasten.distributed.process_group import init_process_group
+from hasten.engine.plan import build
+from hasten.engine.registry import make_method
+from hasten.engine.train import train
+from helpers import rank_tasks
+from helpers.assertions import CLOSE, farthest, losses
+from helpers.ranks import broken_off, broken_off_early, run_ranks, taken_up, told_while_building, training_of
+
+QUICK = [
+    ("inception", "branch_parallel", 4),
+    ("towers", "branch_parallel:degree=2", 4),
+    ("ensemble", "branch_parallel", 2),
+    ("recurrent", "branch_parallel", 2),
+]
+SLOW = [("inception", "branch_parallel", 2), ("towers", "branch_parallel", 2), ("ensemble", "branch_parallel", 4)]
+ALIKE = [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
+
+
+@pytest.mark.parametrize(("name", "strategy", "world"), ALIKE)
+def test_branches_train_what_one_process_trains(tmp_path, name, strategy, world):
+    make = getattr(rank_tasks, name)
+    alone = train(make(), device="cpu", out=tmp_path / "alone")
+    answers = run_ranks(world, training_of, make, strategy, tmp_path / "shared")
+    assert [type(answer) for answer in answers] == [dict] * world, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=CLOSE)
+    assert {answer["metric"] for answer in answers} == {alone["metric"]}
+
+
+def test_branches_that_were_broken_off_go_on_bit_by_bit(tmp_path):
+    make, strategy = rank_tasks.inception, "branch_parallel:assignment=0-1-0-1-1-0-1-0-0-1"
+    run_ranks(2, training_of, make, strategy, tmp_path / "whole")
+    run_ranks(2, broken_off_early, make, tmp_path / "broken", strategy)
+    answers = run_ranks(2, taken_up, make, tmp_path / "broken", strategy)
+    assert [type(answer) for answer in answers] == [dict] * 2, answers
+    assert farthest(tmp_path / "broken", tmp_path / "whole") == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "world"),
+    [
+        ("branch_parallel", "baseline", 1),
+        ("branch_parallel", "ddp", 2),
+        pytest.param("pipeline:split_sizes=3-3", "branch_parallel", 2, marks=pytest.mark.slow),
+        pytest.param("branch_parallel", "branch_parallel:degree=2", 4, marks=pytest.mark.slow),
+        pytest.param("branch_parallel", "zero:stage=3", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_another_strategy_goes_on_with_branches(tmp_path, first, then, world):
+    make = rank_tasks.towers if "pipeline" not in first else rank_tasks.trunk_of_branches
+    train(make(), device="cpu", out=tmp_path / "alone")
+    broken = run_ranks(2, broken_off, make, tmp_path / "shared", first)
+    assert all(isinstance(answer, Exception) for answer in broken), broken
+    answers = run_ranks(world, taken_up, make, tmp_path / "shared", then)
+    assert [type(answer) for answer in answers] == [dict] * world, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+
+
+@pytest.mark.parametrize(
+    ("method", "world"),
+    [
+        ("gradient_clipping:max_norm=0.1", 4),
+        ("gradient_accumulation:accumulation_steps=3", 2),
+        *(
+            pytest.param(each, 2, marks=pytest.mark.slow)
+            for each in (
+                "gradient_centralization",
+                "in_memory_batches",
+                "fused_optimizer",
+                "bfloat16",
+                "compile:backend=eager",
+                "gradient_clipping:max_norm=0.1",
+            )
+        ),
+    ],
+)
+def test_methods_go_with_branches(tmp_path, method, world):
+    make = rank_tasks.towers
+    train(make(), method, device="cpu", out=tmp_path / "alone")
+    answers = run_ranks(world, training_of, make, f"branch_parallel:degree=2 + {method}", tmp_path / "shared")
+    assert [type(answer) for answer in answers] == [dict] * world, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+
+
+def test_what_is_computed_again_in_the_backward_pass_is_left_whole(tmp_path):
+    """The two like blocks are, and the one between them is not."""
+    train(rank_tasks.inception(), device="cpu", out=tmp_path / "alone")
+    answers = run_ranks(
+        2,
+        training_of,
+        rank_tasks.inception,
+        "branch_parallel:assignment=0-1 + activation_checkpointing",
+        tmp_path / "shared",
+    )
+    assert [type(answer) for answer in answers] == [dict] * 2, answers
+    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+
+
+def test_branches_that_a_model_computes_again_itself_are_refused():
+    told = run_ranks(2, training_of, rank_tasks.computing_again, "branch_parallel", None)
+    assert all(
+        isinstance(answer, ConfigurationError) and "cannot compute branches again in the backward pass" in str(answer)
+        for answer in told
+    ), told
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world", "make", "says"),
+    [
+        ("branch_parallel:degree=2", 3, rank_tasks.ensemble, "degree=2 does not divide 3 processes; take 3"),
+        (
+            "branch_parallel",
+            2,
+            rank_tasks.samples,
+            "finds no branches in this model for 2 processes. It looked for paths with trained weights",
+        ),
+        (
+            "branch_parallel",
+            2,
+            rank_tasks.siamese,
+            "left.0 to left.5: it shares weights with another part of the model",
+        ),
+        ("branch_parallel", 2, rank_tasks.dropping_ensemble, "members_0_2 draws random numbers"),
+        ("branch_parallel", 2, rank_tasks.changing_in_place, "first.0 to first.1 changes in place what others read"),
+        (
+            "branch_parallel:assignment=0-1",
+            2,
+            rank_tasks.ensemble,
+            "assignment=0-1 must be a process for each of 3 branches, from 0 to 1, and two or more",
+        ),
+        ("branch_parallel:assignment=1-1-1", 2, rank_tasks.ensemble, "two or more for each block, such as 0-1-0"),
+        ("branch_parallel:assignment=0-1-2", 2, rank_tasks.ensemble, "from 0 to 1"),
+    ],
+)
+def test_what_has_no_branches_is_told(strategy, world, make, says):
+    told = run_ranks(world, training_of, make, strategy, None)
+    assert all(isinstance(answer, ConfigurationError) and says in str(answer) for answer in told), told
+
+
+def test_a_rank_has_the_weights_of_its_branches_and_of_what_all_compute():
+    one, other = run_ranks(2, weights_held)
+    assert one | other == {name for name, _ in rank_tasks.Towers().named_parameters()}
+    assert one & other == {"head.weight", "head.bias"} and "left.0.weight" in one and "right.0.weight" in other
+
+
+def test_branches_are_told():
+    first, second = run_ranks(2, told_while_building, "branch_parallel", rank_tasks.towers, {"places": "0-1"})
+    assert first == [
+        "branch_parallel: left.0 to left.5 on process 0, right.0 to right.8 on process 1; they meet in mul_2",
+        "branch_parallel: 94% of the weights are shared out",
+    ]
+    assert not second
+
+
+def weights_held(rank: int) -> set[str]:
+    with init_process_group("cpu") as ranks:
+        program = build(rank_tasks.towers(), [make_method("branch_parallel", {"places": "0-1"})], ranks=ranks)
+        return {name for name, weight in program.run.unwrapped_model.named_parameters() if not weight.is_meta}

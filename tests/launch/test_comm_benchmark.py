@@ -1,0 +1,32 @@
+"""``hasten network``: every collective is measured, and the two numbers that are told describe them."""
+
+import pytest
+
+from hasten.core.errors import ConfigurationError
+from hasten.launch.comm_benchmark import COLLECTIVES, bench_comm, fit_alpha_beta
+from helpers.ranks import run_ranks
+
+
+def test_all_collectives_are_measured():
+    first, second = run_ranks(2, lambda rank: bench_comm("cpu", sizes=(1000, 1_000_000)))
+    sizes = [[found["sizes"] for found in each["collectives"].values()] for each in (first, second)]
+    assert sizes[0] == sizes[1], "all ranks tell the times of the slowest"
+    assert first["processes"] == 2 and first["nodes"] == 1 and first["backend"] == "gloo"
+    assert first["collectives"].keys() == COLLECTIVES.keys()
+    for name, found in first["collectives"].items():
+        assert [row["bytes"] for row in found["sizes"]] == [1000, 1_000_000]
+        assert all(
+            0 < row["seconds"]["low"] <= row["seconds"]["median"] <= row["seconds"]["high"] for row in found["sizes"]
+        )
+        predicted = [found["latency"] + row["bytes"] / found["bandwidth"] for row in found["sizes"]]
+        assert predicted == pytest.approx([row["seconds"]["median"] for row in found["sizes"]], rel=0.5), name
+
+
+def test_a_line_is_found_again():
+    latency, bandwidth = fit_alpha_beta([(size, 3e-4 + size / 1.5e9) for size in (1000, 100_000, 64_000_000)])
+    assert (latency, bandwidth) == (pytest.approx(3e-4), pytest.approx(1.5e9))
+
+
+def test_one_process_has_nobody_to_talk_to():
+    with pytest.raises(ConfigurationError, match="one process has nobody to talk to"):
+        bench_comm("cpu")

@@ -1,0 +1,518 @@
+"""Strategies that say less to each other, against their own definitions, replayed in one process in float64."""
+
+import copy
+import json
+import warnings
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+
+from hasten.core.batch import map_tensors
+from hasten.core.errors import ConfigurationError, RunError
+from hasten.core.process_group_info import ProcessGroupInfo
+from hasten.distributed.collectives import all_reduce_mean, average_state, broadcast_module
+from hasten.distributed.process_group import init_process_group
+from hasten.engine.checkpoint import loaded
+from hasten.engine.plan import build
+from hasten.engine.train import train
+from helpers import rank_tasks
+from helpers.assertions import CLOSE, farthest
+from helpers.ranks import broken_off, run_ranks, taken_up, training, training_of
+
+APART = ["local_sgd:period=4,warmup_steps=10", "local_sgd:period=7,inner=1,inner_period=2", "diloco:sync_every=4"]
+LESS = [
+    *APART,
+    "parameter_server:staleness=0",
+    "powersgd:matrix_approximation_rank=1,saves=1.7,start=7",
+    "ddp + half_precision_allreduce",
+]
+
+
+class ByHand:
+    """So many copies of a task's model, each with an optimizer, and the parts of the batches that they would read as ranks."""
+
+    def __init__(self, task, world: int):
+        program = build(task)
+        self.models = [copy.deepcopy(program.run.unwrapped_model) for _ in range(world)]
+        self.optimizers = [task.optimizer(model) for model in self.models]
+        self.weights = [list(model.parameters()) for model in self.models]
+        self.batches = [batch for epoch in range(int(task.epochs)) for batch in program.train.epoch(epoch, 0)]
+        self.world = world
+
+    def with_gradients(self):
+        """Before every step, its number, counted from 1; each copy has the gradients of its part, which counts by its samples."""
+        for number, (inputs, labels) in enumerate(self.batches, 1):
+            for rank, model in enumerate(self.models):
+                first, end = ProcessGroupInfo(rank, self.world).shard_bounds(len(labels))
+                weight = self.world * (end - first) / len(labels)
+                model.zero_grad()
+                (nn.functional.cross_entropy(model(inputs[first:end]), labels[first:end]) * weight).backward()
+            yield number
+
+    def step(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def average_gradients(self):
+        for alike in zip(*self.weights, strict=True):
+            mean = torch.stack([weight.grad for weight in alike]).mean(0)
+            for weight in alike:
+                weight.grad = mean.clone()
+
+    @torch.no_grad()
+    def average(self, ranks=None):
+        for alike in zip(*(self.weights if ranks is None else [self.weights[rank] for rank in ranks]), strict=True):
+            mean = torch.stack(list(alike)).mean(0)
+            for weight in alike:
+                weight.copy_(mean)
+
+    def against(self, out) -> float:
+        """How far the weights of a run are from the mean of the copies, relative to the greatest."""
+        there, names = load_file(out / "model.safetensors"), [name for name, _ in self.models[0].named_parameters()]
+        self.average()
+        pairs = [(there[name], weight.detach()) for name, weight in zip(names, self.weights[0], strict=True)]
+        return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+
+
+def trained(tmp_path, world: int, recipe: str, make=rank_tasks.samples):
+    answers = run_ranks(world, training_of, make, recipe, tmp_path / "run")
+    assert [type(answer) for answer in answers] == [dict] * world, answers
+    assert len({answer["metric"] for answer in answers}) == 1
+    return tmp_path / "run"
+
+
+def momentum() -> object:
+    """Plain arithmetic of stochastic gradient descent, whose momentum shows whose it is."""
+    return rank_tasks.task(optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.8))
+
+
+@pytest.mark.parametrize("make", [rank_tasks.samples, momentum])
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [
+        (2, {"period": 4}),
+        (3, {"period": 1}),
+        (2, {"period": 5, "start": 10}),
+        (4, {"period": 6, "inner": 2, "inner_period": 2}),
+        (4, {"period": 8, "start": 3, "inner": 2, "inner_period": 3}),
+    ],
+)
+def test_local_sgd_is_what_stich_and_lin_define(tmp_path, world, settings, make):
+    hand = ByHand(make(), world)
+    period, start = settings["period"], settings.get("start", 0)
+    inner, inner_period = settings.get("inner", 1), settings.get("inner_period", 1)
+    for number in hand.with_gradients():
+        if number <= start:
+            hand.average_gradients()
+        hand.step()
+        since = number - start
+        if since > 0 and since % period == 0:
+            hand.average()
+        elif since > 0 and since % inner_period == 0:
+            for first in range(0, world, inner):
+                hand.average(range(first, first + inner))
+    recipe = "local_sgd:" + ",".join(f"{name}={value}" for name, value in settings.items())
+    assert hand.against(trained(tmp_path, world, recipe, make)) < CLOSE
+
+
+def test_averaging_after_every_plain_step_is_ddp(tmp_path):
+    """However unequal the parts are: every sample counts the same."""
+    train(plain(), device="cpu", out=tmp_path / "alone")
+    assert farthest(trained(tmp_path, 4, "local_sgd:period=1", plain), tmp_path / "alone") < CLOSE
+
+
+@pytest.mark.parametrize(("world", "period"), [(2, 5), (4, 1), (3, 9)])
+def test_diloco_is_what_douillard_defines(tmp_path, world, period):
+    """With torch's own SGD as the outer optimizer."""
+    hand = ByHand(rank_tasks.samples(), world)
+    outer = [nn.Parameter(weight.detach().clone()) for weight in hand.weights[0]]
+    optimizer = torch.optim.SGD(outer, lr=0.7, momentum=0.9, nesterov=True)
+    for number in hand.with_gradients():
+        hand.step()
+        if number % period == 0:
+            hand.average()
+            for weight, mean in zip(outer, hand.weights[0], strict=True):
+                weight.grad = weight.detach() - mean.detach()
+            optimizer.step()
+            with torch.no_grad():
+                for weights in hand.weights:
+                    for weight, new in zip(weights, outer, strict=True):
+                        weight.copy_(new)
+    assert hand.against(trained(tmp_path, world, f"diloco:sync_every={period}")) < CLOSE
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_compressed_gradients_are_rounded_once_and_added(tmp_path, name):
+    short, hand = {"bf16": torch.bfloat16, "fp16": torch.float16}[name], ByHand(rank_tasks.samples(), 2)
+    for _ in hand.with_gradients():
+        for alike in zip(*hand.weights, strict=True):
+            one, other = ((weight.grad / 2).to(short) for weight in alike)
+            for weight in alike:
+                weight.grad = (one + other).double()
+        hand.step()
+    out = trained(tmp_path, 2, f"ddp:bucket_cap_mb=0.0001 + half_precision_allreduce:reduce_dtype={name}")
+    assert hand.against(out) < CLOSE
+    train(rank_tasks.samples(), device="cpu", out=tmp_path / "alone")
+    assert 1e-9 < farthest(out, tmp_path / "alone") < 0.1, "it rounds, and not much"
+
+
+@pytest.mark.parametrize("start", [0, 7])
+@pytest.mark.parametrize(("world", "rank"), [(2, 1), (4, 1), (3, 2)])
+def test_powersgd_is_what_vogels_defines(tmp_path, world, rank, start):
+    """With the paper's Gram-Schmidt. The last layer's gradient, whose two rows are opposite, travels whole: shortened, its rounding errors are fed
+    back and grow from step to step, in the direction that changes no output."""
+    hand = ByHand(rank_tasks.samples(), world)
+    short = [0]
+    bases = [hand.weights[0][number].new_empty(0) for number in range(len(hand.weights[0]))]
+    for number in short:
+        columns = hand.weights[0][number].shape[1]
+        bases[number] = torch.randn(columns, rank, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+    rests = [[torch.zeros_like(weight) for weight in weights] for weights in hand.weights]
+    for step in hand.with_gradients():
+        own = [[weight.grad.clone() for weight in weights] for weights in hand.weights]
+        hand.average_gradients()
+        for number in short if step > start else []:
+            matrices = [own[of][number] + rests[of][number] for of in range(world)]
+            span = orthonormal(sum(matrix @ bases[number] for matrix in matrices) / world)
+            bases[number] = sum(matrix.T @ span for matrix in matrices) / world
+            for of in range(world):
+                hand.weights[of][number].grad = span @ bases[number].T
+                rests[of][number] = matrices[of] - hand.weights[of][number].grad
+        hand.step()
+    assert (
+        hand.against(trained(tmp_path, world, f"powersgd:matrix_approximation_rank={rank},saves=1.7,start={start}"))
+        < CLOSE
+    )
+
+
+def orthonormal(columns: torch.Tensor) -> torch.Tensor:
+    done = []
+    for column in columns.T:
+        for other in done:
+            column = column - (other @ column) * other
+        done.append(column / column.norm())
+    return torch.stack(done, dim=1)
+
+
+def test_machines_that_factor_otherwise_have_one_span(tmp_path):
+    """Of what has two orthonormal bases, another library may find the other."""
+
+    def on_its_machine(rank: int) -> dict:
+        factor = torch.linalg.qr
+        torch.linalg.qr = lambda columns: SimpleNamespace(Q=factor(columns).Q * (-1) ** rank)
+        return training(
+            rank, rank_tasks.samples(), "powersgd:matrix_approximation_rank=2,saves=1.7", out=tmp_path / "unlike"
+        )
+
+    answers = run_ranks(2, on_its_machine)
+    assert [type(answer) for answer in answers] == [dict] * 2, answers
+    assert farthest(tmp_path / "unlike", trained(tmp_path, 2, "powersgd:matrix_approximation_rank=2,saves=1.7")) < CLOSE
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "powersgd:matrix_approximation_rank=8,saves=0.1",
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (
+                "powersgd:matrix_approximation_rank=8",
+                "powersgd:matrix_approximation_rank=1,saves=1,start=100",
+            )
+        ),
+    ],
+)
+def test_powersgd_of_full_rank_is_ddp(tmp_path, recipe):
+    """As is one that finds nothing to shorten, and one that has not started yet."""
+    train(rank_tasks.samples(), device="cpu", out=tmp_path / "alone")
+    assert farthest(trained(tmp_path, 3, recipe), tmp_path / "alone") < CLOSE
+
+
+@pytest.mark.parametrize("recipe", LESS)
+def test_a_run_that_was_broken_off_goes_on_bit_by_bit(tmp_path, recipe):
+    make = rank_tasks.dropping
+    whole = trained(tmp_path, 2, recipe, make)
+    broken = run_ranks(2, broken_off, make, tmp_path / "broken", recipe)
+    assert all(isinstance(answer, Exception) for answer in broken), broken
+    answers = run_ranks(2, taken_up, make, tmp_path / "broken", recipe)
+    assert [type(answer) for answer in answers] == [dict] * 2, answers
+    assert farthest(tmp_path / "broken", whole) == 0
+    assert (tmp_path / "broken/log.jsonl").read_bytes() == (whole / "log.jsonl").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("recipe", LESS)
+def test_a_run_goes_on_at_another_size(tmp_path, recipe, world):
+    make = rank_tasks.samples
+    run_ranks(2, broken_off, make, tmp_path / "run", recipe)
+    answers = run_ranks(world, taken_up, make, tmp_path / "run") if world > 1 else [taken_up(0, make, tmp_path / "run")]
+    assert [type(answer) for answer in answers] == [dict] * world, answers
+    assert answers[0]["steps"] == 46 and answers[0]["metric"] > 0.8
+
+
+@pytest.mark.parametrize("recipe", LESS)
+def test_what_one_process_began_goes_on_at_two(tmp_path, recipe):
+    with pytest.raises(RunError):
+        broken_off(0, rank_tasks.samples, tmp_path / "run", recipe)
+    answers = run_ranks(2, taken_up, rank_tasks.samples, tmp_path / "run")
+    assert [type(answer) for answer in answers] == [dict] * 2, answers
+
+
+@pytest.mark.parametrize("recipe", APART)
+def test_a_checkpoint_holds_the_mean_and_everybodys_own(tmp_path, recipe):
+    run_ranks(2, broken_off, rank_tasks.samples, tmp_path / "run", recipe)
+    state = loaded(max((tmp_path / "run/checkpoints").iterdir()))
+    (name,) = state["rank_state"][0]
+    ones, others = (own[name]["model"] for own in state["rank_state"])
+    assert all(torch.equal(state["model"][key], (ones[key] + others[key]) / 2) for key in ones)
+    assert any(not torch.equal(ones[key], others[key]) for key in ones), "the checkpoint was made where the ranks agree"
+    moments = [own[name]["optimizer"][0]["exp_avg"] for own in state["rank_state"]]
+    assert torch.equal(state["optimizer"]["state"][0]["exp_avg"], sum(moments) / 2)
+
+
+@pytest.mark.parametrize("recipe", APART)
+def test_the_mean_is_what_is_judged(tmp_path, recipe):
+    out = trained(tmp_path, 2, recipe, with_norm)
+    model = with_norm().model()
+    model.load_state_dict(load_file(out / "model.safetensors"))
+    rows = rank_tasks.Rows(40, seed=1)
+    right = (model.eval()(rows.inputs).argmax(1) == rows.labels).double().mean().item()
+    assert json.loads((out / "result.json").read_text())["metric"] == pytest.approx(right)
+
+
+@pytest.mark.parametrize("recipe", LESS)
+def test_pieces_of_a_batch_change_nothing(tmp_path, recipe):
+    whole = trained(tmp_path / "whole", 2, recipe)
+    assert farthest(trained(tmp_path, 2, f"{recipe} + gradient_accumulation:accumulation_steps=3"), whole) < (
+        1e-2 if "compressed" in recipe else CLOSE
+    )
+
+
+@pytest.mark.parametrize(
+    "recipe", ["powersgd:matrix_approximation_rank=8,saves=0.1", "local_sgd:period=3,warmup_steps=100"]
+)
+def test_gradients_are_shortened_after_they_were_averaged(tmp_path, recipe):
+    train(rank_tasks.samples(), "gradient_clipping:max_norm=0.1", device="cpu", out=tmp_path / "alone")
+    assert farthest(trained(tmp_path, 2, f"{recipe} + gradient_clipping:max_norm=0.1"), tmp_path / "alone") < CLOSE
+
+
+def test_gradients_are_shortened_by_each_rank_where_nobody_averages_them(tmp_path):
+    hand = ByHand(rank_tasks.samples(), 2)
+    for number in hand.with_gradients():
+        for weights in hand.weights:
+            nn.utils.clip_grad_norm_(weights, 0.1)
+        hand.step()
+        if number % 3 == 0:
+            hand.average()
+    assert hand.against(trained(tmp_path, 2, "local_sgd:period=3 + gradient_clipping:max_norm=0.1")) < CLOSE
+
+
+@pytest.mark.parametrize(
+    "recipe", ["powersgd:matrix_approximation_rank=1,saves=1", "local_sgd:period=3,warmup_steps=100"]
+)
+def test_a_weight_that_nobody_used_is_left_alone(tmp_path, recipe):
+    """And one that some rank used is not: its gradient is the mean."""
+    train(rank_tasks.with_a_spare(), device="cpu", out=tmp_path / "alone")
+    out = trained(tmp_path, 2, recipe, rank_tasks.with_a_spare)
+    spare = "spare.weight"
+    assert torch.equal(
+        load_file(out / "model.safetensors")[spare], load_file(tmp_path / "alone/model.safetensors")[spare]
+    )
+
+
+def test_an_overflow_is_not_remembered():
+    """float16 skips a step whose gradients are not finite; the rest that later steps add must not be."""
+    assert run_ranks(2, rests_after_an_overflow) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "says"),
+    [
+        ("local_sgd:inner=2", "local_sgd:inner=2 has to divide the 3 processes"),
+        ("local_sgd:inner_period=2", "inner_period=2 is that of groups; say with inner how many"),
+        (
+            "local_sgd:period=2,inner=3,inner_period=4",
+            "inner_period=4 is due when all processes meet anyway, every 2 steps",
+        ),
+        (
+            "local_sgd:period=47",
+            "local_sgd:period=47 is longer than the run of 46 steps, in which the processes would never meet",
+        ),
+        ("diloco", "diloco:sync_every=100 is longer than the run of 46 steps"),
+        ("local_sgd + half_precision_allreduce", "half_precision_allreduce rounds what ddp sends"),
+        ("local_sgd + diloco", "both replace parallelize"),
+        ("local_sgd + ema", "ema requires replicated_weights, which local_sgd invalidates"),
+        ("powersgd + zero", "both replace parallelize"),
+        ("half_precision_allreduce:reduce_dtype=int8", "format must be"),
+    ],
+)
+def test_what_cannot_be_is_told(recipe, says):
+    told = run_ranks(3, training, rank_tasks.samples(), recipe)
+    assert all(isinstance(answer, ConfigurationError) and says in str(answer) for answer in told), told
+
+
+@pytest.mark.parametrize("recipe", ["local_sgd:start=46", "powersgd:matrix_approximation_rank=1,saves=1,start=46"])
+def test_what_begins_after_the_end_is_told(recipe):
+    told = run_ranks(2, training, rank_tasks.samples(), recipe)
+    assert all(("it begins after 46 steps, and the run has 46" in str(answer["no_effect"])) for answer in told), told
+
+
+@pytest.mark.parametrize(
+    ("make", "recipe", "told"),
+    [
+        (rank_tasks.samples, "local_sgd", 0),
+        (rank_tasks.stream, "local_sgd", 1),
+        (rank_tasks.own_sampler, "parameter_server", 1),
+        (rank_tasks.stream, "ddp", 0),
+    ],
+)
+def test_that_what_is_read_in_order_is_compared_in_every_step_is_told(make, recipe, told):
+    def notices(rank: int) -> int:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            training(rank, make(), recipe)
+        return sum("before every step" in str(each.message) for each in caught)
+
+    assert run_ranks(2, notices) == [told, 0]
+
+
+class WithCounts(nn.Module):
+    """Buffers of types that gloo does not know."""
+
+    def __init__(self, rank: int):
+        super().__init__()
+        self.register_buffer("short", torch.full((2, 3), 5 + rank, dtype=torch.int16))
+        self.register_buffer("one", torch.tensor(rank, dtype=torch.uint16))
+        self.register_buffer("coarse", torch.full((3,), 0.5 + rank).to(torch.float8_e4m3fn))
+
+
+def copied(rank: int) -> dict:
+    with init_process_group("cpu"):
+        model = WithCounts(rank)
+        broadcast_module(model)
+        return {name: tensor.float().tolist() for name, tensor in model.state_dict().items()}
+
+
+def test_tensors_of_any_type_are_made_alike():
+    right = {"short": [[5.0] * 3] * 2, "one": 0.0, "coarse": [0.5] * 3}
+    assert run_ranks(2, copied) == [right, right]
+
+
+def test_sparse_gradients_are_refused():
+    told = run_ranks(2, training, rank_tasks.sparse(), "powersgd")
+    assert all(isinstance(answer, ConfigurationError) and "those of 0 are sparse" in str(answer) for answer in told), (
+        told
+    )
+
+
+def plain():
+    return rank_tasks.task(optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.3))
+
+
+def with_norm():
+    return rank_tasks.task(model=lambda: rank_tasks.network(norm=True))
+
+
+def rests_after_an_overflow(rank: int) -> bool:
+    from hasten.engine.registry import make_method
+
+    with init_process_group("cpu") as ranks:
+        program = build(plain(), [make_method("powersgd", {"rank": 1, "saves": 1.0})], ranks=ranks)
+        for weight in program.run.unwrapped_model.parameters():
+            weight.grad = torch.full_like(weight, float("inf") if rank else 1.0)
+        program.grad_transform()
+        rests = program.run.parallel.rank_state["powersgd"].tensors
+        return not any(rest.any() for rest in rests) and all(
+            not w.grad.isfinite().any() for w in program.run.unwrapped_model.parameters()
+        )
+
+
+def test_the_mean_of_states_that_are_not_built_alike_is_that_of_what_they_have_in_common():
+    """As where a weight had no gradient on one rank yet: its optimizer knows nothing of it."""
+
+    def mean(rank: int) -> dict:
+        state = {
+            0: {"step": torch.tensor(3), "momentum": torch.full((2,), float(rank))},
+            1: {"momentum": torch.full((1 + rank,), 7.0)},
+        }
+        with init_process_group("cpu") as ranks:
+            found = average_state(
+                {"state": state if rank else {5: {"momentum": torch.ones(2)}} | state}, SimpleNamespace(ranks=ranks)
+            )
+            return map_tensors(torch.Tensor.tolist, found["state"])
+
+    first, second = run_ranks(2, mean)
+    assert all(each[0]["momentum"] == [0.5, 0.5] and each[0]["step"] == 3 for each in (first, second))
+    assert first[5]["momentum"] == [1.0, 1.0] and first[1]["momentum"] == [7.0]
+
+
+class Beside(nn.Module):
+    """A network with a mask, a large weight that stays as it is, and one that follows what is trained, as a momentum encoder does."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = rank_tasks.network()
+        self.large = nn.Parameter(torch.randn(6, 1000, dtype=torch.float64), requires_grad=False)
+        self.follower = nn.Parameter(torch.zeros(8, 6, dtype=torch.float64), requires_grad=False)
+        self.register_buffer("mask", torch.full((5,), torch.finfo(torch.float64).min, dtype=torch.float64))
+
+    def forward(self, inputs):
+        if self.training:
+            with torch.no_grad():
+                self.follower.lerp_(self.network[0].weight, 0.5)
+        return self.network(inputs) + 0 * (inputs @ self.large).sum(1, keepdim=True)
+
+
+def beside():
+    return rank_tasks.task(model=Beside, epochs=1)
+
+
+def longest_message(rank: int, recipe: str, out) -> int:
+    """Of those of a run that are reduced or gathered, in numbers."""
+    lengths = []
+
+    def noted(collective, place):
+        return lambda *given, **named: (lengths.append(given[place].numel()), collective(*given, **named))[1]
+
+    with (
+        patch.object(dist, "all_reduce", noted(dist.all_reduce, 0)),
+        patch.object(dist, "all_gather", noted(dist.all_gather, 1)),
+    ):
+        training(rank, beside(), recipe, out=out)
+    return max(lengths)
+
+
+@pytest.mark.parametrize("recipe", [*APART, "zero:stage=1"])
+def test_what_nobody_trains_stays_as_it_is_and_does_not_travel(tmp_path, recipe):
+    answers = run_ranks(3, longest_message, recipe, tmp_path / "run")
+    assert max(answers) < 1000, answers
+    there, before = load_file(tmp_path / "run/model.safetensors"), build(beside()).run.unwrapped_model.state_dict()
+    assert all(torch.equal(there[name], before[name]) for name in ("large", "mask"))
+
+
+def test_a_frozen_weight_that_follows_a_trained_one_is_its_ranks_mean(tmp_path):
+    hand = ByHand(beside(), 3)
+    for number in hand.with_gradients():
+        hand.step()
+        if number % 4 == 0:
+            hand.average()
+    assert hand.against(trained(tmp_path, 3, "local_sgd:period=4", beside)) < CLOSE
+
+
+def test_the_mean_of_the_least_number_is_itself():
+    def means(rank: int) -> list[float]:
+        with init_process_group("cpu"):
+            tensors = [
+                torch.tensor([torch.finfo(kind).min, 2.0 * rank], dtype=kind) for kind in (torch.float32, torch.float16)
+            ]
+            all_reduce_mean(tensors)
+            return [tensor.tolist() for tensor in tensors]
+
+    right = [[torch.finfo(kind).min, 1.0] for kind in (torch.float32, torch.float16)]
+    assert run_ranks(2, means) == [right, right]

@@ -1,0 +1,81 @@
+"""ProcessGroupInfo that are there and say nothing: they are found when patience is over, named and ended, and the job goes on without waiting for them."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+
+from hasten.cli.main import main
+from hasten.core.errors import CollectiveTimeout
+from hasten.distributed.process_group import init_process_group
+from hasten.engine.train import train
+from helpers import rank_tasks
+from helpers.process import Job, children, environment, jobs_left, train_command, wait_until_it_trains
+from helpers.ranks import run_ranks
+
+PATIENCE = 5.0
+
+
+def stopped(folder: Path, rank: int, *more: str) -> tuple[subprocess.Popen, str, float]:
+    """A job at its end of which a rank was stopped while it trained; what it said, and after how many seconds."""
+    options = ("--out", "run", "--timeout", f"{PATIENCE:g}s", "--checkpoint-every", "0.1s", *more)
+    job = subprocess.Popen(train_command("slow", *options), cwd=folder, stderr=subprocess.PIPE, text=True)
+    wait_until_it_trains(Job(job), folder / "run")
+    os.kill(next(pid for pid in children(job.pid) if environment(pid).get("RANK") == str(rank)), signal.SIGSTOP)
+    began = time.monotonic()
+    return job, job.communicate(timeout=120)[1], time.monotonic() - began
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_rank_that_stands_still_is_named_and_not_the_one_that_waited(folder, rank):
+    job, told, seconds = stopped(folder, rank, "--max-restarts", "0")
+    assert (
+        job.returncode == 1 and f"hasten: rank {rank} has said nothing for 5 s; the other ranks were ended" in told
+    ), told
+    assert PATIENCE < seconds < PATIENCE + 15 and not jobs_left()
+
+
+@pytest.mark.slow
+def test_all_go_on_where_a_restart_is_left(folder):
+    job, told, _ = stopped(folder, 1, "--max-restarts", "1")
+    assert job.returncode == 0 and "rank 1 has said nothing for 5 s; all meet again to go on" in told, told
+    train(rank_tasks.slow(), out=folder / "alone", device="cpu")
+    ours, alone = (load_file(folder / name / "model.safetensors") for name in ("run", "alone"))
+    assert all(ours[name].sub(alone[name]).abs().max() < 1e-9 for name in alone) and not jobs_left()
+
+
+def test_groups_that_torch_makes_are_as_patient():
+    def waits(rank: int) -> float:
+        with init_process_group("cpu", timeout=2.0) as ranks:
+            mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "shards"))
+            ranks.any(False)
+            began = time.monotonic()
+            if rank == 0:
+                dist.barrier(mesh["shards"].get_group())
+            time.sleep(5.0)
+        return time.monotonic() - began
+
+    waited, slept = run_ranks(2, waits)
+    assert (
+        isinstance(waited, CollectiveTimeout) and str(waited) == "another rank has said nothing for 2 s" and slept > 4.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("train digits --processes 2 --timeout long", "must be a time such as 90s, 10m or 1h"),
+        ("tune digits --processes 2 --timeout 0.5s", "--timeout must be at least 1s"),
+        ("launch --processes 2 -- train digits --timeout 5m", "say --timeout before the command"),
+    ],
+)
+def test_wrong_words(words, says, capfd):
+    assert main(words.split()) == 2
+    assert says in capfd.readouterr().err

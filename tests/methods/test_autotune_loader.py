@@ -1,0 +1,244 @@
+"""autotune_loader: the same bits while it climbs, workers where steps wait, and what it found in the recipe."""
+
+import json
+import os
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+import hasten
+from hasten import ConfigurationError, Recipe
+from hasten.core.data import WorkerConfig
+from hasten.core.errors import HastenWarning
+from hasten.engine import cadence
+from hasten.engine.plan import build
+from hasten.engine.registry import make_methods
+from hasten.loading import autotuner as autotuner_module
+from hasten.loading import loader_stats
+from hasten.loading.autotuner import LoaderAutotuner
+from helpers import loader_tasks
+from helpers.process import ended, forked, wait_until_it_trains
+
+TUNED = "autotune_loader:cores=2"
+PATIENCE = 60.0  # seconds, on a busy machine; most of it is never used
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Shorter looks: many changes of crew in a short run."""
+    for name, value in {"LEAST_BATCHES": 4, "LEAST_SECONDS": 0.02, "ROUNDS": 1}.items():
+        monkeypatch.setattr(loader_stats, name, value)
+
+
+def files(folder: Path) -> tuple[bytes, bytes]:
+    return (folder / "model.safetensors").read_bytes(), (folder / "log.jsonl").read_bytes()
+
+
+def at_work() -> tuple[set, int]:
+    """The processes and the number of threads of this one."""
+    return set(psutil.Process().children()), threading.active_count()
+
+
+def nothing_left(before: tuple[set, int]) -> bool:
+    """torch does not wait for the threads that feed its workers: they end a moment later."""
+    end = time.perf_counter() + PATIENCE
+    while at_work()[0] - before[0] or at_work()[1] > before[1]:
+        if time.perf_counter() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_more_workers_than_cores_are_refused():
+    with pytest.raises(ConfigurationError, match="4 workers are more than cores=1"):
+        make_methods(Recipe.parse("autotune_loader:cores=1,processes=4"))
+
+
+@pytest.mark.parametrize("name", ["dataset", "loader", "pipeline"])
+def test_the_same_bits_and_nothing_left(name, tmp_path, quick):
+    before = at_work()
+    task = getattr(loader_tasks, name)
+    hasten.train(task(), out=tmp_path / "plain", device="cpu")
+    with warnings.catch_warnings(
+        action="ignore", category=HastenWarning
+    ):  # whether it settles in so short a run is up to the machine
+        result = hasten.train(task(), TUNED, out=tmp_path / "tuned", device="cpu")
+    assert files(tmp_path / "plain") == files(tmp_path / "tuned")
+    assert result["no_effect"] == [] and nothing_left(before)
+
+
+@pytest.mark.parametrize("name", ["dataset", pytest.param("pipeline", marks=pytest.mark.slow)])
+def test_a_slow_source_gets_workers_and_the_recipe_says_so(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(loader_stats, "LEAST_SECONDS", 0.1)  # so that it can climb once more where the machine stumbles
+    task = getattr(loader_tasks, name)(epochs=60)
+    with pytest.warns(
+        HastenWarning, match=r"autotune_loader has settled at .*: a step waits for data [\d.]+% of its time"
+    ):
+        result = hasten.train(task, [TUNED], out=tmp_path / "run", device="cpu")
+    found = result["tuned_settings"]["autotune_loader"]
+    assert 1 <= found["processes"] <= 2 and found["prefetch"] >= 2
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["tuned_settings"] == result["tuned_settings"]
+
+    recipe = Recipe.load(tmp_path / "run" / "recipe.toml")
+    assert recipe.methods["autotune_loader"] == {"cores": 2, **found}
+    autotuner = build(task, make_methods(recipe)).run.checkpoint_state["autotune_loader"]
+    assert autotuner.workers == WorkerConfig(processes=found["processes"], prefetch=found["prefetch"]), (
+        "the next run begins there"
+    )
+
+    for words in ([TUNED], recipe, None):  # a run is known by what was asked for, by what it came to, and where it is
+        again = hasten.train(task, words, out=tmp_path / "run", resume=True, device="cpu")
+        assert again["metric"] == result["metric"]
+    with pytest.raises(ConfigurationError, match="another recipe: autotune_loader:cores=2 there, baseline here"):
+        hasten.train(task, "baseline", out=tmp_path / "run", resume=True, device="cpu")
+
+
+def test_a_run_that_was_stopped_has_in_its_recipe_what_was_found(tmp_path, quick, monkeypatch):
+    monkeypatch.setattr(cadence, "SHARE_FOR_CHECKPOINTS", 1.0)  # they come soon, however slow the disk
+
+    def stop(records):
+        if "processes" in (tmp_path / "run" / "recipe.toml").read_text():
+            raise InterruptedError
+
+    task = loader_tasks.dataset(epochs=60)
+    with pytest.warns(HastenWarning, match="has settled"), pytest.raises(InterruptedError):
+        hasten.train(task, TUNED, out=tmp_path / "run", observers=[stop], checkpoint_seconds=0.1, device="cpu")
+    found = Recipe.load(tmp_path / "run" / "recipe.toml").methods["autotune_loader"]
+    assert found["cores"] == 2 and 0 <= found["processes"] <= 2 and not (tmp_path / "run" / "result.json").exists()
+
+    with warnings.catch_warnings(action="ignore", category=HastenWarning):  # it may come to settle at something else
+        again = hasten.train(task, out=tmp_path / "run", resume=True, device="cpu")
+    assert again["recipe"] == TUNED and "processes" in again["tuned_settings"]["autotune_loader"]
+
+
+def test_a_fast_source_is_left_alone(perceptron, monkeypatch):
+    napped = 0.0
+    monkeypatch.setattr(
+        autotuner_module, "perf_counter", lambda: time.thread_time() + napped
+    )  # a busy machine is not a slow source
+    program = build(perceptron(), make_methods(Recipe.coerce("autotune_loader")))
+    autotuner = program.run.checkpoint_state["autotune_loader"]
+    with pytest.warns(HastenWarning, match="has settled"):
+        for _ in program.train.epoch(0, 0):
+            napped += 1.0
+    assert (
+        autotuner.converged
+        and autotuner.workers.workers == 0
+        and program.run.tuned_settings == {"autotune_loader": {"processes": 0}}
+    )
+
+
+def run(name, out, end):
+    def wait(records):  # near the end, for whoever kills it
+        if records[-1]["step"] >= 150 and end == "to be killed":
+            time.sleep(60)
+
+    warnings.simplefilter("ignore")
+    loader_stats.MIN_BATCHES, loader_stats.MIN_SECONDS, loader_stats.BATCHES_PER_WORKER = 4, 0.02, 1
+    words = "baseline" if end == "undisturbed" else TUNED
+    hasten.train(
+        getattr(loader_tasks, name)(), words, out=out, resume=True, device="cpu", checkpoint_seconds=0, observers=[wait]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dataset", "loader", "pipeline"])
+def test_killed_at_any_moment_it_goes_on_to_the_same_bits(name, tmp_path):
+    for pause in (0.15, 0.3):
+        process = forked(run, name, tmp_path / "killed", "to be killed")
+        wait_until_it_trains(process, tmp_path / "killed")
+        time.sleep(pause)
+        workers = psutil.Process(process.pid).children()
+        assert process.is_alive(), "the run was over before it could be killed"
+        process.kill()
+        process.join()
+        _, alive = psutil.wait_procs(workers, timeout=PATIENCE)
+        assert not alive, "workers outlive their run"
+    for folder, end in (("killed", "left alone"), ("plain", "undisturbed")):
+        assert ended(forked(run, name, tmp_path / folder, end)) == 0
+    assert files(tmp_path / "killed") == files(tmp_path / "plain")
+
+
+def readers(program) -> set[int]:
+    """The processes that read the validation data."""
+    return {number for _, target in program.validation.epoch(0, 0) for number in target.tolist()}
+
+
+@pytest.mark.parametrize("name", ["dataset", "loader", "pipeline"])
+def test_validation_data_are_read_by_as_many_as_were_found(name):
+    before, ours = at_work(), {os.getpid()}
+    program = build(loader_tasks.who(name), make_methods(Recipe.coerce(TUNED)))
+    assert readers(program) == ours, "nobody was found yet"
+    program.run.checkpoint_state["autotune_loader"].workers = WorkerConfig(processes=2, prefetch=2)
+    found = readers(program)
+    assert len(found) == 2 and not found & ours
+    if name != "pipeline":
+        assert readers(program) == found, "they stay for the next evaluation"
+    del program
+    assert nothing_left(before)
+
+
+@pytest.mark.parametrize(
+    ("train", "validation"), [("dataset", "pipeline"), ("pipeline", "dataset"), ("dataset", "other")]
+)
+def test_validation_data_of_another_kind_are_read_as_the_task_says(train, validation):
+    program = build(loader_tasks.who(train, validation), make_methods(Recipe.coerce(TUNED)))
+    program.run.checkpoint_state["autotune_loader"].workers = WorkerConfig(processes=2, prefetch=2)
+    assert readers(program) == {os.getpid()}
+
+
+def test_workers_that_the_task_names_for_its_validation_data_stay():
+    program = build(loader_tasks.who("loader", workers=1), make_methods(Recipe.coerce(TUNED)))
+    program.run.checkpoint_state["autotune_loader"].workers = WorkerConfig(processes=2, prefetch=2)
+    assert len(readers(program) - {os.getpid()}) == 1
+
+
+def test_a_run_taken_up_begins_with_what_was_found(perceptron):
+    program = build(perceptron(), make_methods(Recipe.coerce("autotune_loader:cores=4")))
+    found = LoaderAutotuner(WorkerConfig(processes=3, prefetch=4), cores=4, memory_budget=float)
+    found.wait_fraction = 0.002
+    program.run.checkpoint_state["autotune_loader"].load_state_dict(found.state_dict())
+    assert program.run.checkpoint_state["autotune_loader"].workers == WorkerConfig(processes=3, prefetch=4)
+    assert program.run.checkpoint_state["autotune_loader"].converged
+
+
+def climber_of(task, words):
+    return build(task, make_methods(Recipe.coerce(words))).run.checkpoint_state["autotune_loader"]
+
+
+def test_where_it_begins(perceptron):
+    assert climber_of(perceptron(), "autotune_loader").workers == WorkerConfig()
+    assert climber_of(perceptron(), "autotune_loader:processes=2").workers == WorkerConfig(processes=2, prefetch=2)
+    assert climber_of(perceptron(), "autotune_loader:processes=3,cores=3,prefetch=5").workers == WorkerConfig(
+        processes=3, prefetch=5
+    )
+    assert climber_of(
+        perceptron(), ["autotune_loader", "loader_workers:num_workers=2,prefetch=3"]
+    ).workers == WorkerConfig(processes=2, prefetch=4)
+    loader = torch.utils.data.DataLoader(perceptron().train_data, batch_size=16, num_workers=2)
+    assert climber_of(perceptron(train_data=loader, batch_size=None), "autotune_loader").workers == WorkerConfig(
+        processes=2, prefetch=2
+    )
+    assert climber_of(loader_tasks.pipeline(), "autotune_loader:cache=no").cache == "no"
+
+
+def test_what_it_has_nothing_to_do_with(trained):
+    assert "nobody else" in trained(loader_tasks.stream(), "autotune_loader").run.no_effect[0][1]
+    noisy = trained(loader_tasks.loader(noisy=True, epochs=1), "autotune_loader")
+    assert "random" in noisy.run.no_effect[0][1]
+
+
+def test_settings_that_do_not_go_together(perceptron):
+    with pytest.raises(ConfigurationError, match="threads or processes, not both"):
+        make_methods(Recipe.coerce("autotune_loader:threads=1,processes=1"))
+    for words in ("autotune_loader:threads=2", "autotune_loader:cache=memory"):
+        with pytest.raises(ConfigurationError, match=r"for pipelines of hasten\.data"):
+            build(perceptron(), make_methods(Recipe.coerce(words)))
+    for words in ("cores=0", "gigabytes=0", "cache=ram", "processes=-1", "ahead=2000"):
+        with pytest.raises(ConfigurationError, match=words.partition("=")[0]):
+            make_methods(Recipe.coerce(f"autotune_loader:{words}"))

@@ -1,0 +1,87 @@
+"""Advice follows from cards, shares, ceilings and facts alone."""
+
+import pytest
+
+from hasten.core.card import Card, Exactness
+from hasten.profiling.advise import advise, amdahl
+
+PHASES = {
+    "input": 0.5,
+    "copy": 0.0,
+    "forward": 0.1,
+    "backward": 0.2,
+    "grad_transform": 0.0,
+    "optimizer_step": 0.19,
+    "evaluation": 0.005,
+    "logging": 0.005,
+}
+FACTS = frozenset({"cpu", "indexed_samples"})
+
+
+def card(*speeds, applies_to=(), gain=None) -> Card:
+    return Card(
+        summary="a card", exactness=Exactness.BIT_EXACT, accelerates=set(speeds), applies_to=set(applies_to), gain=gain
+    )
+
+
+def ask(headroom=None, **cards):
+    advice, against = advise(PHASES, headroom or {}, FACTS, cards)
+    return {entry["method"]: entry["bound"] for entry in advice}, {entry["method"]: entry["why"] for entry in against}
+
+
+def test_amdahl_bounds_in_order():
+    advice, against = ask(update=card("optimizer_step"), both=card("forward", "backward"), input=card("input"))
+    assert list(advice) == ["input", "both", "optimizer_step"]
+    assert advice == {
+        "input": pytest.approx(2.0),
+        "both": pytest.approx(1 / 0.7),
+        "optimizer_step": pytest.approx(1 / 0.81),
+    }
+    assert not against
+
+
+def test_a_measured_ceiling_takes_the_place_of_a_share():
+    advice, _ = ask({"input": 4.0}, fast=card("input"), all=card("input", "optimizer_step"))
+    assert advice == {"fast": pytest.approx(4.0), "all": pytest.approx(1 / (0.25 - 0.19))}
+
+
+def test_a_ceiling_of_the_method_itself_is_taken_as_it_is():
+    advice, against = ask({"pool": 1.3, "no_effect": 1.0}, pool=card("forward", "backward"), idle=card("forward"))
+    assert advice == {"pool": 1.3}
+    assert "1.00x" in against["no_effect"]
+
+
+def test_whole_steps_have_no_bound_and_come_last():
+    advice, _ = ask(fewer=card("steps"), tiny=card("optimizer_step"))
+    assert list(advice.items())[-1] == ("fewer", None)
+
+
+def test_what_cannot_pay_is_told_with_its_number():
+    advice, against = ask(rare=card("evaluation"))
+    assert not advice
+    assert "1.01x" in against["rare"]
+
+
+def test_missing_facts_are_named():
+    advice, against = ask(gpu=card("input", applies_to={"cuda", "indexed_samples"}))
+    assert not advice
+    assert "NVIDIA GPU" in against["gpu"] and "index" not in against["gpu"]
+
+
+def test_free_words_about_what_it_applies_to_hinder_nothing():
+    advice, against = ask(
+        deep=card("input", applies_to={"skip connections", "indexed_samples"}),
+        gpu=card("input", applies_to={"cuda", "x"}),
+    )
+    assert list(advice) == ["deep"]
+    assert against == {"gpu": "it needs what does not hold here: the run is on an NVIDIA GPU"}
+
+
+def test_equal_bounds_go_by_the_claimed_gain():
+    advice, _ = ask(a=card("input"), b=card("input", gain=(1.0, 20.0)))
+    assert list(advice) == ["b", "a"]
+
+
+def test_every_bound_is_a_number():
+    assert amdahl(1.0) < 1e4
+    assert amdahl(0.5) == 2.0

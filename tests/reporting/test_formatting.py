@@ -1,0 +1,79 @@
+"""Numbers as people read them."""
+
+# ruff: noqa: RUF001 (true multiplication signs and dashes are what is tested)
+
+import pytest
+
+from hasten.reporting import formatting
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (None, "–"),
+        (0, "0 s"),
+        (3.2e-6, "3.2 µs"),
+        (0.00042, "420 µs"),
+        (0.0042, "4.2 ms"),
+        (0.732, "732 ms"),
+        (1.6, "1.6 s"),
+        (59.9, "60 s"),
+        (61, "1 min 1 s"),
+        (151.2, "2 min 31 s"),
+        (1620, "27 min"),
+        (3599.7, "1 h"),
+        (5000, "1 h 23 min"),
+    ],
+)
+def test_seconds(value, told):
+    assert formatting.seconds(value) == told
+
+
+@pytest.mark.parametrize(
+    ("value", "told"), [(None, "–"), (1.004, "1.00×"), (1.31, "1.31×"), (5.12, "5.1×"), (23.4, "23×"), (1234, "1,234×")]
+)
+def test_ratios(value, told):
+    assert formatting.ratio(value) == told
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "told"),
+    [
+        (4.63, 5.71, "4.6 to 5.7×"),
+        (1.969, 2.417, "1.97 to 2.42×"),
+        (0.97, 25, "0.97 to 25×"),
+        (4.63, None, "at least 4.6×"),
+        (None, 1.2, "at most 1.20×"),
+        (None, None, "–"),
+    ],
+)
+def test_intervals(low, high, told):
+    assert formatting.between({"low": low, "high": high}) == told
+
+
+def test_metrics_keep_four_digits_and_their_sign():
+    assert formatting.metric(0.97521) == "0.9752" and formatting.metric(1234.5678) == "1235"
+    assert (
+        formatting.metric(-0.0021, signed=True) == "−0.0021"
+        and formatting.metric(0.0021, "bits", signed=True) == "+0.0021 bits"
+    )
+
+
+def test_long_names_keep_both_ends():
+    short = formatting.shorten("./methods_of_mine/file.py:TheClass", 20)
+    assert len(short) == 20 and short.startswith("./method") and short.endswith("TheClass")
+    assert formatting.shorten("short", 20) == "short"
+
+
+def test_counts():
+    assert (
+        formatting.count(1, "run", "runs"),
+        formatting.count(23.2, "run", "runs"),
+        formatting.count(None, "run", "runs"),
+    ) == ("1 run", "23 runs", "–")
+
+
+def test_a_command_names_code_from_outside_itself():
+    assert formatting.train_command("digits", {}, "r.toml") == "hasten train digits"
+    command = formatting.train_command("my task.py:task", {"ema": {}, "./mine.py:Faster": {}}, "r.toml")
+    assert command == "hasten train 'my task.py:task' --recipe r.toml --with ./mine.py:Faster"

@@ -1,0 +1,98 @@
+"""What the pictures are computed from."""
+
+from itertools import pairwise
+
+import pytest
+
+from hasten.reporting import view_model
+from hasten.reporting.result_schema import validate
+from helpers import sample_results as samples
+
+
+def points(*metrics):
+    return [{"seconds": float(second), "metric": metric} for second, metric in enumerate(metrics, 1)]
+
+
+def share(name, median, low=None, high=None):
+    return {"method": name, "speedup": {"median": median, "low": low, "high": high}}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "higher", "second"),
+    [
+        ((0.5, 0.9, 0.7, 0.9, 0.95), True, 4.0),  # the first look at the target was not held
+        ((0.5, 0.6, 0.9), True, 3.0),  # the last look has no next one
+        ((0.5, 0.6, 0.7), True, None),
+        ((9.0, 0.8, 0.7), False, 2.0),
+    ],
+)
+def test_the_target_counts_when_it_is_held(metrics, higher, second):
+    found = view_model.moment(points(*metrics), 0.85, higher)
+    assert (found and found["seconds"]) == second
+
+
+def test_most_seeds_must_reach_the_target():
+    curves = {"baseline": [{"points": points(0.5, 0.9)}, {"points": points(0.5, 0.6)}, {"points": points(0.5, 0.6)}]}
+    (arm,) = view_model.arms(curves, 0.85, True, {})
+    assert arm["time"] is None and arm["moments"] == [(2.0, 0.9)]
+
+
+@pytest.mark.parametrize("medians", [(2.0, 1.5), (6.0, 3.0), (1.1, 1.05), (1.0, 0.9), ()])
+def test_the_staircase_leads_from_one_time_to_the_other(medians):
+    stairs = view_model.staircase(12.0, 3.0, [share(f"m{index}", median) for index, median in enumerate(medians)])
+    assert stairs[0]["from"] == 12.0 and stairs[-1]["to"] == pytest.approx(3.0)
+    assert all(above["to"] == below["from"] for above, below in pairwise(stairs))
+    assert all(stair["to"] < stair["from"] for stair in stairs)
+
+
+def test_shares_that_fall_short_leave_a_common_stair_and_those_that_overshoot_do_not():
+    assert [stair["name"] for stair in view_model.staircase(12.0, 3.0, [share("a", 1.5), share("b", 2.0)])] == [
+        "b",
+        "a",
+        "only together",
+    ]
+    assert [stair["name"] for stair in view_model.staircase(12.0, 3.0, [share("a", 5.0), share("b", 6.0)])] == [
+        "b",
+        "a",
+    ]
+
+
+def test_a_recipe_of_one_method_gives_what_the_method_gives():
+    result = validate(samples.faster() | {"recipe": {"ema": {}}, "shares": []})
+    assert view_model.shares_of(result) == [{"method": "ema", "speedup": result["speedup"]}]
+
+
+def test_the_sources_of_speed_are_those_of_the_sample():
+    speed = view_model.sources_of_speed(validate(samples.faster()))
+    assert speed["step"] == pytest.approx(sum(samples.BASELINE.values()) / sum(samples.TUNED.values()))
+    assert speed["samples"] == pytest.approx(24000 / 17000)
+
+
+def test_break_even_is_honest_about_the_runs_to_come():
+    result = validate(samples.faster())
+    assert "does not pay" in view_model.break_even(result)
+    assert "so it pays" in view_model.break_even(result | {"runs_expected": 40})
+    assert "nothing to save" in view_model.break_even(validate(samples.leave_it()))
+
+
+def test_what_was_measured_comes_before_what_was_ruled_out():
+    lost = view_model.in_vain(validate(samples.faster())["trials"])
+    names = [
+        "cache_dataset",
+        "znorm",
+        "loader_workers:num_workers=2",
+        "bfloat16",
+        "batch_size:factor=4",
+        "channels_last",
+    ]
+    assert [trial["what"] for trial in lost] == names, (
+        "nearest to a gain first, then what was refused, then what never ran"
+    )
+    assert not any(view_model.is_good(trial) for trial in lost)
+    ruled_out = [samples.trial("tf32", "diagnosis", "not tried", None)]
+    assert (
+        view_model.stages(validate(samples.faster() | {"trials": ruled_out + samples.faster()["trials"]})["trials"])[
+            -1
+        ][0]
+        == "diagnosis"
+    )

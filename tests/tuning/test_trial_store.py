@@ -1,0 +1,92 @@
+"""Trials are written at once, found again, and never confused."""
+
+import json
+
+import pytest
+
+from hasten.core.errors import ConfigurationError
+from hasten.tuning.trial_store import FILE, TrialStore
+
+
+def counted(calls: list, value: float = 1.5):
+    def measure() -> dict:
+        calls.append(1)
+        return {"seconds": value}
+
+    return measure
+
+
+def test_nothing_is_measured_twice(tmp_path):
+    calls = []
+    for _ in range(2):
+        ledger = TrialStore(tmp_path, {"task": "a"})
+        for _ in range(2):
+            assert ledger.trial("run", {"seed": 1}, counted(calls))[1] == {"seconds": 1.5}
+    assert len(calls) == 1
+    assert ledger.found == 1, "however often it was asked for"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [("run", {"seed": 2}, {"task": "a"}), ("pace", {"seed": 1}, {"task": "a"}), ("run", {"seed": 1}, {"task": "b"})],
+)
+def test_another_seed_kind_or_task_is_another_trial(tmp_path, other):
+    calls, (kind, what, setting) = [], other
+    TrialStore(tmp_path, {"task": "a"}).trial("run", {"seed": 1}, counted(calls))
+    TrialStore(tmp_path, setting).trial(kind, what, counted(calls))
+    assert len(calls) == 2
+
+
+def test_a_failure_that_may_pass_is_tried_again_by_the_next_search(tmp_path):
+    """The task's own failure may lie in its data, which can be mended; a recipe's stays."""
+    calls = []
+
+    def failing() -> dict:
+        calls.append(1)
+        return {"failed": "sample 7: a file is gone"}
+
+    for failure_lasts, measured in ((True, 1), (False, 2)):
+        calls.clear()
+        for _ in range(2):
+            ledger = TrialStore(tmp_path, {"lasts": failure_lasts})
+            for _ in range(2):
+                assert "failed" in ledger.trial("run", {"seed": 1}, failing, failure_lasts)[1]
+        assert len(calls) == measured
+
+
+@pytest.mark.parametrize(
+    "moment", ["OSError: [Errno 5] Input/output error: 'a.npy'", "ConnectionError: reset", "memory ran out in step 3"]
+)
+def test_what_the_machine_lacked_for_a_moment_says_nothing_of_a_recipe(tmp_path, moment):
+    assert "failed" in TrialStore(tmp_path, {}).trial("run", {}, lambda: {"failed": moment})[1]
+    assert TrialStore(tmp_path, {}).trial("run", {}, counted([]))[1] == {"seconds": 1.5}
+
+
+def test_a_file_of_other_bytes_loses_nothing_but_them(tmp_path):
+    TrialStore(tmp_path, {}).trial("run", {}, counted([]))
+    with (tmp_path / FILE).open("ab") as file:
+        file.write(b"\xff\xfe not text\n")
+    calls = []
+    TrialStore(tmp_path, {}).trial("run", {}, counted(calls))
+    assert not calls
+
+
+def test_a_line_cut_by_a_kill_costs_that_trial_alone(tmp_path):
+    calls = []
+    ledger = TrialStore(tmp_path, {})
+    for seed in (1, 2):
+        ledger.trial("run", {"seed": seed}, counted(calls))
+    file = tmp_path / FILE
+    file.write_bytes(file.read_bytes()[:-20])
+    again = TrialStore(tmp_path, {})
+    for seed in (1, 2):
+        again.trial("run", {"seed": seed}, counted(calls))
+    assert len(calls) == 3
+    whole = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+    assert {entry["what"]["seed"] for entry in whole if "outcome" in entry} == {1, 2}
+
+
+def test_a_folder_that_is_a_file_is_told_in_a_line(tmp_path):
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(ConfigurationError, match="cannot use"):
+        TrialStore(tmp_path / "taken", {})
