@@ -30,7 +30,9 @@ SUM_TOLERANCE = 1e-6  # relative; processors of different kinds may add in anoth
 SAME_DATA = (
     "every rank must read the same data, unsharded and in the same order; hasten shards it (remove DistributedSampler)"
 )
-SEEDED = "datasets may draw from the generators of torch, NumPy or Python, which hasten seeds, or from one with a fixed seed"
+SEEDED = (
+    "datasets may draw from the generators of torch, NumPy or Python, which hasten seeds, or from one with a fixed seed"
+)
 NOT_TENSORS = (
     "a batch can be sharded only if it consists of tensors with the same number of samples; "
     "give samples by index, or such tensors"
@@ -240,9 +242,7 @@ def _planned_samples(sizes: list[int], index: int, local: int, name: str, ranks:
     return samples
 
 
-def _exchange_samples(
-    known: GlobalBatchInfo | None, local: int, name: str, ranks: ProcessGroupInfo
-) -> tuple[int, int]:
+def _exchange_samples(known: GlobalBatchInfo | None, local: int, name: str, ranks: ProcessGroupInfo) -> tuple[int, int]:
     """(samples of the global batch, samples summed over the ranks), which differ if every rank reads all of it."""
     if known is not None and local != _shard_size(known.samples, ranks):
         known = None  # a method has changed the samples

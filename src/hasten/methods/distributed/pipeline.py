@@ -31,15 +31,8 @@ from hasten.core.errors import ConfigurationError, ProgressWarning
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 from hasten.core.types import ForwardFn, LossFn, StepFn
-from hasten.distributed.collectives import (
-    assign_mesh_dim,
-    broadcast_module,
-    broadcast_tensors,
-    get_device_mesh,
-    has_local_batch_norm,
-    reduce_over_replicas,
-    warn_local_batch_norm,
-)
+from hasten.distributed.collectives import broadcast_module, broadcast_tensors, has_local_batch_norm, warn_local_batch_norm
+from hasten.distributed.mesh import assign_mesh_dim, get_device_mesh, reduce_over_replicas
 from hasten.distributed.fx.pipeline_split import (
     check_no_shared_weights,
     extract_stage,
