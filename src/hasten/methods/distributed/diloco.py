@@ -47,7 +47,7 @@ class DiLoCo(Method):
     outer_momentum: float = option(0.9, at_least=0, below=1)
 
     def parallelize(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
-        check_sync_period(run, self.name, self.sync_every)
+        check_sync_period(run, f"{self.name}:sync_every", self.sync_every)
         warn_local_batch_norm(model)
         broadcast_module(model)
         allow_divergent_replicas(run, self.name)

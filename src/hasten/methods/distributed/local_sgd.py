@@ -82,7 +82,7 @@ class LocalSGD(Method):
         if run.plan.steps is not None and self.warmup_steps >= run.plan.steps:
             run.report_no_effect(self, f"it begins after {self.warmup_steps} steps, and the run has {run.plan.steps}")
         elif not self.warmup_steps:
-            check_sync_period(run, self.name, self.period)
+            check_sync_period(run, f"{self.name}:period", self.period)
 
     def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
         if not self.warmup_steps:

@@ -26,21 +26,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hasten.core import batch as batches
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.errors import ConfigurationError, ProgressWarning
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 from hasten.core.types import ForwardFn, LossFn, StepFn
-from hasten.distributed.collectives import (
-    assign_mesh_dim,
-    broadcast_module,
-    broadcast_tensors,
-    get_device_mesh,
-    has_local_batch_norm,
-    reduce_over_replicas,
-    warn_local_batch_norm,
-)
+from hasten.distributed.collectives import broadcast_module, broadcast_tensors, has_local_batch_norm, warn_local_batch_norm
+from hasten.distributed.mesh import assign_mesh_dim, get_device_mesh, reduce_over_replicas
 from hasten.distributed.fx.pipeline_split import (
     check_no_shared_weights,
     extract_stage,
@@ -56,6 +48,7 @@ from hasten.distributed.fx.stage_balance import (
 )
 from hasten.distributed.fx.tracing import eval_mode
 from hasten.distributed.p2p_metadata import HEADER, empty_from_meta, encode_meta
+from hasten.utils import batch as batches
 
 SCHEDULES = {  # torch's name for it, and how many stages each process has
     "gpipe": ("ScheduleGPipe", 1),
