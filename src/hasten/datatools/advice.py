@@ -212,7 +212,8 @@ def _try_format(sample: RowReader, to: str, folder: Path, seconds: float) -> tup
     table_options: dict[str, Any] = {"target": sample.target, "fill": 0} if FORMATS[to].is_table else {}
     resize = sample.resize if to == "shards" else None
     stored = RowReader(FORMATS[to], files, files, **table_options, resize=resize)
-    return sum(map(os.path.getsize, files)) / sample.rows, repeated_stage_rates(stored, seconds)["batches"]
+    rates = repeated_stage_rates(stored, seconds)["batches"]
+    return sum(map(os.path.getsize, files)) / sample.rows, rates or []
 
 
 @contextmanager

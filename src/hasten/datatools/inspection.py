@@ -184,7 +184,7 @@ def _type_name(column: Any) -> str:
     if isinstance(column, torch.Tensor):
         dtype = str(column.dtype).removeprefix("torch.")
         return f"{dtype} {tuple(column.shape[1:])}" if column.ndim > 1 else dtype
-    first = column[0] if column else None
+    first: Any = column[0] if column else None
     if isinstance(first, torch.Tensor):
         return f"lists of {first.dtype}".replace("torch.", "")
     if isinstance(first, (str, bytes)):
