@@ -41,8 +41,8 @@ class CacheDataset(Method):
                 run.report_no_effect(self, why_not)
             return batches
         remembering = Remembering(batches.spec.dataset, int(self.gigabytes * 1e9))
-        cached = batches.with_spec(dataset=remembering, workers=0)  # a worker's memory would die with the worker
-        return dataclasses.replace(cached, samples=None)
+        cached = batches.with_spec(dataset=remembering, num_workers=0)  # a worker's memory would die with the worker
+        return dataclasses.replace(cached, spec=None)
 
     def _obstacle(self, batches: BatchSource) -> str | None:
         if batches.spec is None:
