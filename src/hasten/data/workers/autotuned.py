@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import torch
 
-from hasten.core.data import WorkerConfig, bitwise_equal
+from hasten.core.data import WorkerConfig
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError
 from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.batch_builder import Map
@@ -24,6 +24,7 @@ from hasten.data.rng import isolated_rng
 from hasten.data.source import BadRow, Source, unbatch
 from hasten.data.workers.runners import Runner, runner_of
 from hasten.loading.autotuner import WAIT_TOLERANCE, LoaderAutotuner, SearchSpace
+from hasten.utils.tree import bitwise_equal
 
 PROBED_ROWS = 32  # read twice to find whether samples are deterministic
 ASSUMED_EPOCHS = 5  # that remain, if the training loop does not give a number
@@ -82,7 +83,7 @@ class AutotunedRunner:
                 old.workers,
                 cores=old.cores,
                 memory_budget=old.memory_budget,
-                passes=old.passes,
+                epochs=old.epochs,
                 on_converged=old.on_converged,
             ),
             active_cache={},
@@ -118,7 +119,7 @@ class AutotunedRunner:
     def _would_pay(self, epoch: int) -> bool:
         """Whether the time that steps wait in the remaining epochs exceeds one epoch, about what filling takes."""
         waiting = self.autotuner.wait_fraction  # None until the search has converged
-        remaining = ASSUMED_EPOCHS if self.autotuner.passes is None else self.autotuner.passes - epoch
+        remaining = ASSUMED_EPOCHS if self.autotuner.epochs is None else self.autotuner.epochs - epoch
         return waiting is not None and waiting > WAIT_TOLERANCE and waiting * remaining > 1
 
     def _choose_location(self, source: Source, maps: tuple[Map, ...], faults: BadRowPolicy) -> str:
