@@ -19,7 +19,7 @@ from hasten.core.errors import ConfigurationError
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.formats.table_source import SHARE
-from hasten.data.formats.webdataset import PICTURES
+from hasten.data.formats.webdataset import IMAGE_TYPES
 from hasten.data.io.paths import is_remote
 from hasten.data.source import BadRow
 from hasten.data.validation import at_least
@@ -174,7 +174,7 @@ def _pictures(reading: RowReader, rows: numpy.ndarray) -> list[torch.Tensor]:
         there = None  # reported when it is measured
     columns = {} if there is None else named(there, reading.kind)
     of_pictures = [
-        column for name, column in columns.items() if name == "pictures" or name.rpartition(".")[2] in PICTURES
+        column for name, column in columns.items() if name == "pictures" or name.rpartition(".")[2] in IMAGE_TYPES
     ]
     return of_pictures[0] if of_pictures else []
 

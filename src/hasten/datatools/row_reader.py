@@ -15,11 +15,11 @@ import torch
 
 from hasten.core.errors import ConfigurationError, RunError, format_error
 from hasten.data.bad_rows import BadRowPolicy
-from hasten.data.formats.decoding import PIXELS, decoded, pictures_of, size_of
+from hasten.data.formats.decoding import PIXELS, decode_image, decode_images, size_of
 from hasten.data.formats.images import content_of
 from hasten.data.formats.table_files import Csv, Feather, Parquet, asks_too_much, check
 from hasten.data.formats.table_layout import Layout
-from hasten.data.formats.webdataset import PICTURES
+from hasten.data.formats.webdataset import IMAGE_TYPES
 from hasten.data.io.paths import file_signature
 from hasten.data.io.range_reader import read_ranges
 from hasten.data.source import BadRow, Source, length_of
@@ -81,7 +81,7 @@ class RowReader:
     @cached_property
     def rows(self) -> int:
         if self.kind.is_table:
-            there = sum(rows for manifest in self._manifests.values() for rows in manifest.runs)
+            there = sum(rows for manifest in self._manifests.values() for rows in manifest.chunks)
         else:
             there = len(self.source)
         return there if self.most is None else min(there, self.most)
@@ -157,7 +157,7 @@ class RowReader:
 
         at, schema = 0, pa.schema(list(self._layout.types.items()))
         for file, manifest in self._manifests.items():
-            for number, rows in enumerate(manifest.runs):
+            for number, rows in enumerate(manifest.chunks):
                 low, high = max(first, at), min(last, at + rows)
                 if low < high and (run := self._readable_run(file, number, at, range(low, high))) is not None:
                     for begin in range(0, len(run), step := max(1, CHUNK * len(run) // max(1, run.nbytes))):
@@ -185,18 +185,18 @@ class RowReader:
         if number in (bad := self._manifests[file].bad):
             raise BadRow(first, file, bad[number])
         try:
-            run = self._form.run(file, number, self._layout.names)
-            check(run, self._manifests[file].runs[number])
+            run = self._form.chunk(file, number, self._layout.names)
+            check(run, self._manifests[file].chunks[number])
         except ConfigurationError:
             raise
         except MemoryError as error:
             if not asks_too_much(error):
                 raise
-            raise BadRow(first, f"{file}, {self._form.run_name} {number}", format_error(error)) from None
+            raise BadRow(first, f"{file}, {self._form.chunk_name} {number}", format_error(error)) from None
         except (OSError, ValueError, LookupError, pa.ArrowException) as error:
             if getattr(error, "errno", None) is not None:  # an error of the operating system, not of the row
                 raise RunError(f"cannot read {file}: {format_error(error)}") from None
-            raise BadRow(first, f"{file}, {self._form.run_name} {number}", format_error(error)) from None
+            raise BadRow(first, f"{file}, {self._form.chunk_name} {number}", format_error(error)) from None
         run = pa.Table.from_batches([run]) if isinstance(run, pa.RecordBatch) else run
         return run.select(self._layout.names)
 
@@ -247,26 +247,26 @@ class RowReader:
     def _parts_of_shards(self, rows: numpy.ndarray) -> Iterator[tuple[str, str, dict[str, bytes]]]:
         numbers = numpy.searchsorted(self.source.chunk_offsets(), rows, "right") - 1
         for row, number in zip(rows.tolist(), numbers.tolist(), strict=True):
-            places = {name: self.source.places[name][row] for name in self.source.columns}
+            places = {name: self.source.positions[name][row] for name in self.source.columns}
             there = {name: place for name, place in places.items() if place[0] >= 0}
             contents = read_ranges(
-                self.source.stamps, numpy.full(len(there), number), *numpy.array([*there.values()]).T
+                self.source.signatures, numpy.full(len(there), number), *numpy.array([*there.values()]).T
             )
             key = self.source.keys[row]
-            yield key, f"{self.source.stamps[number][0]}, {key}", dict(zip(there, map(bytes, contents), strict=True))
+            yield key, f"{self.source.signatures[number][0]}, {key}", dict(zip(there, map(bytes, contents), strict=True))
 
     def _stored(self, row: int, key: str, place: str, files: dict[str, bytes]) -> tuple[str, dict[str, bytes]] | None:
         """A sample with its images resized or unchanged; None if one cannot be read and the sample may be skipped."""
         made = {}
         for ending, content in files.items():
             stem, _, last = ending.rpartition(".")
-            if last in PICTURES:
+            if last in IMAGE_TYPES:
                 where = place if self.kind.name == "images" else f"{place}.{ending}"
                 try:
                     if self.resize is None:
                         _prove(row, where, content)
                     else:
-                        (picture,) = pictures_of([row], [where], iter([content]), size_of(self.resize), PIXELS)
+                        (picture,) = decode_images([row], [where], iter([content]), size_of(self.resize), PIXELS)
                         ending, content = f"{stem}.jpg".lstrip("."), jpeg(picture)
                 except BadRow as fault:
                     self._left_out(fault)
@@ -282,7 +282,7 @@ def _prove(row: int, where: str, content: bytes) -> None:
         BadRow: it cannot.
     """
     try:
-        decoded(content, PIXELS, LEAST)
+        decode_image(content, PIXELS, LEAST)
     except ValueError as error:
         raise BadRow(row, where, str(error)) from None
 
