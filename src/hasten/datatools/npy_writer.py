@@ -18,7 +18,7 @@ import torch
 
 from hasten.core.errors import ConfigurationError
 from hasten.data.formats.arrays import from_numpy_array
-from hasten.data.formats.webdataset import PICTURES
+from hasten.data.formats.webdataset import IMAGE_TYPES
 from hasten.datatools.content_hash import ContentHash
 from hasten.datatools.row_reader import CHUNK
 from hasten.datatools.shard_plan import PART, ReportRows, ShardPlan, fsync
@@ -102,7 +102,7 @@ class NpyWriter:
 
     def _check(self, name: str, column: Any) -> None:
         like = self.like[name]
-        advice = "resize images with --resize" if name == "images" or name.rpartition(".")[2] in PICTURES else ""
+        advice = "resize images with --resize" if name == "images" or name.rpartition(".")[2] in IMAGE_TYPES else ""
         if not isinstance(column, torch.Tensor) or column.dtype == torch.bfloat16:
             kind = "bfloat16" if isinstance(column, torch.Tensor) else "text, bytes or rows of unequal shapes"
             message = f"column {name!r} holds {kind}, and a matrix requires numbers of one shape"

@@ -16,11 +16,11 @@ import torch
 
 from hasten.core.errors import ConfigurationError, RunError, format_error
 from hasten.data.bad_rows import BadRowPolicy
-from hasten.data.formats.decoding import PIXELS, decoded, pictures_of, size_of
+from hasten.data.formats.decoding import PIXELS, decode_image, decode_images, size_of
 from hasten.data.formats.images import content_of
 from hasten.data.formats.table_files import Csv, Feather, Parquet, asks_too_much, check
 from hasten.data.formats.table_layout import Layout
-from hasten.data.formats.webdataset import PICTURES
+from hasten.data.formats.webdataset import IMAGE_TYPES
 from hasten.data.io.paths import file_signature
 from hasten.data.io.range_reader import read_ranges
 from hasten.data.source import BadRow, Source, length_of
@@ -84,7 +84,7 @@ class RowReader:
     @cached_property
     def rows(self) -> int:
         if self.kind.is_table:
-            rows = sum(rows for manifest in self._manifests.values() for rows in manifest.runs)
+            rows = sum(rows for manifest in self._manifests.values() for rows in manifest.chunks)
         else:
             rows = len(self.source)
         return rows if self.max_rows is None else min(rows, self.max_rows)
@@ -161,7 +161,7 @@ class RowReader:
 
         run_begin, schema = 0, pa.schema(list(self._layout.types.items()))
         for file, manifest in self._manifests.items():
-            for index, num_rows in enumerate(manifest.runs):
+            for index, num_rows in enumerate(manifest.chunks):
                 rows = range(max(first, run_begin), min(last, run_begin + num_rows))
                 run = self._readable_run(file, index, run_begin, rows) if rows else None
                 if run is not None:
@@ -192,8 +192,8 @@ class RowReader:
         if index in bad:
             raise BadRow(first, file, bad[index])
         try:
-            run = self._form.run(file, index, self._layout.names)
-            check(run, self._manifests[file].runs[index])
+            run = self._form.chunk(file, index, self._layout.names)
+            check(run, self._manifests[file].chunks[index])
         except ConfigurationError:
             raise
         except (MemoryError, OSError, ValueError, LookupError, pa.ArrowException) as error:
@@ -201,7 +201,7 @@ class RowReader:
                 raise
             if getattr(error, "errno", None) is not None:  # an error of the operating system, not of the row
                 raise RunError(f"cannot read {file}: {format_error(error)}") from None
-            raise BadRow(first, f"{file}, {self._form.run_name} {index}", format_error(error)) from None
+            raise BadRow(first, f"{file}, {self._form.chunk_name} {index}", format_error(error)) from None
         run = pa.Table.from_batches([run]) if isinstance(run, pa.RecordBatch) else run
         return run.select(self._layout.names)
 
@@ -254,25 +254,25 @@ class RowReader:
     def _read_shards(self, rows: numpy.ndarray) -> Iterator[tuple[str, str, dict[str, bytes]]]:
         shards = numpy.searchsorted(self.source.chunk_offsets(), rows, "right") - 1
         for row, shard in zip(rows.tolist(), shards.tolist(), strict=True):
-            ranges = {name: self.source.places[name][row] for name in self.source.columns}
+            ranges = {name: self.source.positions[name][row] for name in self.source.columns}
             ranges = {name: span for name, span in ranges.items() if span[0] >= 0}  # the members that the sample has
             begins, ends = numpy.array([*ranges.values()]).T
-            contents = read_ranges(self.source.stamps, numpy.full(len(ranges), shard), begins, ends)
+            contents = read_ranges(self.source.signatures, numpy.full(len(ranges), shard), begins, ends)
             key = self.source.keys[row]
-            yield key, f"{self.source.stamps[shard][0]}, {key}", dict(zip(ranges, map(bytes, contents), strict=True))
+            yield key, f"{self.source.signatures[shard][0]}, {key}", dict(zip(ranges, map(bytes, contents), strict=True))
 
     def _encode(self, row: int, key: str, where: str, files: dict[str, bytes]) -> tuple[str, dict[str, bytes]] | None:
         """A sample with its images resized or unchanged; None if one cannot be read and the sample may be skipped."""
         encoded = {}
         for ending, content in files.items():
             stem, _, last = ending.rpartition(".")
-            if last in PICTURES:
+            if last in IMAGE_TYPES:
                 location = where if self.kind.name == "images" else f"{where}.{ending}"
                 try:
                     if self.resize is None:
                         _check_decodable(row, location, content)
                     else:
-                        (image,) = pictures_of([row], [location], iter([content]), size_of(self.resize), PIXELS)
+                        (image,) = decode_images([row], [location], iter([content]), size_of(self.resize), PIXELS)
                         ending, content = f"{stem}.jpg".lstrip("."), jpeg(image)
                 except BadRow as bad_row:
                     self._skip(bad_row)
@@ -282,13 +282,13 @@ class RowReader:
 
 
 def _check_decodable(row: int, where: str, content: bytes) -> None:
-    """Checks that an image that is stored unchanged can be decoded.
+    """Checks that an image that is stored unchanged can be decode_image.
 
     Raises:
         BadRow: It cannot.
     """
     try:
-        decoded(content, PIXELS, MIN_SIZE)
+        decode_image(content, PIXELS, MIN_SIZE)
     except ValueError as error:
         raise BadRow(row, where, str(error)) from None
 

@@ -16,7 +16,7 @@ from hasten.core.errors import ConfigurationError
 from hasten.data.formats.table_files import Feather, Parquet
 from hasten.data.formats.tar_headers import members
 from hasten.data.formats.tf_example import encode_example
-from hasten.data.formats.tfrecord import AT_ONCE, Records, frame_records
+from hasten.data.formats.tfrecord import MAX_SKIPPED, Records, frame_records
 from hasten.data.io.paths import mapped_bytes
 from hasten.data.source import unbatch
 from hasten.datatools.content_hash import ContentHash
@@ -124,8 +124,8 @@ def _table_reader(form: Any) -> Callable[[Path], ContentHash]:
         import pyarrow as pa
 
         digest, manifest = ContentHash(), form().manifest(str(path))
-        for index in range(len(manifest.runs)):
-            run = form().run(str(path), index, manifest.schema.names)
+        for index in range(len(manifest.chunks)):
+            run = form().chunk(str(path), index, manifest.schema.names)
             digest.add_table(pa.Table.from_batches([run]) if isinstance(run, pa.RecordBatch) else run)
         return digest
 
@@ -151,8 +151,8 @@ def write_tfrecord(path: Path, reader: RowReader, first: int, last: int, report:
 def read_tfrecord(path: Path) -> ContentHash:
     """Returns the content hash of the messages in a TFRecord file."""
     digest, records = ContentHash(), Records([str(path)])
-    for begin in range(0, len(records), AT_ONCE):
-        rows = numpy.arange(begin, min(begin + AT_ONCE, len(records)))
+    for begin in range(0, len(records), MAX_SKIPPED):
+        rows = numpy.arange(begin, min(begin + MAX_SKIPPED, len(records)))
         data, begins, ends = records.data_of(rows)
         messages = [data[first:last].tobytes() for first, last in zip(begins.tolist(), ends.tolist(), strict=True)]
         digest.add({"messages": messages}, len(messages))
