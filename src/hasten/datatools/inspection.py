@@ -1,6 +1,6 @@
 """``hasten data inspect``: what is stored at a path, how fast it is read, and which format would be faster.
 
-Everything is measured on these data: some of them are read from the disk, decode_image, copied into batches, stored in other
+Everything is measured on these data: some of them are read from the disk, decoded, copied into batches, stored in other
 formats and read back. No file is left behind; the page cache of the measured files is dropped once.
 """
 
@@ -19,7 +19,7 @@ import torch
 from hasten.core.errors import ConfigurationError
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.data.bad_rows import BadRowPolicy
-from hasten.data.formats.table_source import SHARE
+from hasten.data.formats.table_source import MEMORY_FRACTION
 from hasten.data.formats.webdataset import IMAGE_TYPES
 from hasten.data.io.paths import is_remote
 from hasten.data.source import BadRow
@@ -62,7 +62,7 @@ def inspect(
         rows/s on one core}: medians, None for a stage that does not exist), "ranges" ({name: [low, high]} of repeated
         measurements), "in_memory" (whether the files fit into memory, so that only the first epoch reads the disk),
         "limit" (the slowest stage: "disk", "network", "decode" or "copy"), "passes" ("first" if later epochs find the
-        decode_image rows in memory, else "every"), "storages" (faster formats, as of ``better_storages``), "max_bad_rows",
+        decoded rows in memory, else "every"), "storages" (faster formats, as of ``better_storages``), "max_bad_rows",
         "skipped_rows" ({"row", "where", "why"} of what could not be read; row is None for a file), "trouble" (why
         speeds could not be measured, or None), "seconds".
 
@@ -134,7 +134,7 @@ def _add_advice(
     speed, rows, row_bytes = result["speed"], result["rows"], result["bytes"] / result["rows"]
     is_local = speed["network"] is None
     bandwidth = None if result["in_memory"] else speed["disk"] or speed["network"]
-    if reader.kind.is_table and rows * CHUNK / reader.chunk < psutil.virtual_memory().available / SHARE:
+    if reader.kind.is_table and rows * CHUNK / reader.chunk < psutil.virtual_memory().available * MEMORY_FRACTION:
         result["passes"] = "first"
     result["limit"] = _slowest_stage(speed, row_bytes, {"disk" if is_local else "network": bandwidth})
     before = [limit_by_disk(rate, row_bytes, bandwidth) for rate in rates]

@@ -259,7 +259,11 @@ class RowReader:
             begins, ends = numpy.array([*ranges.values()]).T
             contents = read_ranges(self.source.signatures, numpy.full(len(ranges), shard), begins, ends)
             key = self.source.keys[row]
-            yield key, f"{self.source.signatures[shard][0]}, {key}", dict(zip(ranges, map(bytes, contents), strict=True))
+            yield (
+                key,
+                f"{self.source.signatures[shard][0]}, {key}",
+                dict(zip(ranges, map(bytes, contents), strict=True)),
+            )
 
     def _encode(self, row: int, key: str, where: str, files: dict[str, bytes]) -> tuple[str, dict[str, bytes]] | None:
         """A sample with its images resized or unchanged; None if one cannot be read and the sample may be skipped."""
@@ -282,7 +286,7 @@ class RowReader:
 
 
 def _check_decodable(row: int, where: str, content: bytes) -> None:
-    """Checks that an image that is stored unchanged can be decode_image.
+    """Checks that an image that is stored unchanged can be decoded.
 
     Raises:
         BadRow: It cannot.
