@@ -49,7 +49,7 @@ def members(content: memoryview) -> Iterator[tuple[str, int, int]]:
         raise
     except (tarfile.TarError, ValueError, LookupError, OverflowError, RecursionError) as error:
         if offset == 0 and content[257:262] != b"ustar":
-            raise Damaged("is no tar file") from None
+            raise Damaged("is not a tar file") from None
         truncated = file.position >= len(content)
         why = "is cut off" if truncated else f"is damaged: the header at byte {offset}"
         raise Damaged(f"{why}: {error}") from None
