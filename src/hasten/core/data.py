@@ -87,7 +87,13 @@ class LoaderSpec:
         """Up to 32 samples, spread evenly over the dataset, read while every random generator starts from ``seed``."""
         spread = range(0, len(self.dataset), -(-len(self.dataset) // 32))
         reading = dataclasses.replace(
-            self, order=lambda epoch: [list(spread)], length=1, collate=list, workers=0, pin=False, loader=None
+            self,
+            batch_sampler=lambda epoch: [list(spread)],
+            length=1,
+            collate=list,
+            num_workers=0,
+            pin_memory=False,
+            loader=None,
         )
         return next(iter(self.build(reading).epoch(seed, 0)))
 
@@ -141,7 +147,7 @@ class BatchSource:
     def map_iterator(self, function: Callable[[Iterator], Iterator]) -> BatchSource:
         """The same batches, each pass's iterator wrapped by ``function``."""
         return dataclasses.replace(
-            self, epoch=lambda epoch, start: function(self.epoch(epoch, start)), samples=None, by=None
+            self, epoch=lambda epoch, start: function(self.epoch(epoch, start)), spec=None, with_workers=None
         )
 
 

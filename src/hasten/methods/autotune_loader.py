@@ -99,7 +99,7 @@ class AutotuneLoader(Method):
                 found = batches
             return found.epoch(number, start)
 
-        return replace(batches, epoch=epoch, samples=None, by=None)
+        return replace(batches, epoch=epoch, spec=None, with_workers=None)
 
     def _obstacle(self, batches: BatchSource) -> str | None:
         if batches.spec is None:
@@ -146,7 +146,7 @@ def climbed(batches: BatchSource, autotuner: LoaderAutotuner) -> BatchSource:
     What a ready DataLoader draws for the order of a pass is drawn once a pass, as by hand; its samples must not be random.
     """
     samples, drawn = batches.spec, {}
-    by = hiring(batches if samples.loader is None else batches.with_spec(order=lambda epoch: drawn["order"]))
+    by = hiring(batches if samples.loader is None else batches.with_spec(batch_sampler=lambda epoch: drawn["order"]))
     choices = SearchSpace(("processes",), autotuner.cores, lambda: min(autotuner.memory_budget(), shared_memory()))
 
     def epoch(number: int, start: int = 0) -> Iterator:
@@ -154,7 +154,7 @@ def climbed(batches: BatchSource, autotuner: LoaderAutotuner) -> BatchSource:
             drawn["order"] = list(samples.batch_sampler(number))
         return autotuner.iterate(lambda workers, done: by(workers).epoch(number, start + done), choices)
 
-    return replace(batches, epoch=epoch, samples=None, by=None)
+    return replace(batches, epoch=epoch, spec=None, with_workers=None)
 
 
 def hiring(batches: BatchSource) -> Callable[[WorkerConfig], BatchSource]:
@@ -165,7 +165,9 @@ def hiring(batches: BatchSource) -> Callable[[WorkerConfig], BatchSource]:
         if workers not in hired:
             hired.clear()  # ends its workers before others begin
             hired[workers] = batches.with_spec(
-                workers=workers.processes, prefetch=workers.prefetch_factor, persistent=workers.processes > 0
+                num_workers=workers.processes,
+                prefetch_factor=workers.prefetch_factor,
+                persistent_workers=workers.processes > 0,
             )
         return hired[workers]
 
@@ -185,7 +187,7 @@ def present(batches: BatchSource) -> WorkerConfig:
 
 
 def pinned(batches: BatchSource, run: RunContext) -> BatchSource:
-    return batches.with_spec(pin=True) if run.device.type == "cuda" else batches
+    return batches.with_spec(pin_memory=True) if run.device.type == "cuda" else batches
 
 
 def draws_by_worker(batches: BatchSource) -> bool:

@@ -76,7 +76,7 @@ class InMemoryBatches(Method):
                 finally:  # of a pass that is left in the middle, too
                     slot.release()
 
-        return replace(batches, epoch=epoch, samples=None)
+        return replace(batches, epoch=epoch, spec=None)
 
     def _obstacle(self, samples: LoaderSpec | None) -> str | None:
         """Why these samples cannot be stacked, or None."""
@@ -119,7 +119,9 @@ def stacked(samples: LoaderSpec):
     total = len(samples.dataset)
     chunks = [list(range(first, min(first + CHUNK, total))) for first in range(0, total, CHUNK)]
     reading = samples.build(
-        replace(samples, order=lambda epoch: chunks, length=len(chunks), pin=False, persistent=False)
+        replace(
+            samples, batch_sampler=lambda epoch: chunks, length=len(chunks), pin_memory=False, persistent_workers=False
+        )
     )
     whole = None
     for indices, chunk in zip(chunks, reading.epoch(0, 0), strict=True):

@@ -41,10 +41,10 @@ class LoaderWorkers(Method):
             return self._whole_batches(batches, run)
         wanted = replace(
             batches.spec,
-            workers=self.num_workers,
-            prefetch=self.prefetch_factor,
-            pin=self.pin_memory and run.device.type == "cuda",
-            persistent=self.persistent_workers and self.num_workers > 0,
+            num_workers=self.num_workers,
+            prefetch_factor=self.prefetch_factor,
+            pin_memory=self.pin_memory and run.device.type == "cuda",
+            persistent_workers=self.persistent_workers and self.num_workers > 0,
         )
         if wanted == batches.spec:
             return self._idle(batches, run, "the data are read in this way already")
