@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from hasten._torch_compat import foreach_zero_
-from hasten.core.batch import batch_size, batch_tensors, map_tensors
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.errors import RunError, format_error
 from hasten.core.method import Method
