@@ -1,7 +1,7 @@
 """Activation checkpointing: blocks recomputed in the backward pass instead of stored."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,8 +19,8 @@ from hasten.core.run_context import RunContext
 class ActivationCheckpointing(Method):
     """Stores only the inputs of each repeated block and recomputes the rest in the backward pass.
 
-    This costs about a third more arithmetic and saves most of the activation memory, which allows a larger batch or model.
-    The recomputation draws the same random numbers (dropout), and batch normalization counts each batch once.
+    This costs about a third more arithmetic and saves most of the activation memory, which allows a larger batch or
+    model. The recomputation draws the same random numbers (dropout), and batch normalization counts each batch once.
     """
 
     card = Card(
@@ -64,18 +64,14 @@ def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     return torch_checkpoint.checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
 
 
-def _frozen_statistics(norms: list[BatchNorm]) -> AbstractContextManager[None]:
-    """A context in which the running statistics stay: the first computation has counted this batch already."""
-
-    @contextmanager
-    def frozen() -> Iterator[None]:
-        before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
-        for norm in norms:
-            norm.momentum, norm.num_batches_tracked = 0.0, None
-        try:
-            yield
-        finally:
-            for norm, momentum, num_batches_tracked in before:
-                norm.momentum, norm.num_batches_tracked = momentum, num_batches_tracked
-
-    return frozen()
+@contextmanager
+def _frozen_statistics(norms: list[BatchNorm]) -> Generator[None]:
+    """Leaves the running statistics as they are: the first computation has counted this batch already."""
+    before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm in norms:
+        norm.momentum, norm.num_batches_tracked = 0.0, None
+    try:
+        yield
+    finally:
+        for norm, momentum, num_batches_tracked in before:
+            norm.momentum, norm.num_batches_tracked = momentum, num_batches_tracked

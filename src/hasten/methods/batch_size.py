@@ -27,8 +27,8 @@ RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt
 class BatchSize(Method):
     """Multiplies the batch size by ``factor``, and the learning rate by the factor that ``rule`` computes from it.
 
-    During the warm-up the learning rate rises linearly, step by step, from the task's own rate to the scaled one (Goyal et
-    al. 2017, section 2.2), multiplied with the schedule of the task.
+    During the warm-up the learning rate rises linearly, step by step, from the task's own rate to the scaled one (Goyal
+    et al. 2017, section 2.2), multiplied with the schedule of the task.
     """
 
     card = Card(

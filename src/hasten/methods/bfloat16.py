@@ -24,7 +24,7 @@ class BFloat16(Method):
         exactness=Exactness.REDUCED_PRECISION,
         source="Kalamkar et al. 2019, arXiv 1905.12322; torch.autocast",
         gain=(1.0, 1.6),
-        gain_when="large matrix products on hardware with bfloat16 units (1.4 to 1.6 on CPUs); nothing for narrow models",
+        gain_when="large matrix products on hardware with bfloat16 units (1.4 to 1.6 on CPUs); no gain if narrow",
         accelerates={"forward", "backward"},
         applies_to={"matrix_weights", "bfloat16_hardware"},
         requires={"uniform_precision", "monolithic_forward"},

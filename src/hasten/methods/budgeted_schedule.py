@@ -27,9 +27,9 @@ DECAYS: dict[str, Callable[[float], float]] = {  # fraction of the steps left ->
 class BudgetedSchedule(Method):
     """Trains ``factor`` times the epochs, at ``peak`` times the learning rate.
 
-    A schedule of the task keeps its shape and runs 1 / ``factor`` times as fast. A task without a schedule gets one: the
-    learning rate rises linearly during the warm-up, then follows ``decay`` to zero at the end of the run. Reaching zero is
-    what lets a short run end where a long one ends; the shorter the run, the higher the peak it needs.
+    A schedule of the task keeps its shape and runs 1 / ``factor`` times as fast. A task without a schedule gets one:
+    the learning rate rises linearly during the warm-up, then follows ``decay`` to zero at the end of the run. Reaching
+    zero is what lets a short run end where a long one ends; the shorter the run, the higher the peak it needs.
     """
 
     card = Card(

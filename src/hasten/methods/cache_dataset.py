@@ -52,7 +52,7 @@ class CacheDataset(Method):
             return "the data cannot be read sample by sample"
         if type(batches.spec.dataset) is TensorDataset:
             return "the samples are in memory already"
-        return "" if batches.spec.is_deterministic() else "the samples are random: they differ each time they are read"
+        return "" if is_deterministic(batches.spec) else "the samples are random: they differ each time they are read"
 
 
 class CachedDataset(torch.utils.data.Dataset[Any]):
@@ -78,7 +78,9 @@ class CachedDataset(torch.utils.data.Dataset[Any]):
                 return sample
             self.budget -= size
             self.cache[index] = sample
-        return map_tensors(lambda tensor: tensor, self.cache[index])  # new containers: a collate function may modify them
+        return map_tensors(
+            lambda tensor: tensor, self.cache[index]
+        )  # new containers: a collate function may modify them
 
 
 def sample_bytes(sample: Any) -> int:

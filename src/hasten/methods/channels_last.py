@@ -15,8 +15,8 @@ from hasten.utils.batch import map_tensors
 class ChannelsLast(Method):
     """Stores images and convolution weights as NHWC.
 
-    Tensor cores and CPU convolutions read NHWC directly; with NCHW, every convolution begins and ends with a transposition.
-    Shapes and indices stay the same, only the strides change.
+    Tensor cores and CPU convolutions read NHWC directly; with NCHW, every convolution begins and ends with a
+    transposition. Shapes and indices stay the same, only the strides change.
     """
 
     card = Card(

@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -43,7 +43,7 @@ class Compile(Method):
 
     def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:
         @contextmanager
-        def without_compiler_variables() -> Iterator[None]:
+        def without_compiler_variables() -> Generator[None]:
             before = set(os.environ)
             try:
                 with context():

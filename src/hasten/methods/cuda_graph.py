@@ -2,12 +2,13 @@
 
 How the rules of https://docs.pytorch.org/docs/stable/notes/cuda.html (CUDA graphs) are kept:
 
-* A graph reads and writes fixed addresses. Each batch is copied into static input buffers, the loss is copied out, and the
-  gradients are zeroed in place instead of freed: this method replaces ``zero_grad``.
-* Capture follows a few warm-up passes on a side stream. They change buffers of the model, random state and gradients, so
-  all three are restored: the first replay is the first pass of the run.
-* Shapes are part of a graph. There is one graph per ``microbatch_fraction`` (microbatches of unequal size have unequal loss
-  weights), for the first shapes seen. Batches of other shapes, such as the last one of an epoch, run without a graph.
+* A graph reads and writes fixed addresses. Each batch is copied into static input buffers, the loss is copied out, and
+  the gradients are zeroed in place instead of freed: this method replaces ``zero_grad``.
+* Capture follows a few warm-up passes on a side stream. They change buffers of the model, random state and gradients,
+  so all three are restored: the first replay is the first pass of the run.
+* Shapes are part of a graph. There is one graph per ``microbatch_fraction`` (microbatches of unequal size have unequal
+  loss weights), for the first shapes seen. Batches of other shapes, such as the last one of an epoch, run without a
+  graph.
 """
 
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from hasten.core.errors import RunError, format_error
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
 from hasten.core.types import Batch, ForwardFn, StepFn
+from hasten.utils.batch import batch_size, batch_tensors, map_tensors
 
 WARMUP_PASSES = 3  # the PyTorch documentation asks for a few, so that libraries have chosen their kernels
 
@@ -54,7 +56,9 @@ class CudaGraph(Method):
         def replay_graph(batch: Batch) -> torch.Tensor:
             fraction = run.progress.microbatch_fraction
             if fraction not in graphs:
-                if round(batch_size(batch) / fraction) < run.plan.batch_size:  # a resumed run may start with a short batch
+                if (
+                    round(batch_size(batch) / fraction) < run.plan.batch_size
+                ):  # a resumed run may start with a short batch
                     return forward_backward(batch).detach()  # a live autograd graph would prevent the capture
                 graphs[fraction] = _shapes(batch), _capture(forward_backward, batch, run)
             shapes, replay = graphs[fraction]
@@ -76,8 +80,8 @@ class CudaGraph(Method):
 def _capture(forward_backward: ForwardFn, batch: Batch, run: RunContext) -> ForwardFn:
     """``forward_backward`` as the replay of a graph, for batches of the same shapes as this one.
 
-    Gradients exist before the capture, so the recorded backward pass adds to them: the microbatches of a step sum up, and
-    passes outside the graph use the same buffers.
+    Gradients exist before the capture, so the recorded backward pass adds to them: the microbatches of a step sum up,
+    and passes outside the graph use the same buffers.
     """
     inputs = map_tensors(torch.clone, batch)
     restore = _save_state(run)

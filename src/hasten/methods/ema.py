@@ -39,7 +39,8 @@ class Ema(Method):
         if run.plan.steps is not None and self.start >= run.plan.steps:
             run.report_no_effect(self, f"the run ends after {run.plan.steps} steps, before the average starts")
             return optimizer_step
-        parameters, progress = list(run.model.parameters()), run.progress
+        parameters: list[torch.Tensor] = list(run.model.parameters())
+        progress = run.progress
         average = run.checkpoint_state[self.name] = ParameterAverage(parameters)
 
         def step_and_average() -> None:
@@ -61,12 +62,12 @@ class Ema(Method):
 class ParameterAverage:
     """Moving averages of some parameters; part of the checkpoint."""
 
-    def __init__(self, parameters: list[torch.nn.Parameter]):
+    def __init__(self, parameters: list[torch.Tensor]):
         self.tensors = [parameter.detach().clone() for parameter in parameters]
 
     @torch.no_grad()
-    def update(self, parameters: list[torch.nn.Parameter], decay: float) -> None:
-        """average <- decay * average + (1 - decay) * parameters."""
+    def update(self, parameters: list[torch.Tensor], decay: float) -> None:
+        """Average <- decay * average + (1 - decay) * parameters."""
         foreach_lerp_(self.tensors, parameters, 1 - decay)
 
     def state_dict(self) -> dict[str, torch.Tensor]:

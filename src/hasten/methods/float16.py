@@ -24,9 +24,10 @@ class Float16(Method):
     Arithmetic: ``torch.autocast`` chooses the precision of each operation by its own lists
     (https://docs.pytorch.org/docs/stable/amp.html). The parameters stay in float32, and the optimizer updates them.
 
-    Loss scaling: the loss is multiplied by a scale before the backward pass, so that small gradients do not vanish below
-    2**-24, and the gradients are divided by it before any other method reads them. A step whose gradients overflowed is
-    skipped. The dynamic scale starts at 2**16, halves after an overflow and doubles after 2000 steps without one.
+    Loss scaling: the loss is multiplied by a scale before the backward pass, so that small gradients do not vanish
+    below 2**-24, and the gradients are divided by it before any other method reads them. A step whose gradients
+    overflowed is skipped. The dynamic scale starts at 2**16, halves after an overflow and doubles after 2000 steps
+    without one.
     """
 
     card = Card(
@@ -48,7 +49,9 @@ class Float16(Method):
         if all(parameter.ndim < 2 or parameter.dtype != torch.float32 for parameter in run.model.parameters()):
             run.report_no_effect(self, "the model has no float32 matrix that could be multiplied in float16")
             return forward
-        run.checkpoint_state[self.name] = LossScale(self.scale, run.device)  # without it, the hooks below change nothing
+        run.checkpoint_state[self.name] = LossScale(
+            self.scale, run.device
+        )  # without it, the hooks below change nothing
         device = run.device.type
 
         def forward_in_float16(batch: Batch) -> torch.Tensor:

@@ -14,9 +14,10 @@ from hasten.core.run_context import RunContext
 class GradientAccumulation(Method):
     """Runs the forward and backward pass of each microbatch in turn, then one optimizer step.
 
-    A step computes the same and needs a fraction of the activation memory, which allows a larger batch or model, or keeps
-    the activations in the cache. Each microbatch is weighted by its share of the samples, so a loss that is a mean over
-    samples has the same gradient. Batch normalization has not, because it would normalize each microbatch separately.
+    A step computes the same and needs a fraction of the activation memory, which allows a larger batch or model, or
+    keeps the activations in the cache. Each microbatch is weighted by its share of the samples, so a loss that is a
+    mean over samples has the same gradient. Batch normalization has not, because it would normalize each microbatch
+    separately.
     """
 
     card = Card(

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
@@ -13,7 +15,8 @@ from hasten.distributed.dtensor_state import clip_norm
 class GradientClipping(Method):
     """Multiplies all gradients by min(1, max_norm / n), where n is the norm of all gradients together.
 
-    It saves no time by itself. It keeps training stable at higher learning rates and in lower precision, which save time.
+    It saves no time by itself. It keeps training stable at higher learning rates and in lower precision, which save
+    time.
     """
 
     card = Card(
@@ -32,7 +35,7 @@ class GradientClipping(Method):
     max_norm: float = option(1.0, above=0)  # Euclidean norm
 
     def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
-        parameters = list(run.model.parameters())
+        parameters: list[torch.Tensor] = list(run.model.parameters())
 
         def clip_gradients() -> None:
             grad_transform()
