@@ -10,7 +10,7 @@ from hasten.core.run_context import ParallelContext, RunContext
 from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
 from hasten.engine.registry import make_method
-from hasten.methods.float16 import GOOD_STEPS, Float16, Scale
+from hasten.methods.float16 import GROWTH_INTERVAL, Float16, LossScale
 from hasten.testing.tasks import Labelled
 
 

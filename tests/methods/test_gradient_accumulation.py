@@ -34,10 +34,10 @@ def test_batch_normalisation_is_another_formula_so_nothing_is_cut(convolutional,
 
 def test_one_piece_is_nothing_to_do(perceptron, trained):
     assert trained(perceptron(), "gradient_accumulation:accumulation_steps=1", 1).run.no_effect == [
-        ("gradient_accumulation", "the batch stays in one piece")
+        ("gradient_accumulation", "each batch is a single microbatch")
     ]
 
 
 def test_no_piece_is_refused():
-    with pytest.raises(ConfigurationError, match="pieces must be at least 1"):
+    with pytest.raises(ConfigurationError, match="accumulation_steps must be at least 1"):
         make_method("gradient_accumulation", {"pieces": 0})

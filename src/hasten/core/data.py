@@ -80,25 +80,6 @@ class LoaderSpec:
     def workers(self) -> WorkerConfig:
         return WorkerConfig(processes=self.num_workers, prefetch=self.num_workers * (self.prefetch_factor - 1))
 
-    def probe(self, seed: int = 0) -> list:
-        """Up to 32 samples, spread evenly over the dataset, read while every random generator starts from ``seed``."""
-        spread = range(0, len(self.dataset), -(-len(self.dataset) // 32))
-        reading = dataclasses.replace(
-            self,
-            batch_sampler=lambda epoch: [list(spread)],
-            length=1,
-            collate=list,
-            num_workers=0,
-            pin_memory=False,
-            loader=None,
-        )
-        return next(iter(self.build(reading).epoch(seed, 0)))
-
-    def is_deterministic(self) -> bool:
-        """Whether some samples come out the same under three random seeds, so that reading them once is enough."""
-        first, *others = (self.probe(seed) for seed in range(3))
-        return all(bitwise_equal(first, other) for other in others)
-
 
 @dataclass
 class BatchSource:
@@ -141,11 +122,8 @@ class BatchSource:
         assert self.spec is not None, "only samples that can be read by index have a spec"
         return self.spec.build(dataclasses.replace(self.spec, **changes))
 
-    def map_iterator(self, function: Callable[[Iterator], Iterator]) -> BatchSource:
-        """The same batches, each pass's iterator wrapped by ``function``."""
-        return dataclasses.replace(
-            self, epoch=lambda epoch, start: function(self.epoch(epoch, start)), spec=None, with_workers=None
-        )
+    def map_iterator(self, function: Callable[[Iterator[Any]], Iterator[Any]]) -> BatchSource:
+        """The same batches, with ``function`` applied to the iterator of each epoch."""
 
         def mapped(epoch: int, start: int = 0) -> Iterator[Any]:
             return function(self.epoch(epoch, start))

@@ -405,7 +405,7 @@ class Pipeline:
     def _anew(self, **changes) -> Pipeline:
         """Other batches, from the start."""
         runner = self.runner.reset() if hasattr(self.runner, "reset") else self.runner
-        return replace(self, position=Position(), **({"runner": runner} | changes))
+        return replace(self, place=Position(), **({"runner": runner} | changes))
 
     def _foreign(self) -> list:
         """What in it is of the user's own, and so may draw from the generators of the process, and may not be safe in threads."""

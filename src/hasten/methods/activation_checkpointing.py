@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]  # without annotations
 
 from hasten._torch_compat import BatchNorm
 from hasten.core.card import Card, Exactness, WrapOrder
@@ -61,7 +61,7 @@ def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
         return forward(*args, **kwargs)
     if norms:
         kwargs["context_fn"] = lambda: (nullcontext(), _frozen_statistics(norms))
-    return torch_checkpoint.checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
 
 
 @contextmanager

@@ -129,7 +129,7 @@ class AutotuneLoader(Method):
     def _report(
         self, tuned_settings: dict[str, dict[str, Any]], is_pipeline: bool
     ) -> Callable[[LoaderAutotuner], None]:
-        """The callback for convergence. A reference from it to the run, which refers to it, would keep workers alive."""
+        """The callback for convergence. It holds no reference to the run: as a cycle, that would keep workers alive."""
         defaults = {name: 0 for name in ("threads", "processes") if getattr(self, name)}
 
         def on_converged(autotuner: LoaderAutotuner) -> None:
@@ -155,9 +155,11 @@ def _autotuned(batches: BatchSource, autotuner: LoaderAutotuner) -> BatchSource:
     """
     spec = _spec(batches)
     drawn: list[list[int]] = []  # the order of the current epoch
-    with_workers = _worker_switch(
-        batches if spec.loader is None else batches.with_spec(batch_sampler=lambda epoch: drawn)
-    )
+
+    def drawn_order(epoch: int) -> list[list[int]]:
+        return drawn
+
+    with_workers = _worker_switch(batches if spec.loader is None else batches.with_spec(batch_sampler=drawn_order))
     space = SearchSpace(("processes",), autotuner.cores, lambda: min(autotuner.memory_budget(), _free_shared_memory()))
 
     def epoch(epoch: int, start: int = 0) -> Iterator[Any]:
@@ -194,7 +196,8 @@ def _data_type(batches: BatchSource) -> type[Any] | None:
     """Workers that suit some batches suit others of the same type; None if only the training process computes them."""
     if batches.spec is None:
         return BatchSource if batches.with_workers else None
-    return type(batches.spec.dataset)
+    dataset_type: type[Any] = type(batches.spec.dataset)
+    return dataset_type
 
 
 def _current_workers(batches: BatchSource) -> WorkerConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 from hasten.loading.probe import is_deterministic
 from hasten.utils.batch import map_tensors
+from hasten.utils.tree import tree_leaves
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,5 @@ class CachedDataset(torch.utils.data.Dataset[Any]):
 
 def sample_bytes(sample: Any) -> int:
     """Approximate memory of a sample, in bytes."""
-    if isinstance(sample, (torch.Tensor, numpy.ndarray)):
-        return sample.nbytes
-    if isinstance(sample, Mapping):
-        return sum(map(sample_bytes, sample.values()))
-    if isinstance(sample, (tuple, list)):
-        return sum(map(sample_bytes, sample))
-    return sys.getsizeof(sample)
+    is_array = (torch.Tensor, numpy.ndarray)
+    return sum(leaf.nbytes if isinstance(leaf, is_array) else sys.getsizeof(leaf) for leaf in tree_leaves(sample))

@@ -32,7 +32,7 @@ class ChannelsLast(Method):
         if not any(parameter.ndim == 4 for parameter in model.parameters()):
             run.report_no_effect(self, "the model has no two-dimensional convolution")
             return model
-        return model.to(memory_format=torch.channels_last)
+        return model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue,reportUnknownVariableType]
 
     def batch_transform(self, to_device: BatchFn, run: RunContext) -> BatchFn:
         return lambda batch: map_tensors(_to_channels_last, to_device(batch))

@@ -55,7 +55,7 @@ class Compile(Method):
         return without_compiler_variables
 
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
-        model.compile(mode=self.mode, backend=self.backend)
+        model.compile(mode=self.mode, backend=self.backend)  # pyright: ignore[reportUnknownMemberType]
         return model
 
     def export(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:

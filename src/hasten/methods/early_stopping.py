@@ -22,7 +22,7 @@ class EarlyStopping(Method):
         accelerates={"steps"},
         applies_to={"evaluations"},
         presets=({"target_patience": 3}, {"target_patience": 2}),
-        not_searched="it reaches the target no sooner, it ends the run there; add it to the recipe to save the rest of a run",
+        not_searched="it reaches no target sooner; add it to the recipe to save the rest of the run",
     )
 
     target_patience: int = option(2, at_least=1)  # consecutive evaluations at or beyond the target

@@ -9,7 +9,7 @@ than copying their bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain, cycle, islice
@@ -27,6 +27,7 @@ from hasten.core.run_context import RunContext
 from hasten.core.types import Batch
 from hasten.loading.probe import is_deterministic, probe_samples
 from hasten.utils.batch import batch_tensors, map_tensors
+from hasten.utils.tree import tree_leaves
 
 NUM_BUFFERS = 3  # a batch stays valid until the third one after it is requested
 STACKED_SAMPLES = 256  # samples that are collated together while stacking
@@ -125,10 +126,13 @@ def stack_samples(spec: LoaderSpec) -> Batch:
         return tensors
     total = len(spec.dataset)
     chunks = [list(range(first, min(first + STACKED_SAMPLES, total))) for first in range(0, total, STACKED_SAMPLES)]
-    in_order: dict[str, Any] = {"batch_sampler": lambda epoch: chunks, "length": len(chunks)}
-    reading = spec.build(replace(spec, **in_order, pin_memory=False, persistent_workers=False))
+
+    def in_order(epoch: int) -> list[list[int]]:
+        return chunks
+
+    reading = replace(spec, batch_sampler=in_order, length=len(chunks), pin_memory=False, persistent_workers=False)
     fields = None
-    for indices, chunk in zip(chunks, reading.epoch(0, 0), strict=True):
+    for indices, chunk in zip(chunks, spec.build(reading).epoch(0, 0), strict=True):
         if fields is None:
             fields = map_tensors(lambda part: part.new_empty((total, *part.shape[1:])), chunk)
         for field, part in zip(batch_tensors(fields), batch_tensors(chunk), strict=True):
@@ -158,10 +162,7 @@ def group_batches(batch_indices: Iterable[list[int]], fields: Batch, nbytes: int
 
 def all_tensors(batch: Batch) -> bool:
     """Whether a batch consists of dense tensors only."""
-    if isinstance(batch, torch.Tensor):
-        return batch.layout is torch.strided
-    items: Iterable[Any] = batch.values() if isinstance(batch, Mapping) else batch
-    return isinstance(batch, (tuple, list, Mapping)) and all(map(all_tensors, items))
+    return all(isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided for leaf in tree_leaves(batch))
 
 
 class BatchBuffer:

@@ -13,7 +13,8 @@ from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
 
-ADDITIONS: set[Any] = {operator.add, operator.iadd, torch.add, "add", "add_"}  # targets of fx nodes
+# targets of fx nodes
+ADDITIONS: set[Any] = {operator.add, operator.iadd, torch.add, "add", "add_"}  # pyright: ignore[reportUnknownMemberType]
 
 
 @dataclass(frozen=True)
