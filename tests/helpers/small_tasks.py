@@ -18,7 +18,7 @@ SETTINGS = {
         "backend": "eager"
     },  # the tracing without half a minute of C++; the real backend has a slow test of its own
     "gradient_clipping": {"max_norm": 0.25},
-    "threads": {"count": 2},  # the tests run with one
+    "num_threads": {"count": 2},  # the tests run with one
 }
 ELSEWHERE = {"distributed"} | (
     {"cuda"} if not torch.cuda.is_available() else set()

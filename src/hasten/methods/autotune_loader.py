@@ -196,8 +196,7 @@ def _data_type(batches: BatchSource) -> type[Any] | None:
     """Workers that suit some batches suit others of the same type; None if only the training process computes them."""
     if batches.spec is None:
         return BatchSource if batches.with_workers else None
-    dataset_type: type[Any] = type(batches.spec.dataset)
-    return dataset_type
+    return batches.spec.dataset.__class__
 
 
 def _current_workers(batches: BatchSource) -> WorkerConfig:
