@@ -11,7 +11,7 @@ from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
 from hasten.engine.registry import make_method
 from hasten.methods.float16 import GROWTH_INTERVAL, Float16, LossScale
-from hasten.testing.tasks import Labelled
+from hasten.testing.tasks import Labeled
 
 
 def test_gradients_are_unscaled_before_other_methods_read_them(perceptron, trained):
@@ -108,7 +108,7 @@ def test_a_model_without_float32_matrices_is_left_alone(perceptron, trained):
     assert "float16" not in scaled.run.checkpoint_state and usual.same_bits(scaled)
 
 
-class Doubled(Labelled):
+class Doubled(Labeled):
     def __init__(self):
         super().__init__((12,))
         self.inputs = self.inputs.double()

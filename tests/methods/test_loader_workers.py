@@ -59,7 +59,9 @@ def test_a_run_taken_up_in_the_middle_sees_the_rest_of_the_pass(perceptron):
 
 
 def test_settings_reach_the_loader(perceptron):
-    samples = build(perceptron(), make_methods(Recipe.coerce("loader_workers:num_workers=3,prefetch_factor=5"))).train.spec
+    samples = build(
+        perceptron(), make_methods(Recipe.coerce("loader_workers:num_workers=3,prefetch_factor=5"))
+    ).train.spec
     assert (samples.num_workers, samples.prefetch_factor, samples.persistent_workers, samples.pin_memory) == (
         3,
         5,
