@@ -203,7 +203,7 @@ def test_a_method_with_nothing_to_act_on_is_no_arm():
 
 
 @pytest.mark.parametrize(
-    "recipe", ["no_such_method", "threads:count=many", "missing.toml", "in_memory_batches+cache_dataset"]
+    "recipe", ["no_such_method", "num_threads:count=many", "missing.toml", "in_memory_batches+cache_dataset"]
 )
 def test_wrong_requests_are_refused_before_anything_starts(recipe):
     with pytest.raises(ConfigurationError):

@@ -122,7 +122,7 @@ def test_a_stream_has_no_share_of_the_steps_to_warm_up(perceptron):
         def __iter__(self):
             return iter([(torch.randn(12), 0)] * 32)
 
-    with pytest.raises(ConfigurationError, match="say warmup=0"):
+    with pytest.raises(ConfigurationError, match="pass warmup=0"):
         build(perceptron(train_data=Stream()), make_methods(Recipe.coerce("batch_size")))
     assert (
         build(perceptron(train_data=Stream()), make_methods(Recipe.coerce("batch_size:warmup=0"))).plan.batch_size == 32

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -156,7 +156,7 @@ def hooks_of(method: Method | type[Method]) -> tuple[str, ...]:
     return tuple(hook for hook in HOOKS if getattr(cls, hook) is not getattr(Method, hook))
 
 
-def required_traits(method: Method) -> frozenset[str]:
+def required_traits(method: Method) -> Set[str]:
     """The traits that a method relies on: those of its card, and ``monolithic_forward`` if its hooks imply it.
 
     A method that changes the forward or backward pass relies on each rank computing both for its own samples. A method
