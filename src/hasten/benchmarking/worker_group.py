@@ -18,7 +18,7 @@ from torch.distributed import TCPStore
 from hasten.benchmarking.fork_server import ERRORS, Worker, forward_message, timeout_error
 from hasten.core.errors import ConfigurationError, PeerFailure, RunError
 from hasten.core.progress import ProgressCallback, no_progress
-from hasten.launch.rendezvous import HERE, interface_of
+from hasten.launch.rendezvous import LOOPBACK, interface_of
 
 COLLECTIVE_TIMEOUT_S = 86_400.0  # for a rank that waits for another one: this process has the limits
 SAME_ERROR_WAIT_S = 1.0  # in which the other ranks may report the same error
@@ -44,7 +44,7 @@ class WorkerGroup:
     """
 
     def __init__(self, processes: int, service: str, timeout: float | None = None, /, **arguments: Any):
-        self.store, self.timeout = TCPStore(HERE, 0, is_master=True, wait_for_workers=False), timeout
+        self.store, self.timeout = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False), timeout
         with ExitStack() as stack:
             self.ranks = [
                 stack.enter_context(
@@ -147,9 +147,9 @@ def _rank_environment(rank: int, processes: int, port: int) -> dict[str, str]:
         "WORLD_SIZE": processes,
         "LOCAL_RANK": rank,
         "LOCAL_WORLD_SIZE": processes,
-        "MASTER_ADDR": HERE,
+        "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": port,
         "TORCHELASTIC_USE_AGENT_STORE": True,
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(HERE) or "",
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(LOOPBACK) or "",
     }
     return {name: str(value) for name, value in variables.items() if value != ""}

@@ -228,11 +228,11 @@ def all_reduce_gradients(weights: Sequence[torch.nn.Parameter], group: dist.Proc
     gradients.write_back()
 
 
-def check_sync_period(run: RunContext, who: str, period: int) -> None:
+def check_sync_period(run: RunContext, option: str, period: int) -> None:
     """Refuses processes that would each train by themselves from the first step to the last."""
     if run.plan.steps is not None and period > run.plan.steps:
         raise ConfigurationError(
-            f"{who}:period={period} is longer than the run of {run.plan.steps} steps, in which the processes would never meet; take a shorter one"
+            f"{option}={period} is longer than the run of {run.plan.steps} steps, in which the processes would never meet; take a shorter one"
         )
 
 
