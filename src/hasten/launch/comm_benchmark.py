@@ -34,6 +34,10 @@ MAX_CALLS = 1000  # per sample
 
 Call: TypeAlias = Callable[[], object]
 
+# torch 2.13 deprecates the older names
+all_gather_single: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def bench_comm(
     device: str | None = None,
@@ -164,13 +168,13 @@ def _reduce_and_broadcast(size: int, ranks: ProcessGroupInfo, device: torch.devi
 def _reduce_scatter(size: int, ranks: ProcessGroupInfo, device: torch.device) -> Call:
     tensor = _tensor(size, ranks, device)
     shard = torch.empty(len(tensor) // ranks.world_size, device=device)
-    return lambda: dist.reduce_scatter_tensor(shard, tensor, dist.ReduceOp.MAX)
+    return lambda: reduce_scatter_single(shard, tensor, dist.ReduceOp.MAX)
 
 
 def _all_gather(size: int, ranks: ProcessGroupInfo, device: torch.device) -> Call:
     tensor = _tensor(size, ranks, device)
     shard = torch.ones(len(tensor) // ranks.world_size, device=device)
-    return lambda: dist.all_gather_into_tensor(tensor, shard)
+    return lambda: all_gather_single(tensor, shard)
 
 
 def _all_to_all(size: int, ranks: ProcessGroupInfo, device: torch.device) -> Call:
