@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hasten.core.batch import map_tensors
 from hasten.core.errors import ConfigurationError
 from hasten.core.run_context import TrainProgress
 from hasten.distributed.batch_norm import SyncGroup, convert_sync_batchnorm
 from hasten.engine.train import train
+from hasten.utils.batch import map_tensors
 from helpers import rank_tasks
 from helpers.assertions import CLOSE, farthest, losses
 from helpers.ranks import run_ranks, training_of

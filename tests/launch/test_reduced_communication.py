@@ -12,7 +12,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
-from hasten.core.batch import map_tensors
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.process_group_info import ProcessGroupInfo
 from hasten.distributed.collectives import all_reduce_mean, average_state, broadcast_module
@@ -20,6 +19,7 @@ from hasten.distributed.process_group import init_process_group
 from hasten.engine.checkpoint import loaded
 from hasten.engine.plan import build
 from hasten.engine.train import train
+from hasten.utils.batch import map_tensors
 from helpers import rank_tasks
 from helpers.assertions import CLOSE, farthest
 from helpers.ranks import broken_off, run_ranks, taken_up, training, training_of

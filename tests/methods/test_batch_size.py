@@ -5,12 +5,12 @@ import torch
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset
 
-from hasten.core.batch import batch_size
 from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
 from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
 from hasten.engine.registry import make_methods
+from hasten.utils.batch import batch_size
 
 
 def sgd(model, rate=0.1):

@@ -18,7 +18,6 @@ from hasten.benchmarking.fork_server import Worker, mark_warnings_shown, reset_s
 from hasten.benchmarking.ratio import ERROR, LOOKS, SAME, UNSURE, Ratio, ratio_of, spread, verdict_of, with_evaluations
 from hasten.benchmarking.system_noise import SystemNoise
 from hasten.benchmarking.worker_group import WorkerGroup, start_workers
-from hasten.core.durations import parse_budget
 from hasten.core.errors import RunError
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.core.recipe import Recipe
@@ -29,6 +28,7 @@ from hasten.engine.registry import make_methods
 from hasten.engine.resources import warn_oversubscribed
 from hasten.engine.tasks import TaskRef
 from hasten.reporting.result_schema import CompareResult
+from hasten.utils.durations import parse_budget
 
 BLOCK_SECONDS = 0.3  # long enough to bury the timer and the switch between processes
 BLOCK_STEPS = 5

@@ -16,13 +16,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from hasten._torch_compat import Dropout
-from hasten.core.batch import batch_tensors, map_tensors
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.errors import RunError
 from hasten.core.method import Method
 from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
 from hasten.core.recipe import Recipe
-from hasten.core.rng import preserve_rng_state
 from hasten.core.run_context import RunContext, TrainPlan
 from hasten.core.task import Task
 from hasten.core.types import BatchFn
@@ -32,6 +30,8 @@ from hasten.engine.loop import train_steps as training_steps
 from hasten.engine.plan import Program, build
 from hasten.engine.registry import make_methods
 from hasten.engine.train import with_strategy
+from hasten.utils.batch import batch_tensors, map_tensors
+from hasten.utils.rng import preserve_rng_state
 
 GRADIENT_BATCHES = 3
 FEWEST_STEPS = 3  # after one step of Adam every rescaling of the gradients is invisible

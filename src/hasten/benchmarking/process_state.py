@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from hasten.core.data import bitwise_equal
-from hasten.core.rng import get_rng_state, set_rng_state
+from hasten.utils.rng import get_rng_state, set_rng_state
+from hasten.utils.tree import bitwise_equal
 
 
 def process_state() -> dict[str, object]:

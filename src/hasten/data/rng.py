@@ -17,7 +17,7 @@ from functools import lru_cache
 import numpy
 import torch
 
-from hasten.core.rng import derive_seed, seeded_rng
+from hasten.utils.rng import derive_seed, seeded_rng
 
 GOLDEN = numpy.uint64(0x9E3779B97F4A7C15)
 APART = numpy.random.MT19937(0)  # stands in for NumPy's own

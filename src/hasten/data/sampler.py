@@ -15,7 +15,7 @@ import numpy
 import torch
 
 from hasten.core.errors import ConfigurationError
-from hasten.core.rng import derive_seed
+from hasten.utils.rng import derive_seed
 
 MOST_AT_ONCE = 1 << 29  # rows that are shuffled all at once: two gigabytes of row numbers
 

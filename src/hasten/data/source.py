@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import torch
 
-from hasten.core.tree import tree_leaves, tree_map
+from hasten.utils.tree import tree_leaves, tree_map
 
 
 class Source(ABC):

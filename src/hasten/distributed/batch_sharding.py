@@ -16,12 +16,12 @@ from zlib import crc32
 import numpy
 import torch
 
-from hasten.core.batch import batch_size, batch_tensors, map_tensors
 from hasten.core.data import BatchSource
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError
 from hasten.core.process_group_info import ProcessGroupInfo
-from hasten.core.rng import derive_seed
 from hasten.core.run_context import TrainPlan, TrainProgress
+from hasten.utils.batch import batch_size, batch_tensors, map_tensors
+from hasten.utils.rng import derive_seed
 
 
 @dataclass(frozen=True)

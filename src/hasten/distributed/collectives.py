@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hasten._torch_compat import BatchNorm
-from hasten.core.batch import map_tensors
 from hasten.core.errors import ConfigurationError, HastenWarning
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext, TrainProgress
 from hasten.core.types import Batch, ContextFactory, ForwardFn, StepFn
 from hasten.distributed.batch_norm import DistributedBatchNorm
 from hasten.distributed.dtensor_state import to_local
+from hasten.utils.batch import map_tensors
 
 BUCKET_BYTES = 2_000_000  # numbers that travel together
 

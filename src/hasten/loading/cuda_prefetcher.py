@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from hasten.core.batch import batch_tensors, map_tensors
+from hasten.utils.batch import batch_tensors, map_tensors
 
 
 def prefetch_to_cuda(inner: Iterator, device: torch.device) -> Iterator:

@@ -7,8 +7,8 @@ from statistics import fmean, median
 
 import torch
 
-from hasten.core.batch import batch_tensors
 from hasten.core.data import WorkerConfig
+from hasten.utils.batch import batch_tensors
 
 MIN_BATCHES, MIN_SECONDS = 4, 0.3  # of a look
 BATCHES_PER_WORKER = 2  # batches of each worker in a look: they come in bursts

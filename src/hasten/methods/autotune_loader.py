@@ -20,6 +20,7 @@ from hasten.loading.autotuner import (
     SearchSpace,
     default_memory_budget,
 )
+from hasten.loading.probe import is_deterministic
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ def kind(batches: BatchSource) -> type | None:
 
 def present(batches: BatchSource) -> WorkerConfig:
     """Who computes them as it is."""
-    return batches.workers if batches.spec is None else batches.spec.workers_config
+    return batches.workers if batches.spec is None else batches.spec.workers
 
 
 def pinned(batches: BatchSource, run: RunContext) -> BatchSource:
@@ -190,7 +191,7 @@ def pinned(batches: BatchSource, run: RunContext) -> BatchSource:
 
 def draws_by_worker(batches: BatchSource) -> bool:
     """Whether samples depend on who reads them: the random ones of a ready DataLoader."""
-    return batches.spec is not None and batches.spec.loader is not None and not batches.spec.is_deterministic()
+    return batches.spec is not None and batches.spec.loader is not None and not is_deterministic(batches.spec)
 
 
 def shared_memory() -> float:

@@ -11,11 +11,12 @@ import numpy
 import torch
 from torch.utils.data import TensorDataset
 
-from hasten.core.batch import map_tensors
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.data import BatchSource
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
+from hasten.loading.probe import is_deterministic
+from hasten.utils.batch import map_tensors
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class CacheDataset(Method):
         if type(batches.spec.dataset) is TensorDataset:
             return "the samples are in memory already"
         return (
-            None if batches.spec.is_deterministic() else "the samples are random: they differ each time they are read"
+            None if is_deterministic(batches.spec) else "the samples are random: they differ each time they are read"
         )
 
 

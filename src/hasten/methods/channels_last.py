@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from hasten.core.batch import map_tensors
 from hasten.core.card import Card, Exactness
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
 from hasten.core.types import BatchFn
+from hasten.utils.batch import map_tensors
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 
 from hasten._torch_compat import foreach_zero_
-from hasten.core.batch import batch_size, batch_tensors, map_tensors
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.errors import RunError, format_error
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
 from hasten.core.types import ForwardFn, StepFn
+from hasten.utils.batch import batch_size, batch_tensors, map_tensors
 
 WARM_UP = 3  # passes; torch's documents ask for a few, so that libraries have chosen their kernels
 

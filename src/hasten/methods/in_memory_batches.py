@@ -18,12 +18,13 @@ import numpy
 import torch
 from torch.utils.data import TensorDataset, default_collate
 
-from hasten.core.batch import batch_tensors, map_tensors
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.data import BatchSource, LoaderSpec
 from hasten.core.errors import RunError, format_error
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
+from hasten.loading.probe import is_deterministic, probe_samples
+from hasten.utils.batch import batch_tensors, map_tensors
 
 RING = 3  # a batch stays whole until the third one after it is asked for
 CHUNK = 256  # samples that are collated together while stacking
@@ -86,10 +87,10 @@ class InMemoryBatches(Method):
             return "the task brings a collate function of its own"
         if ready_tensors(samples.dataset):
             return None
-        if not samples.is_deterministic():
+        if not is_deterministic(samples):
             return "the samples are random: they differ each time they are read"
         try:
-            some = samples.probe()
+            some = probe_samples(samples)
             fields = default_collate(some)
         except (RuntimeError, TypeError):
             return "the samples have unequal shapes, or hold something that is no tensor"

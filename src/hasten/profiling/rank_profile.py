@@ -26,7 +26,6 @@ from hasten.benchmarking.compare import RHYTHM_BUDGETS, block_steps, refuse_unfa
 from hasten.benchmarking.ratio import ERROR, Ratio, ratio_of, spread
 from hasten.benchmarking.system_noise import SystemNoise
 from hasten.core.card import Card
-from hasten.core.durations import parse_budget
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.process_group_info import DEFAULT_TIMEOUT_S, SINGLE_PROCESS, ProcessGroupInfo
 from hasten.core.progress import ProgressCallback, no_progress
@@ -49,6 +48,7 @@ from hasten.profiling.facts import facts_of
 from hasten.profiling.gradient_compression import SAVED_BY_ROUNDING, cast_speedup, rounding_seconds
 from hasten.profiling.phase_timer import Timeline
 from hasten.profiling.stragglers import find_straggler, phases_of_the_slowest, rank_phase_times, skew_of
+from hasten.utils.durations import parse_budget
 
 EXCHANGE, MEETING, INPUT = "exchange", "meeting", "input"
 KINDS = {

@@ -18,17 +18,17 @@ from safetensors.torch import load_file
 from hasten.benchmarking.exactness import check_exactness
 from hasten.benchmarking.process_state import differences, process_state, restored
 from hasten.core.card import Exactness
-from hasten.core.data import bitwise_equal
 from hasten.core.errors import ConfigurationError, format_error
 from hasten.core.method import Method, hooks_of
 from hasten.core.recipe import Recipe
-from hasten.core.rng import get_rng_state
 from hasten.core.task import Task
 from hasten.engine.loop import evaluate, train_steps
 from hasten.engine.plan import Program, build
 from hasten.engine.registry import cards_that_state, make_method, make_methods, method_class, options_of
 from hasten.engine.train import train
 from hasten.testing import tasks
+from hasten.utils.rng import get_rng_state
+from hasten.utils.tree import bitwise_equal
 
 SMALL_TASKS = (tasks.perceptron, tasks.convolutional, tasks.transformer)
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import torch
 
-from hasten.core.data import WorkerConfig, bitwise_equal
+from hasten.core.data import WorkerConfig
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError
 from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.batch_builder import Map
@@ -24,6 +24,7 @@ from hasten.data.rng import isolated_rng
 from hasten.data.source import BadRow, Source, unbatch
 from hasten.data.workers.runners import Runner, runner_of
 from hasten.loading.autotuner import WAIT_TOLERANCE, LoaderAutotuner, SearchSpace
+from hasten.utils.tree import bitwise_equal
 
 PROBED_ROWS = 32  # read twice to find whether samples are deterministic
 ASSUMED_EPOCHS = 5  # that remain, if the training loop does not give a number

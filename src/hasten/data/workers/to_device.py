@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from hasten.core.batch import map_tensors
 from hasten.core.errors import ConfigurationError
 from hasten.loading.cuda_prefetcher import prefetch_to_cuda
+from hasten.utils.batch import map_tensors
 
 
 def copy_to_device(batches: Iterator, device: torch.device) -> Iterator:

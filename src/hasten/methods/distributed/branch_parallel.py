@@ -29,7 +29,6 @@ from torch import nn
 from torch.fx import Node
 
 from hasten._torch_compat import in_place_version, inside_backward
-from hasten.core import batch as batches
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.errors import ConfigurationError, ProgressWarning, RunError
 from hasten.core.method import Method, option
@@ -57,6 +56,7 @@ from hasten.distributed.fx.branch_finder import (
 )
 from hasten.distributed.fx.equivalence import PartitionPlan, call_traced_model, verify_partition
 from hasten.distributed.p2p_metadata import HEADER, decode_meta, empty_from_meta, encode_meta
+from hasten.utils import batch as batches
 
 LOOKED_FOR = (
     "paths with trained weights that begin at one tensor, or at the inputs, and meet again, in a forward() that torch.fx can trace; "

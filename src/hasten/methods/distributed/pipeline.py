@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hasten.core import batch as batches
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.errors import ConfigurationError, ProgressWarning
 from hasten.core.method import Method, option
@@ -56,6 +55,7 @@ from hasten.distributed.fx.stage_balance import (
 )
 from hasten.distributed.fx.tracing import eval_mode
 from hasten.distributed.p2p_metadata import HEADER, empty_from_meta, encode_meta
+from hasten.utils import batch as batches
 
 SCHEDULES = {  # torch's name for it, and how many stages each process has
     "gpipe": ("ScheduleGPipe", 1),
