@@ -3,7 +3,7 @@
 The command line, the documentation, the profiler and the tuner read cards; a method's code runs only to train.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Any
@@ -123,16 +123,16 @@ class Card:
     source: str = ""
     gain: tuple[float, float] | None = None
     gain_when: str = ""
-    accelerates: frozenset[str] = frozenset()
-    applies_to: frozenset[str] = frozenset()
-    requires: frozenset[str] = frozenset()
-    invalidates: frozenset[str] = frozenset()
+    accelerates: Set[str] = frozenset()
+    applies_to: Set[str] = frozenset()
+    requires: Set[str] = frozenset()
+    invalidates: Set[str] = frozenset()
     order: WrapOrder = WrapOrder.NORMAL
     after: tuple[str, ...] = ()
-    replaces: frozenset[str] = frozenset()
+    replaces: Set[str] = frozenset()
     high_setup_cost: bool = False
     presets: tuple[dict[str, Any], ...] = ({},)
-    default_for: frozenset[str] = frozenset()
+    default_for: Set[str] = frozenset()
     remedy_for: Mapping[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     strong_baseline: bool = False
     trial_priority: int = 0

@@ -63,7 +63,7 @@ def shard_batches(batches: BatchSource, ranks: ProcessGroupInfo, notes: ShardLog
         return batches
     if batches.spec is not None:
         notes.order = _parts(batches.spec.batch_sampler, ranks, notes)
-        return batches.with_spec(order=notes.order)
+        return batches.with_spec(batch_sampler=notes.order)
     if not batches.seekable:  # else they draw by position already
         batches = batches.map_iterator(_drawn_apart)
     if ranks.is_single_process:

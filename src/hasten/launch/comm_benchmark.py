@@ -2,8 +2,8 @@
 
 A time is that of the slowest rank, over several rounds that interleave the collectives and their sizes. Two numbers
 summarize each collective: latency and bandwidth of the alpha-beta model, seconds = latency + bytes / bandwidth (Hockney
-1994), fitted to the relative error, so that small messages count as much as large ones. The bandwidth refers to the bytes
-that each rank contributes; a ring all-reduce moves 2 (n - 1) / n of them over the wire (Patarasuk and Yuan 2009).
+1994), fitted to the relative error, so that small messages count as much as large ones. The bandwidth refers to the
+bytes that each rank contributes; a ring all-reduce moves 2 (n - 1) / n of them over the wire (Patarasuk and Yuan 2009).
 Gloo's all-reduce is a ring, NCCL chooses; the all-reduce by tree is a reduction to rank 0 and a broadcast from there.
 """
 
@@ -36,7 +36,9 @@ Call: TypeAlias = Callable[[], object]
 
 # torch 2.13 deprecates the older names
 all_gather_single: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+reduce_scatter_single: Callable[..., object] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 
 
 def bench_comm(
@@ -114,7 +116,7 @@ def _summary(times: dict[int, list[float]]) -> dict[str, Any]:
 
 
 def fit_alpha_beta(points: list[tuple[int, float]]) -> tuple[float, float]:
-    """(latency in seconds, bandwidth in bytes/s) for (bytes, seconds) points, by least squares of the relative error."""
+    """(latency in seconds, bandwidth in bytes/s) of (bytes, seconds) points: least squares of the relative error."""
     sizes = torch.tensor([size for size, _ in points], dtype=torch.float64)
     seconds = torch.tensor([seconds for _, seconds in points], dtype=torch.float64)
     columns = torch.stack([1 / seconds, sizes / seconds], dim=1)

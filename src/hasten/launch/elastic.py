@@ -1,23 +1,24 @@
 """torchrun's agent, and the five decisions in which hasten's differs from it.
 
-torchrun's own parts do the rest: rendezvous, rank numbers, starting, watching and ending the ranks, restarts, log and error files
-(https://docs.pytorch.org/docs/stable/elastic/agent.html). What is overridden, and the guarantee that needs it:
+torchrun's own parts do the rest: rendezvous, rank numbers, starting, watching and ending the ranks, restarts, log and
+error files (https://docs.pytorch.org/docs/stable/elastic/agent.html). What is overridden, and the guarantee that needs
+it:
 
-=================  ======================================================  ==============================================
-step               torchrun                                                here, and the test in tests/launch
-=================  ======================================================  ==============================================
-``start_workers``  starts the same command                                 also passes the run to resume, even on a node that
-                                                                           joins later (test_elastic: fewer nodes continue)
-``monitor``        restarts after every failure while restarts are left;   no restart where a rank failed by its own error,
-                   a node that leaves costs one, and so does a node that   or where another node has finished; a node that
-                   joins, on the nodes whose ranks were asked to end       joins costs none (test_elastic: joining node)
-``monitor``        notices a lost node when collectives time out           notices it by its missing heartbeat
-                   (minutes)                                               (test_elastic: finished node is not missed)
-``close``          30 s from SIGTERM to SIGKILL                            60 s, to save a checkpoint; 3 s where ranks have
-                                                                           waited in vain for a silent one (test_timeout)
-``exit_barrier``   waits 300 s, then gives up; a failure elsewhere does    waits as long as the other nodes are alive, and
-                   not end the wait                                        notices a failure (test_elastic: finished node)
-=================  ======================================================  ==============================================
+=================  ============================================  =====================================================
+step               torchrun                                      here, and the test in tests/launch
+=================  ============================================  =====================================================
+``start_workers``  starts the same command                       also passes the run to resume, even on a node that
+                                                                 joins later (test_elastic: fewer nodes continue)
+``monitor``        restarts after every failure while restarts   no restart where a rank failed by its own error or
+                   are left; a node that leaves costs one, and   another node has finished; a node that joins costs
+                   so does one that joins, on the other nodes    none (test_elastic: joining node)
+``monitor``        notices a lost node when collectives time     notices it by its missing heartbeat
+                   out (minutes)                                 (test_elastic: finished node is not missed)
+``close``          30 s from SIGTERM to SIGKILL                  60 s, to save a checkpoint; 3 s where ranks have
+                                                                 waited in vain for a silent one (test_timeout)
+``exit_barrier``   waits 300 s, then gives up; a failure on      waits as long as the other nodes are alive, and
+                   another node does not end the wait            notices a failure (test_elastic: finished node)
+=================  ============================================  =====================================================
 
 Everything else that the nodes must know of each other is in the store of the rendezvous.
 """
@@ -85,7 +86,7 @@ class ElasticAgent(_torch_compat_elastic.ElasticAgent):
         return super().start_workers(worker_group)
 
     def close_workers(self, close: Callable[[signal.Signals], None], signal_number: signal.Signals) -> None:
-        """Ends the remaining ranks. If some have waited in vain, a rank that still reports nothing hangs and is killed."""
+        """Ends the remaining ranks. If some have waited in vain, one that reports nothing hangs and is killed soon."""
         deadline = time.monotonic() + HANG_REPORT_S
         while self._some_waited() and self.workers_running():
             if time.monotonic() > deadline:
@@ -113,11 +114,7 @@ class ElasticAgent(_torch_compat_elastic.ElasticAgent):
         """
         results, is_single_node = read_results(self.job), worker_group.group_world_size == 1
         has_root_cause = any(result.message and not result.is_peer_failure for result in results.values())
-        if (
-            has_root_cause
-            or self._done_nodes(worker_group)
-            or (is_single_node and is_mutual_timeout(results, codes))
-        ):
+        if has_root_cause or self._done_nodes(worker_group) or (is_single_node and is_mutual_timeout(results, codes)):
             self.remaining_restarts = 0
         elif worker_group.spec.rdzv_handler.is_closed():
             raise RendezvousClosedError
@@ -128,7 +125,9 @@ class ElasticAgent(_torch_compat_elastic.ElasticAgent):
             default = "a rank was asked to end" if is_single_node else "ranks of another node were lost"
             lost, most = describe_lost_rank(results, codes) or default, worker_group.spec.max_restarts
             which = f"restart {most - self.remaining_restarts + 1} of {most}"
-            warnings.warn(f"{lost}; restarting all ranks from the newest checkpoint, {which}", HastenWarning, stacklevel=2)
+            warnings.warn(
+                f"{lost}; restarting all ranks from the newest checkpoint, {which}", HastenWarning, stacklevel=2
+            )
 
     def _state_of(self, worker_group: WorkerGroup) -> RunResult:
         """The state of the ranks; unhealthy if another node is missed.
@@ -239,7 +238,7 @@ def leave_rendezvous(store: dist.Store, waits: bool) -> None:
 
 
 def describe_lost_rank(results: dict[int, RankResult], codes: dict[int, int]) -> str | None:
-    """Which rank ended without a result, and how; None if there is none except ranks that the agent ended by SIGTERM."""
+    """Which rank ended without a result, and how; None if there is none, except those that the agent ended."""
     waited = max((result.waited for result in results.values()), default=0)
     silent = sorted(rank for rank, code in codes.items() if rank not in results and code == -signal.SIGKILL)
     if waited and silent:  # killed by ElasticAgent.close_workers

@@ -1,8 +1,8 @@
 """Starts the ranks of a job on this node with torchrun's agent, and reports in one line how the job ended.
 
-The agent (https://docs.pytorch.org/docs/stable/elastic/agent.html) finds the other nodes, sets the environment of each rank,
-and ends all ranks when one fails. Each rank runs the same command. If ranks or nodes are lost, all resume from the newest
-checkpoint.
+The agent (https://docs.pytorch.org/docs/stable/elastic/agent.html) finds the other nodes, sets the environment of each
+rank, and ends all ranks when one fails. Each rank runs the same command. If ranks or nodes are lost, all resume from
+the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
@@ -158,7 +158,9 @@ def _run_with_new_stores(job: _Job) -> RunResult | None:
             lost = f"{job.rdzv_endpoint} does not answer any more"
             if restarts == 0:
                 advice = "restart the same command on all nodes with --resume"
-                raise RunError(f"{lost}: the node that hosts the rendezvous is lost, no restart is left; {advice}") from None
+                raise RunError(
+                    f"{lost}: the node that hosts the rendezvous is lost, no restart is left; {advice}"
+                ) from None
         restarts, timeout = restarts - 1, RENDEZVOUS_TIMEOUT_S
         warnings.warn(f"{lost}; waiting for the same command on that node", HastenWarning, stacklevel=3)
 
@@ -198,7 +200,7 @@ def _run_agent(job: _Job, restarts: int, hosts: bool) -> RunResult | None:
     store.add(JOINED, 1)
     ends_job = has_store = True
     try:
-        return agent.run()
+        return cast("RunResult | None", agent.run())
     except STORE_LOST:
         has_store = False
         raise
@@ -288,8 +290,8 @@ def _silence_torch_agent() -> None:
 def _signals_as_errors(directory: str) -> Iterator[None]:
     """Inside, a signal raises the exception of torch's agent, which is reported in one line.
 
-    torch installs its handlers when it starts the ranks: without this, a signal would kill a launcher that still waits for
-    other nodes without a message (test_agents), and SIGHUP would end a command under ``nohup``.
+    torch installs its handlers when it starts the ranks: without this, a signal would kill a launcher that still waits
+    for other nodes without a message (test_agents), and SIGHUP would end a command under ``nohup``.
 
     Raises:
         RunError: a signal has arrived.

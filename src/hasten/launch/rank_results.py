@@ -2,15 +2,15 @@
 
 torchrun names one file per rank and attempt (``TORCHELASTIC_ERROR_FILE``), in which a failed rank leaves JSON:
 ``{"message": {"message": ..., "extraInfo": {"timestamp": ...}}}`` (torch.distributed.elastic.multiprocessing.errors).
-``record`` would write it only for an exception that leaves ``main()``, with nothing but its text. Here every rank writes
-one, and ``extraInfo`` also holds the fields of ``RankResult``:
+``record`` would write it only for an exception that leaves ``main()``, with nothing but its text. Here every rank
+writes one, and ``extraInfo`` also holds the fields of ``RankResult``:
 
 - ``is_peer_failure`` separates the root cause, which is reported, from the ranks that failed because of it.
 - ``stopped`` and ``waited`` decide whether the ranks are restarted (tests/launch/test_elastic.py, test_timeout.py).
 - ``code`` may be 1 for a negative result (a missed target), which torchrun would take for a crash.
 
-This module creates the directory of the files itself: torchrun never removes its log directory, while the directory of a
-launcher that was killed is removed by the next launcher (tests/launch/test_rank_results.py).
+This module creates the directory of the files itself: torchrun never removes its log directory, while the directory of
+a launcher that was killed is removed by the next launcher (tests/launch/test_rank_results.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ MIN_STALE_AGE_S = 60.0  # a younger job directory may not be locked yet
 PEER_RESULT_TIMEOUT_S = 60.0  # how long a finished rank waits for the results of the others
 PR_SET_PDEATHSIG = 1  # prctl(2)
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun's agent
-RESUME_DIR = "HASTEN_RESUME_DIR"  # the run directory to resume after a restart, also for ranks of a node that joins late
+RESUME_DIR = (
+    "HASTEN_RESUME_DIR"  # the run directory to resume after a restart, also for ranks of a node that joins late
+)
 PARENT = "HASTEN_PARENT"  # process ID of the launcher; set if hasten, not torchrun, has started this rank
 _resume_dir = os.environ.pop(RESUME_DIR, None)
 _parent = int(os.environ.pop(PARENT, 0))  # removed, because a program that the task starts is not a rank

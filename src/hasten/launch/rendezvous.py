@@ -1,7 +1,8 @@
 """The rendezvous endpoint of a job: which node hosts its store, and by which address this node is reached from there.
 
 torchrun chooses the node that hosts the store by host name and address, and fails at once if the store does not answer.
-Here a node waits for a host that starts later, or that was lost and comes back (tests/launch: test_agents, test_elastic).
+Here a node waits for a host that starts later, or that was lost and comes back (tests/launch: test_agents,
+test_elastic).
 """
 
 from __future__ import annotations
@@ -74,5 +75,6 @@ def _is_this_node(host: str) -> bool:
 
 
 def split_host_port(endpoint: str) -> tuple[str, int]:
+    """(HOST, PORT) of "HOST:PORT"."""
     host, _, port = endpoint.rpartition(":")
     return host, int(port)

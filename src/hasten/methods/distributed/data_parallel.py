@@ -1,8 +1,9 @@
-"""Threads of one process split each batch over the GPUs of a machine: torch's DataParallel, for comparison with ``ddp``.
+"""Threads of one process split each batch over the GPUs of a machine: torch's DataParallel, for comparison with
+``ddp``.
 
-Every step copies the model to all GPUs and gathers the outputs on the first one, while a single interpreter drives all of them; torch
-itself advises against it (https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html). Its advantage is that it needs no
-second process.
+Every step copies the model to all GPUs and gathers the outputs on the first one, while a single interpreter drives all
+of them; torch itself advises against it (https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html).
+Its advantage is that it needs no second process.
 """
 
 import warnings
@@ -17,11 +18,13 @@ from hasten.core.method import Method
 from hasten.core.run_context import RunContext
 from hasten.distributed.collectives import warn_local_batch_norm
 
-WARNING = "data_parallel copies the model to every GPU in every step; ddp (--processes N) computes the same, nearly always faster"
+WARNING = "data_parallel copies the model to every GPU in every step; ddp (--processes N) is nearly always faster"
 
 
 @dataclass(frozen=True)
 class DataParallel(Method):
+    """Wraps the model in ``torch.nn.DataParallel``."""
+
     card = Card(
         summary="splits each batch over the GPUs of one process, with threads",
         exactness=Exactness.EQUIVALENT_MATH,
@@ -46,7 +49,7 @@ class DataParallel(Method):
             )
         warnings.warn(WARNING, HastenWarning, stacklevel=2)
         warn_local_batch_norm(model, part="each GPU's part of a batch")
-        first = torch.cuda.current_device() if run.device.index is None else run.device.index
+        first = run.device.index if "cuda:" in str(run.device) else torch.cuda.current_device()
         others = [index for index in range(torch.cuda.device_count()) if index != first]
         return torch.nn.DataParallel(model, device_ids=[first, *others])
 

@@ -1,8 +1,8 @@
 """Data parallel training: every rank holds the full model and reads a shard of each batch; the gradients are averaged.
 
-torch's DistributedDataParallel averages them bucket by bucket during the backward pass (Li et al. 2020, arXiv 2006.15704). With
-gradient accumulation only the last microbatch of a step communicates. The loss must be a mean over the samples, which is the default
-of torch's losses.
+torch's DistributedDataParallel averages them bucket by bucket during the backward pass (Li et al. 2020, arXiv
+2006.15704). With gradient accumulation only the last microbatch of a step communicates. The loss must be a mean over
+the samples, which is the default of torch's losses.
 """
 
 from dataclasses import dataclass
@@ -21,6 +21,8 @@ from hasten.distributed.collectives import sync_on_last_microbatch, warn_local_b
 
 @dataclass(frozen=True)
 class DDP(Method):
+    """Wraps the model in ``DistributedDataParallel``; the options are those of that class."""
+
     card = Card(
         summary="shards each batch over processes and averages the gradients during the backward pass",
         exactness=Exactness.EQUIVALENT_MATH,
@@ -30,7 +32,10 @@ class DDP(Method):
         applies_to={"distributed"},
         order=WrapOrder.FIRST,
         replaces={"parallelize"},
-        presets=({"bucket_cap_mb": 1.0}, {"static_graph": True}),  # without options it is the default of distributed runs
+        presets=(
+            {"bucket_cap_mb": 1.0},
+            {"static_graph": True},
+        ),  # without options it is the default of distributed runs
         default_for={"distributed"},
         remedy_for={"unused_parameters": {"find_unused_parameters": True}},
     )
@@ -41,8 +46,8 @@ class DDP(Method):
     def parallelize(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         if self.static_graph and run.plan.microbatches > 1:
             raise ConfigurationError(
-                "ddp:static_graph=true needs every backward pass to be alike, but only the last microbatch of a step communicates; "
-                "leave static_graph out"
+                "ddp:static_graph=true needs every backward pass to be alike, but only the last microbatch of a step "
+                "communicates; leave static_graph out"
             )
         warn_local_batch_norm(model, remedy="; sync_batch_norm gives that")
         return DistributedDataParallel(

@@ -1,11 +1,14 @@
-"""DiLoCo: every rank trains by itself for ``sync_every`` steps; the mean change of the weights is the gradient of an outer optimizer.
+"""DiLoCo: every rank trains by itself for ``sync_every`` steps; the mean change of the weights is the gradient of an
+outer optimizer.
 
-Douillard et al. 2023, arXiv 2311.08105, algorithm 1. With w the weights at the last synchronization and w_i those of rank i now,
+Douillard et al. 2023, arXiv 2311.08105, algorithm 1. With w the weights at the last synchronization and w_i those of
+rank i now,
 
     d = w - mean of w_i;    v <- outer_momentum v + d;    w <- w - outer_lr (d + outer_momentum v)
 
-which is SGD with Nesterov momentum in torch's form. All ranks continue from w; the state of the task's own optimizer stays local.
-Between two outer steps, evaluation, export and a resume with another number of processes use the mean of all ranks.
+which is SGD with Nesterov momentum in torch's form. All ranks continue from w; the state of the task's own optimizer
+stays local. Between two outer steps, evaluation, export and a resume with another number of processes use the mean of
+all ranks.
 """
 
 from dataclasses import dataclass
@@ -30,8 +33,10 @@ from hasten.distributed.collectives import (
 
 @dataclass(frozen=True)
 class DiLoCo(Method):
+    """Local training with an outer optimizer every ``sync_every`` steps."""
+
     card = Card(
-        summary="ranks train by themselves; every many steps an outer optimizer with momentum moves the weights by their mean change",
+        summary="ranks train by themselves; an outer optimizer with momentum rarely applies their mean change",
         exactness=Exactness.CHANGES_TRAINING,
         source="Douillard et al. 2023, arXiv 2311.08105",
         gain_when="the network is so slow that ranks can communicate only every hundreds of steps",
@@ -57,7 +62,8 @@ class DiLoCo(Method):
         return model
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
-        weights, progress = [p for p in run.unwrapped_model.parameters() if p.requires_grad], run.progress
+        weights: list[torch.Tensor] = [p for p in run.unwrapped_model.parameters() if p.requires_grad]
+        progress = run.progress
         outer = run.checkpoint_state[self.name] = OuterOptimizer(weights, self.outer_lr, self.outer_momentum)
 
         def step_and_synchronize() -> None:
@@ -82,7 +88,7 @@ class OuterOptimizer:
         velocity: the momentum buffers.
     """
 
-    def __init__(self, weights: list[torch.nn.Parameter], lr: float, momentum: float):
+    def __init__(self, weights: list[torch.Tensor], lr: float, momentum: float):
         self.weights, self.lr, self.momentum = weights, lr, momentum
         self.anchor: list[torch.Tensor] = []
         self.velocity: list[torch.Tensor] = []

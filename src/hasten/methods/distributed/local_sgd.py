@@ -1,16 +1,19 @@
-"""Local SGD: every rank trains by itself; every ``period`` steps the weights are averaged (Stich 2018, arXiv 1805.09767).
+"""Local SGD: every rank trains by itself; every ``period`` steps the weights are averaged (Stich 2018, arXiv
+1805.09767).
 
-    warmup_steps                the first steps average gradients, as ddp does (post-local SGD, Lin et al. 2018, arXiv 1808.07217)
-    group_size, group_period    groups of consecutive ranks, such as those of one node, also average among themselves, more often
-                                (hierarchical local SGD, section 5 of the same paper)
+    warmup_steps                the first steps average gradients, as ddp does (post-local SGD, Lin et al. 2018,
+                                arXiv 1808.07217)
+    group_size, group_period    groups of consecutive ranks, such as those of one node, also average among themselves,
+                                more often (hierarchical local SGD, section 5 of the same paper)
 
-The optimizer state stays local, as in the local momentum of Lin et al. A gradient is weighted by its rank's samples, so that averaging
-after every step of plain SGD equals ddp. Evaluation, export and a resume with another number of processes use the mean of all ranks,
-including the optimizer state.
+The optimizer state stays local, as in the local momentum of Lin et al. A gradient is weighted by its rank's samples, so
+that averaging after every step of plain SGD equals ddp. Evaluation, export and a resume with another number of
+processes use the mean of all ranks, including the optimizer state.
 """
 
 import math
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,6 +39,8 @@ from hasten.distributed.collectives import (
 
 @dataclass(frozen=True)
 class LocalSGD(Method):
+    """Averages the weights of all ranks every ``period`` steps, and of groups every ``group_period`` steps."""
+
     card = Card(
         summary="ranks train by themselves and average their weights every few steps",
         exactness=Exactness.CHANGES_TRAINING,
@@ -69,7 +74,7 @@ class LocalSGD(Method):
     def _check_periods(self, run: RunContext) -> None:
         if self.group_size and run.ranks.world_size % self.group_size:
             raise ConfigurationError(
-                f"local_sgd:group_size={self.group_size} does not divide the {run.ranks.world_size} processes; take a divisor"
+                f"local_sgd:group_size={self.group_size} must divide the {run.ranks.world_size} processes"
             )
         if self.group_period > 1 and not self.group_size:
             raise ConfigurationError(
@@ -77,8 +82,8 @@ class LocalSGD(Method):
             )
         if self.group_size and self.group_period % self.period == 0:
             raise ConfigurationError(
-                f"local_sgd:group_period={self.group_period} is due only when all ranks average anyway, every {self.period} steps; "
-                "take a shorter group_period or a longer period"
+                f"local_sgd:group_period={self.group_period} is due only when all ranks average anyway, "
+                f"every {self.period} steps; take a shorter group_period or a longer period"
             )
         if run.plan.steps is not None and self.warmup_steps >= run.plan.steps:
             run.report_no_effect(self, f"it begins after {self.warmup_steps} steps, and the run has {run.plan.steps}")
@@ -100,10 +105,10 @@ class LocalSGD(Method):
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
         weights, progress = list(filter(is_real_or_complex, run.unwrapped_model.parameters())), run.progress
         frozen, trained = ([p for p in weights if p.requires_grad is trains] for trains in (False, True))
-        group = dist.new_subgroups(self.group_size)[0] if self.group_size else None
+        group = cast(Any, dist).new_subgroups(self.group_size)[0] if self.group_size else None
 
         def average(group: dist.ProcessGroup | None = None) -> None:
-            """Sends frozen weights only if they differ: the task may have changed them, or may have frozen them later."""
+            """Sends frozen weights only if they differ: the task may have changed them, or frozen them later."""
             all_reduce_mean([*trained, *find_divergent_tensors(frozen, group)], group)
 
         def step_and_average() -> None:

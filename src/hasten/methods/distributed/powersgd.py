@@ -1,23 +1,24 @@
 """PowerSGD: sends the gradient of a matrix as two thin factors (Vogels et al. 2019, arXiv 1905.13727).
 
-For a gradient g of shape (rows, columns), the error e that earlier steps left on this rank, and a basis Q of shape (columns,
-``matrix_approximation_rank``) from the step before:
+For a gradient g of shape (rows, columns), the error e that earlier steps left on this rank, and a basis Q of shape
+(columns, ``matrix_approximation_rank``) from the step before:
 
-    m = g + e;    P = mean over ranks of m Q, orthonormalized;    Q = mean over ranks of m' P;    g <- P Q';    e <- m - P Q'
+    m = g + e;  P = mean over ranks of m Q, orthonormalized;  Q = mean over ranks of m' P;  g <- P Q';  e <- m - P Q'
 
-so that the approximation error is sent later (error feedback). All other gradients are sent in full. Householder's QR replaces the
-paper's Gram-Schmidt, because it also works if the columns are linearly dependent: for a gradient of rank 1, or of zeros. Its result
-then depends on rounding, which may differ between machines, so rank 0 broadcasts its P.
+so that the approximation error is sent later (error feedback). All other gradients are sent in full. Householder's QR
+replaces the paper's Gram-Schmidt, because it also works if the columns are linearly dependent: for a gradient of rank
+1, or of zeros. Its result then depends on rounding, which may differ between machines, so rank 0 broadcasts its P.
 
-torch's powerSGD_hook starts collectives in callbacks of DistributedDataParallel's buckets; gloo runs those in several threads, so with
-two buckets the ranks send in different orders and the job hangs. Here all gradients are sent after the backward pass, in three rounds,
-in the same order on every backend. Nothing overlaps with the backward pass, but little is left to overlap.
+torch's powerSGD_hook starts collectives in callbacks of DistributedDataParallel's buckets; gloo runs those in several
+threads, so with two buckets the ranks send in different orders and the job hangs. Here all gradients are sent after the
+backward pass, in three rounds, in the same order on every backend. Nothing overlaps with the backward pass, but little
+is left to overlap.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -40,11 +41,13 @@ from hasten.distributed.collectives import (
 
 @dataclass(frozen=True)
 class PowerSGD(Method):
+    """Exchanges gradients after the backward pass, those of matrices as two factors."""
+
     card = Card(
         summary="sends gradients of matrices as two thin factors, with error feedback",
         exactness=Exactness.CHANGES_TRAINING,
         source="Vogels et al. 2019, arXiv 1905.13727",
-        gain_when="the network is slow and the model has large matrices; if quality suffers, start after the first thousand steps",
+        gain_when="the network is slow and the model has large matrices; if quality suffers, start after 1,000 steps",
         accelerates={"backward"},
         applies_to={"distributed", "matrix_weights"},
         order=WrapOrder.FIRST,
@@ -61,7 +64,9 @@ class PowerSGD(Method):
         assert run.parallel is not None
         if not any(self._is_compressible(weight) for weight in model.parameters()):
             rate, rank = self.min_compression_rate, self.matrix_approximation_rank
-            run.report_no_effect(self, f"no matrix of the model shrinks by a factor of {rate:g} with matrix_approximation_rank={rank}")
+            run.report_no_effect(
+                self, f"no matrix of the model shrinks by a factor of {rate:g} with matrix_approximation_rank={rank}"
+            )
         start, steps = self.start_powerSGD_iter, run.plan.steps
         if steps is not None and start >= steps:
             run.report_no_effect(self, f"it begins after {start} steps, and the run has {steps}")
@@ -112,7 +117,8 @@ def _all_reduce_compressed(
     if not all(product.isfinite().all() for product in products):  # on every rank; must not enter the error feedback
         all_reduce_mean(chosen)
         return gradients.write_back()
-    spans = [torch.linalg.qr(product).Q if dist.get_rank() == 0 else product for product in products]
+    qr = cast(Any, torch.linalg).qr
+    spans: list[torch.Tensor] = [qr(product).Q if dist.get_rank() == 0 else product for product in products]
     coalesced(spans, lambda numbers: broadcast_tensors([numbers]))
     bases.tensors = [matrix.T @ span for matrix, span in zip(matrices, spans, strict=True)]
     all_reduce_mean(bases.tensors)

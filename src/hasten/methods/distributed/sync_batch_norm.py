@@ -1,7 +1,9 @@
-"""Batch normalization over the global batch, of which each rank reads a shard: the statistics equal those of a single process.
+"""Batch normalization over the global batch, of which each rank reads a shard: the statistics equal those of a single
+process.
 
-Without it each rank normalizes its own shard. Goyal et al. 2017 did that on purpose (arXiv 1706.02677, remark in section 2.3: the loss
-of each shard stays independent of the others); it is a different formula, and a worse one with few samples per rank.
+Without it each rank normalizes its own shard. Goyal et al. 2017 did that on purpose (arXiv 1706.02677, remark in
+section 2.3: the loss of each shard stays independent of the others); it is a different formula, and a worse one with
+few samples per rank.
 """
 
 from dataclasses import dataclass
@@ -18,11 +20,13 @@ from hasten.distributed.batch_norm import SyncGroup, convert_sync_batchnorm
 
 @dataclass(frozen=True)
 class SyncBatchNorm(Method):
+    """Converts the batch norm layers of the model."""
+
     card = Card(
         summary="computes batch normalization over the shards of all ranks together",
         exactness=Exactness.EQUIVALENT_MATH,
-        source="https://docs.pytorch.org/docs/stable/generated/torch.nn.SyncBatchNorm.html; Chan et al. 1983, The American Statistician 37(3)",
-        gain_when="a rank reads so few samples of each batch that its own statistics are poor; it costs a message per layer and direction",
+        source="torch.nn.SyncBatchNorm; Chan et al. 1983, The American Statistician 37(3)",
+        gain_when="a rank reads too few samples for good statistics; costs a message per layer and direction",
         accelerates={"steps"},
         applies_to={"distributed"},
         requires={"replicated_weights"},
@@ -41,7 +45,7 @@ class SyncBatchNorm(Method):
             )
         elif run.parallel.pp_size > 1:
             raise ConfigurationError(
-                "pipeline normalizes each microbatch by itself, which sync_batch_norm cannot change; leave sync_batch_norm out"
+                "sync_batch_norm cannot be combined with pipeline, which normalizes each microbatch; leave it out"
             )
         elif run.parallel.model_parallel_size == run.ranks.world_size:
             run.report_no_effect(self, "every rank reads the whole batch already")

@@ -1,19 +1,21 @@
-"""Tensor parallelism: shards layers over the ranks that hold one replica of the model (Shoeybi et al. 2019, arXiv 1909.08053).
+"""Tensor parallelism: shards layers over the ranks that hold one replica of the model (Shoeybi et al. 2019, arXiv
+1909.08053).
 
-A block is a set of Linear layers whose outputs meet in one Linear and nowhere else: two layers with an activation between them, a gated
-pair and the layer that joins it, or the query, key and value layers of an attention with its output layer. The first ones are sharded by
-outputs ("by columns"), each rank computes its share of what lies between, and the last one is sharded by inputs ("by rows"): one sum over
-the ranks gives the output of the block. torch.fx finds the blocks, and each is checked on a sample batch: outputs and gradients must be
-those of the original model. All other layers are replicated and compute the same on every rank.
+A block is a set of Linear layers whose outputs meet in one Linear and nowhere else: two layers with an activation
+between them, a gated pair and the layer that joins it, or the query, key and value layers of an attention with its
+output layer. The first ones are sharded by outputs ("by columns"), each rank computes its share of what lies between,
+and the last one is sharded by inputs ("by rows"): one sum over the ranks gives the output of the block. torch.fx finds
+the blocks, and each is checked on a sample batch: outputs and gradients must be those of the original model. All other
+layers are replicated and compute the same on every rank.
 
-If there are more ranks than ``degree``, they hold further replicas, whose gradients are averaged, or the stages of a pipeline. While the
-run is built every rank holds the full model, and a copy of it for the check.
+If there are more ranks than ``degree``, they hold further replicas, whose gradients are averaged, or the stages of a
+pipeline. While the run is built every rank holds the full model, and a copy of it for the check.
 """
 
 import operator
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -25,7 +27,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
 from hasten._torch_compat import Dropout, cpu_attention_ops, has_forward_hooks, own_parameters
@@ -48,14 +50,17 @@ Modules: TypeAlias = dict[str, nn.Module]  # by their name in the traced module
 
 # fmt: off
 ELEMENTWISE = {
-    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Hardswish,
-    nn.Hardtanh, nn.Identity, nn.Dropout, F.relu, F.leaky_relu, F.elu, F.gelu, F.silu, F.mish, F.softplus, F.tanh,
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.Softplus,
+    nn.Hardswish, nn.Hardtanh, nn.Identity, nn.Dropout, F.relu, F.leaky_relu, F.elu, F.gelu, F.silu, F.mish, F.softplus, F.tanh,
     torch.relu, torch.tanh, torch.sigmoid, torch.square, torch.mul, torch.add,
     operator.mul, operator.add, operator.sub, operator.neg, "relu", "tanh", "sigmoid", "square", "mul", "add",
 }
 # fmt: on
 COMPUTING_OPS = ("call_function", "call_method", "call_module")
-EXPECTED = "Linear layers whose outputs meet in one Linear alone, through element-wise functions or an attention over separate heads"
+EXPECTED = (
+    "Linear layers whose outputs meet in one Linear alone, "
+    "through element-wise functions or an attention over separate heads"
+)
 
 
 @dataclass(frozen=True)
@@ -88,11 +93,13 @@ class Block:
 
 @dataclass(frozen=True)
 class TensorParallel(Method):
+    """Shards blocks of Linear layers over ``degree`` ranks."""
+
     card = Card(
         summary="shards the layers of one model replica over processes, by columns and rows",
         exactness=Exactness.EQUIVALENT_MATH,
         source="Shoeybi et al. 2019, arXiv 1909.08053; torch.distributed.tensor.parallel",
-        gain_when="the model with its gradients and optimizer does not fit one device, and the processes share a much faster link than a network",
+        gain_when="model, gradients and optimizer do not fit one device, and processes share a fast link (NVLink)",
         accelerates={"forward", "backward", "optimizer_step"},
         applies_to={"distributed"},
         invalidates={"full_weights"},
@@ -116,8 +123,8 @@ class TensorParallel(Method):
         rejected += more
         if not blocks:
             raise ConfigurationError(
-                f"tensor_parallel can shard no layer of this model over {parallel.tp_size} processes. It looked for {EXPECTED}, of sizes that "
-                f"{parallel.tp_size} divides; {'; '.join(rejected[:3]) or 'there are none'}"
+                f"tensor_parallel can shard no layer of this model over {parallel.tp_size} processes. It looked for "
+                f"{EXPECTED}, of sizes that {parallel.tp_size} divides; {'; '.join(rejected[:3]) or 'there are none'}"
             )
         if run.ranks.is_main_process:
             _report(model, blocks, rejected)
@@ -136,7 +143,9 @@ class TensorParallel(Method):
         return reduce_over_replicas(grad_transform, run)
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
-        weights = [weight for group in run.optimizer.param_groups for weight in group["params"] if hasattr(weight, "full")]
+        weights = [
+            weight for group in run.optimizer.param_groups for weight in group["params"] if hasattr(weight, "full")
+        ]
 
         def step_with_dtensor_grads() -> None:
             for weight in weights:
@@ -226,7 +235,9 @@ def _block_ending_at(last: torch.fx.Node, modules: Modules) -> Block | None:
             pending += node.all_input_nodes
     inside = {*first, *between, last}
     elementwise = all(_operation(node, modules) in ELEMENTWISE for node in between)
-    readers = inside if elementwise else inside | {user for node in inside for user in node.users if is_shape_value(user)}
+    readers = (
+        inside if elementwise else inside | {user for node in inside for user in node.users if is_shape_value(user)}
+    )
     widths = {cast(nn.Linear, modules[str(node.target)]).out_features for node in first}
     widths.add(cast(nn.Linear, modules[str(last.target)]).in_features)
     is_read_outside = any(user not in readers for node in (*first, *between) for user in node.users)
@@ -239,7 +250,7 @@ def _block_ending_at(last: torch.fx.Node, modules: Modules) -> Block | None:
 
 
 def _needs_full_input(module: nn.Module) -> bool:
-    """Whether a module between two layers cannot work on a shard: it has weights, or draws per channel or in its own way."""
+    """Whether a module between two layers cannot work on a shard: it has weights, or its own way of drawing."""
     draws_otherwise = isinstance(module, (Dropout, nn.RReLU)) and type(module) is not nn.Dropout
     return draws_otherwise or any(True for _ in module.parameters())
 
@@ -253,7 +264,11 @@ def _report(model: nn.Module, blocks: list[Block], rejected: list[str]) -> None:
     total = sum(weight.numel() for weight in model.parameters())
     layers = [cast(nn.Linear, model.get_submodule(name)) for block in blocks for name in block.layers]
     fraction = sum(layer.weight.numel() for layer in layers) / total
-    for line in [*blocks, *(f"not sharded: {reason}" for reason in rejected), f"{fraction:.0%} of the weights are sharded"]:
+    for line in [
+        *blocks,
+        *(f"not sharded: {reason}" for reason in rejected),
+        f"{fraction:.0%} of the weights are sharded",
+    ]:
         warnings.warn(f"tensor_parallel: {line}", ProgressWarning, stacklevel=4)
 
 
@@ -263,19 +278,19 @@ def _shard(model: nn.Module, blocks: list[Block], mesh: DeviceMesh) -> None:
         _register_cpu_attention()
     for block in blocks:
         by_columns = ColwiseParallel(use_local_output=block.elementwise)
-        plan = dict.fromkeys(block.first, by_columns) | {block.last: RowwiseParallel()}
+        plan: dict[str, ParallelStyle] = {**dict.fromkeys(block.first, by_columns), block.last: RowwiseParallel()}
         parallelize_module(model, mesh, plan)
         for name in block.dropouts:
-            dropout = cast(nn.Dropout, model.get_submodule(name))
+            dropout: Any = model.get_submodule(name)
             dropout.forward = partial(_sharded_dropout, dropout, mesh)
 
 
 def _sharded_dropout(dropout: nn.Dropout, mesh: DeviceMesh, inputs: torch.Tensor) -> torch.Tensor:
-    """Dropout of a sharded tensor: every rank draws the mask of the full tensor, as a single process, and uses its shard."""
+    """Dropout of a sharded tensor: every rank draws the mask of the full tensor, and uses its shard."""
     if not dropout.training or not dropout.p:
         return inputs
     if isinstance(inputs, DTensor):
-        local, dim = inputs.to_local(), cast(Shard, inputs.placements[0]).dim
+        local, dim = inputs.to_local(), cast(int, cast(Any, inputs.placements[0]).dim)
     else:
         local, dim = inputs, inputs.ndim - 1
     shape = [size * (mesh.size() if index == dim else 1) for index, size in enumerate(local.shape)]
@@ -293,7 +308,13 @@ def _register_cpu_attention() -> None:
 
     @register_sharding(forward_op)
     def forward(  # pyright: ignore[reportUnusedFunction]  # used by its registration
-        query: Any, key: Any, value: Any, dropout_p: float = 0.0, is_causal: bool = False, attn_mask: Any = None, scale: Any = None
+        query: Any,
+        key: Any,
+        value: Any,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        attn_mask: Any = None,
+        scale: Any = None,
     ) -> list[Any]:
         return [([heads] * 2, [heads] * 3 + [None, None, None if attn_mask is None else Replicate(), None])]
 
@@ -306,8 +327,8 @@ def _register_cpu_attention() -> None:
 
 
 @contextmanager
-def _replicated_as_dtensors(model: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
-    """Inside, replicated weights are DTensors, too, so that an optimizer sees one kind; updates of them update the weights."""
+def _replicated_as_dtensors(model: nn.Module, mesh: DeviceMesh) -> Generator[None]:
+    """Inside, replicated weights are DTensors, too: the optimizer sees one kind. Updating one updates the weight."""
     dtensors: dict[int, nn.Parameter] = {}
     replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
     for module in model.modules():

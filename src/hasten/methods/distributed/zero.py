@@ -1,18 +1,19 @@
 """ZeRO: shards the memory of data parallel training over the ranks (Rajbhandari et al. 2020, arXiv 1910.02054).
 
-Data parallel training keeps weights, gradients and optimizer state of the full model on every rank. Of n ranks each keeps
+Data parallel training keeps weights, gradients and optimizer state of the full model on every rank. Of n ranks each
+keeps
 
-    stage 1    1/n of the optimizer state    DistributedDataParallel; the optimizer sees this rank's shard of every weight
-    stage 2    and 1/n of the gradients      torch's fully_shard; weights stay gathered from the forward to the end of the backward pass
-    stage 3    and 1/n of the weights        torch's fully_shard; weights are gathered block by block when they are needed
+    stage 1    1/n of the optimizer state    DistributedDataParallel; the optimizer sees a shard of every weight
+    stage 2    and 1/n of the gradients      torch's fully_shard; weights stay gathered until the backward pass has ended
+    stage 3    and 1/n of the weights        torch's fully_shard; weights are gathered block by block when needed
 
-With float32 and Adam a weight costs 16 bytes; between two steps 8 + 8/n in stage 1 and 16/n in the others. During a step, stage 2 holds
-the full weights besides its shard, 4 + 16/n (the paper's has 4 + 12/n), and stage 3 those of one block. Weights are sharded along their
-first dimension.
+With float32 and Adam a weight costs 16 bytes; between two steps 8 + 8/n in stage 1 and 16/n in the others. During a
+step, stage 2 holds the full weights besides its shard, 4 + 16/n (the paper's has 4 + 12/n), and stage 3 those of one
+block. Weights are sharded along their first dimension.
 
-While the run is built every rank holds the full model for a moment, but not with ``init=meta``: the model is created on the meta device,
-and its tensors are initialized one after the other, with the values that they have in a single process; a rank keeps its shard of each.
-Checkpoints and the exported model are assembled in host memory.
+While the run is built every rank holds the full model for a moment, but not with ``init=meta``: the model is created on
+the meta device, and its tensors are initialized one after the other, with the values that they have in a single
+process; a rank keeps its shard of each. Checkpoints and the exported model are assembled in host memory.
 """
 
 from collections import Counter
@@ -56,11 +57,13 @@ CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList)
 
 @dataclass(frozen=True)
 class Zero(Method):
+    """Shards optimizer state (stage 1), gradients (stage 2) and weights (stage 3) over the ranks."""
+
     card = Card(
         summary="shards the optimizer state, the gradients and the weights over processes",
         exactness=Exactness.EQUIVALENT_MATH,
         source="Rajbhandari et al. 2020, arXiv 1910.02054; torch.distributed.fsdp.fully_shard",
-        gain_when="the model, its gradients and its optimizer do not fit one device, or a larger batch would if they took less",
+        gain_when="model, gradients and optimizer do not fit one device, or leave too little memory for a larger batch",
         accelerates={"optimizer_step"},
         applies_to={"distributed"},
         invalidates={"full_weights"},
@@ -91,7 +94,8 @@ class Zero(Method):
             )
         if len(dtypes := {str(weight.dtype).removeprefix("torch.") for weight in model.parameters()}) > 1:
             raise ConfigurationError(
-                f"the weights have several dtypes ({', '.join(sorted(dtypes))}), and stages 2 and 3 of zero support one; use stage=1"
+                f"the weights have several dtypes ({', '.join(sorted(dtypes))}), "
+                "and stages 2 and 3 of zero support one; use stage=1"
             )
         run.parallel.eval_needs_all_ranks = True
         options: dict[str, Any] = {"mesh": _mesh(run, self.hybrid_shard_size), "reshard_after_forward": self.stage == 3}
@@ -198,15 +202,12 @@ def _mesh(run: RunContext, shard_size: int = 0) -> DeviceMesh:
 def _shard(model: torch.nn.Module, options: dict[str, Any]) -> torch.nn.Module:
     for block in _blocks(model):
         fully_shard(block, **options)
-    return fully_shard(model, **options)
+    return cast(torch.nn.Module, fully_shard(model, **options))
 
 
 @torch.no_grad()
 def _shard_meta_model(
-    model: torch.nn.Module,
-    shard: Callable[[torch.nn.Module], torch.nn.Module],
-    device: torch.device,
-    run: RunContext,
+    model: torch.nn.Module, shard: Callable[[torch.nn.Module], torch.nn.Module], device: torch.device, run: RunContext
 ) -> torch.nn.Module:
     """Shards a model on the meta device and initializes its tensors one by one: at most one is held in full."""
     assert run.parallel is not None
@@ -271,12 +272,12 @@ def _gather(shards: list[Any], ranks: ProcessGroupInfo) -> None:
     rows = [-(-len(shard) // ranks.world_size) for shard in shards]  # of one rank; the last ranks may have fewer
     lengths = [count * shard.shape[1:].numel() for count, shard in zip(rows, shards, strict=True)]
     local = torch.zeros(sum(lengths), dtype=shards[0].dtype, device=shards[0].device)
-    for part, shard in zip(local.split(lengths), shards, strict=True):
+    for part, shard in zip(torch.split(local, lengths), shards, strict=True):
         values = shard.to_local()
         part[: values.numel()] = values.flatten()
     gathered = [torch.empty_like(local) for _ in range(ranks.world_size)]
-    dist.all_gather(gathered, local)
+    dist.all_gather(gathered, local)  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
     for rank, of_rank in enumerate(gathered):
-        for part, count, shard in zip(of_rank.split(lengths), rows, shards, strict=True):
+        for part, count, shard in zip(torch.split(of_rank, lengths), rows, shards, strict=True):
             target = shard.full[count * rank : count * (rank + 1)]
             target.copy_(part[: target.numel()].view_as(target))
