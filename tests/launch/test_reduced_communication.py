@@ -114,8 +114,8 @@ def test_local_sgd_is_what_stich_and_lin_define(tmp_path, world, settings, make)
         if since > 0 and since % period == 0:
             hand.average()
         elif since > 0 and since % group_period == 0:
-            for first in range(0, world, inner):
-                hand.average(range(first, first + inner))
+            for first in range(0, world, group_size):
+                hand.average(range(first, first + group_size))
     recipe = "local_sgd:" + ",".join(f"{name}={value}" for name, value in settings.items())
     assert hand.against(trained(tmp_path, world, recipe, make)) < CLOSE
 

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hasten._torch_compat import ddp_bucket_sizes
 from hasten.benchmarking.arm import Arm
-from hasten.benchmarking.compare import RHYTHM_BUDGETS, block_steps, refuse_unfair_blocks
+from hasten.benchmarking.compare import SYNC_PERIOD_BUDGETS, block_steps, check_blocks_are_fair
 from hasten.benchmarking.ratio import ERROR, Ratio, ratio_of, spread
 from hasten.benchmarking.system_noise import SystemNoise
 from hasten.core.card import Card
@@ -117,7 +117,7 @@ def _diagnosed(probe: RankProbe, ranks: ProcessGroupInfo, budget: float, watch: 
     plan = probe.build()
     plan |= {"step": ranks.all_reduce_max([plan["step"]])[0]}
     count = block_steps(plan)
-    refuse_unfair_blocks(probe.plain, plan, count, RHYTHM_BUDGETS * budget, LEAST_ROUNDS * len(probe.kinds))
+    check_blocks_are_fair(probe.plain, plan, count, SYNC_PERIOD_BUDGETS * budget, LEAST_ROUNDS * len(probe.kinds))
     single, why_not = _single(probe, ranks)
     blocks, exchanges = _rounds(probe, single, count, ranks, began + budget, watch)
     told = [json.loads(each) for each in ranks.all_gather(json.dumps(blocks).encode())]

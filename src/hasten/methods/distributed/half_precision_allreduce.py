@@ -50,7 +50,10 @@ class HalfPrecisionAllreduce(Method):
         return model
 
 
-def _all_reduce_mean(dtype: torch.dtype, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage]  # DDP requires this annotation
+
+
+def _all_reduce_mean(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook: a future of the mean of the bucket's gradients over all ranks."""
     gradients: torch.Tensor = bucket.buffer()
     rounded = gradients.div(dist.get_world_size()).to(dtype)

@@ -51,8 +51,8 @@ Modules: TypeAlias = dict[str, nn.Module]  # by their name in the traced module
 # fmt: off
 ELEMENTWISE = {
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.Softplus,
-    nn.Hardswish, nn.Hardtanh, nn.Identity, nn.Dropout, F.relu, F.leaky_relu, F.elu, F.gelu, F.silu, F.mish, F.softplus, F.tanh,
-    torch.relu, torch.tanh, torch.sigmoid, torch.square, torch.mul, torch.add,
+    nn.Hardswish, nn.Hardtanh, nn.Identity, nn.Dropout, F.relu, F.leaky_relu, F.elu, F.gelu, F.silu, F.mish, F.softplus,
+    F.tanh, torch.relu, torch.tanh, torch.sigmoid, torch.square, torch.mul, torch.add,
     operator.mul, operator.add, operator.sub, operator.neg, "relu", "tanh", "sigmoid", "square", "mul", "add",
 }
 # fmt: on

@@ -4,7 +4,7 @@ Data parallel training keeps weights, gradients and optimizer state of the full 
 keeps
 
     stage 1    1/n of the optimizer state    DistributedDataParallel; the optimizer sees a shard of every weight
-    stage 2    and 1/n of the gradients      torch's fully_shard; weights stay gathered until the backward pass has ended
+    stage 2    and 1/n of the gradients      torch's fully_shard; weights stay gathered until the backward pass ends
     stage 3    and 1/n of the weights        torch's fully_shard; weights are gathered block by block when needed
 
 With float32 and Adam a weight costs 16 bytes; between two steps 8 + 8/n in stage 1 and 16/n in the others. During a
