@@ -18,7 +18,7 @@ import torch
 from hasten.core.errors import ConfigurationError
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.data.bad_rows import BadRowPolicy
-from hasten.data.formats.table_source import SHARE
+from hasten.data.formats.table_source import MEMORY_FRACTION
 from hasten.data.formats.webdataset import IMAGE_TYPES
 from hasten.data.io.paths import is_remote
 from hasten.data.source import BadRow
@@ -124,7 +124,7 @@ def inspect(
         result["ranges"] = {name: [min(each), max(each)] for name, each in readings.items() if each and len(each) > 1}
         if speed["batches"]:
             disk = None if result["in_memory"] else speed["disk"] or speed["network"]
-            if kind.is_table and rows * CHUNK / reading.chunk < memory / SHARE:
+            if kind.is_table and rows * CHUNK / reading.chunk < memory * MEMORY_FRACTION:
                 result["passes"] = "first"
             result["limit"] = _limit(speed, size / rows, {"network" if remote else "disk": disk})
             before = [slower_of(each, size / rows, disk) for each in readings["batches"]]
