@@ -1,15 +1,16 @@
-"""Builds a model without values, and initializes only the tensors that are requested, for models that no process can hold.
+"""Builds a model without values and initializes only requested tensors, for models that no process can hold.
 
 Inside ``deferred_init`` tensors are on the meta device, and every operation that would fill them is recorded. Replaying
 the record gives the requested tensors the values that they have in a model built at once, bit for bit: random numbers
 are drawn in the same order, and those of other tensors are discarded, one tensor at a time.
 
 Why not the meta device and ``reset_parameters``: that draws the random numbers of the local tensors only, so a run on
-several ranks would start from other weights than a run in one process, and hasten promises (and tests) that it starts from
-the same. It also skips modules without ``reset_parameters`` and initialization in ``__init__``. torchdistX has the same
-idea (``deferred_init``, ``materialize_module``), but is no longer maintained.
+several ranks would start from other weights than a run in one process. hasten promises, and tests, that both start from
+the same weights. It also skips modules without ``reset_parameters``, and initialization in ``__init__``. torchdistX has
+the same idea (``deferred_init``, ``materialize_module``).
 
-Tensors of plain values (``torch.tensor``, ``arange``, ``linspace``, from NumPy or a file) exist at once, in every process.
+Tensors of plain values (``torch.tensor``, ``arange``, ``linspace``, from NumPy or a file) exist at once, in every
+process.
 """
 
 from __future__ import annotations
@@ -42,14 +43,15 @@ READING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 RANDOM_TAG = torch.Tag.nondeterministic_seeded
 CPU, META = torch.device("cpu"), torch.device("meta")
 REMEDY = "leave init=meta or balance=memory out"
-CPU_ANSWERS = {torch.Tensor.device.__get__: CPU, torch.Tensor.is_meta.__get__: False, torch.Tensor.is_cpu.__get__: True}
+_TENSOR: Any = torch.Tensor  # its properties are not typed as such
+CPU_ANSWERS = {_TENSOR.device.__get__: CPU, _TENSOR.is_meta.__get__: False, _TENSOR.is_cpu.__get__: True}
 """What ``ReportCpuDevice`` answers for a tensor on the meta device."""
 
 Materialize = Callable[[Sequence[torch.Tensor]], Iterator[tuple[int, torch.Tensor]]]
 
 
 def deferred_init(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Materialize]:
-    """The model that ``make`` returns, on the meta device, and ``InitRecorder.materialize``, which initializes its tensors.
+    """The model that ``make`` returns, on the meta device, and ``InitRecorder.materialize`` for its tensors.
 
     Raises:
         ConfigurationError: Building the model depends on values, or an operation cannot be recorded.
@@ -97,7 +99,7 @@ def _as_kind_of(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 
 class ReportCpuDevice(TorchFunctionMode):
-    """Reports the CPU as the device of meta tensors: torch and other libraries skip the initialization of meta tensors."""
+    """Reports the CPU as the device of meta tensors: torch and other libraries do not initialize meta tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         return CPU_ANSWERS[func] if func in CPU_ANSWERS and args[0].is_meta else func(*args, **(kwargs or {}))
@@ -135,7 +137,7 @@ class StorageView:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> StorageView:
-        return cls(storage_of(tensor), tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        return cls(storage_of(tensor), tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
     def view(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The tensor with this layout in a storage."""
@@ -304,8 +306,8 @@ class InitRecorder(TorchDispatchMode):
     def materialize(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
         """(index in ``tensors``, initialized tensor) for each requested tensor, as soon as it is final.
 
-        Afterwards the generators are where initializing all tensors would leave them. Besides what the caller keeps, only
-        unfinished tensors take memory, and one discarded tensor at a time.
+        Afterwards the generators are where initializing all tensors would leave them. Besides what the caller keeps,
+        only unfinished tensors take memory, and one discarded tensor at a time.
         """
         yield from ((index, tensor) for index, tensor in enumerate(tensors) if not tensor.is_meta)  # graph constants
         views = {index: StorageView.of(tensor) for index, tensor in enumerate(tensors) if tensor.is_meta}
@@ -339,7 +341,7 @@ class InitRecorder(TorchDispatchMode):
         return needed
 
     def _replay_order(self, needed: set[int]) -> list[int]:
-        """Random operations in their order; every other needed one as early as possible, so that little is unfinished."""
+        """Random operations in their order; other needed ones as early as possible, so that little is unfinished."""
         ready_after: dict[int, int] = {}  # storage -> the random operation after which its operations so far are done
         when: dict[int, int] = {}
         for index, op in enumerate(self.ops):

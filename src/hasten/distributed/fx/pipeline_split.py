@@ -1,7 +1,7 @@
 """Splits a model into consecutive segments, between which exactly one tensor is passed on.
 
-torch.fx finds the split points; ``stage_balance.py`` chooses among them. A stage shares the modules of the model that it
-consists of. What a rank does not need of the model is on the meta device.
+torch.fx finds the split points; ``stage_balance.py`` chooses among them. A stage shares the modules of the model that
+it consists of. What a rank does not need of the model is on the meta device.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def parse_split_sizes(sizes: str, stages: int, segments: int, option: str) -> li
 def balance_on_main_process(measure: Callable[[], list[list[float]]], run: RunContext) -> tuple[list[int], list[float]]:
     """The ends of the stages and the cost of each, from ``measure()`` on rank 0.
 
-    The other ranks of its stage measure with it, because they compute shards of the same layers. All ranks must call it.
+    The other ranks of its stage measure, too, because they compute shards of the same layers. All ranks must call it.
     """
     assert run.parallel is not None
     message = b""
@@ -64,13 +64,12 @@ def balance_stages(costs: list[list[float]]) -> list[int]:
     impossible: tuple[float, list[int]] = (float("inf"), [])
     best = [(0.0, list[int]())] + [impossible] * segments  # by number of first segments: (most expensive stage, ends)
     for stage, stage_costs in enumerate(costs, 1):
-
-        def with_last_stage(first: int, end: int, stage_costs: list[float] = stage_costs) -> tuple[float, list[int]]:
-            before, ends = best[first]
-            return max(before, sum(stage_costs[first:end])), [*ends, end]
-
         best = [impossible] * stage + [
-            min(with_last_stage(first, end) for first in range(stage - 1, end)) for end in range(stage, segments + 1)
+            min(
+                (max(best[first][0], sum(stage_costs[first:end])), [*best[first][1], end])
+                for first in range(stage - 1, end)
+            )
+            for end in range(stage, segments + 1)
         ]
     return best[-1][1]
 
