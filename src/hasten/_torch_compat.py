@@ -246,7 +246,8 @@ def peer_failure(error: BaseException | None) -> Literal["gone", "timeout"] | No
     """Whether an error, or one that caused it, reports only that another rank has ended or does not answer.
 
     NCCL and the store raise subclasses of ``dist.DistError``. gloo raises a plain RuntimeError whose message names
-    gloo's source file. No type distinguishes a rank that has ended from one that does not answer, but the text does (torch 2.11 to 2.15).
+    gloo's source file. No type distinguishes a rank that has ended from one that does not answer, but the text does
+    (torch 2.11 to 2.15).
     """
     chain: list[BaseException] = []
     while error is not None and error not in chain:  # torch raises some errors from themselves
