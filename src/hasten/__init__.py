@@ -1,7 +1,7 @@
 """hasten makes the training of neural networks faster, and proves it.
 
-The public names are imported on first use, so that ``import hasten`` loads neither torch nor a device. Type checkers and
-editors read the imports under ``TYPE_CHECKING``; ``tests/test_public_api.py`` checks that both lists agree.
+The public names are imported on first use, so that ``import hasten`` loads neither torch nor a device. Type checkers
+and editors read the imports under ``TYPE_CHECKING``; ``tests/test_public_api.py`` checks that both lists agree.
 """
 
 from importlib import import_module
@@ -94,7 +94,8 @@ _PUBLIC = {  # module: its public names
     "benchmarking.compare": "compare",
     "core.card": "Card Exactness WrapOrder",
     "core.data": "BatchSource LoaderSpec WorkerConfig",
-    "core.errors": "CollectiveTimeout ConfigurationError HastenWarning PeerFailure ProgressWarning RunError RunInterrupted",
+    "core.errors": "CollectiveTimeout ConfigurationError HastenWarning PeerFailure ProgressWarning RunError"
+    " RunInterrupted",
     "core.method": "Method option",
     "core.recipe": "Recipe",
     "core.run_context": "EngineServices Evaluation ParallelContext RunContext TrainPlan TrainProgress",

@@ -1,7 +1,7 @@
 """The private PyTorch APIs that hasten depends on, one documented name each.
 
-The steps of torchrun's agent are in ``_torch_compat_elastic.py``, because importing the agent takes 0.1 s of CPU time that
-only the launcher has to spend.
+The steps of torchrun's agent are in ``_torch_compat_elastic.py``, because importing the agent takes 0.1 s of CPU time
+that only the launcher has to spend.
 
 No other file of the package may use an attribute of torch that begins with an underscore, or recognize an error by the
 text of a torch message; ``tests/test_torch_compat.py`` scans for both, and has one test per name below. ``make
@@ -103,7 +103,7 @@ def is_view(tensor: torch.Tensor) -> bool:
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """A number for a storage, unique while the storage lives; on the meta device, too, where all data pointers are 0."""
+    """Id of a storage, unique while the storage lives; on the meta device, too, where all data pointers are 0."""
     return storage._cdata
 
 
@@ -112,7 +112,7 @@ def inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-# Multi-tensor arithmetic on lists of tensors, one kernel for all on a GPU. Aliases, not wrappers: they run in every step.
+# Arithmetic on lists of tensors, one kernel for all on a GPU. Aliases, not wrappers: they run in every step.
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_lerp_ = torch._foreach_lerp_
@@ -188,12 +188,12 @@ def workers_started(loader: torch.utils.data.DataLoader) -> bool:
 
 
 def contains_worker_traceback(error: BaseException) -> bool:
-    """Whether a DataLoader worker raised the error: its message then holds the worker's traceback (torch 2.11 to 2.15)."""
+    """Whether a DataLoader worker raised the error: then the message holds its traceback (torch 2.11 to 2.15)."""
     return "Original Traceback (most recent call last)" in str(error)
 
 
 def worker_error_text(error: BaseException) -> str:
-    """What the worker's exception itself said, as Python prints it: ``KeyError: 'x'``.
+    """The worker's exception as Python prints it: ``KeyError: 'x'``.
 
     The message ends with the frames of the traceback, each two lines (file, indented source), and then the exception.
     """
@@ -207,9 +207,9 @@ def worker_error_text(error: BaseException) -> str:
 def sample_being_fetched(error: BaseException) -> int | None:
     """The index of the sample that torch's fetcher read when the dataset raised in this process; None where not known.
 
-    Read from the frames of the traceback: the loop variable ``idx`` of ``_MapDatasetFetcher.fetch``. From Python 3.12 on
-    it is gone when the error leaves the comprehension; there the argument of the dataset's own ``__getitem__`` tells it,
-    unless that method assigns to its argument. Frames of worker processes do not travel.
+    Read from the frames of the traceback: the loop variable ``idx`` of ``_MapDatasetFetcher.fetch``. From Python 3.12
+    on it is gone when the error leaves the comprehension; then the argument of the dataset's own ``__getitem__`` is
+    read, unless that method assigns to its argument. Frames of worker processes are not available.
     """
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     fetching = [n for n, frame in enumerate(frames) if frame.f_code.co_filename.endswith("_utils/fetch.py")]
@@ -243,10 +243,11 @@ _CPU_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory: you tried to 
 
 
 def peer_failure(error: BaseException | None) -> Literal["gone", "timeout"] | None:
-    """Whether an error, or one that caused it, reports only that another rank has gone or does not answer.
+    """Whether an error, or one that caused it, reports only that another rank has ended or does not answer.
 
-    NCCL and the store raise subclasses of ``dist.DistError``. gloo raises a plain RuntimeError whose message names gloo's
-    source file. No type tells a rank that has gone from one that is silent, so the text does (torch 2.11 to 2.15).
+    NCCL and the store raise subclasses of ``dist.DistError``. gloo raises a plain RuntimeError whose message names
+    gloo's source file. No type distinguishes a rank that has ended from one that does not answer, but the text does
+    (torch 2.11 to 2.15).
     """
     chain: list[BaseException] = []
     while error is not None and error not in chain:  # torch raises some errors from themselves
@@ -265,8 +266,8 @@ def _is_from_gloo(error: BaseException) -> bool:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out, on a device or on the host.
 
-    CUDA raises ``torch.OutOfMemoryError``. The CPU allocator raises a plain RuntimeError (text of torch 2.11 to 2.15); an
-    out-of-memory error of a DataLoader worker or of a C++ extension reaches us as RuntimeError, too.
+    CUDA raises ``torch.OutOfMemoryError``. The CPU allocator raises a plain RuntimeError (text of torch 2.11 to 2.15);
+    an out-of-memory error of a DataLoader worker or of a C++ extension reaches us as RuntimeError, too.
     """
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
@@ -315,7 +316,7 @@ def default_process_group_timeout(seconds: float) -> Iterator[None]:
 
 
 def ddp_bucket_sizes(model: nn.parallel.DistributedDataParallel) -> list[int] | None:
-    """Bytes of each gradient bucket of a DDP model; None before the first step and where a communication hook is set."""
+    """Bytes of each gradient bucket of a DDP model; None before the first step or with a communication hook."""
     data = model._get_ddp_logging_data()
     sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes")
     return [int(size) for size in sizes.split(",")] if sizes and not data.get("comm_hook") else None

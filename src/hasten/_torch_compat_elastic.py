@@ -18,22 +18,22 @@ class ElasticAgent(LocalElasticAgent):
 
     def start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Starts the ranks of this node; {local rank: process number}."""
-        return super()._start_workers(worker_group)
+        return super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]  # decorated by torch
 
     def monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """How the ranks of this node are."""
-        return super()._monitor_workers(worker_group)
+        return super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]  # decorated by torch
 
     def stop_workers(self, worker_group: WorkerGroup) -> None:
         """Ends the ranks of this node, before all nodes meet again or the job ends."""
-        super()._stop_workers(worker_group)
+        super()._stop_workers(worker_group)  # pyright: ignore[reportCallIssue]  # decorated by torch
 
     def exit_barrier(self) -> None:
         """Waits, when the ranks of this node have succeeded, for those of the other nodes."""
         super()._exit_barrier()
 
     def close_workers(self, close: Callable[[signal.Signals], None], signal_number: signal.Signals) -> None:
-        """Ends the ranks that are left, where one has failed or the agent ends; ``close`` sends the signal and waits."""
+        """Ends the remaining ranks, if one has failed or the agent ends; ``close`` sends the signal and waits."""
         close(signal_number)
 
     @property
@@ -47,16 +47,18 @@ class ElasticAgent(LocalElasticAgent):
 
     def workers_running(self) -> bool:
         """Whether a rank of this node has not ended yet."""
-        return any(handler.proc.poll() is None for handler in self._pcontext.subprocess_handlers.values())
+        context: Any = self._pcontext
+        return any(handler.proc.poll() is None for handler in context.subprocess_handlers.values())
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         started = self.start_workers(worker_group)
-        close = self._pcontext.close
+        context: Any = self._pcontext
+        close = context.close
 
         def close_all(death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
             self.close_workers(lambda number: close(number, self._shutdown_timeout), death_sig or signal.SIGTERM)
 
-        self._pcontext.close = close_all  # torch calls it with a timeout of its own in three places
+        context.close = close_all  # torch calls it with a timeout of its own in three places
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

@@ -1,4 +1,4 @@
-"""A model that is made part by part has the numbers of one that is made at once, to the bit, and leaves the generator where that does."""
+"""A model initialized in parts equals one built at once bit for bit, and leaves the generators in the same state."""
 
 import copy
 from itertools import pairwise
@@ -222,7 +222,7 @@ def test_of_a_part_too(name, part):
 
 
 def test_a_weight_is_done_as_soon_as_its_numbers_are_drawn():
-    """Although the model is made, initialised again and converted as a whole: else all would be on their way at once."""
+    """Although the model is built, initialized again and converted as a whole: else all would be unfinished at once."""
 
     def make():
         made = nn.Sequential(*(nn.Linear(30, 30) for _ in range(7)))
@@ -302,19 +302,21 @@ def by_a_mask():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (looking, "looks at its numbers while it is made"),
-        (reading, "cannot be made part by part"),
-        (listing, "cannot be made part by part"),
-        (going_back, "sets random numbers back while it is made"),
-        (drawing_into_numbers, "into a tensor of plain numbers (normal_)"),
-        (on_another_device, "part by part"),
-        (without_numbers, "tensors on the meta device, whose numbers nobody knows"),
-        (by_a_mask, "looks at its numbers while it is made"),
+        (looking, "reads values while it is built"),
+        (reading, "cannot be initialized in parts"),
+        (listing, "cannot be initialized in parts"),
+        (going_back, "resets the state of a random generator while it is built"),
+        (drawing_into_numbers, "into a tensor of plain values (normal_)"),
+        (on_another_device, "in parts"),
+        (without_numbers, "tensors on the meta device, whose values are unknown"),
+        (by_a_mask, "reads values while it is built"),
     ],
 )
-def test_what_cannot_be_made_part_by_part_is_refused(make, says):
+def test_what_cannot_be_initialized_in_parts_is_refused(make, says):
     with pytest.raises(ConfigurationError) as refused:
         deferred_init(make)
     assert (
-        says in str(refused.value) and "leave place=memory out" in str(refused.value) and "\n" not in str(refused.value)
+        says in str(refused.value)
+        and "leave init=meta or balance=memory out" in str(refused.value)
+        and "\n" not in str(refused.value)
     )

@@ -1,4 +1,4 @@
-"""How the ranks of a job are laid out: copies of the model, the stages of a copy, the shards of a stage."""
+"""The device mesh: replicas of the model, pipeline stages of a replica, shards of a stage."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ from hasten.core.run_context import ParallelContext, RunContext
 from hasten.distributed.mesh import assign_mesh_dim
 
 
-def laid_out(world: int, shards: int | None, stages: int | None, stages_first: bool = False) -> tuple[int, int, int]:
+def mesh_shape(world: int, shards: int | None, stages: int | None, stages_first: bool = False) -> tuple[int, int, int]:
     run = RunContext(torch.device("cpu"), None, parallel=ParallelContext(ProcessGroupInfo(world_size=world)))
     asked = [("shards", "cut", shards), ("stages", "row", stages)]
     for dimension, name, degree in asked[::-1] if stages_first else asked:
@@ -21,7 +21,7 @@ def laid_out(world: int, shards: int | None, stages: int | None, stages_first: b
 
 
 @pytest.mark.parametrize(
-    ("world", "shards", "stages", "right"),
+    ("world", "shards", "stages", "expected"),
     [
         (4, None, None, (4, 1, 1)),
         (4, 0, None, (1, 1, 4)),
@@ -36,12 +36,12 @@ def laid_out(world: int, shards: int | None, stages: int | None, stages_first: b
         (12, 3, 2, (2, 2, 3)),
     ],
 )
-def test_ranks_are_shared_out_as_the_degrees_say(world, shards, stages, right):
-    assert laid_out(world, shards, stages) == laid_out(world, shards, stages, stages_first=True) == right
+def test_the_mesh_has_the_sizes_of_the_degrees(world, shards, stages, expected):
+    assert mesh_shape(world, shards, stages) == mesh_shape(world, shards, stages, stages_first=True) == expected
 
 
 @pytest.mark.parametrize(
-    ("world", "shards", "stages", "says"),
+    ("world", "shards", "stages", "message"),
     [
         (4, 0, 0, "cut and row would each take all 4 processes; give one of them a degree, such as row:degree=2"),
         (4, 4, 0, "cut:degree=4 and row do not fit 4 processes"),
@@ -49,13 +49,14 @@ def test_ranks_are_shared_out_as_the_degrees_say(world, shards, stages, right):
             8,
             4,
             4,
-            "cut:degree=4 and row:degree=4 do not fit 8 processes: each takes 2 or more, and their product has to divide the processes",
+            "cut:degree=4 and row:degree=4 do not fit 8 processes: each takes 2 or more, and their product"
+            " has to divide the processes",
         ),
         (12, 2, 4, "cut:degree=2 and row:degree=4 do not fit 12 processes"),
         (4, 3, 0, "cut:degree=3 does not divide 4 processes; take 2 or 4"),
         (4, 2, 1, "cut:degree=2 and row:degree=1 do not fit 4 processes"),
     ],
 )
-def test_degrees_that_do_not_fit_are_refused(world, shards, stages, says):
-    with pytest.raises(ConfigurationError, match=says):
-        laid_out(world, shards, stages)
+def test_degrees_that_do_not_fit_raise(world, shards, stages, message):
+    with pytest.raises(ConfigurationError, match=message):
+        mesh_shape(world, shards, stages)

@@ -102,7 +102,7 @@ def looking_tower():
 @pytest.mark.parametrize(
     ("strategy", "make", "says"),
     [
-        ("pipeline:balance=memory", looking_tower, "the model looks at its numbers while it is made"),
+        ("pipeline:balance=memory", looking_tower, "the model reads values while it is built"),
         ("pipeline:balance=memory", rank_tasks.tied, "stages 1 and 2 both use 0.weight; untie it"),
         (
             "pipeline:balance=memory,split_sizes=3-3",
@@ -110,7 +110,7 @@ def looking_tower():
             "split_sizes=3-3 must be 2 lengths that make up the chain of 5",
         ),
         ("pipeline:balance=banana", rank_tasks.tower, "balance must be one of time, memory"),
-        ("zero:stage=3,init=meta", looking_tower, "the model looks at its numbers while it is made"),
+        ("zero:stage=3,init=meta", looking_tower, "the model reads values while it is built"),
         ("zero:stage=1,init=meta", rank_tasks.tower, "zero:init=meta is for stages 2 and 3"),
     ],
 )

@@ -20,7 +20,7 @@ def make_autotuner(**changes) -> LoaderAutotuner:
 
 
 def run_search(autotuner: LoaderAutotuner, model, kinds=BOTH, memory_budget=lambda: math.inf) -> list[WorkerConfig]:
-    """Runs a search in which ``model(workers)`` is measured; returns every configuration that was measured, in order."""
+    """Runs a search in which ``model(workers)`` is measured; returns all measured configurations, in order."""
     search, measured = autotuner.search(SearchSpace(kinds, autotuner.cores, memory_budget)), []
     try:
         workers = next(search)

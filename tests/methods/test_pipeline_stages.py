@@ -38,7 +38,7 @@ def test_the_bytes_of_a_member_are_counted_without_numbers():
     assert len(members) == 1, model_and_members
     members = [[node] for node in members[0] if node.op == "call_module"]
     held = estimate_segment_memory(
-        model, graph, members, (torch.ones(8, 1000), torch.ones(8)), pieces=4, under_way=[2, 1]
+        model, graph, members, (torch.ones(8, 1000), torch.ones(8)), pieces=4, in_flight=[2, 1]
     )
     first, last = 4 * 4 * (1000 * 500 + 500), 4 * (500 * 10 + 10) + 4 * 3
     assert held == [[first + 2 * 4 * 2 * 1000, last], [first + 4 * 2 * 1000, last]]

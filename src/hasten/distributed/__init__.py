@@ -1,1 +1,1 @@
-"""Several processes: process groups, collectives, sharded state, batches and models divided among ranks."""
+"""Several processes: process groups, collectives, mesh, sharded state; batches and models divided among ranks."""

@@ -1,7 +1,7 @@
 """Batch normalization over the global batch, on any device that supports all-gather; torch.nn.SyncBatchNorm needs GPUs.
 
-The ranks gather mean and variance of their shards and combine them (Chan et al. 1983). In the backward pass they sum the
-gradients with respect to the mean and the variance.
+The ranks gather mean and variance of their shards and combine them (Chan et al. 1983). In the backward pass they sum
+the gradients with respect to the mean and the variance.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class DistributedBatchNorm(BatchNorm):
     @torch.no_grad()
     def _update_running_stats(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
         assert self.running_mean is not None and self.running_var is not None
-        momentum = self.momentum
+        momentum: Any = self.momentum  # None for a cumulative average
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             momentum = 1 / self.num_batches_tracked.item() if momentum is None else momentum
@@ -65,7 +65,7 @@ class DistributedBatchNorm(BatchNorm):
 def convert_sync_batchnorm(norm: BatchNorm, group: SyncGroup) -> None:
     """Converts a layer in place to normalize over the shards of all ranks; its weights and statistics stay."""
     norm.__class__ = DistributedBatchNorm
-    norm.group = group  # pyright: ignore[reportAttributeAccessIssue]  # an attribute of the new class
+    vars(norm)["group"] = group
 
 
 class _Normalize(torch.autograd.Function):
@@ -103,10 +103,11 @@ class _Normalize(torch.autograd.Function):
         slope = scale if weight is None else scale * weight
         grad_inputs = _channel_view(slope, grad_outputs) * (wide - mean_grad - normal * mean_grad_normal)
         _, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        dtype = scale.dtype if weight is None else weight.dtype
         return (
             grad_inputs.to(grad_outputs.dtype),
-            grad_weight.to(weight.dtype) if needs_weight else None,
-            grad_bias.to(weight.dtype) if needs_bias else None,
+            grad_weight.to(dtype) if needs_weight else None,
+            grad_bias.to(dtype) if needs_bias else None,
             None,
         )
 

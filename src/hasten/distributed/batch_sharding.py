@@ -1,8 +1,8 @@
 """Shards each global batch over the data-parallel ranks. Concatenated in rank order, the shards equal the batch.
 
-Ranks exchange how many samples they have and a fingerprint of the batch that these belong to. So a loss that averages over
-samples has the same gradient as over the global batch, however unequal the shards are, and ranks that read different
-data are found before the step.
+Ranks exchange how many samples they have and a fingerprint of the batch that these belong to. So a loss that averages
+over samples has the same gradient as over the global batch, however unequal the shards are, and ranks that read
+different data are found before the step.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ class ShardLog:
 def shard_batches(batches: BatchSource, ranks: ProcessGroupInfo, log: ShardLog, stages: int = 1) -> BatchSource:
     """This rank's shard of every batch. A batch with fewer samples than ranks is read completely by all of them.
 
-    Of samples that are read by index, each rank reads its shard only. A stream, or a DataLoader with its own sampler, is
-    read completely by every rank, which then keeps its shard. Random numbers drawn by samples depend on their position,
-    or come from a separate generator: ranks that read the same samples may compute other layers and so draw other random
-    numbers there. This holds for the pipeline ``stages`` of one replica, too.
+    Of samples that are read by index, each rank reads its shard only. A stream, or a DataLoader with its own sampler,
+    is read completely by every rank, which then keeps its shard. Random numbers drawn by samples depend on their
+    position or come from a separate generator: ranks that read the same samples, such as the pipeline ``stages`` of a
+    replica, may compute other layers and so draw other random numbers there.
     """
     if ranks.is_single_process and (stages == 1 or batches.seekable):
         return batches
@@ -307,8 +307,8 @@ def _has_samples_outside_tensors(batch: Batch, samples: int) -> bool:
 def _fingerprint(batch: Batch) -> int:
     """Checksum that distinguishes the samples of a batch from others.
 
-    Taken of one integer a sample, such as labels, which random augmentation does not change; else of all integers, such as
-    token ids; else of the last tensor, if it has at most two dimensions, as targets have.
+    Taken of one integer a sample, such as labels, which random augmentation does not change; else of all integers, such
+    as token ids; else of the last tensor, if it has at most two dimensions, as targets have.
     """
     tensors = batch_tensors(batch)
     integers = [tensor for tensor in tensors if tensor.dtype in (torch.int32, torch.int64)]
@@ -316,7 +316,7 @@ def _fingerprint(batch: Batch) -> int:
     targets = [tensor for tensor in tensors[-1:] if tensor.ndim <= 2]
     checksum = 0
     for tensor in labels or integers or targets:
-        checksum = crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(), checksum)
+        checksum = crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, checksum)
     return checksum
 
 

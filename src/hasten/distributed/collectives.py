@@ -1,4 +1,4 @@
-"""Replicas of a model, one per process, kept equal by averaging gradients or weights: what data-parallel methods share."""
+"""Collectives of data-parallel methods: replicas of a model, kept equal by averaging gradients or weights."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class GradientBucket:
 
     Attributes:
         tensors: One gradient per parameter, to be changed in place.
-        shares: 1-d, one element per parameter: 1 if this rank has its gradient. Exchanged with the gradients, it becomes
+        shares: 1-d, one element per parameter: 1 if this rank has its gradient. Averaged with the gradients, it becomes
             the fraction of ranks that have it.
     """
 
@@ -126,7 +126,7 @@ def find_divergent_tensors(
     tensors = list(tensors)
     if not tensors:
         return []
-    checksums = torch.tensor([crc32(tensor.cpu().reshape(-1).view(torch.uint8).numpy()) for tensor in tensors])
+    checksums = torch.tensor([crc32(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data) for tensor in tensors])
     bounds = torch.cat([checksums, -checksums]).to(tensors[0].device)
     dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
     largest, negated_smallest = bounds.cpu().chunk(2)

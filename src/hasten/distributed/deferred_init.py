@@ -1,10 +1,16 @@
-"""A model that is made later, and of it only what somebody wants: for models that no process could hold whole.
+"""Builds a model without values and initializes only requested tensors, for models that no process can hold.
 
-Inside ``unmade`` the tensors of a model have shapes and no numbers, as on torch's meta device, and whatever would fill them is noted on a tape. The
-tape makes those that are asked for. They have the numbers of a model that is made at once, to the bit: random numbers are drawn in the same order, and
-those that belong to other tensors are thrown away, one tensor at a time. (torchdistX's deferred_init is the elder of this kind.)
+Inside ``deferred_init`` tensors are on the meta device, and every operation that would fill them is recorded. Replaying
+the record gives the requested tensors the values that they have in a model built at once, bit for bit: random numbers
+are drawn in the same order, and those of other tensors are discarded, one tensor at a time.
 
-Rows of plain numbers are there at once, in every process, and may be looked at: ``torch.tensor``, ``arange``, ``linspace``, what comes from NumPy or a file.
+Why not the meta device and ``reset_parameters``: that draws the random numbers of the local tensors only, so a run on
+several ranks would start from other weights than a run in one process. hasten promises, and tests, that both start from
+the same weights. It also skips modules without ``reset_parameters``, and initialization in ``__init__``. torchdistX has
+the same idea (``deferred_init``, ``materialize_module``).
+
+Tensors of plain values (``torch.tensor``, ``arange``, ``linspace``, from NumPy or a file) exist at once, in every
+process.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -31,372 +38,360 @@ from hasten._torch_compat import (
 )
 from hasten.core.errors import ConfigurationError, RunError, format_error
 
-PLAIN = {"arange", "linspace", "logspace", "range"}  # which programs read while they make a model
-LOOKS = {
-    torch.Tag.data_dependent_output,
-    torch.Tag.dynamic_output_shape,
-}  # what such functions return depends on numbers
-DRAWS = torch.Tag.nondeterministic_seeded
-HOST, NOWHERE = torch.device("cpu"), torch.device("meta")
-INSTEAD = "leave place=memory out"
-TOLD = {torch.Tensor.device.__get__: HOST, torch.Tensor.is_meta.__get__: False, torch.Tensor.is_cpu.__get__: True}
+PLAIN_VALUE_OPS = {"arange", "linspace", "logspace", "range"}  # programs read their results while they build a model
+READING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # of operations that read values
+RANDOM_TAG = torch.Tag.nondeterministic_seeded
+CPU, META = torch.device("cpu"), torch.device("meta")
+REMEDY = "leave init=meta or balance=memory out"
+_TENSOR: Any = torch.Tensor  # its properties are not typed as such
+CPU_ANSWERS = {_TENSOR.device.__get__: CPU, _TENSOR.is_meta.__get__: False, _TENSOR.is_cpu.__get__: True}
+"""What ``ReportCpuDevice`` answers for a tensor on the meta device."""
+
+Materialize = Callable[[Sequence[torch.Tensor]], Iterator[tuple[int, torch.Tensor]]]
 
 
-def deferred_init(
-    make: Callable[[], torch.nn.Module],
-) -> tuple[torch.nn.Module, Callable[[Sequence[torch.Tensor]], Iterator]]:
-    """The model that ``make`` returns, all of it on the meta device, and what makes its tensors: ``Tape.making``.
+def deferred_init(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Materialize]:
+    """The model that ``make`` returns, on the meta device, and ``InitRecorder.materialize`` for its tensors.
 
     Raises:
-        Refusal: how it is made depends on its numbers, or cannot be noted.
+        ConfigurationError: Building the model depends on values, or an operation cannot be recorded.
     """
-    tape = InitRecorder()
+    recorder = InitRecorder()
     try:
-        with tape, ReportCpuDevice(), _truncated_as_one(tape):
+        with recorder, ReportCpuDevice(), _record_trunc_normal(recorder):
             model = make()
     except (ConfigurationError, RunError):
         raise
     except Exception as error:
-        raise ConfigurationError(
-            f"the model cannot be made part by part: {format_error(error, 160)}; {INSTEAD}, or mend the model where that does not help"
-        ) from error
-    tape.end()
-    replace_tensors(model, tape.without_numbers)
-    tape.check_all_recorded(tensor for *_, tensor in module_tensors(model))
-    return model, tape.materialize
+        problem = f"the model cannot be initialized in parts: {format_error(error, 160)}"
+        raise ConfigurationError(f"{problem}; {REMEDY}, or fix the model where that does not help") from error
+    recorder.finish()
+    replace_tensors(model, recorder.to_meta)
+    recorder.check_all_recorded(tensor for *_, tensor in module_tensors(model))
+    return model, recorder.materialize
 
 
 def module_tensors(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
-    """(module, name, tensor) of all that the modules of a model have: weights, buffers, and what is neither."""
+    """(module, name, tensor) of all parameters, buffers and plain tensor attributes of a model's modules."""
     for module in model.modules():
-        for held in (own_parameters(module), own_buffers(module), vars(module)):
-            yield from (
-                (module, name, tensor) for name, tensor in list(held.items()) if isinstance(tensor, torch.Tensor)
-            )
+        for attributes in (own_parameters(module), own_buffers(module), vars(module)):
+            for name, tensor in list(attributes.items()):
+                if isinstance(tensor, torch.Tensor):
+                    yield module, name, tensor
 
 
-def replace_tensors(model: torch.nn.Module, new: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Puts ``new(tensor)`` in the place of every tensor that a model's modules have; what was one tensor stays one, and a weight a weight."""
-    done: dict[int, tuple] = {}  # by id, with the tensor itself, or another could be given its id
+def replace_tensors(model: torch.nn.Module, replacement: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replaces every tensor of a model by ``replacement(tensor)``; tied tensors stay tied, parameters parameters."""
+    done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # holds the old tensor, so that its id is not used again
     for module, name, tensor in module_tensors(model):
         if id(tensor) not in done:
-            done[id(tensor)] = tensor, _in_place_of(tensor, new(tensor))
-        if (other := done[id(tensor)][1]) is not tensor:
-            setattr(module, name, other)  # and not into the dict: recurrent layers keep lists of their weights
+            done[id(tensor)] = tensor, _as_kind_of(tensor, replacement(tensor))
+        if (new := done[id(tensor)][1]) is not tensor:
+            setattr(module, name, new)  # not into the dictionary: recurrent layers keep lists of their weights
 
 
-def _in_place_of(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+def _as_kind_of(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     if new is old or not isinstance(old, torch.nn.Parameter):
         return new
-    weight = torch.nn.Parameter(new.detach(), old.requires_grad)
-    vars(weight).update(vars(old))
-    return weight
+    param = torch.nn.Parameter(new.detach(), old.requires_grad)
+    vars(param).update(vars(old))
+    return param
 
 
 class ReportCpuDevice(TorchFunctionMode):
-    """Whoever asks is told that tensors without numbers are on the host: torch's and others' programs leave unfilled what is on the meta device."""
+    """Reports the CPU as the device of meta tensors: torch and other libraries do not initialize meta tensors."""
 
-    def __torch_function__(self, function, types, given=(), named=None):
-        return TOLD[function] if function in TOLD and given[0].is_meta else function(*given, **(named or {}))
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return CPU_ANSWERS[func] if func in CPU_ANSWERS and args[0].is_meta else func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def _truncated_as_one(tape: InitRecorder) -> Iterator[None]:
-    """Inside, ``trunc_normal_`` is one step of the tape: it draws again until all numbers are within its bounds, and looks at them for that."""
+def _record_trunc_normal(recorder: InitRecorder) -> Iterator[None]:
+    """Records ``trunc_normal_`` as one operation: it reads its values, and redraws those outside the bounds."""
 
-    def noting(draw: Callable) -> Callable:
-        def noted(tensor, mean, std, a, b, generator=None):
+    def recording(draw: Callable[..., Any]) -> Callable[..., Any]:
+        def draw_or_record(
+            tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
+        ) -> torch.Tensor:
             with without_modes():
                 if tensor.is_meta:
-                    tape.draws(draw, tensor, mean, std, a, b, generator=generator)
+                    recorder.record_draw(draw, tensor, mean, std, a, b, generator=generator)
                     return tensor
             return draw(tensor, mean, std, a, b, generator=generator)
 
-        return noted
+        return draw_or_record
 
-    with patch_trunc_normal(noting):
+    with patch_trunc_normal(recording):
         yield
 
 
 @dataclass(frozen=True)
 class StorageView:
-    """Where a tensor lies, and in which storage: views of one storage are one thing on the tape."""
+    """The storage of a tensor, and its layout there. Views of one storage are recorded together."""
 
     storage: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    first: int
+    offset: int
     dtype: torch.dtype
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> StorageView:
-        return cls(storage_of(tensor), tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        return cls(storage_of(tensor), tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
-    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, self.first, self.size, self.stride)
+    def view(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The tensor with this layout in a storage."""
+        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(
+            storage, self.offset, self.size, self.stride
+        )
 
-    def elsewhere(self) -> torch.Tensor:
-        """As large a tensor, laid out alike, that nobody has."""
+    def scratch(self) -> torch.Tensor:
+        """A new tensor of this layout, whose values are discarded."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype)
 
 
 @dataclass(frozen=True)
 class RecordedOp:
-    """One call that made, changed or drew something; tensors without numbers are places in it."""
+    """A call that created, changed or drew something. In its arguments, meta tensors are StorageViews."""
 
-    call: Callable
-    given: tuple
-    named: dict
-    new: tuple[StorageView | None, ...] = ()  # of the tensors that it returns, in storages that were not there before
-    changes: frozenset[int] = frozenset()
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    new: tuple[StorageView | None, ...] = ()  # of the returned tensors that are in new storages
+    changes: frozenset[int] = frozenset()  # storages that it writes into
     draws: bool = True
-    blindly: bool = True  # what it draws depends on no numbers
+    reads_no_values: bool = True  # what it draws depends on no values
 
     @cached_property
     def storages(self) -> list[int]:
         """Each once, in the same order in every process."""
-        return list(
-            dict.fromkeys(
-                place.storage
-                for place in tree_flatten((self.given, self.named, self.new))[0]
-                if isinstance(place, StorageView)
-            )
-        )
+        leaves = tree_flatten((self.args, self.kwargs, self.new))[0]
+        return list(dict.fromkeys(leaf.storage for leaf in leaves if isinstance(leaf, StorageView)))
 
     @torch.no_grad()
-    def play(self, there: dict[int, torch.UntypedStorage]) -> None:
-        given, named = tree_map_only(
-            StorageView, lambda place: place.on(there[place.storage]), (self.given, self.named)
+    def replay(self, storages: dict[int, torch.UntypedStorage]) -> None:
+        """Calls it on real storages, and adds those that it creates."""
+        args, kwargs = tree_map_only(
+            StorageView, lambda view: view.view(storages[view.storage]), (self.args, self.kwargs)
         )
-        result = _tensors(self.call(*given, **named))
-        for place, tensor in zip(self.new, result, strict=False):
-            if place is not None:
-                there[place.storage] = _laid_out(tensor, place)
+        for view, tensor in zip(self.new, _tensors(self.call(*args, **kwargs)), strict=False):
+            if view is not None:
+                storages[view.storage] = _storage_with_layout(tensor, view)
 
     @torch.no_grad()
     def draw(self) -> None:
-        """Draws for nobody."""
-        given, named = tree_map_only(StorageView, StorageView.elsewhere, (self.given, self.named))
-        self.call(*given, **named)
+        """Advances the generator as the call does, and discards what it draws."""
+        args, kwargs = tree_map_only(StorageView, StorageView.scratch, (self.args, self.kwargs))
+        self.call(*args, **kwargs)
 
 
 class InitRecorder(TorchDispatchMode):
-    """Notes how tensors are made, and makes them."""
+    """Records how tensors are initialized, and replays it for requested ones."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
-        self.steps: list[RecordedOp] = []
-        self.held: dict[
-            int, torch.UntypedStorage
-        ] = {}  # without numbers; as long as they live no other has their number
-        self.there: dict[int, torch.UntypedStorage] = {}  # what was made at once, by the storage that stands for it
-        self.marks: dict[torch.Generator, torch.Tensor] = {}  # where each generator stands unless somebody seeds it
+        self.ops: list[RecordedOp] = []
+        self.meta_storages: dict[int, torch.UntypedStorage] = {}  # while they live, no other storage has their id
+        self.plain_storages: dict[int, torch.UntypedStorage] = {}  # id of a meta storage -> the real one it stands for
+        self.generator_states: dict[torch.Generator, torch.Tensor] = {}  # after the last draw, unless seeded since
 
-    def __torch_dispatch__(self, function, types, given=(), named=None):
-        named = named or {}
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         with without_torch_function():
-            tensors = _tensors((given, named))
-            made_at_once = not any(tensor.is_meta for tensor in tensors) if tensors else _name(function) in PLAIN
-            if made_at_once and DRAWS not in function.tags:
-                return function(*given, **_on_host(named))
-            return self._noted(function, given, named, tensors)
+            tensors = _tensors((args, kwargs))
+            is_plain = not any(tensor.is_meta for tensor in tensors) if tensors else _name(func) in PLAIN_VALUE_OPS
+            if is_plain and RANDOM_TAG not in func.tags:
+                return func(*args, **_on_cpu(kwargs))
+            return self._record(func, args, kwargs, tensors)
 
-    def draws(self, call: Callable, tensor: torch.Tensor, *given, **named) -> None:
-        """Notes a call that fills a tensor with random numbers, whatever it does for that."""
+    def record_draw(self, call: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Records a call that fills a tensor with random numbers, however it does that."""
         self.check_all_recorded([tensor])
-        self._drawn_from(named.get("generator") or torch.default_generator)
-        self.steps.append(
-            RecordedOp(call, (StorageView.of(tensor), *given), named, changes=frozenset([storage_of(tensor)]))
-        )
+        self._record_generator(kwargs.get("generator") or torch.default_generator)
+        changes = frozenset([storage_of(tensor)])
+        self.ops.append(RecordedOp(call, (StorageView.of(tensor), *args), kwargs, changes=changes))
 
-    def _noted(self, function, given: tuple, named: dict, tensors: list):
-        changed = _changed(function, given, named)
-        self._refuse_what_cannot_be_noted(function, named, tensors, changed)
-        places = tree_map_only(
-            torch.Tensor, lambda each: StorageView.of(each) if each.is_meta else each, (given, named)
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
+        changed = _written_tensors(func, args, kwargs)
+        self._check_recordable(func, kwargs, tensors, changed)
+        recorded_args, recorded_kwargs = tree_map_only(
+            torch.Tensor, lambda tensor: StorageView.of(tensor) if tensor.is_meta else tensor, (args, kwargs)
         )
-        result = function(*_without(given), **_without(named, device=not tensors))
-        old = {storage_of(tensor) for tensor in tensors if tensor.is_meta}
+        result = func(*_on_meta(args), **_on_meta(kwargs, set_device=not tensors))
+        known = {storage_of(tensor) for tensor in tensors if tensor.is_meta}
         results = _tensors(result)
-        new = tuple(None if storage_of(tensor) in old else StorageView.of(tensor) for tensor in results)
+        new = tuple(None if storage_of(tensor) in known else StorageView.of(tensor) for tensor in results)
         if not tensors:
             if not result.numel():
-                return function(*given, **_on_host(named))  # it takes no memory, and may be given some that is there
-            places[1]["dtype"] = result.dtype
-        places = places[0], _on_host(places[1])
-        if any(place and place.first for place in new):
-            raise NotImplementedError(f"{_name(function)} returns views of something new")
-        if any(new) or (changed and torch.Tag.inplace_view not in function.tags):
-            self._append(function, places, new, changed)
-            self.held |= {storage_of(tensor): tensor.untyped_storage() for tensor in results}
+                return func(*args, **_on_cpu(kwargs))  # takes no memory, and ``set_`` may give it a real storage
+            recorded_kwargs["dtype"] = result.dtype
+        if any(view and view.offset for view in new):
+            raise NotImplementedError(f"{_name(func)} returns views of something new")
+        if any(new) or (changed and torch.Tag.inplace_view not in func.tags):
+            self._append(func, (recorded_args, _on_cpu(recorded_kwargs)), new, changed)
+            self.meta_storages |= {storage_of(tensor): tensor.untyped_storage() for tensor in results}
         return result
 
-    def _refuse_what_cannot_be_noted(self, function, named: dict, tensors: list, changed: list) -> None:
-        if LOOKS.intersection(function.tags):
+    def _check_recordable(
+        self, func: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor], changed: list[torch.Tensor]
+    ) -> None:
+        if READING_TAGS.intersection(func.tags):
             raise ConfigurationError(
-                f"the model looks at its numbers while it is made ({_name(function)}), which are not there part by part; {INSTEAD}"
+                f"the model reads values while it is built ({_name(func)}), which do not exist if it is initialized "
+                f"in parts; {REMEDY}"
             )
-        device, generator = torch.device(named.get("device") or HOST), named.get("generator")
+        device, generator = torch.device(kwargs.get("device") or CPU), kwargs.get("generator")
         if device.type not in ("cpu", "meta") or (generator is not None and generator.device.type != "cpu"):
-            raise ConfigurationError(
-                f"the model makes a tensor on {device} itself, which cannot be done part by part; leave the device out, or {INSTEAD}"
-            )
+            problem = f"the model creates a tensor on {device} itself, so it cannot be initialized in parts"
+            raise ConfigurationError(f"{problem}; leave the device out, or {REMEDY}")
         if not all(tensor.is_meta for tensor in changed):
-            told = f"writes what it drew or computed into a tensor of plain numbers ({_name(function)})"
-            raise ConfigurationError(
-                f"the model {told}, which cannot be done part by part; make that tensor with torch.empty, or {INSTEAD}"
-            )
+            problem = f"the model writes what it drew or computed into a tensor of plain values ({_name(func)})"
+            remedy = f"make that tensor with torch.empty, or {REMEDY}"
+            raise ConfigurationError(f"{problem}, so it cannot be initialized in parts; {remedy}")
         self.check_all_recorded(tensors)
 
-    def _append(self, function, places: tuple, new: tuple, changed: list) -> None:
-        if draws := DRAWS in function.tags:
-            self._drawn_from(places[1].get("generator") or torch.default_generator)
-        read = [each for each in tree_flatten(places)[0] if isinstance(each, StorageView)]
+    def _append(
+        self, func: Any, arguments: tuple[Any, Any], new: tuple[StorageView | None, ...], changed: list[torch.Tensor]
+    ) -> None:
+        if draws := RANDOM_TAG in func.tags:
+            self._record_generator(arguments[1].get("generator") or torch.default_generator)
+        read = [leaf for leaf in tree_flatten(arguments)[0] if isinstance(leaf, StorageView)]
         changes = frozenset(map(storage_of, changed))
-        blindly = _name(function).endswith("_like") or (
-            len(read) <= 1 and all(place.storage in changes for place in read)
-        )
-        given, named = tree_map_only(
-            torch.Tensor, lambda each: each.detach().clone(), places
-        )  # others may write into them later
-        self.steps.append(RecordedOp(function, given, named, new, changes, draws, blindly))
+        only_overwrites = len(read) <= 1 and all(view.storage in changes for view in read)
+        reads_no_values = _name(func).endswith("_like") or only_overwrites
+        # plain tensors are copied, because the model may write into them later
+        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), arguments)
+        self.ops.append(RecordedOp(func, args, kwargs, new, changes, draws, reads_no_values))
 
-    def _drawn_from(self, generator: torch.Generator) -> None:
-        """Notes a draw, and moves the generator, so that a seed that is set afterwards shows."""
-        self._seen(generator)
+    def _record_generator(self, generator: torch.Generator) -> None:
+        """Records a seed that was set before a draw, and advances the generator so that the next seed is noticed."""
+        self._record_seed(generator)
         torch.rand((), generator=generator)
-        self.marks[generator] = generator.get_state()
+        self.generator_states[generator] = generator.get_state()
 
-    def _seen(self, generator: torch.Generator) -> None:
-        now, mark = generator.get_state(), self.marks.get(generator)
-        if mark is not None and torch.equal(now, mark):
+    def _record_seed(self, generator: torch.Generator) -> None:
+        state, last = generator.get_state(), self.generator_states.get(generator)
+        if last is not None and torch.equal(state, last):
             return
-        if mark is not None and not torch.equal(
-            now, torch.Generator().manual_seed(generator.initial_seed()).get_state()
-        ):
-            raise ConfigurationError(
-                f"the model sets random numbers back while it is made, which cannot be done part by part; {INSTEAD}"
-            )
-        self.steps.append(RecordedOp(generator.set_state, (now,), {}))
+        freshly_seeded = torch.Generator().manual_seed(generator.initial_seed()).get_state()
+        if last is not None and not torch.equal(state, freshly_seeded):
+            problem = "the model resets the state of a random generator while it is built"
+            raise ConfigurationError(f"{problem}, so it cannot be initialized in parts; {REMEDY}")
+        self.ops.append(RecordedOp(generator.set_state, (state,), {}))
 
-    def end(self) -> None:
-        """Notes what was seeded after the last draw."""
-        for generator in self.marks:
-            self._seen(generator)
+    def finish(self) -> None:
+        """Records seeds that were set after the last draw."""
+        for generator in self.generator_states:
+            self._record_seed(generator)
 
-    def without_numbers(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What stands for a tensor that was made at once; the others are that themselves."""
+    def to_meta(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A meta tensor that stands for a tensor of plain values; meta tensors as they are."""
         if tensor.is_meta:
             return tensor
-        own = tensor.untyped_storage()
-        stands = next((number for number, there in self.there.items() if storage_id(there) == storage_id(own)), None)
-        if stands is None:
-            twin = torch.empty(own.nbytes(), dtype=torch.uint8, device=NOWHERE).untyped_storage()
-            stands = storage_id(twin)
-            self.held[stands], self.there[stands] = twin, own
-        return StorageView.of(tensor).on(self.held[stands])
+        real = tensor.untyped_storage()
+        known = (id_ for id_, storage in self.plain_storages.items() if storage_id(storage) == storage_id(real))
+        stand_in = next(known, None)
+        if stand_in is None:
+            meta = torch.empty(real.nbytes(), dtype=torch.uint8, device=META).untyped_storage()
+            stand_in = storage_id(meta)
+            self.meta_storages[stand_in], self.plain_storages[stand_in] = meta, real
+        return StorageView.of(tensor).view(self.meta_storages[stand_in])
 
     def check_all_recorded(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Refuses tensors on the meta device that are not on the tape: nobody knows their numbers."""
-        if any(tensor.is_meta and storage_of(tensor) not in self.held for tensor in tensors):
-            raise ConfigurationError(
-                f"the model has tensors on the meta device, whose numbers nobody knows; make them elsewhere, or {INSTEAD}"
-            )
+        """Raises ``ConfigurationError`` for a meta tensor that was not recorded: its values are unknown."""
+        if any(tensor.is_meta and storage_of(tensor) not in self.meta_storages for tensor in tensors):
+            problem = "the model has tensors on the meta device, whose values are unknown"
+            raise ConfigurationError(f"{problem}; make them on the CPU, or {REMEDY}")
 
-    def materialize(self, wanted: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
-        """(number among those wanted, the tensor with its numbers) of each, as soon as it is done, and forgotten at once.
+    def materialize(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+        """(index in ``tensors``, initialized tensor) for each requested tensor, as soon as it is final.
 
-        Afterwards random numbers go on as if all had been made. Beside what the caller keeps there is what is on its way, and one tensor that nobody wants.
+        Afterwards the generators are where initializing all tensors would leave them. Besides what the caller keeps,
+        only unfinished tensors take memory, and one discarded tensor at a time.
         """
-        yield from (
-            (number, tensor) for number, tensor in enumerate(wanted) if not tensor.is_meta
-        )  # constants that a graph has brought along
-        places = {number: StorageView.of(tensor) for number, tensor in enumerate(wanted) if tensor.is_meta}
+        yield from ((index, tensor) for index, tensor in enumerate(tensors) if not tensor.is_meta)  # graph constants
+        views = {index: StorageView.of(tensor) for index, tensor in enumerate(tensors) if tensor.is_meta}
         of_storage: dict[int, list[int]] = {}
-        for number, place in places.items():
-            of_storage.setdefault(place.storage, []).append(number)
-        self.check_all_recorded(wanted)
-        for storage in (storage for storage in of_storage if storage in self.there):
-            yield from ((number, places[number].on(self.there[storage])) for number in of_storage[storage])
-        needed = self._behind(set(of_storage))
-        order = self._early(needed)
-        last = {storage: number for number in order if number in needed for storage in self.steps[number].storages}
-        there: dict[int, torch.UntypedStorage] = {}
-        for number in order:
-            if number not in needed:
-                self.steps[number].draw()
+        for index, view in views.items():
+            of_storage.setdefault(view.storage, []).append(index)
+        self.check_all_recorded(tensors)
+        for storage in (storage for storage in of_storage if storage in self.plain_storages):
+            yield from ((index, views[index].view(self.plain_storages[storage])) for index in of_storage[storage])
+        needed = self._needed_ops(set(of_storage))
+        order = self._replay_order(needed)
+        last_use = {storage: op for op in order if op in needed for storage in self.ops[op].storages}
+        storages: dict[int, torch.UntypedStorage] = {}
+        for op in order:
+            if op not in needed:
+                self.ops[op].draw()
                 continue
-            self.steps[number].play(there)
-            for storage in (storage for storage in self.steps[number].storages if last[storage] == number):
-                yield from ((each, places[each].on(there[storage])) for each in of_storage.get(storage, ()))
-                del there[storage]
+            self.ops[op].replay(storages)
+            for storage in (storage for storage in self.ops[op].storages if last_use[storage] == op):
+                yield from ((index, views[index].view(storages[storage])) for index in of_storage.get(storage, ()))
+                del storages[storage]
 
-    def _behind(self, wanted: set[int]) -> set[int]:
-        """The steps that these storages come from, and those that have to know numbers in order to draw."""
-        needed = set()
-        for number, step in reversed(list(enumerate(self.steps))):
-            if (
-                (step.draws and not step.blindly)
-                or wanted & step.changes
-                or wanted & {place.storage for place in step.new if place}
-            ):
-                needed.add(number)
-                wanted.update(step.storages)
+    def _needed_ops(self, requested: set[int]) -> set[int]:
+        """Indices of the operations that the storages depend on, and of random ones that read values."""
+        needed: set[int] = set()
+        for index, op in reversed(list(enumerate(self.ops))):
+            created = {view.storage for view in op.new if view}
+            if (op.draws and not op.reads_no_values) or requested & op.changes or requested & created:
+                needed.add(index)
+                requested.update(op.storages)
         return needed
 
-    def _early(self, needed: set[int]) -> list[int]:
-        """The steps to take: draws in their order, and whatever else is needed as soon as it can be, so that little is on its way."""
-        after: dict[int, int] = {}  # a storage: the draw after which all that was done to it is done
+    def _replay_order(self, needed: set[int]) -> list[int]:
+        """Random operations in their order; other needed ones as early as possible, so that little is unfinished."""
+        ready_after: dict[int, int] = {}  # storage -> the random operation after which its operations so far are done
         when: dict[int, int] = {}
-        for number, step in enumerate(self.steps):
-            if number in needed:
-                when[number] = (
-                    number if step.draws else max((after.get(storage, -1) for storage in step.storages), default=-1)
-                )
-                after |= {storage: max(when[number], after.get(storage, -1)) for storage in step.storages}
-            elif step.draws:
-                when[number] = number
-        return sorted(when, key=when.get)  # those after one draw in the order of the tape
+        for index, op in enumerate(self.ops):
+            if index in needed:
+                earliest = max((ready_after.get(storage, -1) for storage in op.storages), default=-1)
+                when[index] = index if op.draws else earliest
+                ready_after |= {storage: max(when[index], ready_after.get(storage, -1)) for storage in op.storages}
+            elif op.draws:
+                when[index] = index
+        return sorted(when, key=lambda index: when[index])  # stable: those after one random operation stay in order
 
 
 def storage_of(tensor: torch.Tensor) -> int:
+    """Id of the tensor's storage; also on the meta device."""
     return storage_id(tensor.untyped_storage())
 
 
-def _name(function) -> str:
-    return function.overloadpacket.__name__
+def _name(func: Any) -> str:
+    return func.overloadpacket.__name__
 
 
-def _tensors(nested) -> list[torch.Tensor]:
-    return [each for each in tree_flatten(nested)[0] if isinstance(each, torch.Tensor)]
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
 
 
-def _changed(function, given: tuple, named: dict) -> list[torch.Tensor]:
-    """The tensors that a function writes into, as its schema says."""
-    arguments = schema_arguments(function)
-    of_name = {argument.name: value for argument, value in zip(arguments, given, strict=False)} | named
-    return _tensors(
-        [of_name.get(each.name) for each in arguments if each.alias_info is not None and each.alias_info.is_write]
-    )
+def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an operator writes into, by its schema."""
+    arguments = schema_arguments(func)
+    by_name = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+    written = [each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write]
+    return _tensors([by_name.get(name) for name in written])
 
 
-def _on_host(named: dict) -> dict:
-    """The same for a process that makes the tensor; torch itself asks for the device of its weights."""
-    return named | {"device": HOST} if named.get("device") == NOWHERE else named
+def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments that create the tensor on the CPU; torch passes the device of existing, meta, weights."""
+    return kwargs | {"device": CPU} if kwargs.get("device") == META else kwargs
 
 
-def _without(given, device: bool = False):
-    """What a function is given, without numbers: tensors on the meta device, where nothing is drawn."""
-    given = tree_map_only(torch.Tensor, lambda tensor: tensor.to(NOWHERE), given)
-    if isinstance(given, dict):
-        changes = {"device": NOWHERE, "pin_memory": False, "generator": None}
-        given |= {name: value for name, value in changes.items() if name in given or (device and name == "device")}
-    return given
+def _on_meta(arguments: Any, set_device: bool = False) -> Any:
+    """Arguments with meta tensors in place of tensors; keyword arguments that draw nothing."""
+    arguments = tree_map_only(torch.Tensor, lambda tensor: tensor.to(META), arguments)
+    if isinstance(arguments, dict):
+        changes = {"device": META, "pin_memory": False, "generator": None}
+        changes = {name: value for name, value in changes.items() if name in arguments}
+        arguments |= changes | ({"device": META} if set_device else {})
+    return arguments
 
 
-def _laid_out(tensor: torch.Tensor, place: StorageView) -> torch.UntypedStorage:
-    """The storage of a tensor, which lies in it as the place says."""
-    there = StorageView.of(tensor)
-    if (there.size, there.stride, there.first, there.dtype) != (place.size, place.stride, place.first, place.dtype):
-        tensor = place.elsewhere().copy_(tensor)
+def _storage_with_layout(tensor: torch.Tensor, view: StorageView) -> torch.UntypedStorage:
+    """The storage of a tensor, copied if its layout is not that of the view."""
+    if StorageView.of(tensor) != StorageView(storage_of(tensor), view.size, view.stride, view.offset, view.dtype):
+        tensor = view.scratch().copy_(tensor)
     return tensor.untyped_storage()

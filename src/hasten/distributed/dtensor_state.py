@@ -1,4 +1,4 @@
-"""Sharded tensors (DTensor) and their full tensors: a checkpoint stores full state, so that any strategy can resume it."""
+"""Sharded tensors (DTensor) and full tensors: checkpoints store full state, so that any strategy can resume them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_optimizer_supports_dtensor(optimizer: torch.optim.Optimizer, method: s
     params = [param for group in optimizer.param_groups for param in group["params"] if isinstance(param, DTensor)]
     for param in {param.ndim: param for param in params}.values():
         plain = torch.zeros([1, 2, 2, 2, 2, 2][: param.ndim], dtype=param.dtype, device=param.to_local().device)
-        sharded = DTensor.from_local(plain, param.device_mesh, param.placements, run_check=False)
+        sharded = type(param).from_local(plain, param.device_mesh, param.placements, run_check=False)
         if not _can_step(optimizer, sharded) and _can_step(optimizer, plain):
             problem = f"{method} shards the parameters, and {type(optimizer).__name__} cannot update DTensors"
             raise ConfigurationError(f"{problem}; take {DTENSOR_OPTIMIZERS}, or leave {method} out")

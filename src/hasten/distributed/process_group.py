@@ -1,7 +1,7 @@
 """Joins this process to the ranks that torchrun or hasten started, and provides the collectives of the run.
 
-torchrun passes rank and world size in the environment (https://docs.pytorch.org/docs/stable/elastic/run.html). The engine
-communicates over a gloo group of its own, on the CPU, so that its messages never mix with those of a method.
+torchrun passes rank and world size in the environment (https://docs.pytorch.org/docs/stable/elastic/run.html). The
+engine communicates over a gloo group of its own, on the CPU, so that its messages never mix with those of a method.
 """
 
 from __future__ import annotations

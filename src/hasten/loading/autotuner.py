@@ -1,4 +1,4 @@
-"""Finds, while a run trains, the workers that should compute its batches: threads or processes, how many, how far ahead.
+"""Finds, while a run trains, the workers that should compute its batches: which kind, how many, how far ahead.
 
 A batch is a function of its index, so other workers can take over between any two batches, and only the time changes.
 The autotuner measures real batches and real steps: how long a step waits for its batch, and how long both take
@@ -79,8 +79,8 @@ class LoaderAutotuner:
         workers: The workers to start with.
         cores: Maximum number of workers.
         memory_budget: ``() -> bytes`` that batches in flight, and cached samples, may take.
-        cache: Where samples are cached: "memory", "disk" or "no"; None: wherever it turns out to be faster. The owner of
-            the batches decides whether they can be cached, and where they fit.
+        cache: Where samples are cached: "memory", "disk" or "no"; None: wherever it turns out to be faster. The owner
+            of the batches decides whether they can be cached, and where they fit.
         epochs: Number of epochs, if known.
         on_converged: Called with the autotuner when it converges, and again when it converges to something else.
         data_type: The type of data that it was made for, stored for its owner.
@@ -140,13 +140,13 @@ class LoaderAutotuner:
             yield from open_iterator(WorkerConfig(), 0)
             return
         self._busy, done = True, 0
-        workers: WorkerConfig | None = None  # that compute the batches of ``batches``
+        workers = WorkerConfig()  # they compute ``batches``, once that is opened
         batches: Iterator[Any] | None = None
         cuda_event = None
         try:
             self._start_epoch(space)
             while self._measured is not None:
-                if workers != self._measured:
+                if batches is None or workers != self._measured:
                     _close(batches)
                     workers, batches, cuda_event = self._measured, None, None
                     if self._profiler.workers != workers:
@@ -202,7 +202,10 @@ class LoaderAutotuner:
                     continue
                 rejected.add(candidate)
                 found: list[LoaderStats] = []
-                while len(found) < CONFIRMATIONS and _is_faster(new := (yield candidate), measured):
+                while len(found) < CONFIRMATIONS:
+                    new = yield candidate
+                    if new is None or not _is_faster(new, measured):
+                        break
                     found.append(new)
                 if len(found) == CONFIRMATIONS:
                     self.workers, measured, self._may_retry = candidate, found, False
@@ -301,10 +304,8 @@ def _memory_budget(gigabytes: float | None, free_memory: Callable[[], int]) -> f
     return FREE_MEMORY_FRACTION * free_memory() if gigabytes is None else gigabytes * 1e9
 
 
-def _is_faster(new: LoaderStats | None, measured: list[LoaderStats]) -> bool:
+def _is_faster(new: LoaderStats, measured: list[LoaderStats]) -> bool:
     """Whether a configuration is clearly faster, or takes no longer and steps no longer wait."""
-    if new is None:
-        return False
     best = min(stats.seconds_per_batch for stats in measured)
     no_longer_waits = new.wait_fraction <= WAIT_TOLERANCE and new.seconds_per_batch <= best
     return new.seconds_per_batch * MIN_SPEEDUP < best or no_longer_waits

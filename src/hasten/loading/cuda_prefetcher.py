@@ -17,7 +17,7 @@ def prefetch_to_cuda(batches: Iterator[Batch], device: torch.device) -> Iterator
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.is_cuda else tensor.pin_memory().to(device, non_blocking=True)
 
-    def fetch() -> tuple[Batch, torch.cuda.Event] | None:
+    def fetch() -> tuple[Batch, torch.Event] | None:
         with torch.cuda.stream(side_stream):
             for batch in batches:
                 return map_tensors(copy, batch), side_stream.record_event()

@@ -22,7 +22,7 @@ class LoaderStats:
 
     Attributes:
         wait_s: Mean seconds that a step waited for its batch.
-        step_s: Median seconds between receiving a batch and requesting the next; an evaluation does not move the median.
+        step_s: Median seconds between receiving a batch and requesting the next one; evaluations do not change it.
         size: Bytes of the largest batch.
     """
 

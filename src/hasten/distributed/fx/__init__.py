@@ -1,1 +1,1 @@
-"""Models as graphs: where they can be divided into stages and branches, and whether the parts compute the same."""
+"""Models as torch.fx graphs: pipeline stages, branches, and checks that a partition computes the same."""

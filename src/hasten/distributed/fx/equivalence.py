@@ -1,116 +1,130 @@
-"""Whether a model that was cut apart computes what it computed before, on a few samples."""
+"""Checks on a few samples that a partitioned model computes the same outputs and gradients as the original."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from hasten.core.errors import ConfigurationError, format_error
 from hasten.core.run_context import RunContext
+from hasten.core.types import Batch
 from hasten.distributed.dtensor_state import gather_full_state
 from hasten.utils import batch as batches
 
-SAMPLES = 8  # that are enough
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # to the model as it was, relative; of lower precisions 3e-2
+SAMPLES = 8
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative to the original; DEFAULT_TOLERANCE for other dtypes
+DEFAULT_TOLERANCE = 3e-2
+
+Tensors = dict[str, torch.Tensor]
 
 
 class PartitionPlan(NamedTuple):
-    """One way to cut blocks of a model apart, in place."""
+    """A way to partition blocks of a model in place.
 
-    partition: Callable[[torch.nn.Module, list], None]
-    everywhere: bool = True  # each process gets the gradients of all weights
+    Attributes:
+        partition: ``(model, blocks) -> None``.
+        everywhere: Whether each process gets the gradients of all parameters.
+    """
+
+    partition: Callable[[torch.nn.Module, list[Any]], None]
+    everywhere: bool = True
 
 
 def verify_partition(
-    model: torch.nn.Module, found: list, ways: Sequence[PartitionPlan], name: str, run: RunContext
-) -> tuple[list, list[str]]:
-    """The blocks that compute what the model computes, in each of the ways; of those that do not, why. All together first, else each by itself.
+    model: torch.nn.Module, found: list[Any], plans: Sequence[PartitionPlan], name: str, run: RunContext
+) -> tuple[list[Any], list[str]]:
+    """The blocks that compute the same after each partition, and reasons against the others.
+
+    Tries all blocks together first, and one by one if that fails. All ranks must call it.
 
     Args:
-        name: of the method that cuts them.
+        model: The model; copies of it are partitioned.
+        found: The blocks.
+        plans: The ways to partition.
+        name: The method that partitions, for the error.
+        run: The run.
 
     Raises:
-        Refusal: each is right by itself, and all together are wrong.
+        ConfigurationError: Each block is correct by itself, but all together are not.
     """
     if not found:
         return [], []
-    batch, own = run.services.peek_batch(), run.task.loss is None
-    few = batches.chunk_batch(batch, max(1, batches.batch_size(batch) // SAMPLES))[0]
-    right = outputs_and_grads(copy.deepcopy(model), few, own)
+    batch, whole_batch = run.services.peek_batch(), run.task.loss is None
+    samples = batches.chunk_batch(batch, max(1, batches.batch_size(batch) // SAMPLES))[0]
+    expected = outputs_and_grads(copy.deepcopy(model), samples, whole_batch)
 
-    def doubt(blocks: list) -> str | None:
-        for way in ways:
-            why = _why_unverified(copy.deepcopy(model), blocks, way, few, own, right)
-            if run.any_rank(why is not None):
-                return why or "it goes wrong on another process"
+    def problem_of(blocks: list[Any]) -> str | None:
+        for plan in plans:
+            problem = _difference(copy.deepcopy(model), blocks, plan, samples, whole_batch, expected)
+            if run.any_rank(problem is not None):
+                return problem or "it fails on another rank"
         return None
 
-    if doubt(found) is None:
+    if problem_of(found) is None:
         return found, []
-    doubts = {block: doubt([block]) for block in found}
-    sound = [block for block, why in doubts.items() if why is None]
-    if sound and (why := doubt(sound)):
-        raise ConfigurationError(f"{name} finds each block right by itself and all together wrong: {why}")
-    return sound, [f"{block}: {why}" for block, why in doubts.items() if why]
+    problems = {block: problem_of([block]) for block in found}
+    correct = [block for block, problem in problems.items() if problem is None]
+    if correct and (problem := problem_of(correct)):
+        raise ConfigurationError(f"{name}: each block is correct by itself, but all together are not: {problem}")
+    return correct, [f"{block}: {problem}" for block, problem in problems.items() if problem]
 
 
-def _why_unverified(model, blocks: list, way: PartitionPlan, batch, own: bool, right: tuple[dict, dict]) -> str | None:
-    """Why the model is not the same once these blocks are cut; None where it is."""
+def _difference(
+    model: torch.nn.Module,
+    blocks: list[Any],
+    plan: PartitionPlan,
+    batch: Batch,
+    whole_batch: bool,
+    expected: tuple[Tensors, Tensors],
+) -> str | None:
+    """How the model differs once the blocks are partitioned; None if it does not."""
     try:
-        way.partition(model, blocks)
-        outputs, gradients = gather_full_state(outputs_and_grads(model, batch, own))
+        plan.partition(model, blocks)
+        outputs, gradients = gather_full_state(outputs_and_grads(model, batch, whole_batch))
     except Exception as error:
-        return f"it cannot be cut ({format_error(error, 100)})"
-    if odd := first_mismatch(outputs, right[0]):
-        return f"{odd} is another"
-    expected = right[1] if way.everywhere else {name: right[1][name] for name in gradients if name in right[1]}
-    if odd := first_mismatch(gradients, expected):
-        return f"the gradient of {odd} is another"
+        return f"it cannot be partitioned ({format_error(error, 100)})"
+    if name := first_mismatch(outputs, expected[0]):
+        return f"{name} differs"
+    local = expected[1] if plan.everywhere else {name: expected[1][name] for name in gradients if name in expected[1]}
+    if name := first_mismatch(gradients, local):
+        return f"the gradient of {name} differs"
     return None
 
 
-def call_traced_model(model: torch.nn.Module, batch, own: bool):
-    """The output for a batch; ``own``: the model gets the whole batch and returns its own loss."""
-    if own:
-        return (
-            model(**batch)
-            if hasattr(batch, "keys")
-            else model(*batch)
-            if isinstance(batch, (tuple, list))
-            else model(batch)
-        )
-    inputs, named, _ = batches.split_inputs_target(batch)
-    return model(*inputs, **named)
+def call_traced_model(model: torch.nn.Module, batch: Batch, whole_batch: bool) -> Any:
+    """The output for a batch; with ``whole_batch`` the model gets the target, too, and returns its own loss."""
+    if not whole_batch:
+        args, kwargs, _ = batches.split_inputs_target(batch)
+        return model(*args, **kwargs)
+    if hasattr(batch, "keys"):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
-def outputs_and_grads(model: torch.nn.Module, batch, own: bool) -> tuple[dict, dict]:
-    """The outputs for a batch, and the gradients of the mean of their squares."""
+def outputs_and_grads(model: torch.nn.Module, batch: Batch, whole_batch: bool) -> tuple[Tensors, Tensors]:
+    """Name -> tensor of the outputs for a batch, and of the gradients of the sum of their mean squares."""
     model.eval()
-    outputs = [
-        tensor for tensor in batches.batch_tensors(call_traced_model(model, batch, own)) if tensor.is_floating_point()
-    ]
-    compared = [tensor.square().mean() for tensor in outputs if tensor.requires_grad]
-    if not compared:
-        raise ConfigurationError(
-            "the model returns no tensor that its weights have a part in, so nothing can be compared; take another strategy"
-        )
-    sum(compared).backward()
-    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
-    return {f"output {number}": tensor.detach() for number, tensor in enumerate(outputs)}, gradients
+    outputs = batches.batch_tensors(call_traced_model(model, batch, whole_batch))
+    outputs = [tensor for tensor in outputs if tensor.is_floating_point()]
+    terms = [tensor.square().mean() for tensor in outputs if tensor.requires_grad]
+    if not terms:
+        problem = "the model returns no tensor that depends on its parameters, so no partition can be verified"
+        raise ConfigurationError(f"{problem}; take another strategy")
+    sum(terms[1:], terms[0]).backward()
+    gradients = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    return {f"output {index}": tensor.detach() for index, tensor in enumerate(outputs)}, gradients
 
 
-def first_mismatch(ours: dict, right: dict) -> str | None:
-    """The first tensor that is another, held against the greatest of all: some gradients are rounding alone."""
-    if odd := ours.keys() ^ right.keys():
-        return min(odd)
-    greatest = max((tensor.abs().max() for tensor in right.values()), default=0.0)
-    for name, tensor in right.items():
-        if (
-            ours[name].shape != tensor.shape
-            or not (ours[name] - tensor).abs().max() <= TOLERANCE.get(tensor.dtype, 3e-2) * greatest
-        ):
+def first_mismatch(actual: Tensors, expected: Tensors) -> str | None:
+    """The first tensor that differs, relative to the largest value of all: some gradients are rounding errors only."""
+    if names := actual.keys() ^ expected.keys():
+        return min(names)
+    largest = max((tensor.abs().max() for tensor in expected.values()), default=0.0)
+    for name, tensor in expected.items():
+        tolerance = TOLERANCE.get(tensor.dtype, DEFAULT_TOLERANCE) * largest
+        if actual[name].shape != tensor.shape or not (actual[name] - tensor).abs().max() <= tolerance:  # NaN differs
             return name
     return None

@@ -1,176 +1,186 @@
-"""A model as a chain: members one after the other, between which one tensor goes on and nothing else.
+"""Splits a model into consecutive segments, between which exactly one tensor is passed on.
 
-It can be cut where torch.fx sees it so (``cuts.py`` chooses). A stage shares the parts of the model that it is made of, and of the model that it does not
-need nothing is left but names: the rest is on torch's meta device.
+torch.fx finds the split points; ``stage_balance.py`` chooses among them. A stage shares the modules of the model that
+it consists of. What a rank does not need of the model is on the meta device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.fx
 from torch import nn
+from torch.fx import Node
 
 from hasten._torch_compat import is_view
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.run_context import RunContext
+from hasten.core.types import Batch
 from hasten.distributed.deferred_init import module_tensors, replace_tensors
 from hasten.distributed.dtensor_state import to_local
 from hasten.distributed.fx.tracing import eval_mode, is_random_op, is_shape_value, try_trace
 from hasten.utils import batch as batches
 
-NO_CHAIN = (
-    "an nn.Sequential, or a forward() that torch.fx can trace, with places where one tensor goes on and nothing else"
-)
+EXPECTED = "an nn.Sequential, or a forward() that torch.fx can trace, with places where exactly one tensor is passed on"
+Segment = list[Node]
 
 
-def find_split_points(model: nn.Module, stages: int, sample: Callable | None = None) -> tuple[torch.fx.Graph, list]:
-    """The graph of a model, and its members: lists of nodes, each with weights, between which one tensor goes on.
+def find_split_points(
+    model: nn.Module, stages: int, peek_batch: Callable[[], Batch] | None = None
+) -> tuple[torch.fx.Graph, list[Segment]]:
+    """The graph of a model and its segments: lists of nodes with parameters, between which one tensor is passed on.
 
     Args:
-        sample: gives a batch, to see what is shared out between layers that were cut; all ranks have to ask at once.
+        model: The model.
+        stages: The number of segments that are needed.
+        peek_batch: Returns a batch, to find DTensors between sharded layers; then all ranks must call this.
 
     Raises:
-        Refusal: there are fewer than stages.
+        ConfigurationError: There are fewer segments than stages.
     """
-    found = []
-    for is_leaf in (lambda part: type(part) is not nn.Sequential, None):
+    longest: list[Segment] = []
+    for is_leaf in (lambda module: type(module) is not nn.Sequential, None):
         graph = try_trace(model, is_leaf)
         if graph is None or any(map(is_random_op, graph.nodes)):
             continue
-        given = [node for node in graph.nodes if node.op == "placeholder" and node.users]
-        if len(given) == 1:
-            found = max(found, members := _segments(model, graph, _shared_out(model, graph, sample)), key=len)
-            if len(members) >= stages:
-                return graph, members
-    told = f"a chain of {len(found)} that have weights" if found else "no such chain"
-    raise ConfigurationError(
-        f"pipeline has {stages} stages to fill and found {told} in this model; it looked for {NO_CHAIN}; other strategies shard any model"
-    )
+        inputs = [node for node in graph.nodes if node.op == "placeholder" and node.users]
+        if len(inputs) == 1:
+            segments = _segments(model, graph, _sharded_values(model, graph, peek_batch))
+            if len(segments) >= stages:
+                return graph, segments
+            longest = max(longest, segments, key=len)
+    found = f"a chain of {len(longest)} that have weights" if longest else "no such chain"
+    problem = f"pipeline has {stages} stages to fill and found {found} in this model; it looked for {EXPECTED}"
+    raise ConfigurationError(f"{problem}; other strategies shard any model")
 
 
-def extract_stage(model: nn.Module, graph: torch.fx.Graph, members: list) -> torch.fx.GraphModule:
-    """Some neighbouring members as a module of their own, which shares the model's parts."""
-    nodes = [node for member in members for node in member]
-    copied, new = torch.fx.Graph(), {}
-    given = copied.placeholder("given")
+def extract_stage(model: nn.Module, graph: torch.fx.Graph, segments: list[Segment]) -> torch.fx.GraphModule:
+    """Consecutive segments as a module of their own, which shares the model's submodules."""
+    nodes = [node for segment in segments for node in segment]
+    stage, copies = torch.fx.Graph(), dict[Node, Node]()
+    stage_input = stage.placeholder("stage_input")
 
-    def known(node: torch.fx.Node) -> torch.fx.Node:
-        if node not in new:
-            new[node] = copied.node_copy(node) if node.op == "get_attr" else given
-        return new[node]
+    def copy_of(node: Node) -> Node:
+        if node not in copies:
+            copies[node] = stage.node_copy(node) if node.op == "get_attr" else stage_input
+        return copies[node]
 
     for node in nodes:
-        new[node] = copied.node_copy(node, known)
-    result = new[nodes[-1]]
-    copied.output(copied.call_function(_handed_on, (result,)))
-    return torch.fx.GraphModule(model, copied)
+        copies[node] = stage.node_copy(node, copy_of)
+    stage.output(stage.call_function(_contiguous_non_view, (copies[nodes[-1]],)))
+    return torch.fx.GraphModule(model, stage)
 
 
-def _handed_on(tensor: torch.Tensor) -> torch.Tensor:
-    """As it has to be to be sent, and no view: zero_bubble cannot let go of the graph of one."""
+def _contiguous_non_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous, to be sent; no view, because the zero-bubble schedule cannot release the autograd graph of a view."""
     return tensor.clone(memory_format=torch.contiguous_format) if is_view(tensor) else tensor.contiguous()
 
 
-def _shared_out(model: nn.Module, graph: torch.fx.Graph, sample: Callable | None) -> set[torch.fx.Node]:
-    """The nodes whose tensors no rank has whole, nor as a tensor of its own: no stage can hand them on."""
-    found: set[torch.fx.Node] = set()
+def _sharded_values(model: nn.Module, graph: torch.fx.Graph, peek_batch: Callable[[], Batch] | None) -> set[Node]:
+    """The nodes whose values are DTensors, which no stage can pass on."""
+    found: set[Node] = set()
 
-    class Watching(torch.fx.Interpreter):
-        def run_node(self, node):
-            value = super().run_node(node)
+    class Recorder(torch.fx.Interpreter):
+        def run_node(self, n: Node) -> Any:
+            value = super().run_node(n)
             if to_local(value) is not value:
-                found.add(node)
+                found.add(n)
             return value
 
-    if sample is not None and any(to_local(weight) is not weight for weight in model.parameters()):
-        inputs, named, _ = batches.split_inputs_target(sample())
-        given = dict.fromkeys(
-            (node for node in graph.nodes if node.op == "placeholder"), single_tensor_input(inputs, named)
-        )
+    if peek_batch is not None and any(to_local(param) is not param for param in model.parameters()):
+        args, kwargs, _ = batches.split_inputs_target(peek_batch())
+        value = single_tensor_input(args, kwargs)
+        inputs: dict[Node, Any] = {node: value for node in graph.nodes if node.op == "placeholder"}
         with eval_mode(model), torch.no_grad():
-            Watching(model, graph=graph).run(initial_env=given)
+            Recorder(model, graph=graph).run(initial_env=inputs)
     return found
 
 
-def _segments(model: nn.Module, graph: torch.fx.Graph, shared_out: set[torch.fx.Node]) -> list[list[torch.fx.Node]]:
+def _segments(model: nn.Module, graph: torch.fx.Graph, sharded: set[Node]) -> list[Segment]:
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
-    after = {node: place for place, node in enumerate([*nodes, *(node for node in graph.nodes if node.op == "output")])}
-    trained = {name for name, weight in model.named_parameters(remove_duplicate=False) if weight.requires_grad}
-    start = next((node for node in graph.nodes if node.op == "placeholder" and node.users), None)
-    members, begun = [], 0
-    for place, node in enumerate(nodes):
-        living = {
-            each
-            for each in (start, *nodes[: place + 1])
-            if any(after[user] > place for user in each.users if user in after)
-        }
-        if place + 1 == len(nodes) or (living == {node} and not is_shape_value(node) and node not in shared_out):
-            member = nodes[begun : place + 1]
-            if members and not (_weights_of(member, trained) and _weights_of(members[-1], trained)):
-                members[-1] += member  # a stage has something to train
+    outputs = [node for node in graph.nodes if node.op == "output"]
+    position = {node: index for index, node in enumerate([*nodes, *outputs])}
+    trained = {name for name, param in model.named_parameters(remove_duplicate=False) if param.requires_grad}
+    inputs = [node for node in graph.nodes if node.op == "placeholder" and node.users][:1]
+    segments: list[Segment] = []
+    first = 0
+    for index, node in enumerate(nodes):
+        computed = [*inputs, *nodes[: index + 1]]
+        live = {each for each in computed if any(position.get(user, -1) > index for user in each.users)}
+        can_split = live == {node} and not is_shape_value(node) and node not in sharded
+        if can_split or index + 1 == len(nodes):
+            segment = nodes[first : index + 1]
+            if segments and not (_has_params(segment, trained) and _has_params(segments[-1], trained)):
+                segments[-1] += segment  # every stage has parameters to train
             else:
-                members.append(member)
-            begun = place + 1
-    return members
+                segments.append(segment)
+            first = index + 1
+    return segments
 
 
-def _weights_of(nodes, trained: set[str]) -> bool:
-    used = [node.target for node in nodes if node.op == "call_module"]
-    used_directly = {each.target for node in nodes for each in node.all_input_nodes if each.op == "get_attr"}
-    return bool(used_directly & trained) or any(name.startswith(f"{target}.") for target in used for name in trained)
+def _has_params(nodes: Segment, trained: set[str]) -> bool:
+    modules = [node.target for node in nodes if node.op == "call_module"]
+    attributes = {source.target for node in nodes for source in node.all_input_nodes if source.op == "get_attr"}
+    return bool(attributes & trained) or any(name.startswith(f"{module}.") for module in modules for name in trained)
 
 
-def check_no_shared_weights(model: nn.Module, parts: list) -> None:
+def check_no_shared_weights(model: nn.Module, stages: Iterable[nn.Module]) -> None:
+    """Raises ``ConfigurationError`` if two stages use the same parameter."""
     owner: dict[int, int] = {}
-    names = {id(weight): name for name, weight in model.named_parameters()}
-    for number, part in enumerate(parts):
-        for weight in part.parameters():
-            if (other := owner.setdefault(id(weight), number)) != number:
-                raise ConfigurationError(
-                    f"pipeline cannot cut this model: stages {other + 1} and {number + 1} both use {names[id(weight)]}; untie it"
-                )
+    names = {id(param): name for name, param in model.named_parameters()}
+    for index, stage in enumerate(stages, 1):
+        for param in stage.parameters():
+            if (other := owner.setdefault(id(param), index)) != index:
+                problem = f"stages {other} and {index} both use {names[id(param)]}"
+                raise ConfigurationError(f"pipeline cannot split this model: {problem}; untie it")
 
 
 def materialize_local_stages(
-    model: nn.Module, own: list, parts: list, keeps_unused: bool, run: RunContext
+    model: nn.Module, local: list[nn.Module], stages: list[nn.Module], keeps_unused: bool, run: RunContext
 ) -> list[torch.Tensor]:
-    """Leaves in a model the weights and buffers of our own parts, on our device, and what no part uses where ``keeps_unused``; returns them.
+    """Initializes the parameters and buffers of the local stages on the device; moves those of others to meta.
 
-    The others are on the meta device, which holds nothing. Tensors that are neither weights nor buffers stay with all.
+    Args:
+        model: The model; changed in place.
+        local: The stages of this rank.
+        stages: All stages.
+        keeps_unused: Whether this rank also holds what no stage uses.
+        run: The run.
+
+    Returns:
+        The initialized parameters and buffers. Plain tensor attributes stay on every rank.
     """
-    of_own, used = (
-        {id(tensor) for part in some for tensor in (*part.parameters(), *part.buffers())} for some in (own, parts)
-    )
-    registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    kept = of_own | (registered - used) if keeps_unused else of_own
-    wanted = list(
-        {
-            id(tensor): tensor
-            for *_, tensor in module_tensors(model)
-            if id(tensor) in kept or id(tensor) not in registered
-        }.values()
-    )
+    assert run.parallel is not None
+    of_local = _registered_ids(local)
+    registered = _registered_ids([model])
+    wanted_ids = of_local | (registered - _registered_ids(stages)) if keeps_unused else of_local
+    tensors = {id(tensor): tensor for *_, tensor in module_tensors(model)}
+    wanted = [tensor for key, tensor in tensors.items() if key in wanted_ids or key not in registered]
     made = {
-        id(wanted[number]): tensor.to(run.device) if id(wanted[number]) in kept else tensor
-        for number, tensor in run.parallel.materialize(wanted)
+        id(wanted[index]): tensor.to(run.device) if id(wanted[index]) in wanted_ids else tensor
+        for index, tensor in run.parallel.materialize(wanted)
     }
     replace_tensors(
-        nn.ModuleList([model, *own]), lambda tensor: made[id(tensor)] if id(tensor) in made else _nothing_like(tensor)
+        nn.ModuleList([model, *local]), lambda tensor: made[id(tensor)] if id(tensor) in made else _meta_like(tensor)
     )
-    return [made[id(tensor)] for tensor in wanted if id(tensor) in kept]
+    return [made[id(tensor)] for tensor in wanted if id(tensor) in wanted_ids]
 
 
-def _nothing_like(tensor: torch.Tensor) -> torch.Tensor:
-    """On the meta device and whole, even of a tensor that is shared out."""
+def _registered_ids(modules: list[nn.Module]) -> set[int]:
+    return {id(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
+
+
+def _meta_like(tensor: torch.Tensor) -> torch.Tensor:
+    """A meta tensor with the full shape, even of a DTensor."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def single_tensor_input(inputs: tuple, named: dict) -> torch.Tensor:
-    given = [*inputs, *named.values()]
-    if len(given) != 1 or not isinstance(given[0], torch.Tensor):
-        raise RunError(
-            f"pipeline passes one tensor through its stages, and this model is given {len(given)} things; take another strategy"
-        )
-    return given[0]
+def single_tensor_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The only input of a model. Raises ``RunError`` if it is not exactly one tensor."""
+    inputs = [*args, *kwargs.values()]
+    if len(inputs) != 1 or not isinstance(inputs[0], torch.Tensor):
+        problem = f"pipeline passes one tensor through its stages, but this model has {len(inputs)} inputs"
+        raise RunError(f"{problem}; take another strategy")
+    return inputs[0]

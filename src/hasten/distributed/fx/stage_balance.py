@@ -1,4 +1,4 @@
-"""Where a chain of members is cut into stages: so that the stages take equally long, or equally much memory, as nearly as may be."""
+"""Divides the segments of a model into pipeline stages of nearly equal time or memory."""
 
 from __future__ import annotations
 
@@ -8,124 +8,134 @@ from itertools import accumulate, pairwise
 from time import perf_counter
 
 import torch
+import torch.fx
 from torch import nn
 
 from hasten.core.errors import ConfigurationError
 from hasten.core.run_context import RunContext
+from hasten.core.types import Batch
 from hasten.distributed.deferred_init import replace_tensors, storage_of
-from hasten.distributed.fx.pipeline_split import extract_stage, single_tensor_input
+from hasten.distributed.fx.pipeline_split import Segment, extract_stage, single_tensor_input
 from hasten.distributed.fx.tracing import eval_mode
 from hasten.utils import batch as batches
 
 MEASUREMENTS = 3
-TRAINED = (
-    4  # times its own bytes that a weight takes: itself, its gradient, and two numbers of an optimizer such as Adam
-)
+TRAINED_COPIES = 4  # of a parameter: itself, its gradient, and two moments of an optimizer such as Adam
 
 
-def parse_split_sizes(asked: str, stages: int, members: int, option: str) -> list[int]:
-    """Where the stages end whose lengths ``option`` of a method gives.
+def parse_split_sizes(sizes: str, stages: int, segments: int, option: str) -> list[int]:
+    """The ends of the stages (as segment indices), from their sizes such as "2-1-3".
 
     Raises:
-        Refusal: they are not so many, or do not make up the chain.
+        ConfigurationError: The sizes are not as many as stages, or do not sum to the number of segments.
     """
-    lengths = [int(word) if word.isdecimal() else 0 for word in asked.split("-")]
-    if len(lengths) != stages or not all(lengths) or sum(lengths) != members:
-        raise ConfigurationError(
-            f"{option}={asked} must be {stages} lengths that make up the chain of {members}, such as {'-'.join(['1'] * (stages - 1) + [str(members - stages + 1)])}"
-        )
+    lengths = [int(word) if word.isdecimal() else 0 for word in sizes.split("-")]
+    if len(lengths) != stages or not all(lengths) or sum(lengths) != segments:
+        example = "-".join(["1"] * (stages - 1) + [str(segments - stages + 1)])
+        expected = f"must be {stages} lengths that make up the chain of {segments}, such as {example}"
+        raise ConfigurationError(f"{option}={sizes} {expected}")
     return list(accumulate(lengths))
 
 
-def balance_on_main_process(
-    measured: Callable[[], list[list[float]]], run: RunContext
-) -> tuple[list[int], list[float]]:
-    """Where the stages end, and what each costs, as the first rank measured it, and those that compute every layer with it."""
-    told = b""
+def balance_on_main_process(measure: Callable[[], list[list[float]]], run: RunContext) -> tuple[list[int], list[float]]:
+    """The ends of the stages and the cost of each, from ``measure()`` on rank 0.
+
+    The other ranks of its stage measure, too, because they compute shards of the same layers. All ranks must call it.
+    """
+    assert run.parallel is not None
+    message = b""
     if run.ranks.rank < run.parallel.tp_size:
-        costs = measured()
+        costs = measure()
         ends = balance_stages(costs)
-        of_stages = [
-            sum(of_stage[first:end]) for of_stage, (first, end) in zip(costs, pairwise([0, *ends]), strict=True)
-        ]
-        told = json.dumps([ends, of_stages]).encode()
-    return tuple(json.loads(run.ranks.broadcast(told)))
+        bounds = pairwise([0, *ends])
+        of_stages = [sum(stage_costs[first:end]) for stage_costs, (first, end) in zip(costs, bounds, strict=True)]
+        message = json.dumps([ends, of_stages]).encode()
+    ends, of_stages = json.loads(run.ranks.broadcast(message))
+    return ends, of_stages
 
 
 def balance_stages(costs: list[list[float]]) -> list[int]:
-    """Where neighbouring stages end, none of them empty, so that the dearest is as cheap as may be.
+    """The ends of consecutive stages, none empty, that minimize the cost of the most expensive stage.
 
     Args:
-        costs: of each stage, what every member would cost in it.
+        costs: For each stage, the cost of every segment in it. Shape (stages, segments).
     """
-    members = len(costs[0])
-    best = [(0.0, [])] + [(float("inf"), [])] * members  # of the first so many members: the dearest stage, and the ends
-    for stage, of_stage in enumerate(costs, 1):
-        best = [(float("inf"), [])] * stage + [
+    segments = len(costs[0])
+    impossible: tuple[float, list[int]] = (float("inf"), [])
+    best = [(0.0, list[int]())] + [impossible] * segments  # by number of first segments: (most expensive stage, ends)
+    for stage, stage_costs in enumerate(costs, 1):
+        best = [impossible] * stage + [
             min(
-                (max(best[first][0], sum(of_stage[first:end])), [*best[first][1], end])
+                (max(best[first][0], sum(stage_costs[first:end])), [*best[first][1], end])
                 for first in range(stage - 1, end)
             )
-            for end in range(stage, members + 1)
+            for end in range(stage, segments + 1)
         ]
     return best[-1][1]
 
 
-def profile_segments(model: nn.Module, graph, members: list, batch, device: torch.device) -> list[float]:
-    """That each member takes forward and backward on some rows of a batch, the shortest of several tries; one at a time is on the device."""
-    inputs, named, _ = batches.split_inputs_target(batch)
-    value, costs = single_tensor_input(inputs, named), []
-    for member in members:
-        part, tries = extract_stage(model, graph, [member]), []
-        home = next(part.parameters()).device
-        part.to(device)
-        with eval_mode(part):
+def profile_segments(
+    model: nn.Module, graph: torch.fx.Graph, segments: list[Segment], batch: Batch, device: torch.device
+) -> list[float]:
+    """Seconds of the forward and backward pass of each segment, the best of several; one is on the device at a time."""
+    args, kwargs, _ = batches.split_inputs_target(batch)
+    value, costs = single_tensor_input(args, kwargs), []
+    for segment in segments:
+        module, times = extract_stage(model, graph, [segment]), []
+        home = next(module.parameters()).device
+        module.to(device)
+        output = value
+        with eval_mode(module):
             for _ in range(MEASUREMENTS):
-                given = value.detach().requires_grad_(value.is_floating_point())
-                began = perf_counter()
-                output = part(given)
+                inputs = value.detach().requires_grad_(value.is_floating_point())
+                start = perf_counter()
+                output = module(inputs)
                 output.sum().backward()
                 if output.is_cuda:
                     torch.cuda.synchronize(output.device)
-                tries.append(perf_counter() - began)
-        part.zero_grad()
-        part.to(home)
+                times.append(perf_counter() - start)
+        module.zero_grad()
+        module.to(home)
         value = output.detach()
-        costs.append(min(tries))
+        costs.append(min(times))
     return costs
 
 
 def estimate_segment_memory(
-    model: nn.Module, graph, members: list, batch, pieces: int, under_way: list[int]
+    model: nn.Module, graph: torch.fx.Graph, segments: list[Segment], batch: Batch, pieces: int, in_flight: list[int]
 ) -> list[list[int]]:
-    """Of each stage, what every member would hold in it between forward and backward passes; computed on the meta device.
+    """Bytes that every segment would hold in each stage, computed on the meta device. Shape (stages, segments).
 
     Args:
-        under_way: of each stage, the pieces of a batch that wait there for their backward pass at once.
+        model: The model.
+        graph: Its graph.
+        segments: Its segments.
+        batch: A batch.
+        pieces: Microbatches of a batch.
+        in_flight: For each stage, the microbatches that wait there for their backward pass at a time.
     """
-    inputs, named, _ = batches.split_inputs_target(batch)
-    given = single_tensor_input(inputs, named)
-    value, held = given[: -(-len(given) // pieces)].to("meta"), []
-    for member in members:
-        part = extract_stage(model, graph, [member])
-        replace_tensors(part, lambda tensor: tensor.to("meta"))  # constants of the graph
-        value, left = _run_segment(part, value)
-        weights = sum(weight.nbytes * (TRAINED if weight.requires_grad else 1) for weight in part.parameters())
-        held.append((weights + sum(buffer.nbytes for buffer in part.buffers()), left))
-    return [[rests + waiting * left for rests, left in held] for waiting in under_way]
+    args, kwargs, _ = batches.split_inputs_target(batch)
+    inputs = single_tensor_input(args, kwargs)
+    value, held = inputs[: -(-len(inputs) // pieces)].to("meta"), []
+    for segment in segments:
+        module = extract_stage(model, graph, [segment])
+        replace_tensors(module, lambda tensor: tensor.to("meta"))  # constants of the graph
+        value, saved = _run_segment(module, value)
+        params = sum(param.nbytes * (TRAINED_COPIES if param.requires_grad else 1) for param in module.parameters())
+        held.append((params + sum(buffer.nbytes for buffer in module.buffers()), saved))
+    return [[constant + count * saved for constant, saved in held] for count in in_flight]
 
 
-def _run_segment(part: nn.Module, value: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The output of a part, and how many bytes autograd keeps for its backward pass beside weights and buffers."""
-    own = {storage_of(tensor) for tensor in (*part.parameters(), *part.buffers())}
-    kept: dict[int, torch.Tensor] = {}
+def _run_segment(module: nn.Module, value: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """(output, bytes that autograd saves for the backward pass besides parameters and buffers)."""
+    registered = {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    saved: dict[int, torch.Tensor] = {}
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[storage_of(tensor)] = tensor.detach()
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        saved[storage_of(tensor)] = tensor.detach()
         return tensor
 
-    with eval_mode(part), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = part(value.requires_grad_(value.is_floating_point()))
-    return output.detach(), sum(
-        tensor.untyped_storage().nbytes() for storage, tensor in kept.items() if storage not in own
-    )
+    with eval_mode(module), torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        output = module(value.requires_grad_(value.is_floating_point()))
+    own = [tensor for storage, tensor in saved.items() if storage not in registered]
+    return output.detach(), sum(tensor.untyped_storage().nbytes() for tensor in own)

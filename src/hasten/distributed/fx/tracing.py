@@ -1,4 +1,4 @@
-"""What a model computes, as a graph of torch.fx: for methods that cut models apart."""
+"""Traces a model into a torch.fx graph, for methods that partition models."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from typing import Any
 
 import numpy
 import torch
@@ -14,83 +15,78 @@ from torch import nn
 
 from hasten._torch_compat import MODULE_STATE_ATTRIBUTES
 
-PLAIN = (bool, int, float, str)  # types of what a part of a model may keep to decide by
-MAKERS = (
-    "arange",
-    "zeros",
-    "ones",
-    "full",
-    "empty",
-    "linspace",
-)  # functions that torch.fx would call at once, with sizes that are not known yet
+PLAIN_TYPES = (bool, int, float, str)  # of attributes by which a module may choose what it computes
+FACTORIES = ("arange", "zeros", "ones", "full", "empty", "linspace")  # torch.fx would call them with unknown sizes
 
 
 def try_trace(module: nn.Module, is_leaf: Callable[[nn.Module], bool] | None = None) -> torch.fx.Graph | None:
-    """The graph of a model; None where it cannot be told, or is another one when the model is evaluated.
+    """The graph of a model; None if it cannot be traced, or differs in evaluation mode.
 
-    Nor can that of a model which decides while it computes: by random numbers (LayerDrop), or by a count of its calls. Neither is changed by looking.
+    None, too, for a model whose control flow depends on random numbers (LayerDrop) or on a count of its calls. Tracing
+    changes neither the random generators nor the attributes of the model.
 
     Args:
-        is_leaf: whether a part is one node of the graph; None for torch.fx's choice, which looks into all that is not of torch.nn.
+        module: The model.
+        is_leaf: Whether a submodule is one node of the graph; None for torch.fx's choice (modules of torch.nn).
     """
     tracer = torch.fx.Tracer()
     if is_leaf is not None:
-        tracer.is_leaf_module = lambda part, name: is_leaf(part)
-    before = _moving(module)
+        tracer.is_leaf_module = lambda m, module_qualified_name: is_leaf(m)
+    before = _python_state(module)
     try:
-        with _making_nodes():
+        with _factories_as_nodes():
             graph = tracer.trace(module)
             with eval_mode(module):
                 same = str(graph) == str(tracer.trace(module))
     except Exception:
         return None
     finally:
-        moved = _put_back(before)
-    return graph if same and not moved else None
+        changed = _restore(before)
+    return graph if same and not changed else None
 
 
-def _moving(module: nn.Module) -> tuple:
-    """What computing may move beside tensors: the generators, and what parts of a model keep."""
-    held = [
-        each
-        for part in module.modules()
-        for each in (vars(part), *map(vars(part).get, MODULE_STATE_ATTRIBUTES))
-        if isinstance(each, dict)
-    ]
-    kept = [(each, dict(each)) for each in held]
-    return torch.get_rng_state(), random.getstate(), numpy.random.get_state(), kept
+def _python_state(module: nn.Module) -> tuple[Any, ...]:
+    """What a forward pass may change besides tensors: the generators, and attributes of modules."""
+    dicts: list[Any] = []
+    for part in module.modules():
+        dicts += [vars(part), *map(vars(part).get, MODULE_STATE_ATTRIBUTES)]
+    copies = [(attributes, dict(attributes)) for attributes in dicts if isinstance(attributes, dict)]
+    return torch.get_rng_state(), random.getstate(), numpy.random.get_state(), copies
 
 
-def _put_back(before: tuple) -> bool:
-    """Makes it as it was; whether anything had moved that a model could decide by. A number that is part of the graph by now decides nothing."""
-    torchs, pythons, numpys, kept = before
-    drawn = not (
-        torch.equal(torchs, torch.get_rng_state())
-        and pythons == random.getstate()
-        and all(map(numpy.array_equal, numpys, numpy.random.get_state()))
+def _restore(before: tuple[Any, ...]) -> bool:
+    """Restores the state; whether anything had changed on which control flow may depend.
+
+    A number that became part of the graph decides nothing.
+    """
+    torch_state, python_state, numpy_state, copies = before
+    drew = not (
+        torch.equal(torch_state, torch.get_rng_state())
+        and python_state == random.getstate()
+        and all(map(numpy.array_equal, numpy_state, numpy.random.get_state()))
     )
     counted = any(
-        isinstance(value, PLAIN) and not _same(value, was.get(name))
-        for held, was in kept
-        for name, value in held.items()
+        isinstance(value, PLAIN_TYPES) and not _is_same(value, old.get(name))
+        for attributes, old in copies
+        for name, value in attributes.items()
     )
-    if drawn:
-        torch.set_rng_state(torchs)
-        random.setstate(pythons)
-        numpy.random.set_state(numpys)
-    for held, was in kept:
-        held.clear()
-        held.update(was)
-    return drawn or counted
+    if drew:
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
+    for attributes, old in copies:
+        attributes.clear()
+        attributes.update(old)
+    return drew or counted
 
 
-def _same(one, other) -> bool:
-    return one is other or (type(one) is type(other) and one == other)
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and a == b)
 
 
 @contextmanager
 def eval_mode(*modules: nn.Module) -> Iterator[None]:
-    """Inside, models are as they are when they are evaluated: nothing is dropped, nor counted by batch normalisation."""
+    """Sets models to evaluation mode (no dropout, no batch statistics), and restores each submodule's mode on exit."""
     modes = [(part, part.training) for module in modules for part in module.modules()]
     for part, _ in modes:
         part.training = False
@@ -102,48 +98,42 @@ def eval_mode(*modules: nn.Module) -> Iterator[None]:
 
 
 def is_shape_value(node: torch.fx.Node) -> bool:
-    """Whether it is a size, or made of sizes, rather than a tensor."""
+    """Whether a node is a size (or dtype or device), or computed from sizes, rather than a tensor."""
     if node.op == "call_method":
         return node.target in ("size", "dim")
     if node.op != "call_function":
         return False
     if node.target is getattr:
         return node.args[1] in ("shape", "ndim", "device", "dtype")
-    return (
-        node.target.__module__ == "_operator"
-        and bool(node.all_input_nodes)
-        and all(map(is_shape_value, node.all_input_nodes))
-    )
+    is_operator = getattr(node.target, "__module__", None) == "_operator"
+    return is_operator and bool(node.all_input_nodes) and all(map(is_shape_value, node.all_input_nodes))
 
 
 def is_random_op(node: torch.fx.Node) -> bool:
-    """Whether it is a function that draws random numbers, whatever mode the model is in."""
-    return node.op == "call_function" and (
-        "dropout" in getattr(node.target, "__name__", "") or bool(node.kwargs.get("dropout_p"))
-    )
+    """Whether a node calls a function that draws random numbers, in evaluation mode, too."""
+    is_dropout = "dropout" in getattr(node.target, "__name__", "") or bool(node.kwargs.get("dropout_p"))
+    return node.op == "call_function" and is_dropout
 
 
 @contextmanager
-def _making_nodes() -> Iterator[None]:
-    """Inside, functions that make tensors become nodes where a size is one."""
-    kept = {name: getattr(torch, name) for name in MAKERS}
+def _factories_as_nodes() -> Iterator[None]:
+    """Makes torch's factory functions nodes of the graph if one of their arguments is a traced size."""
+    originals = {name: getattr(torch, name) for name in FACTORIES}
     try:
-        for name, function in kept.items():
+        for name, function in originals.items():
             setattr(torch, name, _node_or_call(function))
         yield
     finally:
-        for name, function in kept.items():
+        for name, function in originals.items():
             setattr(torch, name, function)
 
 
-def _node_or_call(function: Callable) -> Callable:
+def _node_or_call(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
-    def called(*given, **named):
-        proxies = [each for each in (*given, *named.values()) if isinstance(each, torch.fx.Proxy)]
-        return (
-            proxies[0].tracer.create_proxy("call_function", function, given, named)
-            if proxies
-            else function(*given, **named)
-        )
+    def called(*args: Any, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.fx.Proxy):
+                return value.tracer.create_proxy("call_function", function, args, kwargs)
+        return function(*args, **kwargs)
 
     return called
