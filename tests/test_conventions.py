@@ -128,7 +128,9 @@ HELP = ["__init__.py", "__main__.py", "utils/__init__.py", "utils/durations.py",
 
 @pytest.mark.parametrize("where", [*HELP, *[f"cli/{path.name}" for path in (PACKAGE / "cli").glob("*.py")]])
 def test_nothing_heavy_is_imported_on_the_way_to_help(where):
-    heavy = set(["torch", "numpy", "rich", "PIL", "jinja2", "psutil", "cloudpickle", "tomli_w", "safetensors", "transformers"])
+    heavy = set(
+        ["torch", "numpy", "rich", "PIL", "jinja2", "psutil", "cloudpickle", "tomli_w", "safetensors", "transformers"]
+    )
     for module in imports(PACKAGE / where, top_only=True):
         assert module.partition(".")[0] not in heavy, f"{where} imports {module} at its top"
 

@@ -70,13 +70,7 @@ def test_without_it_another_formula_is_trained(tmp_path):
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(
     ("dimensions", "settings"),
-    [
-        (1, {}),
-        (2, {}),
-        (3, {"momentum": None}),
-        (2, {"affine": False}),
-        (1, {"track_running_stats": False}),
-    ],
+    [(1, {}), (2, {}), (3, {"momentum": None}), (2, {"affine": False}), (1, {"track_running_stats": False})],
 )
 def test_a_layer_over_parts(world, dimensions, settings):
     """Outputs, gradients and statistics; the first rank has most of the samples."""

@@ -30,7 +30,9 @@ SUM_TOLERANCE = 1e-6  # relative; processors of different kinds may add in anoth
 SAME_DATA = (
     "every rank must read the same data, unsharded and in the same order; hasten shards it (remove DistributedSampler)"
 )
-SEEDED = "datasets may draw from the generators of torch, NumPy or Python, which hasten seeds, or from one with a fixed seed"
+SEEDED = (
+    "datasets may draw from the generators of torch, NumPy or Python, which hasten seeds, or from one with a fixed seed"
+)
 NOT_TENSORS = (
     "a batch can be sharded only if it consists of tensors with the same number of samples; "
     "give samples by index, or such tensors"
@@ -81,10 +83,10 @@ def shard_batches(batches: BatchSource, ranks: ProcessGroupInfo, log: ShardLog, 
     if ranks.is_single_process and (stages == 1 or batches.seekable):
         return batches
     if batches.spec is not None:
-        notes.order = _parts(batches.spec.batch_sampler, ranks, notes)
-        return batches.with_spec(batch_sampler=notes.order)
-    if not batches.seekable:  # else they draw by position already
-        batches = batches.map_iterator(_drawn_apart)
+        log.batch_sampler = _shard_sampler(batches.spec.batch_sampler, ranks, log)
+        return batches.with_spec(batch_sampler=log.batch_sampler)
+    if not batches.seekable:  # seekable batches draw by position already
+        batches = batches.map_iterator(_with_separate_rng)
     if ranks.is_single_process:
         return batches
     read = batches.epoch
@@ -98,29 +100,6 @@ def shard_batches(batches: BatchSource, ranks: ProcessGroupInfo, log: ShardLog, 
             yield _shard(batch, ranks)
 
     return dataclasses.replace(batches, epoch=epoch, with_workers=None)
-
-
-def _drawn_apart(iterator: Iterator) -> Iterator:
-    """The same batches, which draw random numbers as if nobody else did meanwhile; what else the process draws until their end are others."""
-    state = torch.get_rng_state()
-    torch.default_generator.manual_seed(derive_seed(int(torch.empty((), dtype=torch.int64).random_())))
-    return _drawing_from(state, iterator)
-
-
-def _drawing_from(state: torch.Tensor, iterator: Iterator) -> Iterator:
-    """The same batches, each of which draws on where the one before it stopped; at their end so does the process."""
-    batch = True
-    while batch is not None:
-        elsewhere = torch.get_rng_state()
-        torch.set_rng_state(state)
-        try:
-            batch = next(iterator, None)
-        finally:
-            state = torch.get_rng_state()
-            torch.set_rng_state(elsewhere)
-        if batch is not None:
-            yield batch
-    torch.set_rng_state(state)
 
 
 def with_loss_weights(
@@ -263,9 +242,7 @@ def _planned_samples(sizes: list[int], index: int, local: int, name: str, ranks:
     return samples
 
 
-def _exchange_samples(
-    known: GlobalBatchInfo | None, local: int, name: str, ranks: ProcessGroupInfo
-) -> tuple[int, int]:
+def _exchange_samples(known: GlobalBatchInfo | None, local: int, name: str, ranks: ProcessGroupInfo) -> tuple[int, int]:
     """(samples of the global batch, samples summed over the ranks), which differ if every rank reads all of it."""
     if known is not None and local != _shard_size(known.samples, ranks):
         known = None  # a method has changed the samples

@@ -66,7 +66,7 @@ def training(
             raise ConfigurationError(
                 "skip_bad is for one process: several would count their bad rows apart; leave it out, or mend the data"
             )
-        return _batches(task.train_data.shard(ranks.rank, ranks.world_size), task, batch_size, seed, training=True)
+        return _batches(task.train_data.shard(ranks.world_size, ranks.rank), task, batch_size, seed, training=True)
     return shard_batches(_batches(task.train_data, task, batch_size, seed, training=True), ranks, notes, stages)
 
 
