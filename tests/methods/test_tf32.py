@@ -33,7 +33,7 @@ def test_what_is_on_already_is_left_alone():
     assert _already_set() is None
     torch.set_float32_matmul_precision("high")
     try:
-        assert _already_set() == "TF32 is on already"
+        assert _already_set() == "TF32 is enabled already"
     finally:
         torch.set_float32_matmul_precision("highest")
 
