@@ -1,4 +1,4 @@
-"""A hasten.data pipeline in a hand-written loop, interrupted in the middle of an epoch and resumed at the next batch."""
+"""A hasten.data pipeline in a hand-written loop, interrupted inside an epoch and resumed at the next batch."""
 
 import numpy
 import torch
