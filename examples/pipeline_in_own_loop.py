@@ -1,4 +1,4 @@
-"""A hasten.data pipeline in a hand-written loop: interrupted in the middle of an epoch, and resumed at the next batch."""
+"""A hasten.data pipeline in a hand-written loop, interrupted inside an epoch and resumed at the next batch."""
 
 import numpy
 import torch
@@ -8,8 +8,8 @@ from hasten.data import arrays
 
 def pipeline():
     generator = numpy.random.default_rng(0)
-    columns = {"x": generator.standard_normal((1000, 4)).astype("float32"), "y": generator.integers(0, 2, 1000)}
-    return arrays(columns, target="y").shuffle(seed=0).batch(100)
+    inputs, targets = generator.standard_normal((1000, 4)).astype("float32"), generator.integers(0, 2, 1000)
+    return arrays(inputs, targets).shuffle(seed=0).batch(100)
 
 
 def train(batches, model, optimizer, limit=None):
@@ -26,16 +26,16 @@ def train(batches, model, optimizer, limit=None):
     return losses
 
 
-def made():
+def make_model():
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 if __name__ == "__main__":
-    whole = train(pipeline(), *made())
+    uninterrupted = train(pipeline(), *make_model())
 
-    model, optimizer = made()
+    model, optimizer = make_model()
     batches = pipeline()
     first = train(batches, model, optimizer, limit=4)
     position = batches.state_dict()  # three integers
@@ -43,4 +43,4 @@ if __name__ == "__main__":
     resumed = pipeline()
     resumed.load_state_dict(position)
     rest = train(resumed, model, optimizer)
-    print("resumed losses equal the uninterrupted ones:", first + rest == whole)
+    print("resumed losses equal the uninterrupted ones:", first + rest == uninterrupted)

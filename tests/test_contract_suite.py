@@ -62,7 +62,7 @@ import torch
 from hasten import Card, Exactness, Method
 
 def card(exactness, **more):
-    return Card(summary="faster", exactness=exactness, source="none", gain_when="always", accelerates={"forward"}, **more)
+    return Card(summary="faster", exactness=exactness, source="none", gain_when="ever", accelerates={"forward"}, **more)
 
 class IncompleteCard(Method):
     card = Card(summary="faster", exactness=Exactness.CHANGES_TRAINING)

@@ -1,4 +1,4 @@
-"""Every pair of methods trains two steps, with the same bits in either order, or is refused with both names and a reason.
+"""Every pair of methods trains, with the same bits in either order, or is refused with both names and a reason.
 
 This finds conflicts that the cards do not state.
 """
@@ -18,7 +18,7 @@ from hasten.engine.composition import check_conflicts
 from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
 from hasten.engine.registry import make_method, make_methods, method_names
-from helpers.small_tasks import UNAVAILABLE, SETTINGS, names_with_effect, tasks_with_effect
+from helpers.small_tasks import SETTINGS, UNAVAILABLE, names_with_effect, tasks_with_effect
 
 
 def common_task(pair: tuple[str, str]):

@@ -336,7 +336,7 @@ def test_blocks_that_fail_the_proof_are_left_whole():
     """Queries, keys and values in one layer cannot be cut by columns: its halves are no heads. The other layers can."""
     told, _ = run_ranks(2, told_while_building, "tensor_parallel", tasks.transformer)
     kept, dropped = (f"tensor_parallel: {how}blocks.0." for how in ("", "left whole: "))
-    assert f"{kept}mix.0 by columns, blocks.0.mix.2 by rows" in told
+    assert f"{kept}mlp.0 by columns, blocks.0.mlp.2 by rows" in told
     assert any(line.startswith(f"{dropped}qkv by columns") for line in told), told
 
 

@@ -1,4 +1,4 @@
-"""autotune_loader: the same bits while it climbs, workers where steps wait, and what it found in the recipe."""
+"""autotune_loader: the same bits while it searches, workers where steps wait, and its result in the recipe."""
 
 import json
 import os
@@ -30,8 +30,8 @@ PATIENCE = 60.0  # seconds, on a busy machine; most of it is never used
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Shorter looks: many changes of crew in a short run."""
-    for name, value in {"LEAST_BATCHES": 4, "LEAST_SECONDS": 0.02, "ROUNDS": 1}.items():
+    """Shorter measurements: many changes of workers in a short run."""
+    for name, value in {"MIN_BATCHES": 4, "MIN_SECONDS": 0.02, "BATCHES_PER_WORKER": 1}.items():
         monkeypatch.setattr(loader_stats, name, value)
 
 
@@ -44,7 +44,7 @@ def at_work() -> tuple[set, int]:
     return set(psutil.Process().children()), threading.active_count()
 
 
-def nothing_left(before: tuple[set, int]) -> bool:
+def no_processes_left(before: tuple[set, int]) -> bool:
     """torch does not wait for the threads that feed its workers: they end a moment later."""
     end = time.perf_counter() + PATIENCE
     while at_work()[0] - before[0] or at_work()[1] > before[1]:
@@ -60,7 +60,7 @@ def test_more_workers_than_cores_are_refused():
 
 
 @pytest.mark.parametrize("name", ["dataset", "loader", "pipeline"])
-def test_the_same_bits_and_nothing_left(name, tmp_path, quick):
+def test_same_bits_and_no_processes_left(name, tmp_path, quick):
     before = at_work()
     task = getattr(loader_tasks, name)
     hasten.train(task(), out=tmp_path / "plain", device="cpu")
@@ -69,12 +69,12 @@ def test_the_same_bits_and_nothing_left(name, tmp_path, quick):
     ):  # whether it settles in so short a run is up to the machine
         result = hasten.train(task(), TUNED, out=tmp_path / "tuned", device="cpu")
     assert files(tmp_path / "plain") == files(tmp_path / "tuned")
-    assert result["no_effect"] == [] and nothing_left(before)
+    assert result["no_effect"] == [] and no_processes_left(before)
 
 
 @pytest.mark.parametrize("name", ["dataset", pytest.param("pipeline", marks=pytest.mark.slow)])
-def test_a_slow_source_gets_workers_and_the_recipe_says_so(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(loader_stats, "LEAST_SECONDS", 0.1)  # so that it can climb once more where the machine stumbles
+def test_slow_source_gets_workers_and_recipe_stores_them(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(loader_stats, "MIN_SECONDS", 0.1)  # enough batches to search again on a busy machine
     task = getattr(loader_tasks, name)(epochs=60)
     with pytest.warns(
         HastenWarning, match=r"autotune_loader converged at .*: a step waits for data [\d.]+% of its time"
@@ -98,7 +98,7 @@ def test_a_slow_source_gets_workers_and_the_recipe_says_so(name, tmp_path, monke
         hasten.train(task, "baseline", out=tmp_path / "run", resume=True, device="cpu")
 
 
-def test_a_run_that_was_stopped_has_in_its_recipe_what_was_found(tmp_path, quick, monkeypatch):
+def test_stopped_run_stores_result_in_recipe(tmp_path, quick, monkeypatch):
     monkeypatch.setattr(cadence, "SHARE_FOR_CHECKPOINTS", 1.0)  # they come soon, however slow the disk
 
     def stop(records):
@@ -116,7 +116,7 @@ def test_a_run_that_was_stopped_has_in_its_recipe_what_was_found(tmp_path, quick
     assert again["recipe"] == TUNED and "processes" in again["tuned_settings"]["autotune_loader"]
 
 
-def test_a_fast_source_is_left_alone(perceptron, monkeypatch):
+def test_fast_source_keeps_no_workers(perceptron, monkeypatch):
     napped = 0.0
     monkeypatch.setattr(
         autotuner_module, "perf_counter", lambda: time.thread_time() + napped
@@ -148,7 +148,7 @@ def run(name, out, end):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dataset", "loader", "pipeline"])
-def test_killed_at_any_moment_it_goes_on_to_the_same_bits(name, tmp_path):
+def test_killed_run_resumes_to_same_bits(name, tmp_path):
     for pause in (0.15, 0.3):
         process = forked(run, name, tmp_path / "killed", "to be killed")
         wait_until_it_trains(process, tmp_path / "killed")
@@ -170,7 +170,7 @@ def readers(program) -> set[int]:
 
 
 @pytest.mark.parametrize("name", ["dataset", "loader", "pipeline"])
-def test_validation_data_are_read_by_as_many_as_were_found(name):
+def test_validation_data_get_the_workers_found(name):
     before, ours = at_work(), {os.getpid()}
     program = build(loader_tasks.who(name), make_methods(Recipe.coerce(TUNED)))
     assert readers(program) == ours, "nobody was found yet"
@@ -180,25 +180,25 @@ def test_validation_data_are_read_by_as_many_as_were_found(name):
     if name != "pipeline":
         assert readers(program) == found, "they stay for the next evaluation"
     del program
-    assert nothing_left(before)
+    assert no_processes_left(before)
 
 
 @pytest.mark.parametrize(
     ("train", "validation"), [("dataset", "pipeline"), ("pipeline", "dataset"), ("dataset", "other")]
 )
-def test_validation_data_of_another_kind_are_read_as_the_task_says(train, validation):
+def test_validation_data_of_another_type_keep_their_workers(train, validation):
     program = build(loader_tasks.who(train, validation), make_methods(Recipe.coerce(TUNED)))
     program.run.checkpoint_state["autotune_loader"].workers = WorkerConfig(processes=2, prefetch=2)
     assert readers(program) == {os.getpid()}
 
 
-def test_workers_that_the_task_names_for_its_validation_data_stay():
+def test_workers_of_the_task_for_validation_data_are_kept():
     program = build(loader_tasks.who("loader", workers=1), make_methods(Recipe.coerce(TUNED)))
     program.run.checkpoint_state["autotune_loader"].workers = WorkerConfig(processes=2, prefetch=2)
     assert len(readers(program) - {os.getpid()}) == 1
 
 
-def test_a_run_taken_up_begins_with_what_was_found(perceptron):
+def test_resumed_run_starts_with_workers_found(perceptron):
     program = build(perceptron(), make_methods(Recipe.coerce("autotune_loader:cores=4")))
     found = LoaderAutotuner(WorkerConfig(processes=3, prefetch=4), cores=4, memory_budget=float)
     found.wait_fraction = 0.002
@@ -207,33 +207,33 @@ def test_a_run_taken_up_begins_with_what_was_found(perceptron):
     assert program.run.checkpoint_state["autotune_loader"].converged
 
 
-def climber_of(task, words):
+def autotuner_of(task, words):
     return build(task, make_methods(Recipe.coerce(words))).run.checkpoint_state["autotune_loader"]
 
 
-def test_where_it_begins(perceptron):
-    assert climber_of(perceptron(), "autotune_loader").workers == WorkerConfig()
-    assert climber_of(perceptron(), "autotune_loader:processes=2").workers == WorkerConfig(processes=2, prefetch=2)
-    assert climber_of(perceptron(), "autotune_loader:processes=3,cores=3,prefetch=5").workers == WorkerConfig(
+def test_initial_workers(perceptron):
+    assert autotuner_of(perceptron(), "autotune_loader").workers == WorkerConfig()
+    assert autotuner_of(perceptron(), "autotune_loader:processes=2").workers == WorkerConfig(processes=2, prefetch=2)
+    assert autotuner_of(perceptron(), "autotune_loader:processes=3,cores=3,prefetch=5").workers == WorkerConfig(
         processes=3, prefetch=5
     )
-    assert climber_of(
+    assert autotuner_of(
         perceptron(), ["autotune_loader", "loader_workers:num_workers=2,prefetch_factor=3"]
     ).workers == WorkerConfig(processes=2, prefetch=4)
     loader = torch.utils.data.DataLoader(perceptron().train_data, batch_size=16, num_workers=2)
-    assert climber_of(perceptron(train_data=loader, batch_size=None), "autotune_loader").workers == WorkerConfig(
+    assert autotuner_of(perceptron(train_data=loader, batch_size=None), "autotune_loader").workers == WorkerConfig(
         processes=2, prefetch=2
     )
-    assert climber_of(loader_tasks.pipeline(), "autotune_loader:cache=no").cache == "no"
+    assert autotuner_of(loader_tasks.pipeline(), "autotune_loader:cache=no").cache == "no"
 
 
-def test_what_it_has_nothing_to_do_with(trained):
+def test_no_effect_reasons(trained):
     assert "no other thread or process" in trained(loader_tasks.stream(), "autotune_loader").run.no_effect[0][1]
     noisy = trained(loader_tasks.loader(noisy=True, epochs=1), "autotune_loader")
     assert "random" in noisy.run.no_effect[0][1]
 
 
-def test_settings_that_do_not_go_together(perceptron):
+def test_contradicting_options_are_refused(perceptron):
     with pytest.raises(ConfigurationError, match="threads=1 and processes=1 exclude each other"):
         make_methods(Recipe.coerce("autotune_loader:threads=1,processes=1"))
     for words in ("autotune_loader:threads=2", "autotune_loader:cache=memory"):

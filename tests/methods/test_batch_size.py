@@ -97,7 +97,7 @@ def test_a_ready_loader_gets_larger_batches_too(perceptron):
 
 
 def test_a_batch_larger_than_the_data_is_refused(perceptron):
-    with pytest.raises(ConfigurationError, match=r"batch of 128 is larger.*96 samples.*factor below 8"):
+    with pytest.raises(ConfigurationError, match=r"batch of 128, which is larger.*96 samples.*factor below 8"):
         build(perceptron(batch_size=16), make_methods(Recipe.coerce("batch_size:factor=8")))
 
 

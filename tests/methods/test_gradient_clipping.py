@@ -13,7 +13,7 @@ def _norms(task, max_norm: float) -> tuple[float, float]:
     program = build(task, [make_method("gradient_clipping", {"max_norm": max_norm})])
     gradients = lambda: (
         torch.cat([parameter.grad.flatten() for parameter in program.run.model.parameters()]).norm().item()
-    )  # noqa: E731
+    )
     program.forward_backward(next(iter(program.train)))
     before = gradients()
     program.grad_transform()

@@ -101,8 +101,8 @@ def test_pipelines_are_computed_by_as_many_processes(perceptron, trained):
     assert "workers" in facts_of(build(task())) and "indexed_samples" not in facts_of(build(task()))
 
 
-def noisy(batch, chance):
-    return batch[0] + chance.uniform()[:, None], batch[1]
+def noisy(batch, rng):
+    return batch[0] + rng.uniform()[:, None], batch[1]
 
 
 class _Stream(torch.utils.data.IterableDataset):

@@ -1,4 +1,4 @@
-"""Every setting of every method states what it may be; what lies outside is refused in one line that names it."""
+"""Every option of every method states its range; a value outside is refused in one line that names the option."""
 
 import dataclasses
 import math
@@ -10,10 +10,10 @@ from hasten.core.method import BOUNDS
 from hasten.core.recipe import Recipe
 from hasten.engine.registry import make_method, make_methods, method_class, method_names
 
-FREE = {  # who knows what they may be says so: torch the names of its backends, the model where it can be cut
+FREE = {  # values that torch or the model checks
     ("compile", "backend"),
     ("branch_parallel", "assignment"),
-    ("pipeline", "cuts"),
+    ("pipeline", "split_sizes"),
 }
 STATED = [
     (name, field)
@@ -22,7 +22,7 @@ STATED = [
     for field in dataclasses.fields(method_class(name))
     if not isinstance(field.default, bool) and (name, field.name) not in FREE
 ]
-NONSENSE = ["-1", "nan", "inf", "-inf", "1e300000", "", "nonsense", "true"]
+OUT_OF_RANGE = ["-1", "nan", "inf", "-inf", "1e300000", "", "nonsense", "true"]
 
 
 def name_of(value):
@@ -30,14 +30,14 @@ def name_of(value):
 
 
 @pytest.mark.parametrize(("name", "field"), STATED, ids=name_of)
-def test_a_range_is_stated_and_the_default_lies_in_it(name, field):
+def test_option_states_range_and_accepts_default(name, field):
     assert field.metadata["range"]
     assert getattr(make_method(name), field.name) == field.default
 
 
 @pytest.mark.parametrize(("name", "field"), STATED, ids=name_of)
-@pytest.mark.parametrize("text", NONSENSE)
-def test_nonsense_is_refused(name, field, text):
+@pytest.mark.parametrize("text", OUT_OF_RANGE)
+def test_value_out_of_range_is_refused(name, field, text):
     with pytest.raises(ConfigurationError, match=rf"{name}.*{field.name} must be ") as caught:
         make_methods(Recipe.parse(f"{name}:{field.name}={text}"))
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
@@ -46,8 +46,8 @@ def test_nonsense_is_refused(name, field, text):
 @pytest.mark.parametrize(
     ("name", "field"), [(name, field) for name, field in STATED if field.metadata["bounds"]], ids=name_of
 )
-def test_every_bound_is_where_it_says(name, field):
-    """Just inside is taken, just outside is not."""
+def test_bounds_are_exact(name, field):
+    """A value just inside is accepted, a value just outside is refused."""
     step, kind = (1, int) if "int" in str(field.type) else (1e-9, float)
     for bound, edge in field.metadata["bounds"].items():
         for value in (edge - step, edge, edge + step):
@@ -60,6 +60,6 @@ def test_every_bound_is_where_it_says(name, field):
                     make_method(name, {field.name: kind(value)})
 
 
-def test_a_number_that_is_none_is_told_to_be_finite():
+def test_infinity_is_refused_as_not_finite():
     with pytest.raises(ConfigurationError, match="max_norm must be finite and above 0, not inf"):
         make_method("gradient_clipping", {"max_norm": math.inf})

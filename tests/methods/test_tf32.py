@@ -8,7 +8,7 @@ import torch
 
 from hasten.engine.plan import build
 from hasten.engine.registry import make_method
-from hasten.methods.tf32 import _chosen_already
+from hasten.methods.tf32 import _already_set
 
 
 def test_without_a_gpu_it_says_so_and_changes_nothing(perceptron, trained):
@@ -30,16 +30,16 @@ def test_the_flags_are_set_inside_and_restored_outside(perceptron):
 
 def test_what_is_on_already_is_left_alone():
     torch.set_float32_matmul_precision("highest")
-    assert _chosen_already() is None
+    assert _already_set() is None
     torch.set_float32_matmul_precision("high")
     try:
-        assert _chosen_already() == "TF32 is on already"
+        assert _already_set() == "TF32 is enabled already"
     finally:
         torch.set_float32_matmul_precision("highest")
 
 
 def test_a_precision_set_through_the_newer_switches_is_no_accident():
     """In a process of its own: once they are set, torch does not let the older ones be read again."""
-    code = "import torch; from hasten.methods.tf32 import _chosen_already; torch.backends.fp32_precision = 'tf32'; print(_chosen_already())"
+    code = "import torch; from hasten.methods.tf32 import _already_set; torch.backends.fp32_precision = 'tf32'; print(_already_set())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "set already, through torch.backends.fp32_precision" in done.stdout, done.stderr

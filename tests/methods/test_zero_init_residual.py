@@ -72,9 +72,7 @@ def test_without_a_shortcut_there_is_nothing_to_do(make):
     assert program.run.no_effect and not zeros(make())
 
 
-@pytest.mark.parametrize(
-    ("scale", "why"), [(0.7, "zeros would shut off what these scales have learnt"), (0.0, "start with zeros already")]
-)
+@pytest.mark.parametrize(("scale", "why"), [(0.7, "the scales are trained already"), (0.0, "start with zeros already")])
 def test_scales_that_are_not_fresh_stay(scale, why):
     def residual():
         block = Residual()

@@ -13,7 +13,7 @@ import pytest
 
 from hasten import ConfigurationError, RunError
 from hasten.workloads import cifar10, imdb
-from hasten.workloads._data import File, fetched, found, members
+from hasten.workloads._data import File, download, find_file, members
 
 CONTENT = b"forty-two\n" * 5000
 
@@ -54,25 +54,25 @@ def everything_in(folder) -> list[str]:
 
 
 def test_a_file_is_fetched_once_and_found_ever_after(server, folders, capfd):
-    path = fetched(numbers_at(server + "numbers.txt"))
+    path = download(numbers_at(server + "numbers.txt"))
     assert path == folders / "home/.cache/hasten/numbers/numbers.txt" and path.read_bytes() == CONTENT
-    assert fetched(numbers_at("http://127.0.0.1:1/nobody-listens")) == path
+    assert download(numbers_at("http://127.0.0.1:1/nobody-listens")) == path
     assert everything_in(folders / "home") == ["numbers.txt"] and capfd.readouterr().out == ""
 
 
 def test_the_data_folder_comes_first(server, folders):
-    fetched(numbers_at(server + "numbers.txt"))
+    download(numbers_at(server + "numbers.txt"))
     own = folders / "data/numbers/numbers.txt"
     own.parent.mkdir()
     own.write_bytes(CONTENT)
-    assert fetched(numbers_at("")) == found("numbers/numbers.txt") == own
+    assert download(numbers_at("")) == find_file("numbers/numbers.txt") == own
 
 
 def test_what_a_server_sends_is_checked_and_not_kept(server, folders):
     with pytest.raises(
         RunError, match=r"numbers\.txt sent is not the expected file.*put the right one at .*/numbers/numbers\.txt$"
     ):
-        fetched(numbers_at(server + "numbers.txt", content=b"something else"))
+        download(numbers_at(server + "numbers.txt", content=b"something else"))
     assert everything_in(folders / "home") == []
 
 
@@ -80,7 +80,7 @@ def test_what_a_server_sends_is_checked_and_not_kept(server, folders):
 def test_what_cannot_be_fetched_says_from_where_and_where_to_put_it(server, folders, address):
     address = address.format(server=server)
     with pytest.raises(RunError) as failed:
-        fetched(numbers_at(address))
+        download(numbers_at(address))
     message = str(failed.value)
     assert (
         address in message
@@ -95,14 +95,14 @@ def test_another_file_in_its_place_is_refused(folders):
     wrong.parent.mkdir()
     wrong.write_bytes(CONTENT[:-1])
     with pytest.raises(ConfigurationError, match=r"numbers\.txt is not the expected file \(sha256 .*remove it"):
-        fetched(numbers_at("http://127.0.0.1:1/"))
+        download(numbers_at("http://127.0.0.1:1/"))
     assert wrong.read_bytes() == CONTENT[:-1]
 
 
 def test_a_folder_that_cannot_be_written_is_told(server, folders):
     (folders / "home").write_text("a file, where a folder should be")
     with pytest.raises(RunError, match=r"cannot write .*set HASTEN_DATA"):
-        fetched(numbers_at(server + "numbers.txt"))
+        download(numbers_at(server + "numbers.txt"))
 
 
 def archive(path, files: dict[str, bytes]):
@@ -159,11 +159,11 @@ def test_cifar10_is_made_from_the_official_archive_once(folders, monkeypatch):
         monkeypatch,
         {"cifar-10-batches-bin/test_batch.bin": rows, "cifar-10-batches-bin/readme.html": b"?"},
     )
-    monkeypatch.setattr(cifar10, "PICTURES", {"test": 2})
+    monkeypatch.setattr(cifar10, "IMAGES", {"test": 2})
     dataset = cifar10.Photographs("test")
     assert dataset.labels == [9, 0]
     for index, pixels in enumerate((red, blue)):
-        seen = (dataset[index][0] * cifar10.SPREAD + cifar10.MEAN) * 255
+        seen = (dataset[index][0] * cifar10.STD + cifar10.MEAN) * 255
         assert abs(seen.numpy() - pixels).max() < 6  # what JPEG loses
     assert everything_in(folders / "home") == ["test.tar.gz"]
     (folders / "data" / cifar10.OFFICIAL.path).unlink()
@@ -181,11 +181,11 @@ def test_imdb_takes_its_part_of_the_official_archive(folders, monkeypatch):
         "test/neg/1_1.txt",
     ]
     official(folders, imdb, monkeypatch, {f"aclImdb/{name}": name.encode() for name in names})
-    monkeypatch.setattr(imdb, "BELOW", {"train": 1, "test": 1})
+    monkeypatch.setattr(imdb, "LIMITS", {"train": 1, "test": 1})
     with pytest.raises(ConfigurationError, match="holds 1 and 2 reviews"):
         imdb._reviews()
-    monkeypatch.setattr(imdb, "BELOW", {"train": 2, "test": 1})
-    imdb_part = folders / "home/.cache/hasten" / imdb.PART
+    monkeypatch.setattr(imdb, "LIMITS", {"train": 2, "test": 1})
+    imdb_part = folders / "home/.cache/hasten" / imdb.SUBSET
     imdb_part.unlink()
     with pytest.raises(ConfigurationError, match="holds 2 and 2 reviews"):  # train/pos has no second review
         imdb._reviews()
@@ -193,5 +193,5 @@ def test_imdb_takes_its_part_of_the_official_archive(folders, monkeypatch):
 
 def test_too_few_pictures_are_refused(folders):
     archive(folders / "data/cifar10-jpeg/test.tar.gz", {"test/cat/0000.jpg": b"?"})
-    with pytest.raises(ConfigurationError, match=r"holds 1 pictures test/CLASS/NUMBER\.jpg, not 10000"):
+    with pytest.raises(ConfigurationError, match=r"holds 1 images test/CLASS/NUMBER\.jpg, expected 10000"):
         cifar10.Photographs("test")

@@ -66,7 +66,7 @@ loaded = functools.cache(load_task)
 def name(request):
     expected = WORKLOADS[request.param]
     pytest.importorskip(expected.needs)
-    if missing := [file for file in expected.files if _data.found(file) is None]:
+    if missing := [file for file in expected.files if _data.find_file(file) is None]:
         pytest.skip(f"the data of {request.param} are not here ({missing[0]}); set HASTEN_DATA")
     return request.param
 
@@ -119,13 +119,13 @@ def test_the_same_seed_gives_the_same_model(name):
 
 
 @pytest.mark.parametrize("name", [name for name in WORKLOADS if WORKLOADS[name].files])
-def test_missing_data_say_how_to_get_them(name, tmp_path, monkeypatch):
+def test_missing_data_message_names_address_and_path(name, tmp_path, monkeypatch):
     pytest.importorskip(WORKLOADS[name].needs)
     monkeypatch.setenv("HASTEN_DATA", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     for scheme in ("http", "https"):
         monkeypatch.setenv(f"{scheme}_proxy", "http://127.0.0.1:1")  # nobody listens there: as good as no network
-    with pytest.raises(RunError, match=r"^cannot fetch https?://\S+: .*; fetch it by hand and put it at /\S+$"):
+    with pytest.raises(RunError, match=r"^cannot download https?://\S+: .*; put the file at /\S+ by hand$"):
         load_task(name)
 
 

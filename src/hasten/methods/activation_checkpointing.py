@@ -61,8 +61,8 @@ def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
         return forward(*args, **kwargs)
     if norms:
         kwargs["context_fn"] = lambda: (nullcontext(), _frozen_statistics(norms))
-    output: Any = checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
-    return output
+    options = {"use_reentrant": False, "preserve_rng_state": True}
+    return checkpoint(forward, *args, **options, **kwargs)  # pyright: ignore[reportUnknownVariableType]
 
 
 @contextmanager

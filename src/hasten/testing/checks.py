@@ -64,7 +64,7 @@ def check_method(method: str | type[Method], task: Task | None = None, **options
 
 
 class Subject:
-    """A method to check, with its options and the task on which it is checked. The arguments are those of check_method."""
+    """A method to check, its options and the task on which it is checked; arguments as for ``check_method``."""
 
     def __init__(self, method: str | type[Method], task: Task | None = None, **options: Any):
         self.name = method if isinstance(method, str) else _qualified_name(method)
@@ -207,7 +207,7 @@ def saves_its_state(subject: Subject) -> None:
             )
 
 
-class Interrupted(Exception):
+class InterruptedRunError(Exception):
     """Interrupts a run of ``resumes_bit_identically``."""
 
 
@@ -220,13 +220,13 @@ def resumes_bit_identically(subject: Subject) -> None:
 
         def interrupt(records: list[dict[str, Any]]) -> None:
             if any(record["step"] > half for record in records):
-                raise Interrupted
+                raise InterruptedRunError
 
         # with a checkpoint after every step
         run = partial(train, subject.task, subject.recipe, device="cpu", checkpoint_seconds=0)
         complete, resumed = Path(folder, "complete"), Path(folder, "resumed")
         run(out=complete)
-        with suppress(Interrupted):
+        with suppress(InterruptedRunError):
             run(out=resumed, observers=[interrupt])
         assert any((resumed / "checkpoints").iterdir()), "the interrupted run has left no checkpoint"
         run(out=resumed, resume=True)

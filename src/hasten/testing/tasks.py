@@ -1,4 +1,4 @@
-"""Three tasks that train in milliseconds, for the tests of methods: a perceptron, a convolutional network, a transformer.
+"""Three tasks that train in milliseconds: a perceptron, a convolutional network and a transformer.
 
 Each is a function that returns a new ``Task``; keyword arguments replace fields of the task, as in
 ``perceptron(epochs=3, batch_size=8)``.
@@ -99,7 +99,7 @@ def perceptron(**changes: Any) -> Task:
 
 
 def convolutional(batch_norm: bool = True, **changes: Any) -> Task:
-    """Two blocks of convolution, batch or group normalization and ReLU on images of shape (1, 8, 8), with SGD and momentum."""
+    """Two blocks of convolution, batch or group normalization, ReLU on images of shape (1, 8, 8); SGD with momentum."""
     norm = nn.BatchNorm2d if batch_norm else (lambda channels: nn.GroupNorm(2, channels))
 
     def block(channels: int) -> nn.Module:

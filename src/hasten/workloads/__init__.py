@@ -1,1 +1,1 @@
-"""Whole training tasks on real data, one function a file, written as a textbook would write them."""
+"""Complete training tasks on real data, one per file, written as in a textbook."""

@@ -1,6 +1,6 @@
 """Adult, also called Census Income (Becker and Kohavi 1996): does a person earn more than 50,000 dollars a year?
 
-The two official files: 32,561 people to learn from, 16,281 to be judged by; six numbers and eight categories each.
+The two official files: 32,561 people for training, 16,281 for validation; six numbers and eight categories each.
 """
 
 import numpy
@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from hasten import Task
-from hasten.workloads._data import File, fetched
+from hasten.workloads._data import File, download
 
 ADDRESS = "https://archive.ics.uci.edu/ml/machine-learning-databases/adult/"
 FILES = {
@@ -31,15 +31,15 @@ LABEL = 14
 
 
 def adult() -> Task:
-    """A multilayer perceptron with embedded categories on the census."""
+    """A multilayer perceptron with embedded categories, on Adult."""
     train, test = _rows("adult.data"), _rows("adult.test")
     numbers = numpy.array([[float(row[column]) for column in NUMBERS.values()] for row in train])
     scale = numbers.mean(axis=0), numbers.std(axis=0)
-    words = [sorted({row[column] for row in train}) for column in CATEGORIES.values()]
+    categories = [sorted({row[column] for row in train}) for column in CATEGORIES.values()]
     return Task(
-        model=lambda: Tabular([len(known) for known in words]),
-        train_data=People(train, scale, words),
-        validation_data=People(test, scale, words),
+        model=lambda: Tabular([len(values) for values in categories]),
+        train_data=People(train, scale, categories),
+        validation_data=People(test, scale, categories),
         loss=nn.functional.cross_entropy,
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=1e-5),
         metric="accuracy",
@@ -50,37 +50,33 @@ def adult() -> Task:
 
 
 class People(Dataset):
-    """Sample: (6 standardised numbers, float32; 8 categories as whole numbers; 1 for more than 50,000 dollars, else 0).
+    """Sample: (6 standardized numbers, float32; 8 category codes, int64; 1 for more than 50,000 dollars, else 0).
 
-    A word that the training rows do not have counts as the first of its column.
+    A category that is not in the training data has code 0.
     """
 
-    def __init__(self, rows: list[list[str]], scale: tuple[numpy.ndarray, numpy.ndarray], words: list[list[str]]):
-        self.rows, (self.mean, self.spread) = rows, scale
-        self.codes = [{word: code for code, word in enumerate(known)} for known in words]
+    def __init__(self, rows: list[list[str]], scale: tuple[numpy.ndarray, numpy.ndarray], categories: list[list[str]]):
+        self.rows, (self.mean, self.std) = rows, scale
+        self.codes = [{value: code for code, value in enumerate(values)} for values in categories]
 
     def __len__(self):
         return len(self.rows)
 
     def __getitem__(self, index):
         row = self.rows[index]
-        numbers = (numpy.array([float(row[column]) for column in NUMBERS.values()]) - self.mean) / self.spread
+        numbers = (numpy.array([float(row[column]) for column in NUMBERS.values()]) - self.mean) / self.std
         categories = [codes.get(row[column], 0) for codes, column in zip(self.codes, CATEGORIES.values(), strict=True)]
         return torch.tensor(numbers, dtype=torch.float32), torch.tensor(categories), int(row[LABEL].startswith(">50K"))
 
 
 class Tabular(nn.Module):
-    """Every category becomes a vector of eight; with the numbers beside them they go through two hidden layers."""
+    """Embeds each category in 8 dimensions, concatenates the numbers, and applies two hidden layers."""
 
     def __init__(self, sizes: list[int]):
         super().__init__()
         self.embeddings = nn.ModuleList(nn.Embedding(size, 8) for size in sizes)
         self.layers = nn.Sequential(
-            nn.Linear(len(NUMBERS) + 8 * len(sizes), 128),
-            nn.ReLU(),
-            nn.Linear(128, 64),
-            nn.ReLU(),
-            nn.Linear(64, 2),
+            nn.Linear(len(NUMBERS) + 8 * len(sizes), 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 2)
         )
 
     def forward(self, numbers, categories):
@@ -89,7 +85,7 @@ class Tabular(nn.Module):
 
 
 def _rows(name: str) -> list[list[str]]:
-    """The fields of every line that is a person; adult.test begins with a line that is none."""
-    text = fetched(File(f"adult/{name}", ADDRESS + name, FILES[name])).read_text(encoding="ascii")
+    """The fields of every person; adult.test begins with a line that is no person."""
+    text = download(File(f"adult/{name}", ADDRESS + name, FILES[name])).read_text(encoding="ascii")
     rows = [line.split(", ") for line in text.splitlines()]
     return [row for row in rows if len(row) == LABEL + 1]

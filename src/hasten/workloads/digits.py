@@ -1,7 +1,8 @@
-"""1,797 handwritten digits, 8x8 grayscale. They are part of the package (47 kB), so this workload needs no download.
+"""1,797 handwritten digits, 8x8 pixels, grayscale. They are part of the package (47 kB): no download is needed.
 
-The images are the test set of "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak 1998, UCI, CC BY 4.0), as in
-scikit-learn's ``load_digits``. The split is that of ``train_test_split(test_size=0.5, stratify=labels, random_state=0)``.
+The images are the test set of "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak 1998, UCI, CC BY 4.0),
+as in scikit-learn's ``load_digits``. The split is that of ``train_test_split(test_size=0.5, stratify=labels,
+random_state=0)``.
 """
 
 import numpy
@@ -10,7 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from hasten import ConfigurationError, Task
-from hasten.workloads._data import found
+from hasten.workloads._data import find_file
 
 
 def digits() -> Task:
@@ -51,7 +52,7 @@ class Perceptron(nn.Sequential):
 
 def _arrays() -> dict[str, numpy.ndarray]:
     """Images, uint8 (n, 64) from 0 to 16, and labels, uint8 (n,) from 0 to 9, of both splits."""
-    path = found("digits.npz")
+    path = find_file("digits.npz")
     if path is None:
         raise ConfigurationError(
             "digits.npz is missing; install hasten, or copy its workloads/data/digits.npz to ~/.cache/hasten/digits.npz"

@@ -1,6 +1,6 @@
-"""Fashion-MNIST (Xiao et al. 2017): 70,000 articles of clothing, 28x28 grey, ten kinds.
+"""Fashion-MNIST (Xiao et al. 2017): 70,000 grayscale images of clothing, 28x28 pixels, ten classes.
 
-The four official files: 60,000 images to learn from, 10,000 to be judged by.
+The four official files: 60,000 images for training, 10,000 for validation.
 """
 
 import gzip
@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from hasten import Task
-from hasten.workloads._data import File, fetched
+from hasten.workloads._data import File, download
 
 ADDRESS = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 FILES = {
@@ -20,7 +20,7 @@ FILES = {
     "t10k-images-idx3-ubyte.gz": "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
     "t10k-labels-idx1-ubyte.gz": "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
 }
-MEAN, SPREAD = 0.2860, 0.3530  # of the training pixels, from 0 to 1
+MEAN, STD = 0.2860, 0.3530  # of the training pixels, from 0 to 1
 
 
 def fashion_mnist() -> Task:
@@ -40,21 +40,27 @@ def fashion_mnist() -> Task:
 
 
 class Clothes(Dataset):
-    """Sample: (normalised float32 image of shape (1, 28, 28); kind of clothing, 0 to 9). ``split``: "train" or "t10k"."""
+    """Sample: (normalized float32 image of shape (1, 28, 28); class, 0 to 9).
+
+    Args:
+        split: "train" or "t10k".
+    """
 
     def __init__(self, split: str):
-        self.images = _numbers(f"{split}-images-idx3-ubyte.gz", header=16).reshape(-1, 28, 28)
-        self.labels = _numbers(f"{split}-labels-idx1-ubyte.gz", header=8)
+        self.images = _read_idx(f"{split}-images-idx3-ubyte.gz", header=16).reshape(-1, 28, 28)
+        self.labels = _read_idx(f"{split}-labels-idx1-ubyte.gz", header=8)
 
     def __len__(self):
         return len(self.labels)
 
     def __getitem__(self, index):
         image = torch.tensor(self.images[index], dtype=torch.float32).unsqueeze(0) / 255
-        return (image - MEAN) / SPREAD, int(self.labels[index])
+        return (image - MEAN) / STD, int(self.labels[index])
 
 
 class TwoConvolutions(nn.Sequential):
+    """Two convolutions with max pooling and two linear layers, on images of shape (1, 28, 28)."""
+
     def __init__(self):
         super().__init__(
             nn.Conv2d(1, 8, 3, padding=1),
@@ -70,7 +76,7 @@ class TwoConvolutions(nn.Sequential):
         )
 
 
-def _numbers(name: str, header: int) -> numpy.ndarray:
-    """The bytes of an IDX file behind its header."""
-    path = fetched(File(f"fashion-mnist/{name}", ADDRESS + name, FILES[name]))
+def _read_idx(name: str, header: int) -> numpy.ndarray:
+    """The uint8 values of an IDX file with a header of ``header`` bytes."""
+    path = download(File(f"fashion-mnist/{name}", ADDRESS + name, FILES[name]))
     return numpy.frombuffer(gzip.decompress(path.read_bytes()), numpy.uint8, offset=header)

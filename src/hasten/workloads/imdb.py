@@ -1,9 +1,8 @@
-"""Film reviews (Large Movie Review Dataset, Maas et al. 2011): does the writer like the film?
+"""Film reviews (Large Movie Review Dataset, Maas et al. 2011): is a review positive?
 
-A fixed part of the official archive: the reviews with a number below 5000 in the two training folders,
-below 2500 in the two test folders; 10,000 to learn from, 5,000 to be judged by. Looked for as
-``imdb-subset/aclImdb-subset.tar.gz``; where this is not, the official archive is fetched and the part
-written, once.
+A fixed subset of the official archive: reviews with a number below 5000 in the two training folders and below 2500 in
+the two test folders; 10,000 for training, 5,000 for validation. If ``imdb-subset/aclImdb-subset.tar.gz`` is missing,
+the official archive is downloaded and the subset is written once.
 """
 
 import re
@@ -16,27 +15,27 @@ import torch
 from torch.utils.data import Dataset
 
 from hasten import ConfigurationError, Task
-from hasten.workloads._data import File, fetched, found, made_once, members, pack
+from hasten.workloads._data import File, create_file, download, find_file, members, pack
 
 OFFICIAL = File(
     "imdb-official/aclImdb_v1.tar.gz",
     "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz",
     "c40f74a18d3b61f90feba1e17730e0d38e8b97c05fde7008942e91923d1658fe",
 )
-PART = "imdb-subset/aclImdb-subset.tar.gz"
-BELOW = {"train": 5000, "test": 2500}  # the numbers of the reviews that are used
+SUBSET = "imdb-subset/aclImdb-subset.tar.gz"
+LIMITS = {"train": 5000, "test": 2500}  # reviews of a folder with a lower number belong to the subset
 REVIEW = re.compile(r"aclImdb/(train|test)/(?:neg|pos)/(\d+)_\d+\.txt")
-LENGTH = 128  # words of a review that are read
-WORDS = 10_000  # that have a number of their own
+LENGTH = 128  # words of a review that the model reads
+WORDS = 10_000  # size of the vocabulary
 PADDING, UNKNOWN = 0, 1
 
 
 def imdb() -> Task:
-    """A Transformer of two layers, 64 wide, on film reviews. It is made from a ``transformers`` config: nothing is downloaded."""
+    """A transformer of two layers and width 64, built from a ``transformers`` config: no weights are downloaded."""
     _transformers()
     reviews = _reviews()
     counts = Counter(word for text, _ in reviews["train"] for word in words_of(text))
-    vocabulary = {word: 2 + place for place, (word, _) in enumerate(counts.most_common(WORDS - 2))}
+    vocabulary = {word: 2 + index for index, (word, _) in enumerate(counts.most_common(WORDS - 2))}
     return Task(
         model=classifier,
         train_data=Reviews(reviews["train"], vocabulary),
@@ -51,7 +50,7 @@ def imdb() -> Task:
 
 
 class Reviews(Dataset):
-    """Sample: {"input_ids": 128 words as whole numbers, "attention_mask": 1 where there is a word, "labels": 1 if liked, else 0}."""
+    """Sample: {"input_ids": 128 word indices, "attention_mask": 0 for padding, else 1, "labels": 1 if positive}."""
 
     def __init__(self, reviews: list[tuple[str, int]], vocabulary: dict[str, int]):
         self.reviews, self.vocabulary = reviews, vocabulary
@@ -60,17 +59,18 @@ class Reviews(Dataset):
         return len(self.reviews)
 
     def __getitem__(self, index):
-        text, liked = self.reviews[index]
-        numbers = [self.vocabulary.get(word, UNKNOWN) for word in islice(words_of(text), LENGTH)]
-        padding = LENGTH - len(numbers)
+        text, label = self.reviews[index]
+        input_ids = [self.vocabulary.get(word, UNKNOWN) for word in islice(words_of(text), LENGTH)]
+        padding = LENGTH - len(input_ids)
         return {
-            "input_ids": torch.tensor(numbers + [PADDING] * padding),
-            "attention_mask": torch.tensor([1] * len(numbers) + [0] * padding),
-            "labels": liked,
+            "input_ids": torch.tensor(input_ids + [PADDING] * padding),
+            "attention_mask": torch.tensor([1] * len(input_ids) + [0] * padding),
+            "labels": label,
         }
 
 
 def classifier():
+    """A randomly initialized BertForSequenceClassification."""
     transformers = _transformers()
     config = transformers.BertConfig(
         vocab_size=WORDS,
@@ -81,13 +81,13 @@ def classifier():
         max_position_embeddings=LENGTH,
         attention_probs_dropout_prob=0.0,
         pad_token_id=PADDING,
-        num_labels=2,
+        num_labels=2,  # pyright: ignore[reportCallIssue]  # an option of the base class
     )
     return transformers.BertForSequenceClassification(config)
 
 
 def words_of(text: str) -> Iterator[str]:
-    """The words of a review, in small letters, one after the other."""
+    """The words of a review in order, in lower case."""
     return (match.group() for match in re.finditer(r"[a-z']+", text.lower().replace("<br />", " ")))
 
 
@@ -102,21 +102,22 @@ def _transformers():
 
 
 def _reviews() -> dict[str, list[tuple[str, int]]]:
-    """(text, 1 if liked) of every review used, by split."""
-    path = found(PART) or made_once(PART, lambda unfinished: pack(_used(fetched(OFFICIAL)), unfinished))
-    reviews = {split: [] for split in BELOW}
-    for name, content in _used(path):
+    """(text, 1 if positive) of every review of the subset, by split."""
+    path = find_file(SUBSET) or create_file(SUBSET, lambda partial: pack(_subset(download(OFFICIAL)), partial))
+    reviews = {split: [] for split in LIMITS}
+    for name, content in _subset(path):
         _, split, folder, _ = name.split("/")
         reviews[split].append((content.decode(), int(folder == "pos")))
-    if any(len(reviews[split]) != 2 * BELOW[split] for split in BELOW):
+    if any(len(reviews[split]) != 2 * LIMITS[split] for split in LIMITS):
         raise ConfigurationError(
-            f"{path} holds {len(reviews['train'])} and {len(reviews['test'])} reviews, not 10000 and 5000; remove it, and it is made anew"
+            f"{path} holds {len(reviews['train'])} and {len(reviews['test'])} reviews, expected 10000 and 5000; "
+            "remove it to create it again"
         )
     return reviews
 
 
-def _used(archive: Path) -> Iterator[tuple[str, bytes]]:
-    """(name, content) of the reviews that are used."""
+def _subset(archive: Path) -> Iterator[tuple[str, bytes]]:
+    """(name, content) of the reviews of the subset."""
     for name, content in members(archive):
-        if (match := REVIEW.fullmatch(name)) and int(match[2]) < BELOW[match[1]]:
+        if (match := REVIEW.fullmatch(name)) and int(match[2]) < LIMITS[match[1]]:
             yield name, content
