@@ -15,7 +15,7 @@ import hasten
 from hasten import ConfigurationError, RunError
 from hasten.core.errors import HastenWarning
 from hasten.core.rng import get_rng_state, set_rng_state
-from hasten.engine.checkpoint import loaded, update_only_tensors
+from hasten.engine.checkpoint import load_checkpoint, update_only_tensors
 from hasten.engine.plan import build
 from hasten.engine.run_dir import RunDirectory
 from helpers import engine_tasks
@@ -70,7 +70,7 @@ def _hostile_old_format(path, mark):
 
 
 def _of_another_run(path, mark):
-    state = loaded(path)
+    state = load_checkpoint(path)
     state["identity"]["seed"] = 99
     torch.save(state, path)
 
@@ -130,7 +130,7 @@ def test_only_two_are_kept_and_they_hold_plain_data(broken_off):
     assert [path.name for path in kept] == ["step-0000000011.pt", "step-0000000012.pt"]
     with zipfile.ZipFile(kept[-1]) as archive:
         assert archive.testzip() is None
-    assert loaded(kept[-1])["progress"]["step"] == 12
+    assert load_checkpoint(kept[-1])["progress"]["step"] == 12
 
 
 def test_full_disk_keeps_the_newest_whole_checkpoint(tmp_path):
@@ -190,7 +190,7 @@ def test_state_wider_than_its_parameter_keeps_its_width(tmp_path):
     path = tmp_path / "state.pt"
     torch.save(get_state(program), path)
     again = build(engine_tasks.map_style())
-    restore(again, loaded(path))
+    restore(again, load_checkpoint(path))
     assert torch.equal(again.run.optimizer.state[next(again.run.model.parameters())]["exp_avg"], wide)
 
 

@@ -99,7 +99,7 @@ def test_a_slow_source_gets_workers_and_the_recipe_says_so(name, tmp_path, monke
 
 
 def test_a_run_that_was_stopped_has_in_its_recipe_what_was_found(tmp_path, quick, monkeypatch):
-    monkeypatch.setattr(cadence, "SHARE_FOR_CHECKPOINTS", 1.0)  # they come soon, however slow the disk
+    monkeypatch.setattr(cadence, "CHECKPOINT_TIME_FRACTION", 1.0)  # they come soon, however slow the disk
 
     def stop(records):
         if "processes" in (tmp_path / "run" / "recipe.toml").read_text():

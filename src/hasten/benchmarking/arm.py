@@ -24,7 +24,7 @@ from hasten.engine.cadence import LOG_EVERY_STEPS
 from hasten.engine.error_messages import format_position
 from hasten.engine.finite_checks import non_finite_loss_error
 from hasten.engine.loop import evaluate, train_steps
-from hasten.engine.observers import numbers_of
+from hasten.engine.observers import losses_to_host
 from hasten.engine.plan import Program, build
 from hasten.engine.registry import make_methods
 from hasten.engine.tasks import TaskRef
@@ -159,7 +159,7 @@ class Arm:
         unread, self.unread = self.unread, []
         if not unread:
             return []
-        losses = numbers_of([loss for loss, _, _ in unread])
+        losses = losses_to_host([loss for loss, _, _ in unread])
         good = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
         everywhere = -int(self.ranks.all_reduce_max([-good])[0])  # a NaN reaches all ranks a step later
         if everywhere < len(losses):
