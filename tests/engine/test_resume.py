@@ -91,7 +91,7 @@ def test_an_edited_task_is_noticed(tmp_path):
 def test_finished_run_gives_its_result_again(tmp_path):
     first = hasten.train(engine_tasks.map_style(), out=tmp_path / "r", device="cpu")
     with pytest.warns(
-        HastenWarning, match=r"r had come to its end, with baseline: this is its result, and nothing was trained$"
+        HastenWarning, match=r"r had finished, with baseline: this is its result, and nothing was trained$"
     ):
         assert hasten.train(engine_tasks.map_style(), out=tmp_path / "r", resume=True, device="cpu") == first
 

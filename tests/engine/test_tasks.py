@@ -175,6 +175,6 @@ def test_objects_travel_to_another_process(mine):
 def test_what_cannot_travel_is_refused(tmp_path):
     with (
         open(tmp_path / "open", "w") as handle,
-        pytest.raises(ConfigurationError, match=r"cannot be handed to a measuring process.*file\.py:function"),
+        pytest.raises(ConfigurationError, match=r"cannot be passed to another process.*file\.py:function"),
     ):
         TaskRef.of(task_with([handle])).to_json()

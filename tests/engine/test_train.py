@@ -313,7 +313,7 @@ def test_asked_to_stop_it_saves_and_says_how_to_go_on(number, times, tmp_path, m
                 signal.raise_signal(number)
 
     before = signal.getsignal(number)
-    with pytest.raises(RunError, match=r"stopped at step 5\d of 72; go on with --out \S+ --resume"):
+    with pytest.raises(RunError, match=r"stopped at step 5\d of 72; resume with --out \S+ --resume"):
         train(engine_tasks.longer(), out=tmp_path / "r", observers=[ask])
     assert signal.getsignal(number) == before
     assert train(engine_tasks.longer(), out=tmp_path / "r", resume=True)["steps"] == 72
@@ -330,7 +330,7 @@ def test_asked_once_more_after_a_while_it_stops_at_once(tmp_path, monkeypatch):
         time.sleep(0.01)
         signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(RunError, match="stopped at once; go on from the newest checkpoint"):
+    with pytest.raises(RunError, match="stopped at once; resume from the newest checkpoint"):
         train(engine_tasks.longer(), out=tmp_path / "r", observers=[ask])
 
 
@@ -366,5 +366,5 @@ def test_unknown_metric_is_refused_before_anything_is_written(tmp_path):
 
 def test_metric_that_gives_a_text_is_refused():
     task = engine_tasks.task(TensorDataset(x, y), metric=lambda output, target: "good", higher_is_better=True)
-    with pytest.raises(ConfigurationError, match="must give one number"):
+    with pytest.raises(ConfigurationError, match="must return one number"):
         train(task)

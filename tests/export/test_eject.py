@@ -226,7 +226,7 @@ CASES = [
     ("plain", ["ema:decay=0.9", "gradient_clipping"]),
     ("plain", ["ema:decay=0.9", "znorm"]),
     ("plain", ["gradient_accumulation:accumulation_steps=3"]),
-    ("plain", ["threads:count=1", "allocator", "fused_optimizer"]),
+    ("plain", ["num_threads:count=1", "malloc_tuning", "fused_optimizer"]),
     ("fixed", ["in_memory_batches"]),
     ("fixed", ["cache_dataset", "gradient_centralization"]),
     ("with_schedule", ["budgeted_schedule:factor=0.5"]),
@@ -313,8 +313,8 @@ def test_workers_of_a_pipeline_are_said_by_itself(file, name, method):
 def test_only_what_is_used_is_written(file):
     script = hasten.eject(f"{file}:plain", None)
     assert "EveryOther" not in script and "class Ema" not in script and "must not run" not in script
-    assert "def from_stream" not in script and "def _accumulated" not in script
-    assert "class Climber" not in script
+    assert "def from_iterable_dataset" not in script and "def accumulated" not in script
+    assert "class LoaderAutotuner" not in script
     assert "class Ema" in hasten.eject(f"{file}:plain", "ema")
 
 
