@@ -14,10 +14,10 @@ import torch
 import hasten
 from hasten import ConfigurationError, RunError
 from hasten.core.errors import HastenWarning
-from hasten.core.rng import get_rng_state, set_rng_state
 from hasten.engine.checkpoint import load_checkpoint, update_only_tensors
 from hasten.engine.plan import build
 from hasten.engine.run_dir import RunDirectory
+from hasten.utils.rng import get_rng_state, set_rng_state
 from helpers import engine_tasks
 
 
@@ -152,7 +152,7 @@ def test_full_disk_keeps_the_newest_whole_checkpoint(tmp_path):
 
 
 def test_a_log_that_cannot_reach_the_disk_is_told_in_one_line(tmp_path):
-    folder = RunDirectory(tmp_path / "r", {}, None, resume=False, essence=lambda recipe: recipe)
+    folder = RunDirectory(tmp_path / "r", {}, None, resume=False, resume_key=lambda recipe: recipe)
     folder.begin({})
     folder._log.close()
     folder._log = open(tmp_path / "r" / "log.jsonl", "rb")  # a file that may not be written stands in for the disk  # noqa: SIM115

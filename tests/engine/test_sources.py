@@ -11,10 +11,10 @@ import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from hasten import RunError
-from hasten.core.batch import batch_tensors
-from hasten.core.rng import get_rng_state, set_seeds
 from hasten.engine import data_adapters
 from hasten.engine.loaders import from_spec
+from hasten.utils.batch import batch_tensors
+from hasten.utils.rng import get_rng_state, set_seeds
 from helpers import engine_tasks
 from helpers.process import forked
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from hasten._torch_compat import in_place_version
-from hasten.core.batch import map_tensors
 from hasten.core.errors import HastenWarning, format_error
+from hasten.utils.batch import map_tensors
 
 Key = tuple[Any, ...]  # equal for tensors that share memory and layout
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)  # other classes may store their values elsewhere

@@ -19,17 +19,17 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from hasten.core.batch import batch_tensors
 from hasten.core.data import BatchSource
 from hasten.core.errors import HastenWarning, RunError, format_error
 from hasten.core.process_group_info import ProcessGroupInfo
-from hasten.core.rng import derive_seed, get_rng_state, preserve_rng_state, set_rng_state, set_seeds
 from hasten.core.run_context import ParallelContext, RunContext
 from hasten.core.types import Batch
 from hasten.distributed.dtensor_state import distribute_like, gather_full_state, local_shards, merge_shards, to_local
 from hasten.engine.error_messages import translate_disk_errors
 from hasten.engine.plan import Program
 from hasten.engine.run_dir import FREE_THE_DISK, atomic_write
+from hasten.utils.batch import batch_tensors
+from hasten.utils.rng import derive_seed, get_rng_state, preserve_rng_state, set_rng_state, set_seeds
 
 State = dict[str, Any]  # nested dicts and lists of tensors and plain data
 

@@ -20,12 +20,12 @@ from hasten.core.data import BatchSource, LoaderSpec
 from hasten.core.errors import ConfigurationError
 from hasten.core.method import Method, hooks_of
 from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
-from hasten.core.rng import derive_seed, preserve_rng_state
 from hasten.core.run_context import RunContext, TrainPlan
 from hasten.core.task import Task
 from hasten.core.types import Batch
 from hasten.distributed.batch_sharding import ShardLog, check_batch_divisible, shard_batches
 from hasten.engine.loaders import from_iterable_dataset, from_loader, from_spec, length_of
+from hasten.utils.rng import derive_seed, preserve_rng_state
 
 ONE_PROCESS_ONLY = (
     "--max-bad-rows is for a single process, because several would count their bad rows separately; "
@@ -80,7 +80,7 @@ def training(
         if hasattr(data, "shard"):
             if data.faults.max_rows:
                 raise ConfigurationError(ONE_PROCESS_ONLY)
-            return _batches(data.shard(ranks.rank, ranks.world_size), task, batch_size, seed, training=True)
+            return _batches(data.shard(ranks.world_size, ranks.rank), task, batch_size, seed, training=True)
     batches = _batches(data, task, batch_size, seed, training=True)
     return batches if log is None else shard_batches(batches, ranks, log, stages)
 

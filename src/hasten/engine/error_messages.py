@@ -14,7 +14,7 @@ from hasten.engine.registry import remedies
 
 LIBRARY_PATHS = (
     "/torch/",
-    *(f"/hasten/{name}/" for name in ("core", "data", "distributed", "engine", "loading", "methods")),
+    *(f"/hasten/{name}/" for name in ("core", "data", "distributed", "engine", "loading", "methods", "utils")),
 )
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 HINTS = {

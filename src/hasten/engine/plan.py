@@ -13,12 +13,10 @@ from typing import Any
 
 import torch
 
-from hasten.core.batch import map_tensors
 from hasten.core.data import BatchSource
 from hasten.core.errors import ConfigurationError
 from hasten.core.method import Method, hooks_of
 from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
-from hasten.core.rng import derive_seed, preserve_rng_state, set_seeds
 from hasten.core.run_context import EngineServices, ParallelContext, RunContext, TrainPlan
 from hasten.core.task import Task, optimizer_and_schedule, takes_steps
 from hasten.core.types import BackwardFn, Batch, BatchFn, ContextFactory, ForwardFn, OptimizerFactory, StepFn
@@ -29,6 +27,8 @@ from hasten.engine.composition import applicable_methods
 from hasten.engine.forward import accumulate_gradients, loss_type_error, make_forward, own_loss
 from hasten.engine.metrics import higher_is_better
 from hasten.engine.resources import available_cpus, free_memory
+from hasten.utils.batch import map_tensors
+from hasten.utils.rng import derive_seed, preserve_rng_state, set_seeds
 
 Fold = Callable[[str, Any], Any]  # (hook, thing) -> the thing, wrapped by every method that overrides the hook
 

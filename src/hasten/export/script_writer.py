@@ -31,9 +31,9 @@ from types import SimpleNamespace
 
 import torch
 
-from hasten.core.batch import map_tensors, split_inputs_target
+from hasten.utils.batch import map_tensors, split_inputs_target
 from hasten.core.data import BatchSource, LoaderSpec
-from hasten.core.rng import derive_seed, preserve_rng_state, set_seeds
+from hasten.utils.rng import derive_seed, preserve_rng_state, set_seeds
 from hasten.core.run_context import Evaluation, RunContext, TrainPlan
 from hasten.core.task import optimizer_and_schedule
 from hasten.engine import data_adapters
