@@ -29,8 +29,8 @@ def named(width): return None
 def falls():
     raise KeyError("no such column")
 def refuses():
-    from hasten import Refusal
-    raise Refusal("the disk with the data is not there")
+    from hasten import ConfigurationError
+    raise ConfigurationError("the disk with the data is not there")
 def leaves():
     raise SystemExit("bye")
 wide = 7
@@ -79,9 +79,9 @@ WRONG = {
     "{dir}/unreadable.py:task": ["unreadable.py does not import", "SyntaxError", "line 1"],
     "{dir}/mine.py:smal": ["mine.py has no function 'smal'", "did you mean small"],
     "{dir}/mine.py:wide": ["mine.py has no function 'wide'"],
-    "{dir}/mine.py": ["which function of mine.py", "mine.py:small or mine.py:number"],
+    "{dir}/mine.py": ["name the function of mine.py", "mine.py:small or mine.py:number"],
     "{dir}/mine.py:": ["mine.py:function", "mine.py:small"],
-    "{dir}/empty.py": ["which function of empty.py", "no function without arguments"],
+    "{dir}/empty.py": ["name the function of empty.py", "no function without arguments"],
     "{dir}/mine.py:number": ["mine.py:number must return a hasten.Task", "int"],
     "{dir}/mine.py:nothing": ["mine.py:nothing must return a hasten.Task", "nothing"],
     "{dir}/mine.py:named": ["mine.py:named raised TypeError", "width"],

@@ -173,9 +173,9 @@ def size(batch):
 class Shrunk(Method):
     card = Card(summary="shrinks the gradients", exactness=Exactness.CHANGES_TRAINING, source="", gain=None, gain_when="never")
 
-    def gradients(self, gradients, run):
+    def grad_transform(self, grad_transform, run):
         def shrunk():
-            gradients()
+            grad_transform()
             for parameter in run.model.parameters():
                 parameter.grad.mul_(size(None))
 
@@ -183,19 +183,19 @@ class Shrunk(Method):
 
 
 class Halving(Method):
-    def halve(self, loop):
-        loop.microbatches, loop.evaluate_every = 2, 16
-        loop.stop = lambda evaluations: len(evaluations) == 4
-        return loop
+    def halve(self, plan):
+        plan.microbatches, plan.evaluate_every = 2, 16
+        plan.stop = lambda evaluations: len(evaluations) == 4
+        return plan
 
 
 class InHalves(Halving):
-    """What it does to the loop stands in its base class."""
+    """Its change of the plan is in its base class."""
 
     card = Card(summary="each batch in two pieces, until the fourth look", exactness=Exactness.CHANGES_TRAINING)
 
-    def loop(self, loop, run):
-        return self.halve(loop)
+    def plan(self, plan, run):
+        return self.halve(plan)
 
 
 class EveryOther(Method):
