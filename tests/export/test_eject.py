@@ -113,9 +113,9 @@ def drawn():
     return usual(train_data=[(torch.randn(6), int(torch.randint(3, ()))) for _ in range(LENGTH)])
 
 
-def shaken(sample, chance):
+def shaken(sample, rng):
     numbers, label = sample
-    return numbers + 0.1 * chance.uniform(6), label
+    return numbers + 0.1 * rng.uniform(6), label
 
 
 def noisy(batch):

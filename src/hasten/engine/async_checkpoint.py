@@ -118,7 +118,7 @@ def _address(tensor: torch.Tensor) -> Key:
 
 def _staging_buffer(previous: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
     """The previous buffer if it fits, else a new one in host memory."""
-    usable = previous is not None and previous.layout == torch.strided
-    if usable and (previous.shape, previous.dtype) == (tensor.shape, tensor.dtype):
-        return previous
-    return torch.empty_like(tensor, device="cpu")
+    if previous is None or previous.layout != torch.strided:
+        return torch.empty_like(tensor, device="cpu")
+    usable = (previous.shape, previous.dtype) == (tensor.shape, tensor.dtype)
+    return previous if usable else torch.empty_like(tensor, device="cpu")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -150,11 +150,13 @@ def apply_data_hook(method: Method, inner: BatchSource, run: RunContext) -> Batc
 def shuffled(length: int, batch_size: int, seed: int) -> Callable[[int], Iterable[list[int]]]:
     """``(epoch) -> lists of indices``: the permutation of torch's DistributedSampler, in batches."""
 
-    def order(epoch: int) -> Iterator[list[int]]:
-        permutation = torch.randperm(length, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+    def batch_sampler(epoch: int) -> Iterator[list[int]]:
+        generator = torch.Generator().manual_seed(seed + epoch)
+        order: Any = torch.randperm(length, generator=generator)
+        permutation: list[int] = order.tolist()
         return (permutation[i : i + batch_size] for i in range(0, length, batch_size))
 
-    return order
+    return batch_sampler
 
 
 def in_sequence(length: int, batch_size: int) -> Callable[[int], Iterable[list[int]]]:
@@ -162,13 +164,12 @@ def in_sequence(length: int, batch_size: int) -> Callable[[int], Iterable[list[i
     return lambda epoch: (list(range(i, min(i + batch_size, length))) for i in range(0, length, batch_size))
 
 
-def _load(data: Any, field: str) -> Any:
-    if is_factory(data):
-        data = data()
+def _load(given: Any, field: str) -> Any:
+    data: Any = given() if is_factory(given) else given
     has_samples = hasattr(data, "__getitem__") or hasattr(data, "__iter__")
     if isinstance(data, (str, bytes, dict)) or not has_samples:
         kinds = "a dataset, a DataLoader or a function that returns one"
-        raise ConfigurationError(f"Task({field}=) must be {kinds}, not {type(data).__name__}")
+        raise ConfigurationError(f"Task({field}=) must be {kinds}, not {type(cast(Any, data)).__name__}")
     if hasattr(data, "__len__") and length_of(data) == 0:
         raise ConfigurationError(f"Task({field}=) is empty")
     return data
@@ -193,7 +194,7 @@ def _batches(data: Any, task: Task, batch_size: int, seed: int, training: bool) 
         return data.batches(batch_size, seed, training)
     length = length_of(data)
     if length is None or isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
-        return from_iterable_dataset(data, batch_size, training, seed)
+        return from_iterable_dataset(cast(Any, data), batch_size, training, seed)
     return from_spec(
         LoaderSpec(
             dataset=data,

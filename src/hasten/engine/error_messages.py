@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -55,7 +55,7 @@ def format_position(step: int, epoch: int, batch: int) -> str:
 
 
 @contextmanager
-def translate_disk_errors(path: Path, advice: str) -> Iterator[None]:
+def translate_disk_errors(path: Path, advice: str) -> Generator[None]:
     """Turns an error of the file system inside into a RunError of one line that ends with ``advice``."""
     try:
         yield
@@ -70,7 +70,7 @@ def translate_disk_errors(path: Path, advice: str) -> Iterator[None]:
 
 
 @contextmanager
-def writable(path: Path) -> Iterator[None]:
+def writable(path: Path) -> Generator[None]:
     """Translates errors from writing to the path of --out.
 
     Raises:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 
@@ -42,13 +43,13 @@ def own_loss(output: Any, target: Any = None) -> torch.Tensor:
     Raises:
         RunError: The output holds no loss.
     """
-    loss = output
+    loss: Any = output
     if hasattr(output, "loss"):
         loss = output.loss
     elif isinstance(output, dict):
-        loss = output.get("loss")
+        loss = cast(dict[str, Any], output).get("loss")
     elif isinstance(output, (tuple, list)):
-        loss = output[0] if output else None
+        loss = cast(Sequence[Any], output)[0] if output else None
     if not isinstance(loss, torch.Tensor):
         problem = "Task(loss=None) is for a model that returns its own loss; this one returned"
         raise RunError(f"{problem} {_describe(loss)}: give it the labels, or set Task(loss=)")

@@ -28,15 +28,17 @@ SampleFinder = Callable[[int, str], int | None]  # (batch index, error text) -> 
 def from_spec(spec: LoaderSpec) -> BatchSource:
     """Batches of samples that are read by index through a torch DataLoader."""
     dataset = _SeededDataset(spec.dataset, spec.seed, seeded=spec.loader is None)
-    persistent: list[DataLoader[Any]] = []  # a loader with persistent workers is built once
+    persistent: list[tuple[DataLoader[Any], _EpochSampler]] = []  # a loader with persistent workers is built once
 
     def loader(order: Iterable[Any], epoch: int) -> DataLoader[Any]:
         if persistent:
-            persistent[0].batch_sampler.order = order
-            return persistent[0]
-        built: DataLoader[Any] = DataLoader(
+            built, sampler = persistent[0]
+            sampler.order = order
+            return built
+        sampler = _EpochSampler(order)
+        built = DataLoader(
             dataset,
-            batch_sampler=_EpochSampler(order),  # pyright: ignore[reportArgumentType]  # yields keyed index lists
+            batch_sampler=sampler,  # pyright: ignore[reportArgumentType]  # yields keyed index lists
             collate_fn=spec.collate,
             num_workers=spec.num_workers,
             prefetch_factor=spec.prefetch_factor if spec.num_workers else None,
@@ -48,7 +50,7 @@ def from_spec(spec: LoaderSpec) -> BatchSource:
             ),  # the run's own generator is not used
         )
         if built.persistent_workers:
-            persistent.append(built)
+            persistent.append((built, sampler))
         return built
 
     def epoch(epoch: int, start: int = 0) -> Iterator[Batch]:
@@ -78,9 +80,7 @@ def _init_worker(init: Callable[[int], None] | None, worker: int) -> None:
         os._exit(1)
 
 
-def from_loader(
-    loader: DataLoader[Any], task_batch_size: int | None, batch_size: int, seed: int, training: bool
-) -> BatchSource:
+def from_loader(loader: Any, task_batch_size: int | None, batch_size: int, seed: int, training: bool) -> BatchSource:
     """A ready DataLoader, iterated as a hand-written loop would; ``spec`` is set if its samples are read by index.
 
     Raises:
@@ -151,7 +151,7 @@ def length_of(data: Any) -> int | None:
         raise ConfigurationError(f"{problem}; __len__ must return a whole number from 0 on") from None
 
 
-def _spec_of(loader: DataLoader[Any], seed: int, training: bool) -> LoaderSpec | None:
+def _spec_of(loader: Any, seed: int, training: bool) -> LoaderSpec | None:
     """A standard DataLoader over a map-style dataset as a LoaderSpec; None for any other."""
     standard_sampler = isinstance(loader.sampler, (RandomSampler, SequentialSampler))
     if not isinstance(loader.batch_sampler, BatchSampler) or not standard_sampler:
@@ -262,7 +262,7 @@ def _sample_finder(spec: LoaderSpec, epoch: int) -> SampleFinder:
         with preserve_rng_state(*generators[1:]):
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
-            for index in next(islice(spec.batch_sampler(epoch), batch, None), []):
+            for index in next(islice(spec.batch_sampler(epoch), batch, None), list[int]()):
                 try:
                     spec.dataset[index]
                 except Exception as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -38,11 +38,14 @@ class NamedMetric:
 
 
 def _logits(output: Any) -> Any:
-    if isinstance(output, dict) and "logits" not in output:
-        keys = ", ".join(map(str, output))
+    if not isinstance(output, dict):
+        return getattr(output, "logits", output)
+    entries = cast(dict[str, Any], output)
+    if "logits" not in entries:
+        keys = ", ".join(map(str, entries))
         advice = "give Task(metric=) a function of it and the target"
         raise ConfigurationError(f"the model's output holds {keys} but no logits; {advice}")
-    return output["logits"] if isinstance(output, dict) else getattr(output, "logits", output)
+    return entries["logits"]
 
 
 def _reshape_like(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -147,7 +150,7 @@ class MetricAccumulator:
         self.samples += samples
         self.loss += loss.detach().double() * samples
         if self.named is None:
-            self.torchmetric.to(target.device).update(_logits(output), target)
+            self.torchmetric.to(cast(torch.Tensor, target).device).update(_logits(output), target)
         else:
             self.sum += self._as_number(self.named.per_batch(output, target, loss)) * samples
 

@@ -26,7 +26,8 @@ PROGRESS_INTERVAL_S = 0.1
 def losses_to_host(losses: Sequence[Any]) -> list[float]:
     """Losses as Python floats, copied from the device at once."""
     if all(type(loss) is torch.Tensor for loss in losses):
-        return torch.stack(list(losses)).reshape(-1).tolist()
+        stacked: Any = torch.stack(list(losses)).reshape(-1)
+        return stacked.tolist()
     return [float(loss) for loss in losses]
 
 

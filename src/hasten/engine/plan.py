@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -217,10 +217,12 @@ def _build_forward_backward(forward: ForwardFn, fold: Fold, run: RunContext) -> 
     progress, microbatches = run.progress, run.plan.microbatches
 
     def weighted_backward(loss: torch.Tensor) -> None:
-        (loss * (progress.microbatch_fraction * progress.loss_weight)).backward()
+        weighted: Any = loss * (progress.microbatch_fraction * progress.loss_weight)
+        weighted.backward()
 
-    plain: BackwardFn = torch.Tensor.backward if run.parallel is None and microbatches == 1 else weighted_backward
-    backward = fold("backward", plain)
+    plain = cast(BackwardFn, torch.Tensor.backward)  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
+    unweighted = run.parallel is None and microbatches == 1
+    backward: BackwardFn = fold("backward", plain if unweighted else weighted_backward)
 
     def forward_backward(batch: Batch) -> torch.Tensor:
         loss: Any = forward(batch)

@@ -19,7 +19,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.recipe import Recipe
@@ -193,14 +193,16 @@ class RunDirectory:
 
 def _recipe_in(environment: Any) -> Recipe:
     """The recipe that a run began with; raises a ValueError for a damaged environment.json."""
-    methods = environment.get("recipe") if isinstance(environment, dict) else None
-    if not isinstance(methods, dict) or not all(isinstance(options, dict) for options in methods.values()):
+    if not isinstance(environment, dict):
+        raise ValueError("environment.json is not a table")
+    methods: Any = cast(dict[str, Any], environment).get("recipe")
+    tables = list(cast(dict[str, Any], methods).values()) if isinstance(methods, dict) else [None]
+    if not all(isinstance(table, dict) for table in tables):
         raise ValueError("the recipe in environment.json is not a table of methods")
-    if not all(
-        isinstance(value, (bool, int, float, str)) for options in methods.values() for value in options.values()
-    ):
+    recipe = cast(dict[str, dict[str, Any]], methods)
+    if not all(isinstance(value, (bool, int, float, str)) for options in recipe.values() for value in options.values()):
         raise ValueError("an option in environment.json is not a number, a text, true or false")
-    return Recipe(methods)
+    return Recipe(recipe)
 
 
 def to_json_lines(records: list[dict[str, Any]]) -> str:

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -14,7 +14,7 @@ DEBOUNCE_S = 1.0  # two presses of Ctrl-C within this time are one request
 
 
 @contextmanager
-def catch_stop_signals() -> Iterator[list[int]]:
+def catch_stop_signals() -> Generator[list[int]]:
     """Inside, SIGINT, SIGTERM and SIGHUP are appended to the yielded list.
 
     Raises:

@@ -13,13 +13,13 @@ import inspect
 import json
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from hasten.core.errors import ConfigurationError, RunError, format_error, suggest
 from hasten.core.task import Task
@@ -117,7 +117,7 @@ class TaskRef:
         fields = json.loads(text)
         if "pickle" not in fields:
             return TaskRef(fields["name"], fields["file"])
-        import cloudpickle
+        cloudpickle: Any = importlib.import_module("cloudpickle")  # it has no types
 
         sys.path.extend(folder for folder in fields["path"] if folder not in sys.path)  # to find its modules
         return TaskRef(fields["name"], obj=cloudpickle.loads(base64.b64decode(fields["pickle"])))
@@ -138,12 +138,12 @@ class TaskRef:
 def _function_in_file(file: str, name: str) -> Callable[[], Task]:
     path, function_name = Path(file), name.rpartition(":")[2]
     module = import_file(path)
-    function = getattr(module, function_name, None)
+    function: Any = getattr(module, function_name, None)
     if not callable(function):
         others = _functions_in(module)
         hint = suggest(function_name, others) if others else ", and no other function without arguments either"
         raise ConfigurationError(f"{path.name} has no function {function_name!r}{hint}")
-    return function
+    return cast(Callable[[], Task], function)
 
 
 def _parse(text: str) -> TaskRef:
@@ -165,7 +165,7 @@ def _parse(text: str) -> TaskRef:
 
 
 @contextmanager
-def _with_same_rng() -> Iterator[None]:
+def _with_same_rng() -> Generator[None]:
     """Seeds data that a task's file or function draws: the same for every arm, resume and seed."""
     with preserve_rng_state():
         set_seeds(0)
@@ -228,7 +228,7 @@ def _has_required_arguments(function: Callable[..., Any]) -> bool:
 
 
 def _pickle(obj: Any) -> str:
-    import cloudpickle
+    cloudpickle: Any = importlib.import_module("cloudpickle")
 
     for name in [name for name in sys.modules if name.startswith(FILE_MODULE_PREFIX)]:
         cloudpickle.register_pickle_by_value(sys.modules[name])
