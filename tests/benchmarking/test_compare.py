@@ -87,15 +87,15 @@ def with_a_hole(make=lambda data: data) -> Task:
     [
         (
             with_a_hole(),
-            r"the loss is nan at step (\d) \(pass 1, batch \1\): the batch itself holds NaN or infinity; clean the data",
+            r"the loss is nan at step (\d) \(epoch 1, batch \1\): the batch itself holds NaN or infinity; clean the data",
         ),
         (
             with_a_hole(lambda data: torch.utils.data.DataLoader(data, batch_size=8)),
-            r"the loss is nan at step 3 \(pass 1, batch 3\): the batch itself holds NaN or infinity",
+            r"the loss is nan at step 3 \(epoch 1, batch 3\): the batch itself holds NaN or infinity",
         ),
         (
             with_a_hole(lambda data: torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)),
-            r"the loss is nan at step (\d) \(pass 1, batch \1\): the batch itself holds NaN or infinity",
+            r"the loss is nan at step (\d) \(epoch 1, batch \1\): the batch itself holds NaN or infinity",
         ),
         (
             diverging(torch.utils.data.TensorDataset(torch.ones(64, 4), torch.ones(64, 1))),

@@ -66,7 +66,7 @@ def test_an_empty_folder_is_where_it_begins(here, capfd):
     (here / "run").mkdir()
     assert train("--out", "run", "--resume") == 0
     out, err = capfd.readouterr()
-    assert json.loads(out)["steps"] == 8 and "no run in run to go on with" in err
+    assert json.loads(out)["steps"] == 8 and "no run in run to resume" in err
 
 
 def test_without_methods_it_goes_on_under_its_own_recipe(here, capfd):
@@ -100,7 +100,7 @@ def test_code_from_outside_has_to_be_named_again(here, capfd):
 def test_a_metric_that_is_mended_costs_no_step(here):
     """That it gives no number shows at the first evaluation; what was trained by then is kept."""
     unfit = dataclasses.replace(load_task("mine.py:task"), metric=lambda output, target: "high", higher_is_better=True)
-    with pytest.raises(hasten.ConfigurationError, match="must give one number; it gave 'high'"):
+    with pytest.raises(hasten.ConfigurationError, match="must return one number; it returned 'high'"):
         hasten.train(unfit, out="run", checkpoint_seconds=0, device="cpu")
     trained = []
     result = hasten.train("mine.py:task", out="run", resume=True, device="cpu", observers=[trained.extend])

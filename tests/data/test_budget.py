@@ -20,7 +20,7 @@ def groups(request, tmp_path, monkeypatch):
     (tmp_path / "membership").write_text(
         f"1:name=systemd:/init\n{5 if request.param else 0}:{request.param}:/job/step\n"
     )
-    limit, use, _ = resources.FILES[request.param]
+    limit, use, _ = resources.MEMORY_FILES[request.param]
     for folder, most in {"job": "1000000", "job/step": "max" if not request.param else str(2**63 - 4096)}.items():
         group = tmp_path / "groups" / request.param / folder
         group.mkdir(parents=True)

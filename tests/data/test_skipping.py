@@ -92,7 +92,7 @@ def test_a_clean_run_lists_nothing(tmp_path):
 def test_other_data_cannot_leave_rows_out(name, tmp_path, capfd):
     assert main(["train", named(name), "--max-bad-rows", "3", "--device", "cpu", "--out", str(tmp_path / "run")]) == 2
     _, err = capfd.readouterr()
-    assert err.count("\n") == 1 and "is a TensorDataset, and only a pipeline of hasten.data" in err
+    assert err.count("\n") == 1 and "is a TensorDataset, but only a pipeline of hasten.data" in err
     assert not (tmp_path / "run").exists()
 
 

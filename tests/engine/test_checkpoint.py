@@ -14,7 +14,7 @@ import torch
 import hasten
 from hasten import ConfigurationError, RunError
 from hasten.core.errors import HastenWarning
-from hasten.engine.checkpoint import loaded, update_only_tensors
+from hasten.engine.checkpoint import load_checkpoint, update_only_tensors
 from hasten.engine.plan import build
 from hasten.engine.run_dir import RunDirectory
 from hasten.utils.rng import get_rng_state, set_rng_state
@@ -70,7 +70,7 @@ def _hostile_old_format(path, mark):
 
 
 def _of_another_run(path, mark):
-    state = loaded(path)
+    state = load_checkpoint(path)
     state["identity"]["seed"] = 99
     torch.save(state, path)
 
@@ -130,7 +130,7 @@ def test_only_two_are_kept_and_they_hold_plain_data(broken_off):
     assert [path.name for path in kept] == ["step-0000000011.pt", "step-0000000012.pt"]
     with zipfile.ZipFile(kept[-1]) as archive:
         assert archive.testzip() is None
-    assert loaded(kept[-1])["progress"]["step"] == 12
+    assert load_checkpoint(kept[-1])["progress"]["step"] == 12
 
 
 def test_full_disk_keeps_the_newest_whole_checkpoint(tmp_path):
@@ -152,7 +152,7 @@ def test_full_disk_keeps_the_newest_whole_checkpoint(tmp_path):
 
 
 def test_a_log_that_cannot_reach_the_disk_is_told_in_one_line(tmp_path):
-    folder = RunDirectory(tmp_path / "r", {}, None, resume=False, essence=lambda recipe: recipe)
+    folder = RunDirectory(tmp_path / "r", {}, None, resume=False, resume_key=lambda recipe: recipe)
     folder.begin({})
     folder._log.close()
     folder._log = open(tmp_path / "r" / "log.jsonl", "rb")  # a file that may not be written stands in for the disk  # noqa: SIM115
@@ -190,7 +190,7 @@ def test_state_wider_than_its_parameter_keeps_its_width(tmp_path):
     path = tmp_path / "state.pt"
     torch.save(get_state(program), path)
     again = build(engine_tasks.map_style())
-    restore(again, loaded(path))
+    restore(again, load_checkpoint(path))
     assert torch.equal(again.run.optimizer.state[next(again.run.model.parameters())]["exp_avg"], wide)
 
 

@@ -67,13 +67,13 @@ def test_directions():
     assert higher_is_better(task("accuracy")) is True
     assert higher_is_better(task("perplexity")) is False
     assert higher_is_better(task("accuracy", higher_is_better=False)) is False
-    with pytest.raises(ConfigurationError, match="nobody says"):
+    with pytest.raises(ConfigurationError, match="it is unknown whether"):
         higher_is_better(task(lambda output, target: 1.0))
 
 
 @pytest.mark.parametrize("value", ["good", None, torch.zeros(3)])
 def test_a_metric_that_is_no_number_is_refused(value):
-    with pytest.raises(ConfigurationError, match="must give one number"):
+    with pytest.raises(ConfigurationError, match="must return one number"):
         measured(lambda output, target: value, [(SCORES, RIGHT, 0.5)])
 
 

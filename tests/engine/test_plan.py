@@ -32,7 +32,7 @@ def test_the_order_given_never_matters(given):
 
 
 def test_a_circle_is_refused():
-    with pytest.raises(ConfigurationError, match="a and b each want to come after the other"):
+    with pytest.raises(ConfigurationError, match="a and b each must come after the other"):
         sort_methods([method("a", after=("b",)), method("b", after=("a",))])
 
 

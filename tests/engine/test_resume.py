@@ -76,13 +76,13 @@ def test_other_data_are_refused_by_their_number(tmp_path):
 
 def test_an_edited_task_is_noticed(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text("from engine_tasks import map_style as task\n")
+    file.write_text("from helpers.engine_tasks import map_style as task\n")
     hasten.train(f"{file}:task", out=tmp_path / "r", device="cpu")
     (tmp_path / "r" / "result.json").unlink()  # as if it had been stopped just before its end
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*has been edited")
         hasten.train(f"{file}:task", out=tmp_path / "r", resume=True, device="cpu")
-    file.write_text("# the learning rate is another\nfrom engine_tasks import map_style as task\n")
+    file.write_text("# the learning rate is another\nfrom helpers.engine_tasks import map_style as task\n")
     (tmp_path / "r" / "result.json").unlink()
     with pytest.warns(HastenWarning, match=r"mine.py:task has been edited"):
         hasten.train(f"{file}:task", out=tmp_path / "r", resume=True, device="cpu")
@@ -91,7 +91,7 @@ def test_an_edited_task_is_noticed(tmp_path):
 def test_finished_run_gives_its_result_again(tmp_path):
     first = hasten.train(engine_tasks.map_style(), out=tmp_path / "r", device="cpu")
     with pytest.warns(
-        HastenWarning, match=r"r had come to its end, with baseline: this is its result, and nothing was trained$"
+        HastenWarning, match=r"r had finished, with baseline: this is its result, and nothing was trained$"
     ):
         assert hasten.train(engine_tasks.map_style(), out=tmp_path / "r", resume=True, device="cpu") == first
 

@@ -120,7 +120,7 @@ class RaisingOnlyTogether(TensorDataset):
         (Raising(), "sample 5: OSError: cannot read image"),
         (Subset(Raising(), range(11)), "sample 5: OSError: cannot read image"),
         (RaisingTogether(), "sample 5: OSError: cannot read image"),
-        (RaisingOnlyTogether(x, y), "batch 1 of the pass: OSError: too many at once"),
+        (RaisingOnlyTogether(x, y), "batch 1 of the epoch: OSError: too many at once"),
         (DataLoader(Raising(), batch_size=4, shuffle=True), "sample 5: OSError: cannot read image"),
     ],
 )
@@ -163,7 +163,7 @@ def test_a_sample_that_raises_in_a_worker_of_a_ready_loader_is_named(order, epoc
     for earlier in range(epoch):
         list(train.epoch(earlier, 0))
     data.index.fill_(7)
-    with pytest.raises(RunError, match=r"^the data raised at batch \d of the pass, sample 7: KeyError: 'missing.png'$"):
+    with pytest.raises(RunError, match=r"^the data raised at batch \d of the epoch, sample 7: KeyError: 'missing.png'$"):
         list(train.epoch(epoch, 0))
 
 
@@ -179,7 +179,7 @@ def test_a_sample_that_raises_in_a_worker_of_a_ready_loader_is_named(order, epoc
 def test_the_words_of_a_worker_are_told_once(error, told):
     with pytest.raises(RunError) as failed:
         list(batches(DataLoader(RaisingAt(error), batch_size=4, num_workers=1)).epoch(0, 0))
-    assert str(failed.value) == f"the data raised at batch 2 of the pass{told}"
+    assert str(failed.value) == f"the data raised at batch 2 of the epoch{told}"
 
 
 class Deadly(Raising):
@@ -201,7 +201,7 @@ def test_what_ended_a_worker_is_not_read_again_by_the_training():
 
 def test_a_sample_that_only_a_worker_fails_at_is_not_guessed():
     loader = DataLoader(RaisingAt(OSError("no network"), index=None), batch_size=4, num_workers=1)
-    with pytest.raises(RunError, match=r"^the data raised at batch 1 of the pass: OSError: no network$"):
+    with pytest.raises(RunError, match=r"^the data raised at batch 1 of the epoch: OSError: no network$"):
         list(batches(loader).epoch(0, 0))
 
 

@@ -29,8 +29,8 @@ def named(width): return None
 def falls():
     raise KeyError("no such column")
 def refuses():
-    from hasten import Refusal
-    raise Refusal("the disk with the data is not there")
+    from hasten import ConfigurationError
+    raise ConfigurationError("the disk with the data is not there")
 def leaves():
     raise SystemExit("bye")
 wide = 7
@@ -79,9 +79,9 @@ WRONG = {
     "{dir}/unreadable.py:task": ["unreadable.py does not import", "SyntaxError", "line 1"],
     "{dir}/mine.py:smal": ["mine.py has no function 'smal'", "did you mean small"],
     "{dir}/mine.py:wide": ["mine.py has no function 'wide'"],
-    "{dir}/mine.py": ["which function of mine.py", "mine.py:small or mine.py:number"],
+    "{dir}/mine.py": ["name the function of mine.py", "mine.py:small or mine.py:number"],
     "{dir}/mine.py:": ["mine.py:function", "mine.py:small"],
-    "{dir}/empty.py": ["which function of empty.py", "no function without arguments"],
+    "{dir}/empty.py": ["name the function of empty.py", "no function without arguments"],
     "{dir}/mine.py:number": ["mine.py:number must return a hasten.Task", "int"],
     "{dir}/mine.py:nothing": ["mine.py:nothing must return a hasten.Task", "nothing"],
     "{dir}/mine.py:named": ["mine.py:named raised TypeError", "width"],
@@ -175,6 +175,6 @@ def test_objects_travel_to_another_process(mine):
 def test_what_cannot_travel_is_refused(tmp_path):
     with (
         open(tmp_path / "open", "w") as handle,
-        pytest.raises(ConfigurationError, match=r"cannot be handed to a measuring process.*file\.py:function"),
+        pytest.raises(ConfigurationError, match=r"cannot be passed to another process.*file\.py:function"),
     ):
         TaskRef.of(task_with([handle])).to_json()

@@ -192,13 +192,13 @@ def in_workers(how):
     [
         (
             lambda: DataLoader(Bad("nan"), batch_size=4),
-            r"the loss is nan at step 3 \(pass 1, batch 3\): the batch itself holds NaN",
+            r"the loss is nan at step 3 \(epoch 1, batch 3\): the batch itself holds NaN",
         ),
         (
             lambda: DataLoader(Bad("label"), batch_size=4),
-            r"step 3 \(pass 1, batch 3\).*Target 7 is out of bounds.*label outside",
+            r"step 3 \(epoch 1, batch 3\).*Target 7 is out of bounds.*label outside",
         ),
-        (lambda: Bad("nan"), r"the loss is nan at step \d+ \(pass 1, batch \d+\): the batch itself holds NaN"),
+        (lambda: Bad("nan"), r"the loss is nan at step \d+ \(epoch 1, batch \d+\): the batch itself holds NaN"),
         (lambda: Bad("raises"), r"sample 10: KeyError: 'missing.png'"),
         (lambda: in_workers("raises"), r"missing.png"),
     ],
@@ -265,16 +265,16 @@ def test_diverging_training_is_not_blamed_on_the_data(tmp_path):
     )
     with pytest.raises(RunError, match="the training diverged"):
         train(wild, out=tmp_path / "r", checkpoint_seconds=0)
-    from hasten.engine.checkpoint import loaded
+    from hasten.engine.checkpoint import load_checkpoint
 
     for path in (tmp_path / "r" / "checkpoints").iterdir():
-        assert all(bool(value.isfinite().all()) for value in loaded(path)["model"].values())
+        assert all(bool(value.isfinite().all()) for value in load_checkpoint(path)["model"].values())
 
 
 def test_wrong_shapes_are_told_in_one_line():
     task = engine_tasks.task(TensorDataset(x[:, :5], y))
     with pytest.raises(
-        RunError, match=r"step 1 \(pass 1, batch 1\) failed: RuntimeError: .*shapes cannot be multiplied"
+        RunError, match=r"step 1 \(epoch 1, batch 1\) failed: RuntimeError: .*shapes cannot be multiplied"
     ):
         train(task)
 
@@ -289,7 +289,7 @@ def test_out_of_memory_names_what_helps():
 
 def test_a_generator_that_is_used_up_is_told():
     task = engine_tasks.task(pair for pair in TensorDataset(x, y))
-    with pytest.raises(RunError, match=r"no batch in pass 2; a generator can be read only once"):
+    with pytest.raises(RunError, match=r"no batch in epoch 2; a generator can be read only once"):
         train(task)
 
 
@@ -305,7 +305,7 @@ def test_a_stream_that_gives_nothing_is_told():
 
 @pytest.mark.parametrize(("number", "times"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGINT, 3)])
 def test_asked_to_stop_it_saves_and_says_how_to_go_on(number, times, tmp_path, monkeypatch):
-    monkeypatch.setattr(signals, "ONE_WISH", 60.0)  # or the third of them may come late on a busy machine
+    monkeypatch.setattr(signals, "DEBOUNCE_S", 60.0)  # or the third of them may come late on a busy machine
 
     def ask(records):
         if records[-1]["step"] == 50 and "loss" in records[-1]:
@@ -313,7 +313,7 @@ def test_asked_to_stop_it_saves_and_says_how_to_go_on(number, times, tmp_path, m
                 signal.raise_signal(number)
 
     before = signal.getsignal(number)
-    with pytest.raises(RunError, match=r"stopped at step 5\d of 72; go on with --out \S+ --resume"):
+    with pytest.raises(RunError, match=r"stopped at step 5\d of 72; resume with --out \S+ --resume"):
         train(engine_tasks.longer(), out=tmp_path / "r", observers=[ask])
     assert signal.getsignal(number) == before
     assert train(engine_tasks.longer(), out=tmp_path / "r", resume=True)["steps"] == 72
@@ -323,14 +323,14 @@ def test_asked_to_stop_it_saves_and_says_how_to_go_on(number, times, tmp_path, m
 
 
 def test_asked_once_more_after_a_while_it_stops_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(signals, "ONE_WISH", 0.0)
+    monkeypatch.setattr(signals, "DEBOUNCE_S", 0.0)
 
     def ask(records):
         signal.raise_signal(signal.SIGINT)
         time.sleep(0.01)
         signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(RunError, match="stopped at once; go on from the newest checkpoint"):
+    with pytest.raises(RunError, match="stopped at once; resume from the newest checkpoint"):
         train(engine_tasks.longer(), out=tmp_path / "r", observers=[ask])
 
 
@@ -366,5 +366,5 @@ def test_unknown_metric_is_refused_before_anything_is_written(tmp_path):
 
 def test_metric_that_gives_a_text_is_refused():
     task = engine_tasks.task(TensorDataset(x, y), metric=lambda output, target: "good", higher_is_better=True)
-    with pytest.raises(ConfigurationError, match="must give one number"):
+    with pytest.raises(ConfigurationError, match="must return one number"):
         train(task)

@@ -113,9 +113,9 @@ def drawn():
     return usual(train_data=[(torch.randn(6), int(torch.randint(3, ()))) for _ in range(LENGTH)])
 
 
-def shaken(sample, chance):
+def shaken(sample, rng):
     numbers, label = sample
-    return numbers + 0.1 * chance.uniform(6), label
+    return numbers + 0.1 * rng.uniform(6), label
 
 
 def noisy(batch):
@@ -173,9 +173,9 @@ def size(batch):
 class Shrunk(Method):
     card = Card(summary="shrinks the gradients", exactness=Exactness.CHANGES_TRAINING, source="", gain=None, gain_when="never")
 
-    def gradients(self, gradients, run):
+    def grad_transform(self, grad_transform, run):
         def shrunk():
-            gradients()
+            grad_transform()
             for parameter in run.model.parameters():
                 parameter.grad.mul_(size(None))
 
@@ -183,19 +183,19 @@ class Shrunk(Method):
 
 
 class Halving(Method):
-    def halve(self, loop):
-        loop.microbatches, loop.evaluate_every = 2, 16
-        loop.stop = lambda evaluations: len(evaluations) == 4
-        return loop
+    def halve(self, plan):
+        plan.microbatches, plan.evaluate_every = 2, 16
+        plan.stop = lambda evaluations: len(evaluations) == 4
+        return plan
 
 
 class InHalves(Halving):
-    """What it does to the loop stands in its base class."""
+    """Its change of the plan is in its base class."""
 
     card = Card(summary="each batch in two pieces, until the fourth look", exactness=Exactness.CHANGES_TRAINING)
 
-    def loop(self, loop, run):
-        return self.halve(loop)
+    def plan(self, plan, run):
+        return self.halve(plan)
 
 
 class EveryOther(Method):
@@ -313,8 +313,8 @@ def test_workers_of_a_pipeline_are_said_by_itself(file, name, method):
 def test_only_what_is_used_is_written(file):
     script = hasten.eject(f"{file}:plain", None)
     assert "EveryOther" not in script and "class Ema" not in script and "must not run" not in script
-    assert "def from_stream" not in script and "def _accumulated" not in script
-    assert "class Climber" not in script
+    assert "def from_iterable_dataset" not in script and "def accumulated" not in script
+    assert "class LoaderAutotuner" not in script
     assert "class Ema" in hasten.eject(f"{file}:plain", "ema")
 
 

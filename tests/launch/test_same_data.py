@@ -154,7 +154,7 @@ def test_a_pipeline_that_leaves_bad_rows_out_is_for_one_process():
     data = arrays(rows.inputs.numpy(), rows.labels.numpy()).skip_bad(3)
     told = run_ranks(2, training, rank_tasks.task(data))
     assert all(
-        isinstance(answer, ConfigurationError) and str(answer).startswith("skip_bad is for one process")
+        isinstance(answer, ConfigurationError) and str(answer).startswith("--max-bad-rows is for a single process")
         for answer in told
     ), told
 

@@ -8,7 +8,7 @@ import torch
 
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError
 from hasten.distributed.dtensor_state import PIECE
-from hasten.engine.checkpoint import loaded
+from hasten.engine.checkpoint import load_checkpoint
 from hasten.engine.train import train
 from helpers import rank_tasks
 from helpers.assertions import CLOSE, farthest, losses
@@ -93,7 +93,7 @@ def test_a_weight_without_dimension(tmp_path):
 def test_ranks_write_what_they_have(tmp_path):
     """Each its parts of the weights, and of what the optimizer knows of them; a part that is missing is no checkpoint."""
     run_ranks(2, broken_off, rank_tasks.blocks, tmp_path / "shared", "zero:stage=3")
-    second, first = (loaded(path) for path in sorted((tmp_path / "shared/checkpoints").glob("step-*9*.pt")))
+    second, first = (load_checkpoint(path) for path in sorted((tmp_path / "shared/checkpoints").glob("step-*9*.pt")))
     assert first["model"]["1.0.weight"]["shape"] == second["model"]["1.0.weight"]["shape"] == [801, 9]
     assert [len(state["model"]["1.0.weight"][PIECE]) for state in (first, second)] == [401, 400]
     (tmp_path / "shared/checkpoints/step-0000000029-of-rank-1.pt").unlink()
@@ -112,7 +112,7 @@ def test_one_rank_writes_the_whole_where_the_others_do_not_see_its_folder(tmp_pa
     assert all(isinstance(answer, RunError) for answer in answers), answers
     names = sorted(path.name for path in (tmp_path / "rank-0/checkpoints").iterdir())
     assert names == ["step-0000000028.pt", "step-0000000029.pt"]
-    assert loaded(tmp_path / "rank-0/checkpoints" / names[1])["model"]["1.0.weight"].shape == (801, 9)
+    assert load_checkpoint(tmp_path / "rank-0/checkpoints" / names[1])["model"]["1.0.weight"].shape == (801, 9)
 
 
 def saved_in_a_folder_of_its_own(rank: int, folder) -> dict:
@@ -135,7 +135,7 @@ def test_parts_of_different_saves_are_not_put_together(tmp_path):
     """As of a job that had more ranks, and saved at the same step."""
     run_ranks(2, broken_off, rank_tasks.blocks, tmp_path / "shared", "zero:stage=3")
     part = tmp_path / "shared/checkpoints/step-0000000029-of-rank-1.pt"
-    torch.save(loaded(part) | {"save": "another"}, part)
+    torch.save(load_checkpoint(part) | {"save": "another"}, part)
     with pytest.warns(
         HastenWarning, match=r"step-0000000029.pt is passed over: ValueError: its parts are of different saves"
     ):

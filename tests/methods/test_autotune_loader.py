@@ -99,7 +99,7 @@ def test_slow_source_gets_workers_and_recipe_stores_them(name, tmp_path, monkeyp
 
 
 def test_stopped_run_stores_result_in_recipe(tmp_path, quick, monkeypatch):
-    monkeypatch.setattr(cadence, "SHARE_FOR_CHECKPOINTS", 1.0)  # they come soon, however slow the disk
+    monkeypatch.setattr(cadence, "CHECKPOINT_TIME_FRACTION", 1.0)  # they come soon, however slow the disk
 
     def stop(records):
         if "processes" in (tmp_path / "run" / "recipe.toml").read_text():

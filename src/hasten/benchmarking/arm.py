@@ -25,7 +25,7 @@ from hasten.engine.cadence import LOG_EVERY_STEPS
 from hasten.engine.error_messages import format_position
 from hasten.engine.finite_checks import non_finite_loss_error
 from hasten.engine.loop import evaluate, train_steps
-from hasten.engine.observers import numbers_of
+from hasten.engine.observers import losses_to_host
 from hasten.engine.plan import Program, build
 from hasten.engine.registry import make_methods
 from hasten.engine.tasks import TaskRef
@@ -176,7 +176,7 @@ class Arm:
         unread, self.unread = self.unread, []
         if not unread:
             return []
-        losses = numbers_of([loss for loss, _, _ in unread])
+        losses = losses_to_host([loss for loss, _, _ in unread])
         finite = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
         first = -int(self.ranks.all_reduce_max([-finite])[0])  # on any rank: a NaN reaches all ranks a step later
         if first < len(losses):

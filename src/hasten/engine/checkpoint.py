@@ -1,8 +1,8 @@
-"""Checkpoints: everything that a run needs to go on as if it had never stopped.
+"""Checkpoints: the complete state of a run, from which it resumes to bit-identical weights.
 
-The position is the state. Sources that can be sought start at the position; the others replay the pass
-from the random state it began with, drop the batches already seen, and go on with the random state of
-the moment. Files are renamed into place, proved by their checksums, and loaded without executing code.
+The position is the state. Seekable sources start at the position. The others replay the epoch from the random state
+that it began with, drop the batches already seen, and continue with the random state of the checkpoint. Files are
+renamed into place, verified by their checksums, and loaded without executing code.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -22,147 +23,151 @@ from hasten.core.data import BatchSource
 from hasten.core.errors import HastenWarning, RunError, format_error
 from hasten.core.process_group_info import ProcessGroupInfo
 from hasten.core.run_context import ParallelContext, RunContext
+from hasten.core.types import Batch
 from hasten.distributed.dtensor_state import distribute_like, gather_full_state, local_shards, merge_shards, to_local
 from hasten.engine.error_messages import translate_disk_errors
 from hasten.engine.plan import Program
-from hasten.engine.run_dir import GO_ON, atomic_write
+from hasten.engine.run_dir import FREE_THE_DISK, atomic_write
 from hasten.utils.batch import batch_tensors
 from hasten.utils.rng import derive_seed, get_rng_state, preserve_rng_state, set_rng_state, set_seeds
 
-SHARED_OUT = ("model", "optimizer", "checkpoint_state")  # what of a state ranks may have parts of
-OF_RANK = "-of-rank-"  # in the name of a file that holds another rank's part
-PLACE = ("step", "epoch", "batch", "samples")  # of the progress; the rest belongs to the step that is done
-KEPT = 2  # files: the newest, and the one before it in case the newest is damaged
+State = dict[str, Any]  # nested dicts and lists of tensors and plain data
+
+SHARDED_KEYS = ("model", "optimizer", "checkpoint_state")  # the parts of a state of which ranks may hold shards
+RANK_SUFFIX = "-of-rank-"  # in the name of a file that holds another rank's shard
+POSITION = ("step", "epoch", "batch", "samples")  # fields of TrainProgress; the others describe the step just done
+NUM_CHECKPOINTS = 2  # the newest, and the one before it in case the newest is damaged
 
 
 class Checkpoints:
-    """The folder of checkpoints of one run."""
+    """The checkpoint directory of one run."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.whole: list[Path] = []  # known to be good, oldest first
+        self.good: list[Path] = []  # known to be complete, oldest first
 
-    def save(self, state: dict, rank: int = 0) -> None:
-        """Writes a checkpoint, or a rank's part of it."""
-        path = self.folder / _file_of(state["progress"]["step"], rank)
+    def save(self, state: State, rank: int = 0) -> None:
+        """Writes a checkpoint, or a rank's shard of it, and removes old ones."""
+        path = self.folder / _file_name(state["progress"]["step"], rank)
         atomic_write(path, lambda file: torch.save(state, file))
-        if not self.whole:
+        if not self.good:
             self._warn_if_unloadable(path)
-        kept = KEPT if state["parts"] == 1 else KEPT + 1  # of the newest, other ranks may still be writing their parts
-        self.whole = [*(known for known in self.whole if known != path), path][-kept:]
+        count = NUM_CHECKPOINTS + (state["parts"] > 1)  # other ranks may still be writing shards of the newest
+        self.good = [*(known for known in self.good if known != path), path][-count:]
         if rank == 0:
-            self._forget_all_but({known.stem for known in self.whole})
+            self._remove_all_except({known.stem for known in self.good})
 
-    def newest(self, fits: Callable[[dict], bool]) -> dict | None:
-        """The newest checkpoint that is whole and ``fits``, with a notice about each that is passed over; None where none was made.
+    def newest(self, matches: Callable[[State], bool]) -> State | None:
+        """The newest complete checkpoint that ``matches``; warns about each unusable one; None without any.
 
         Raises:
-            Failure: there are some, but none can be used.
+            RunError: There are checkpoints, but none can be used.
         """
-        found = sorted(self.folder.glob(_file_of("[0-9]" * 10, 0)), reverse=True)
-        for path in found:
+        paths = sorted(self.folder.glob(_file_name("[0-9]" * 10, 0)), reverse=True)
+        for path in paths:
             try:
-                state = loaded(path)
-                if not fits(state):
+                state = load_checkpoint(path)
+                if not matches(state):
                     raise ValueError("it belongs to another run or to a longer log")
-                state = self._with_parts(state)
+                state = self._with_shards(state)
             except Exception as error:
                 warnings.warn(f"{path.name} is passed over: {format_error(error, 120)}", HastenWarning, stacklevel=2)
                 continue
-            self.whole = [path]
+            self.good = [path]
             return state
-        if found:
+        if paths:
             raise RunError(f"no checkpoint in {self.folder} can be used; choose another --out to start anew")
         return None
 
-    def _with_parts(self, state: dict) -> dict:
-        """The same with what the other ranks have written of it."""
-        others = [self.folder / _file_of(state["progress"]["step"], rank) for rank in range(1, state.get("parts", 1))]
-        if not others:
+    def _with_shards(self, state: State) -> State:
+        """The state of rank 0, merged with the shards that the other ranks wrote."""
+        paths = [self.folder / _file_name(state["progress"]["step"], rank) for rank in range(1, state["parts"])]
+        if not paths:
             return state
-        if missing := next((path.name for path in others if not path.exists()), None):
-            raise ValueError(f"{missing} is not there")
-        parts = [loaded(path) for path in others]
-        if any(part["save"] != state["save"] for part in parts):
+        if missing := next((path.name for path in paths if not path.exists()), None):
+            raise ValueError(f"{missing} is missing")
+        shards = [load_checkpoint(path) for path in paths]
+        if any(shard["save"] != state["save"] for shard in shards):
             raise ValueError("its parts are of different saves")
-        return state | merge_shards([{name: part[name] for name in SHARED_OUT} for part in (state, *parts)])
+        return state | merge_shards([{name: shard[name] for name in SHARDED_KEYS} for shard in (state, *shards)])
 
-    def _forget_all_but(self, kept: set[str]) -> None:
-        """Takes away the files of other steps, whichever rank wrote them."""
+    def _remove_all_except(self, stems: set[str]) -> None:
+        """Removes the files of other steps, of every rank."""
         for other in self.folder.glob("step-*.pt"):
-            if other.stem.partition(OF_RANK)[0] not in kept:
-                with translate_disk_errors(other, GO_ON):
+            if other.stem.partition(RANK_SUFFIX)[0] not in stems:
+                with translate_disk_errors(other, FREE_THE_DISK):
                     other.unlink(missing_ok=True)
 
     def _warn_if_unloadable(self, path: Path) -> None:
-        """Tells at once, not after the crash, where a state holds something that cannot be loaded safely."""
+        """Reports at the first save, not after a crash, that a state cannot be loaded safely."""
         try:
-            loaded(path)
+            load_checkpoint(path)
         except Exception as error:
-            why = f"its state does not load without executing code: {format_error(error, 160)}"
-            warnings.warn(f"this run cannot be resumed: {why}", HastenWarning, stacklevel=2)
+            reason = f"its state does not load without executing code: {format_error(error, 160)}"
+            warnings.warn(f"this run cannot be resumed: {reason}", HastenWarning, stacklevel=2)
 
 
-def _file_of(step: int | str, rank: int) -> str:
-    return f"step-{step:0>10}{f'{OF_RANK}{rank}' if rank else ''}.pt"
+def _file_name(step: int | str, rank: int) -> str:
+    return f"step-{step:0>10}{f'{RANK_SUFFIX}{rank}' if rank else ''}.pt"
 
 
 def find_shared_directory(ranks: ProcessGroupInfo, folder: Path | None) -> Path | None:
-    """The first rank's folder, where every rank sees it on its own disk; None where one does not."""
+    """The directory of rank 0, if every rank sees it in its own file system; else None."""
     token = b"" if folder is None else json.dumps([str(folder), os.stat(folder).st_mtime_ns]).encode()
-    place, changed = json.loads(ranks.broadcast(token) or b'["", 0]')
-    unseen = not place or not os.path.exists(place) or os.stat(place).st_mtime_ns != changed
-    return None if ranks.any(unseen) else Path(place)
+    path, modified = json.loads(ranks.broadcast(token) or b'["", 0]')
+    unseen = not path or not os.path.exists(path) or os.stat(path).st_mtime_ns != modified
+    return None if ranks.any(unseen) else Path(path)
 
 
-def loaded(path: Path) -> dict:
-    """A checkpoint, proved whole by its checksums. Nothing in it is ever executed."""
+def load_checkpoint(path: Path) -> State:
+    """Loads a checkpoint file whose checksums are right, without executing code, to the CPU."""
     with zipfile.ZipFile(path) as archive:
         if damaged := archive.testzip():
             raise ValueError(f"damaged at {damaged}")
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def get_state(program: Program, in_parts: bool = False) -> dict:
-    """The part of a checkpoint that the program itself holds: as if one process had trained, and what each rank has of its own.
+def get_state(program: Program, in_shards: bool = False) -> State:
+    """The state as if a single process had trained, and the local state of each rank. A collective.
 
-    All ranks have to ask at once. ``in_parts``: every rank gets what it has of tensors that are shared out; else the first one gets them whole.
+    Args:
+        program: The program.
+        in_shards: Every rank returns its own shard of each sharded tensor; otherwise rank 0 returns full tensors.
     """
     run, ranks = program.run, program.run.ranks
     parallel = run.parallel or ParallelContext(ranks)
-    own = {
-        "random": rng_state(program.train),
-        "rank_state": {name: thing.state_dict() for name, thing in parallel.rank_state.items()},
-    }
-    everybodys = [own] if ranks.is_single_process else [deserialize(state) for state in ranks.gather(serialize(own))]
-    shared_out = {
+    local = {"random": rng_state(program.train), "rank_state": _state_dicts(parallel.rank_state)}
+    states = [local] if ranks.is_single_process else [deserialize(state) for state in ranks.gather(serialize(local))]
+    sharded: State = {
         "model": parallel.merge_rank_states(run.unwrapped_model.state_dict()),
         "optimizer": parallel.merge_rank_states(_optimizer_state(run)),
-        "checkpoint_state": {name: thing.state_dict() for name, thing in run.checkpoint_state.items()},
+        "checkpoint_state": _state_dicts(run.checkpoint_state),
     }
-    if not ranks.is_single_process:
-        shared_out = (
-            local_shards(shared_out, keep=ranks.is_main_process or parallel.is_model_parallel)
-            if in_parts
-            else gather_weights(shared_out, run)
-        )
-    return shared_out | {
+    if not ranks.is_single_process and in_shards:
+        sharded = local_shards(sharded, keep=ranks.is_main_process or parallel.is_model_parallel)
+    elif not ranks.is_single_process:
+        sharded = gather_weights(sharded, run)
+    return sharded | {
         "schedule": program.schedule.state_dict() if program.schedule is not None else None,
-        "progress": {name: getattr(run.progress, name) for name in PLACE},
-        "random": own["random"],
-        "other ranks": [state["random"] for state in everybodys[1:]],
-        "rank_state": [state["rank_state"] for state in everybodys],
-        "parts": ranks.world_size if in_parts else 1,
-        "save": ranks.broadcast(os.urandom(8)).hex(),  # what tells its parts from those of another
+        "progress": {name: getattr(run.progress, name) for name in POSITION},
+        "random": local["random"],
+        "other_ranks": [state["random"] for state in states[1:]],
+        "rank_state": [state["rank_state"] for state in states],
+        "parts": ranks.world_size if in_shards else 1,
+        "save": ranks.broadcast(os.urandom(8)).hex(),  # distinguishes its shards from those of another save
     }
 
 
-def _optimizer_state(run: RunContext) -> dict:
-    """What this rank knows of the weights that it has."""
+def _state_dicts(objects: dict[str, Any]) -> State:
+    return {name: stateful.state_dict() for name, stateful in objects.items()}
+
+
+def _optimizer_state(run: RunContext) -> State:
+    """The optimizer's state, without that of parameters that other ranks own."""
     state = run.optimizer.state_dict()
     if _is_model_parallel(run):
-        own = {number for weight, number in _numbered(run.optimizer, state) if not weight.is_meta}
-        state["state"] = {number: known for number, known in state["state"].items() if number in own}
+        owned = {index for parameter, index in _indexed_parameters(run.optimizer, state) if not parameter.is_meta}
+        state["state"] = {index: values for index, values in state["state"].items() if index in owned}
     return state
 
 
@@ -170,116 +175,121 @@ def _is_model_parallel(run: RunContext) -> bool:
     return run.parallel is not None and run.parallel.is_model_parallel
 
 
-def is_shared_out(run: RunContext) -> bool:
-    """Whether any rank has but a part of some weight, or of what the optimizer knows of it."""
-    held = [
-        *run.unwrapped_model.parameters(),
-        *(weight for group in run.optimizer.param_groups for weight in group["params"]),
-    ]
+def is_sharded(run: RunContext) -> bool:
+    """Whether this rank holds only a shard of some parameter or of its optimizer state."""
+    parameters = (weight for group in run.optimizer.param_groups for weight in group["params"])
+    held = [*run.unwrapped_model.parameters(), *parameters]
     return _is_model_parallel(run) or any(to_local(weight) is not weight for weight in held)
 
 
 def update_only_tensors(run: RunContext) -> list[torch.Tensor]:
-    """What of a run's state nothing but the update changes. Weights that do not learn may follow others in the forward pass, unseen (``.data.mul_()``)."""
-    held = [
-        *(weight for weight in run.unwrapped_model.parameters() if weight.requires_grad),
-        *batch_tensors(dict(run.optimizer.state)),
-    ]
+    """The tensors of a run's state that change in the optimizer step only.
+
+    Frozen weights are not among them: a forward pass may change them unnoticed (``.data.mul_()``).
+    """
+    trained = (weight for weight in run.unwrapped_model.parameters() if weight.requires_grad)
+    held = [*trained, *batch_tensors(dict(run.optimizer.state))]
     return [to_local(tensor).detach() for tensor in held if not tensor.is_meta]
 
 
-def gather_weights(state: dict, run: RunContext) -> dict:
-    """A model's state, or anything of its weights, whole on the first rank; another has what it holds of it. All have to ask at once."""
-    if not _is_model_parallel(run):
+def gather_weights(state: State, run: RunContext) -> State:
+    """A state of the weights, full on rank 0; the other ranks return what they hold of it. A collective."""
+    parallel = run.parallel
+    if parallel is None or not parallel.is_model_parallel:
         return gather_full_state(state, run.ranks.is_main_process)
-    told = (
-        serialize(local_shards(state)) if run.ranks.rank < run.parallel.model_parallel_size else b""
-    )  # the first copy is enough
-    parts = [deserialize(part) for part in run.ranks.gather(told) if part]
-    return merge_shards(parts) if parts else state
+    in_first_replica = run.ranks.rank < parallel.model_parallel_size
+    shards = run.ranks.gather(serialize(local_shards(state)) if in_first_replica else b"")
+    states = [deserialize(shard) for shard in shards if shard]
+    return merge_shards(states) if states else state
 
 
-def restore(program: Program, state: dict) -> None:
-    """Puts a program back to where ``state_of`` found it, all but the random state.
+def restore(program: Program, state: State) -> None:
+    """Restores everything that ``get_state`` returned, except the random state.
 
     Raises:
-        Failure: the state does not fit the model, the optimizer or the methods.
+        RunError: The state does not fit the model, the optimizer or the methods.
     """
-    run = program.run
+    run, rank_states = program.run, state["rank_state"]
+    same_world_size = len(rank_states) == run.ranks.world_size
     try:
-        there = run.unwrapped_model.state_dict()
-        run.unwrapped_model.load_state_dict(
-            {name: distribute_like(value, there.get(name)) for name, value in state["model"].items()}
-        )
-        optimizer = _for_parameters_of(run.optimizer, state["optimizer"])
+        tensors = run.unwrapped_model.state_dict()
+        model = {name: distribute_like(value, tensors.get(name, value)) for name, value in state["model"].items()}
+        run.unwrapped_model.load_state_dict(model)
+        optimizer = _distribute_optimizer_state(run.optimizer, state["optimizer"])
         run.optimizer.load_state_dict(optimizer)
-        _keep_types(run.optimizer, optimizer)
+        _restore_dtypes(run.optimizer, optimizer)
         if program.schedule is not None:
             program.schedule.load_state_dict(state["schedule"])
-        everybodys = state.get("rank_state", [])  # which earlier hastens did not have
-        for name, thing in run.checkpoint_state.items():
-            if (
-                name in state["checkpoint_state"] or len(everybodys) == run.ranks.world_size
-            ):  # a strategy keeps nothing where it is alone
-                thing.load_state_dict(state["checkpoint_state"][name])
-        _restore_own(run, everybodys)
+        for name, stateful in run.checkpoint_state.items():
+            if name in state["checkpoint_state"] or same_world_size:  # a strategy has no state in a single process
+                stateful.load_state_dict(state["checkpoint_state"][name])
+        _restore_rank_state(run, rank_states)
     except Exception as error:
-        raise RunError(
-            f"the checkpoint does not fit the task as it is now: {format_error(error)}; choose another --out to start anew"
-        ) from error
-    for name in PLACE:
+        problem = f"the checkpoint does not fit the task as it is now: {format_error(error)}"
+        raise RunError(f"{problem}; choose another --out to start anew") from error
+    for name in POSITION:
         setattr(run.progress, name, state["progress"][name])
 
 
-def _restore_own(run: RunContext, everybodys: list[dict]) -> None:
-    if run.parallel is None or not run.parallel.rank_state or not everybodys:
+def _restore_rank_state(run: RunContext, rank_states: list[State]) -> None:
+    """Restores the state that differs between ranks; warns if the number of ranks is another one."""
+    if run.parallel is None or not run.parallel.rank_state:
         return
-    if len(everybodys) == run.ranks.world_size:
-        for name, thing in run.parallel.rank_state.items():
-            thing.load_state_dict(everybodys[run.ranks.rank][name])
+    if len(rank_states) == run.ranks.world_size:
+        for name, stateful in run.parallel.rank_state.items():
+            stateful.load_state_dict(rank_states[run.ranks.rank][name])
     elif run.ranks.is_main_process:
-        told = f"{len(everybodys)} processes trained this run and {run.ranks.world_size} go on with it: what each had of its own starts anew"
-        warnings.warn(f"{told} ({', '.join(run.parallel.rank_state)})", HastenWarning, stacklevel=2)
+        change = f"{len(rank_states)} processes trained this run and {run.ranks.world_size} resume it"
+        names = ", ".join(run.parallel.rank_state)
+        warnings.warn(f"{change}: the state of each process starts anew ({names})", HastenWarning, stacklevel=2)
 
 
-def to_safetensors(weights: dict) -> bytes:
-    """The state of a model in the safetensors format; tensors that are shared are stored once.
-
-    ``safetensors.torch.load_model`` puts them back.
-    """
-    kept, twins, seen = {}, {}, {}
+def to_safetensors(weights: State) -> bytes:
+    """A model's state in the safetensors format; shared tensors once, as ``safetensors.torch.load_model`` expects."""
+    stored: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    names: dict[Any, str] = {}
     for name, tensor in weights.items():
         if not isinstance(tensor, torch.Tensor):
             continue
-        same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else name
-        if same in seen:
-            twins[name] = seen[same]
+        memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else name
+        if memory in names:
+            aliases[name] = names[memory]
         else:
-            seen[same] = name
-            kept[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
-    return save(kept, metadata=twins or None)
+            names[memory] = name
+            stored[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return save(stored, metadata=aliases or None)
 
 
-def rng_state(batches: BatchSource) -> dict:
-    """Every random state that the run draws from, the task's own generators too."""
+def rng_state(batches: BatchSource) -> State:
+    """Every random state that the run draws from, the task's own generators included."""
     return {"process": get_rng_state(), "generators": [generator.get_state() for generator in batches.generators]}
 
 
-def restore_rng_state(batches: BatchSource, state: dict) -> None:
+def restore_rng_state(batches: BatchSource, state: State) -> None:
+    """Restores what ``rng_state`` returned."""
     set_rng_state(state["process"])
-    for generator, own in zip(batches.generators, state["generators"], strict=True):
-        generator.set_state(own)
+    for generator, generator_state in zip(batches.generators, state["generators"], strict=True):
+        generator.set_state(generator_state)
 
 
-def resume_epoch(batches: BatchSource, start_of_pass: dict | None, now: dict) -> Callable[[int, int], Iterator]:
-    """``batches.epoch`` for the pass that was interrupted: its remaining batches, and every random state as it was."""
+def resume_epoch(
+    batches: BatchSource, start_of_epoch: State | None, now: State
+) -> Callable[[int, int], Iterator[Batch]]:
+    """``batches.epoch`` for the interrupted epoch: its remaining batches, under the random state ``now``.
 
-    def epoch(number: int, start: int) -> Iterator:
-        if batches.seekable or start_of_pass is None or not start:
+    Args:
+        batches: The source.
+        start_of_epoch: The random state at the start of the epoch, if the source is not seekable.
+        now: The random state after the last batch that was trained on.
+    """
+
+    def epoch(index: int, start: int) -> Iterator[Batch]:
+        if batches.seekable or start_of_epoch is None or not start:
             restore_rng_state(batches, now)
-            return batches.epoch(number, start)
-        restore_rng_state(batches, start_of_pass)
-        iterator = iter(batches.epoch(number, 0))
+            return batches.epoch(index, start)
+        restore_rng_state(batches, start_of_epoch)
+        iterator = iter(batches.epoch(index, 0))
         for _ in range(start):
             next(iterator, None)
         restore_rng_state(batches, now)
@@ -289,74 +299,72 @@ def resume_epoch(batches: BatchSource, start_of_pass: dict | None, now: dict) ->
 
 
 def sync_rng(ranks: ProcessGroupInfo, batches: BatchSource) -> None:
-    """From here on all ranks draw what rank 0 draws, so that they read a source that cannot be sought in the same order."""
+    """Gives all ranks the random state of rank 0, so that they read a source that is not seekable in the same order."""
     if not ranks.is_single_process:
-        drawn = rng_state(batches)
-        drawn["process"].pop(
-            "cuda", None
-        )  # a source draws on the host; each rank's GPU goes on with what the model draws
-        restore_rng_state(batches, deserialize(ranks.broadcast(serialize(drawn))))
+        state = rng_state(batches)
+        state["process"].pop("cuda", None)  # a source draws on the CPU; the model draws on each rank's GPU
+        restore_rng_state(batches, deserialize(ranks.broadcast(serialize(state))))
 
 
-def rng_state_of(run: RunContext, state: dict) -> dict:
-    """This rank's random state in a checkpoint; a rank that there was not then begins with one of its own. Those of one stage draw alike."""
+def rank_rng_state(run: RunContext, state: State) -> State:
+    """This rank's random state in a checkpoint; a new one for an additional rank. Ranks of a stage get the same."""
     rank = run.ranks.rank - run.ranks.rank % (run.parallel.tp_size if run.parallel else 1)
-    others = state.get("other ranks", [])
-    if rank <= len(others):
-        return [state["random"], *others][rank]
-    if state["start of pass"] is not None:  # the source cannot be sought, and all draw alike from it
+    states = [state["random"], *state["other_ranks"]]
+    if rank < len(states):
+        return states[rank]
+    if state["start_of_epoch"] is not None:  # the source is not seekable, so all ranks must draw the same from it
         return state["random"]
     with preserve_rng_state():
         set_seeds(derive_seed(run.seed, rank, state["progress"]["step"]))
         return {"process": get_rng_state(), "generators": state["random"]["generators"]}
 
 
-def serialize(state) -> bytes:
-    """A state as bytes, for another rank."""
+def serialize(state: Any) -> bytes:
+    """A state as bytes, to send it to another rank."""
     file = io.BytesIO()
     torch.save(state, file)
     return file.getvalue()
 
 
-def deserialize(content: bytes):
-    """What ``packed`` made; nothing in it is ever executed."""
+def deserialize(content: bytes) -> Any:
+    """The argument of ``serialize``, on the CPU; executes no code."""
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
-def read_again(batches: BatchSource, start_of_pass: dict | None, epoch: int, number: int) -> Iterator:
-    """The batches of a pass once more, from one of them on.
+def read_again(batches: BatchSource, start_of_epoch: State | None, epoch: int, start: int) -> Iterator[Batch]:
+    """The batches of an epoch again, from batch index ``start`` on.
 
     Raises:
-        LookupError: they come from a source that cannot be sought, and another pass has begun since.
+        LookupError: The source is not seekable, and another epoch has begun since.
     """
     if batches.seekable:
-        return batches.epoch(epoch, number)
-    if start_of_pass is None or epoch != start_of_pass["epoch"]:
-        raise LookupError("its pass is over")
-    return resume_epoch(batches, start_of_pass, rng_state(batches))(epoch, number)
+        return batches.epoch(epoch, start)
+    if start_of_epoch is None or epoch != start_of_epoch["epoch"]:
+        raise LookupError("its epoch is over")
+    return resume_epoch(batches, start_of_epoch, rng_state(batches))(epoch, start)
 
 
-def _numbered(optimizer, saved: dict) -> list[tuple[torch.Tensor, int]]:
-    """The parameters of an optimizer, with the numbers under which its saved state knows them."""
+def _indexed_parameters(optimizer: torch.optim.Optimizer, saved: State) -> list[tuple[torch.Tensor, int]]:
+    """The parameters of an optimizer, with their indices in its saved state."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    return list(zip(parameters, numbers, strict=True))
+    indices = [index for group in saved["param_groups"] for index in group["params"]]
+    return list(zip(parameters, indices, strict=True))
 
 
-def _for_parameters_of(optimizer, saved: dict) -> dict:
-    """The whole state of an optimizer, shared out as its parameters are now."""
+def _distribute_optimizer_state(optimizer: torch.optim.Optimizer, saved: State) -> State:
+    """A full optimizer state, sharded as the parameters are now."""
     state = {
-        number: {name: distribute_like(value, parameter) for name, value in saved["state"][number].items()}
-        for parameter, number in _numbered(optimizer, saved)
-        if number in saved["state"] and not parameter.is_meta
+        index: {name: distribute_like(value, parameter) for name, value in saved["state"][index].items()}
+        for parameter, index in _indexed_parameters(optimizer, saved)
+        if index in saved["state"] and not parameter.is_meta
     }
     return saved | {"state": state}
 
 
-def _keep_types(optimizer, saved: dict) -> None:
-    """Torch casts an optimizer's state to the type of its parameter when loading; a wider state stays as wide as it was."""
-    for parameter, number in _numbered(optimizer, saved):
-        for name, value in saved["state"].get(number, {}).items():
-            now = optimizer.state[parameter].get(name)
-            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
-                optimizer.state[parameter][name] = value.to(now.device)
+def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: State) -> None:
+    """Restores the dtype of optimizer state, which torch casts to that of the parameter when it loads a state."""
+    for parameter, index in _indexed_parameters(optimizer, saved):
+        for name, value in saved["state"].get(index, {}).items():
+            loaded = optimizer.state[parameter].get(name)
+            if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor) and loaded.dtype != value.dtype:
+                optimizer.state[parameter][name] = value.to(loaded.device)

@@ -14,10 +14,10 @@ NO_EFFECT_ALONE = "there is only one process; pass --processes N with N >= 2"
 
 
 def applicable_methods(methods: Sequence[Method], run: RunContext) -> list[Method]:
-    """The methods that act in this run, innermost first; those for several processes are reported where there is only one.
+    """The methods that act in this run, innermost first; without several processes, those that need them are reported.
 
     Raises:
-        Refusal: methods that conflict, applicable or not.
+        ConfigurationError: Methods conflict, applicable or not.
     """
     methods = sort_methods(methods)
     check_conflicts(methods)
@@ -31,22 +31,22 @@ def applicable_methods(methods: Sequence[Method], run: RunContext) -> list[Metho
 
 def sort_methods(methods: Sequence[Method]) -> list[Method]:
     """Sorts by (order, after, name): a stable topological order that ignores the order given."""
-    named = {method.name: method for method in methods}
-    waiting = {name: {other for other in method.card.after if other in named} for name, method in named.items()}
-    ready = [(named[name].card.order, name) for name, before in waiting.items() if not before]
+    by_name = {method.name: method for method in methods}
+    waiting = {name: {other for other in method.card.after if other in by_name} for name, method in by_name.items()}
+    ready = [(by_name[name].card.order, name) for name, before in waiting.items() if not before]
     heapq.heapify(ready)
     ordered: list[Method] = []
     while ready:
         _, done = heapq.heappop(ready)
-        ordered.append(named[done])
+        ordered.append(by_name[done])
         for name, before in waiting.items():
             if done in before:
                 before.remove(done)
                 if not before:
-                    heapq.heappush(ready, (named[name].card.order, name))
-    if len(ordered) < len(named):
-        circle = sorted(name for name, before in waiting.items() if before)
-        raise ConfigurationError(f"{' and '.join(circle)} each want to come after the other; leave one of them out")
+                    heapq.heappush(ready, (by_name[name].card.order, name))
+    if len(ordered) < len(by_name):
+        cycle = sorted(name for name, before in waiting.items() if before)
+        raise ConfigurationError(f"{' and '.join(cycle)} each must come after the other; leave one of them out")
     return ordered
 
 
@@ -54,10 +54,10 @@ def check_conflicts(methods: Sequence[Method]) -> None:
     """Computes conflicts from the cards; no pair of methods is listed anywhere.
 
     Raises:
-        Refusal: two methods conflict.
+        ConfigurationError: Two methods conflict.
     """
     for a, b in combinations(methods, 2):
-        continues = a.name in b.card.after or b.name in a.card.after  # one builds on what the other has made
+        continues = a.name in b.card.after or b.name in a.card.after  # one builds on the result of the other
         if not continues and (both := a.card.replaces & b.card.replaces):
             raise ConfigurationError(
                 f"{a.name} and {b.name} both replace {', '.join(sorted(both))}; choose one of them"

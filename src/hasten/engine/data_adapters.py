@@ -1,9 +1,9 @@
-"""Turns what a task calls its data into Batches.
+"""Turns the data of a task into batch sources.
 
-A map-style dataset is shuffled by (seed, epoch) in the order of torch's DistributedSampler, and any
-random numbers that it draws are a function of (seed, epoch, batch): the same for any number of workers
-and any point of resumption. A ready DataLoader is used exactly as a hand-written loop would use it.
-A pipeline of hasten.data, or whatever else has ``batches(batch_size, seed, training)``, makes its own Batches.
+A map-style dataset is shuffled by (seed, epoch) in the order of torch's DistributedSampler, and random numbers that
+it draws are a function of (seed, epoch, batch): the same for any number of workers and any resume point. A ready
+DataLoader is iterated as a hand-written loop would. A pipeline of hasten.data, or any object with
+``batches(batch_size, seed, training)``, returns its own BatchSource.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -21,25 +22,31 @@ from hasten.core.method import Method, hooks_of
 from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
 from hasten.core.run_context import RunContext, TrainPlan
 from hasten.core.task import Task
+from hasten.core.types import Batch
 from hasten.distributed.batch_sharding import ShardLog, check_batch_divisible, shard_batches
 from hasten.engine.loaders import from_iterable_dataset, from_loader, from_spec, length_of
 from hasten.utils.rng import derive_seed, preserve_rng_state
 
+ONE_PROCESS_ONLY = (
+    "--max-bad-rows is for a single process, because several would count their bad rows separately; "
+    "leave it out, or clean the data"
+)
+
 
 def load_data(task: Task) -> Task:
-    """The task with its data there: a function that makes them is called, once.
+    """The task with its data; a function in ``train_data`` or ``validation_data`` is called once.
 
     Raises:
-        Refusal: what is there is no data, or is empty.
+        ConfigurationError: The data are empty, or of a type that holds no samples.
     """
-    validation = None if task.validation_data is None else _opened(task.validation_data, "validation_data")
-    return replace(task, train_data=_opened(task.train_data, "train_data"), validation_data=validation)
+    validation = None if task.validation_data is None else _load(task.validation_data, "validation_data")
+    return replace(task, train_data=_load(task.train_data, "train_data"), validation_data=validation)
 
 
 def initial_plan(task: Task) -> TrainPlan:
-    """The plan of steps of a task whose data are opened, before any method has touched it."""
+    """The training plan of a task with loaded data, before any method changes it."""
     data = task.train_data
-    samples = length_of(data.dataset) if is_prebatched(data) else length_of(data)
+    samples = length_of(data.dataset if is_prebatched(data) else data)
     return TrainPlan(
         batch_size=_batch_size_of(task) or 1, epochs=task.epochs, samples=samples, evaluate_every=task.evaluate_every
     )
@@ -50,33 +57,48 @@ def training(
     batch_size: int,
     seed: int,
     ranks: ProcessGroupInfo = SINGLE_PROCESS,
-    notes: ShardLog | None = None,
+    log: ShardLog | None = None,
     stages: int = 1,
 ) -> BatchSource:
-    """The training data; among several ranks, this one's part of every batch, of which there is a note.
+    """The training batches; with several ranks, this rank's shard of each.
+
+    Args:
+        task: The task, with loaded data.
+        batch_size: Samples of a global batch.
+        seed: Seed of the order and of the samples' random numbers.
+        ranks: The ranks that read different samples.
+        log: Records the shards; needed with several ranks.
+        stages: Pipeline stages of each replica.
 
     Raises:
-        Refusal: they leave bad rows out, which every rank would count by itself; or a sampler shares them out already.
+        ConfigurationError: With several ranks: the data skip bad rows, or a sampler shards them already.
     """
+    data = task.train_data
     if not ranks.is_single_process:
-        _refuse_divided(task.train_data, "train_data")
-        _refuse_divided(task.validation_data, "validation_data")
-    if not ranks.is_single_process and hasattr(task.train_data, "shard"):
-        if task.train_data.faults.max_rows:
-            raise ConfigurationError(
-                "skip_bad is for one process: several would count their bad rows apart; leave it out, or mend the data"
-            )
-        return _batches(task.train_data.shard(ranks.world_size, ranks.rank), task, batch_size, seed, training=True)
-    return shard_batches(_batches(task.train_data, task, batch_size, seed, training=True), ranks, notes, stages)
+        _refuse_distributed_sampler(data, "train_data")
+        _refuse_distributed_sampler(task.validation_data, "validation_data")
+        if hasattr(data, "shard"):
+            if data.faults.max_rows:
+                raise ConfigurationError(ONE_PROCESS_ONLY)
+            return _batches(data.shard(ranks.world_size, ranks.rank), task, batch_size, seed, training=True)
+    batches = _batches(data, task, batch_size, seed, training=True)
+    return batches if log is None else shard_batches(batches, ranks, log, stages)
+
+
+def validation(task: Task, batch_size: int, seed: int) -> BatchSource | None:
+    """The validation batches; None if the task has no validation data."""
+    if task.validation_data is None:
+        return None
+    return _batches(task.validation_data, task, batch_size, seed, training=False)
 
 
 def check_process_count(task: Task, processes: int, methods: Iterable[Method] = ()) -> None:
-    """Holds a number of processes against a task, before any is started.
+    """Checks a number of processes against a task, before any is started.
 
-    A method with a hook ``plan`` may change the batch, or how many processes share it: then the ranks themselves find out.
+    A method with a ``plan`` hook may change the batch size or the number of shards; then the ranks check it themselves.
 
     Raises:
-        Refusal: a batch has fewer samples.
+        ConfigurationError: A batch has fewer samples than there are processes.
     """
     batch_size = _batch_size_of(task)
     if batch_size and not any("plan" in hooks_of(method) for method in methods):
@@ -84,49 +106,41 @@ def check_process_count(task: Task, processes: int, methods: Iterable[Method] = 
 
 
 def _batch_size_of(task: Task) -> int | None:
-    """Samples of a batch; None where neither the task nor its data tell."""
+    """Samples of a batch; None where neither the task nor its data state it."""
     return (task.train_data.batch_size if is_prebatched(task.train_data) else None) or task.batch_size
 
 
-def _refuse_divided(data, field: str) -> None:
+def _refuse_distributed_sampler(data: Any, field: str) -> None:
     sampler = getattr(getattr(data, "batch_sampler", None), "sampler", None) or getattr(data, "sampler", None)
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
-        raise ConfigurationError(
-            f"the DistributedSampler of Task({field}=) shares the data out, and so does hasten: nobody would see the rest; leave it out"
-        )
+        problem = f"the DistributedSampler of Task({field}=) shards the data, and hasten shards them again"
+        raise ConfigurationError(f"{problem}, so samples would never be read; leave the sampler out")
 
 
-def validation(task: Task, batch_size: int, seed: int) -> BatchSource | None:
-    if task.validation_data is None:
-        return None
-    return _batches(task.validation_data, task, batch_size, seed, training=False)
-
-
-def first_batch(training: BatchSource, validation: BatchSource | None):
-    """The first training batch, read as if nobody had; of validation data where the training data may be read only once.
+def first_batch(training: BatchSource, validation: BatchSource | None) -> Batch:
+    """The first training batch, without consuming it; of the validation data if the training data are read only once.
 
     Raises:
-        Refusal: neither can be read beforehand.
+        ConfigurationError: Neither can be read beforehand.
     """
-    found = training if training.seekable else validation
-    if found is None:
-        raise ConfigurationError(
-            "a method of this recipe has to see a batch beforehand, and these data may be read only once; give validation_data"
-        )
-    with preserve_rng_state(*found.generators):
-        return next(iter(found.epoch(0, 0)))
+    source = training if training.seekable else validation
+    if source is None:
+        problem = "a method of this recipe must see a batch before the training, and these data can be read only once"
+        raise ConfigurationError(f"{problem}; give validation_data")
+    with preserve_rng_state(*source.generators):
+        return next(iter(source.epoch(0, 0)))
 
 
 def apply_data_hook(method: Method, inner: BatchSource, run: RunContext) -> BatchSource:
-    """What a method's ``data`` hook makes of the batches; a plain iterable of batches becomes Batches again."""
-    outer = method.data(inner, run)
+    """The result of a method's ``data`` hook; a plain iterable of batches becomes a BatchSource."""
+    outer: Any = method.data(inner, run)
     if isinstance(outer, BatchSource):
         return outer
 
-    def epoch(epoch: int, start: int = 0) -> Iterator:
+    def epoch(epoch: int, start: int = 0) -> Iterator[Batch]:
         inner.position = (epoch, 0)
-        once = iter(outer) is outer  # a generator lives for one pass only: ask for a new one
-        return islice(iter(method.data(inner, run) if once else outer), start, None)
+        is_generator = iter(outer) is outer  # lives for one epoch only
+        return islice(iter(method.data(inner, run) if is_generator else outer), start, None)
 
     return BatchSource(
         epoch=epoch, length=inner.length, training=inner.training, seekable=False, generators=inner.generators
@@ -134,56 +148,53 @@ def apply_data_hook(method: Method, inner: BatchSource, run: RunContext) -> Batc
 
 
 def shuffled(length: int, batch_size: int, seed: int) -> Callable[[int], Iterable[list[int]]]:
-    """``(epoch) -> lists of indices``: the permutation that torch's DistributedSampler would give, in batches."""
+    """``(epoch) -> lists of indices``: the permutation of torch's DistributedSampler, in batches."""
 
-    def order(epoch: int) -> Iterator[list[int]]:
-        permutation = torch.randperm(length, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+    def batch_sampler(epoch: int) -> Iterator[list[int]]:
+        generator = torch.Generator().manual_seed(seed + epoch)
+        order: Any = torch.randperm(length, generator=generator)
+        permutation: list[int] = order.tolist()
         return (permutation[i : i + batch_size] for i in range(0, length, batch_size))
 
-    return order
+    return batch_sampler
 
 
 def in_sequence(length: int, batch_size: int) -> Callable[[int], Iterable[list[int]]]:
+    """``(epoch) -> lists of indices`` in ascending order."""
     return lambda epoch: (list(range(i, min(i + batch_size, length))) for i in range(0, length, batch_size))
 
 
-def _opened(data, field: str):
-    """The data behind a task's field, refused with a reason where it is none."""
-    if is_factory(data):
-        data = data()
-    if (
-        data is None
-        or isinstance(data, (str, bytes, dict))
-        or not (hasattr(data, "__getitem__") or hasattr(data, "__iter__"))
-    ):
-        raise ConfigurationError(
-            f"Task({field}=) must be a dataset, a DataLoader or a function that returns one, not {type(data).__name__}"
-        )
+def _load(given: Any, field: str) -> Any:
+    data: Any = given() if is_factory(given) else given
+    has_samples = hasattr(data, "__getitem__") or hasattr(data, "__iter__")
+    if isinstance(data, (str, bytes, dict)) or not has_samples:
+        kinds = "a dataset, a DataLoader or a function that returns one"
+        raise ConfigurationError(f"Task({field}=) must be {kinds}, not {type(cast(Any, data)).__name__}")
     if hasattr(data, "__len__") and length_of(data) == 0:
         raise ConfigurationError(f"Task({field}=) is empty")
     return data
 
 
-def is_factory(data) -> bool:
-    """Whether a task's field is a function that makes the data."""
+def is_factory(data: Any) -> bool:
+    """Whether a task's field is a function that returns the data."""
     return callable(data) and not hasattr(data, "__getitem__") and not hasattr(data, "__iter__")
 
 
-def is_prebatched(data) -> bool:
-    """Whether the data come in batches of their own size: a ready DataLoader, or a pipeline with ``batches(batch_size, seed, training)``."""
+def is_prebatched(data: Any) -> bool:
+    """Whether the data come in batches: a DataLoader, or a pipeline with ``batches(batch_size, seed, training)``."""
     return isinstance(data, DataLoader) or (hasattr(data, "batches") and not hasattr(data, "__getitem__"))
 
 
-def _batches(data, task: Task, batch_size: int, seed: int, training: bool) -> BatchSource:
+def _batches(data: Any, task: Task, batch_size: int, seed: int, training: bool) -> BatchSource:
     if isinstance(data, DataLoader):
         return from_loader(data, task.batch_size, batch_size, seed, training)
-    if batch_size is None or (task.batch_size is None and getattr(task.train_data, "batch_size", None) is None):
+    if task.batch_size is None and getattr(task.train_data, "batch_size", None) is None:
         raise ConfigurationError("Task(batch_size=) is missing; only a ready DataLoader or a pipeline brings its own")
     if is_prebatched(data):
         return data.batches(batch_size, seed, training)
     length = length_of(data)
     if length is None or isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
-        return from_iterable_dataset(data, batch_size, training, seed)
+        return from_iterable_dataset(cast(Any, data), batch_size, training, seed)
     return from_spec(
         LoaderSpec(
             dataset=data,

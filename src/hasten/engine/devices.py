@@ -1,4 +1,4 @@
-"""Which device a run uses."""
+"""Selects the device of a run."""
 
 import torch
 
@@ -6,21 +6,20 @@ from hasten.core.errors import ConfigurationError
 
 
 def pick_device(name: str | None = None) -> str:
-    """``name`` if it can be used here; without a name an NVIDIA GPU where there is one, else the CPU.
+    """``name`` if this machine has that device; without a name "cuda" on a machine with an NVIDIA GPU, else "cpu".
 
     Raises:
-        Refusal: no such device on this machine.
+        ConfigurationError: This machine has no such device, or hasten does not support it.
     """
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigurationError(f"there is no device {name!r}; say cpu, cuda or cuda:1") from None
+        raise ConfigurationError(f"there is no device {name!r}; use cpu, cuda or cuda:1") from None
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
-        raise ConfigurationError(
-            f"there is no device {name!r} on this machine ({torch.cuda.device_count()} CUDA devices); say --device cpu"
-        )
+        count = f"{torch.cuda.device_count()} CUDA devices"
+        raise ConfigurationError(f"there is no device {name!r} on this machine ({count}); use --device cpu")
     if device.type not in ("cpu", "cuda"):
-        raise ConfigurationError(f"the device {name!r} is not supported; say cpu or cuda")
+        raise ConfigurationError(f"the device {name!r} is not supported; use cpu or cuda")
     return name

@@ -1,4 +1,4 @@
-"""What a run was made on: versions, machine, device. Written beside every result, since a number without them means little."""
+"""Versions, machine and device of a run. Stored with every result, which means little without them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -13,9 +14,9 @@ import torch
 import hasten
 
 
-def environment(device: str = "cpu") -> dict:
+def environment(device: str = "cpu") -> dict[str, Any]:
     """Versions and machine, as plain data."""
-    facts = {
+    facts: dict[str, Any] = {
         "hasten": hasten.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -33,12 +34,12 @@ def environment(device: str = "cpu") -> dict:
 
 
 def cores() -> int:
-    """Processors that this process may use."""
+    """Number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def own_code() -> str:
-    """Changes with every line of hasten itself: what was measured before belongs to another program."""
+def source_hash() -> str:
+    """A hash of hasten's own source files: measurements by other source belong to another program."""
     digest = hashlib.sha256()
     for path in sorted(Path(hasten.__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -46,7 +47,7 @@ def own_code() -> str:
 
 
 def cpu_name() -> str:
-    """The processor's name for people, as ``Intel(R) Xeon(R) Processor @ 2.50GHz``."""
+    """The model of the CPU, such as ``Intel(R) Xeon(R) Processor @ 2.50GHz``."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

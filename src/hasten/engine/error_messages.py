@@ -1,10 +1,10 @@
-"""Turns what went wrong inside a run into one clear line: what, where, and what to do about it."""
+"""Turns an exception inside a run into one line: what failed, where, and what to do about it."""
 
 from __future__ import annotations
 
 import errno
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,94 +12,89 @@ from hasten._torch_compat import autograd_error_kind, is_out_of_memory
 from hasten.core.errors import ConfigurationError, RunError, format_error
 from hasten.engine.registry import remedies
 
-NOT_THE_USERS = (
+LIBRARY_PATHS = (
     "/torch/",
-    "/hasten/engine/",
-    "/hasten/methods/",
-    "/hasten/core/",
-    "/hasten/distributed/",
-    "/hasten/loading/",
-    "/hasten/data/",
+    *(f"/hasten/{name}/" for name in ("core", "data", "distributed", "engine", "loading", "methods", "utils")),
 )
-FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+HINTS = {
+    "index_out_of_bounds": "most often a label outside 0 to (number of outputs - 1), or a model with too few outputs",
+    "no_gradient": "Task(loss=) must return a tensor with a gradient, without detach(), .item() or torch.tensor()",
+    "not_scalar": "Task(loss=) must return one number, such as the mean over the batch",
+}
 
 
 def explain_error(error: Exception, where: str, batch_size: int) -> RunError | ConfigurationError:
-    """``error``, raised at ``where`` (as "step 12 (pass 1, batch 12)"), in one line; what is clear already stays as it is."""
+    """The error to raise instead of ``error``.
+
+    Args:
+        error: What was raised; returned as it is if it is one of hasten's errors.
+        where: The position, such as "step 12 (epoch 1, batch 12)".
+        batch_size: Samples of a batch.
+    """
     if isinstance(error, (RunError, ConfigurationError)):
         return error
-    text = str(error)
     if is_out_of_memory(error):
-        return RunError(
-            f"out of memory at {where} with batches of {batch_size}; take smaller batches, or add {remedies('out_of_memory')}"
-        )
-    hint = ""
-    mistake = autograd_error_kind(error)
-    if mistake == "index_out_of_bounds":
-        hint = "; most often a label outside 0 to (number of outputs - 1), or a model with too few outputs"
-    if mistake == "no_gradient":
-        hint = "; Task(loss=) must return a tensor that remembers how it was computed: no detach(), .item() or torch.tensor() on the way"
-    if mistake == "unused_parameters":
-        error = RuntimeError("in this step some parameters had no gradient, and the ranks wait for all of them")
-        hint = f"; pass --with {remedies('unused_parameters')}"
-    if mistake == "not_scalar":
-        hint = "; Task(loss=) must return one number, such as the mean over the batch"
+        advice = f"use smaller batches, or add {remedies('out_of_memory')}"
+        return RunError(f"out of memory at {where} with batches of {batch_size}; {advice}")
+    kind, text = autograd_error_kind(error), str(error)
+    reason, hint = format_error(error), HINTS.get(kind or "", "")
+    if kind == "unused_parameters":
+        reason = "RuntimeError: in this step some parameters had no gradient, and the ranks wait for all of them"
+        hint = f"pass --with {remedies('unused_parameters')}"
     if isinstance(error, TypeError) and "takes" in text and "positional argument" in text and ".forward()" in text:
-        hint = "; a batch (a, b, ..., target) calls model(a, b, ...), and with loss=None, for a model that returns its own loss, all of it"
-    return RunError(f"{where} failed: {format_error(error)}{_in_users_code(error)}{hint}")
+        hint = "a batch (a, b, ..., target) calls model(a, b, ...); with loss=None the model gets the whole batch"
+    line = line_in_users_code(error)
+    source = f" ({Path(line[0]).name} line {line[1]})" if line else ""
+    return RunError(f"{where} failed: {reason}{source}{'; ' if hint else ''}{hint}")
 
 
 def format_position(step: int, epoch: int, batch: int) -> str:
-    """Where in a run something happened, as people count: from 1. ``epoch`` and ``batch`` as the progress does, from 0."""
-    return f"step {step} (pass {epoch + 1}, batch {batch + 1})"
+    """A position in a run. ``step`` counts from 1; ``epoch`` and ``batch`` count from 0, and from 1 in the text."""
+    return f"step {step} (epoch {epoch + 1}, batch {batch + 1})"
 
 
 @contextmanager
-def translate_disk_errors(path: Path, advice: str) -> Iterator[None]:
-    """What the file system refuses inside becomes one line with ``advice``."""
+def translate_disk_errors(path: Path, advice: str) -> Generator[None]:
+    """Turns an error of the file system inside into a RunError of one line that ends with ``advice``."""
     try:
         yield
     except (OSError, RuntimeError) as error:
-        cause = error  # torch hides the operating system's error behind one of its own
+        cause: BaseException | None = error  # torch raises a RuntimeError in the context of the system's error
         while cause is not None and not isinstance(cause, OSError):
             cause = cause.__context__
         if cause is None:
             raise
-        full = "the disk is full" if cause.errno in FULL else cause.strerror or str(cause)
-        raise RunError(f"cannot write {path}: {full}; {advice}") from error
+        reason = "the disk is full" if cause.errno in DISK_FULL else cause.strerror or str(cause)
+        raise RunError(f"cannot write {path}: {reason}; {advice}") from error
 
 
 @contextmanager
-def writable(path: Path) -> Iterator[None]:
-    """Inside, something is written where the user said. That it cannot be is a wrong request; a full disk is not.
+def writable(path: Path) -> Generator[None]:
+    """Translates errors from writing to the path of --out.
 
     Raises:
-        Refusal, Failure.
+        ConfigurationError: The path cannot be written to.
+        RunError: The disk is full.
     """
     try:
         yield
     except OSError as error:
-        if error.errno not in FULL:
-            raise ConfigurationError(
-                f"cannot write to {path}: {error.strerror or error}; choose another --out"
-            ) from None
-        with translate_disk_errors(path, "make room, and start again"):
+        if error.errno not in DISK_FULL:
+            reason = error.strerror or error
+            raise ConfigurationError(f"cannot write to {path}: {reason}; choose another --out") from None
+        with translate_disk_errors(path, "free space, and start again"):
             raise
 
 
-def _in_users_code(error: Exception) -> str:
-    line = line_in_users_code(error)
-    return f" ({Path(line[0]).name} line {line[1]})" if line else ""
-
-
 def line_in_users_code(error: BaseException) -> tuple[str, int] | None:
-    """Returns (file, line) of the innermost frame that is neither in torch nor in hasten.
+    """(file, line) of the innermost frame that is neither in torch nor in hasten.
 
-    An exception from a loader's worker process has lost its traceback; it carries the line in ``raised_at``.
+    An exception from a loader's worker process has lost its traceback; its attribute ``raised_at`` holds the line.
     """
     if (line := getattr(error, "raised_at", None)) is not None:
         return line
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not any(part in frame.filename for part in NOT_THE_USERS) and Path(frame.filename).is_file():
+        if not any(part in frame.filename for part in LIBRARY_PATHS) and Path(frame.filename).is_file():
             return frame.filename, frame.lineno or 0
     return None

@@ -1,8 +1,9 @@
-"""How a model and its loss are called, whatever the shape of the batch and whoever computes the loss."""
+"""How a model and its loss are called, for every shape of a batch and for models that return their own loss."""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 
@@ -12,80 +13,81 @@ from hasten.core.types import Batch, ForwardFn, LossFn
 from hasten.utils import batch as batches
 
 
-def forward_of(model: torch.nn.Module, loss: LossFn, own: bool) -> ForwardFn:
-    """``(batch) -> loss``; ``own``: the model returns its loss itself."""
+def make_forward(model: torch.nn.Module, loss: LossFn, own: bool) -> ForwardFn:
+    """``(batch) -> loss``; ``own``: the model returns its own loss."""
     if own:
         return lambda batch: loss(*call_model(model, batch, own=True))
 
-    def forward(batch):
-        if type(batch) in (list, tuple) and len(batch) == 2:  # the usual case, without a detour
+    def forward(batch: Batch) -> torch.Tensor:
+        if type(batch) in (list, tuple) and len(batch) == 2:  # the usual case, without a function call
             return loss(model(batch[0]), batch[1])
-        inputs, named, target = batches.split_inputs_target(batch)
-        return loss(model(*inputs, **named), target)
+        args, kwargs, target = batches.split_inputs_target(batch)
+        return loss(model(*args, **kwargs), target)
 
     return forward
 
 
-def call_model(model: torch.nn.Module, batch, own: bool):
+def call_model(model: torch.nn.Module, batch: Batch, own: bool) -> tuple[Any, Any]:
     """(output, target) of a batch; ``own``: the model gets the whole batch and returns its own loss."""
     if not own:
-        inputs, named, target = batches.split_inputs_target(batch)
-        return model(*inputs, **named), target
+        args, kwargs, target = batches.split_inputs_target(batch)
+        return model(*args, **kwargs), target
     if isinstance(batch, dict) or hasattr(batch, "keys"):
         return model(**batch), batches.target_of(batch)
     return (model(*batch) if isinstance(batch, (tuple, list)) else model(batch)), batches.target_of(batch)
 
 
-def own_loss(output, target=None) -> torch.Tensor:
-    """The loss that a model returns itself: ``output.loss``, ``output["loss"]``, the first of a tuple, or a scalar.
+def own_loss(output: Any, target: Any = None) -> torch.Tensor:
+    """The loss that a model returns: ``output.loss``, ``output["loss"]``, the first of a tuple, or a scalar.
 
     Raises:
-        Failure: there is none.
+        RunError: The output holds no loss.
     """
-    loss = output
+    loss: Any = output
     if hasattr(output, "loss"):
         loss = output.loss
     elif isinstance(output, dict):
-        loss = output.get("loss")
+        loss = cast(dict[str, Any], output).get("loss")
     elif isinstance(output, (tuple, list)):
-        loss = output[0] if output else None
+        loss = cast(Sequence[Any], output)[0] if output else None
     if not isinstance(loss, torch.Tensor):
-        raise RunError(
-            f"Task(loss=None) is for a model that returns its own loss; this one returned {_shown(loss)}: give it the labels, or give a loss"
-        )
+        problem = "Task(loss=None) is for a model that returns its own loss; this one returned"
+        raise RunError(f"{problem} {_describe(loss)}: give it the labels, or set Task(loss=)")
     return loss
 
 
-def refuse_loss(loss) -> NoReturn:
-    """Says why training cannot go backward from what Task(loss=) returned."""
-    raise RunError(
-        f"Task(loss=) must return a tensor that remembers how it was computed, not {_shown(loss)}; leave out float() and .item()"
+def loss_type_error(loss: Any) -> RunError:
+    """The error for a Task(loss=) that returned no tensor."""
+    return RunError(
+        f"Task(loss=) must return a tensor with a gradient, not {_describe(loss)}; leave out float() and .item()"
     )
 
 
-def _shown(loss) -> str:
+def _describe(loss: Any) -> str:
     return "None" if loss is None else f"{loss!r:.40} ({type(loss).__name__})"
 
 
 def accumulate_gradients(
-    forward_backward: ForwardFn, microbatches: int, progress: TrainProgress, readers: int = 1
+    forward_backward: ForwardFn, microbatches: int, progress: TrainProgress, num_shards: int = 1
 ) -> ForwardFn:
-    """Forward and backward on the microbatches of a batch, each weighted by its share of the samples; all ranks have as many.
+    """Forward and backward on the microbatches of a batch, each weighted by its fraction of the samples.
 
     Args:
-        readers: ranks that read different samples.
+        forward_backward: Forward and backward of one microbatch.
+        microbatches: Microbatches of a batch; fewer, on all ranks, if the smallest shard has fewer samples.
+        progress: Gets the fraction of each microbatch.
+        num_shards: Ranks that read different samples.
     """
 
     def accumulated(batch: Batch) -> Any:
         samples, loss = batches.batch_size(batch), 0.0
-        fewest = samples if progress.global_batch_size < readers else progress.global_batch_size // readers
-        pieces = batches.chunk_batch(batch, min(microbatches, fewest))
-        for index, piece in enumerate(pieces, 1):
-            progress.microbatch_fraction, progress.is_last_microbatch = (
-                batches.batch_size(piece) / samples,
-                index == len(pieces),
-            )
-            loss = loss + forward_backward(piece).detach() * progress.microbatch_fraction
+        global_samples = progress.global_batch_size
+        smallest_shard = samples if global_samples < num_shards else global_samples // num_shards
+        chunks = batches.chunk_batch(batch, min(microbatches, smallest_shard))
+        for index, chunk in enumerate(chunks, 1):
+            progress.microbatch_fraction = batches.batch_size(chunk) / samples
+            progress.is_last_microbatch = index == len(chunks)
+            loss = loss + forward_backward(chunk).detach() * progress.microbatch_fraction
         return loss
 
     return accumulated

@@ -1,7 +1,6 @@
-"""Samples, ready DataLoaders and streams as Batches, all read through torch's DataLoader.
+"""Batch sources over samples, ready DataLoaders and iterable datasets, all read through torch's DataLoader.
 
-Samples are read as the textbook does, a ready DataLoader exactly as a hand-written loop would use it, a stream in the
-order in which it comes. What the data raise is told in one line that names the batch, and the sample where it is known.
+An exception from the data becomes one line that names the batch, and the sample where it is known.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import count, islice
+from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
@@ -18,66 +18,79 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from hasten._torch_compat import contains_worker_traceback, sample_being_fetched, worker_error_text, workers_started
 from hasten.core.data import BatchSource, LoaderSpec
 from hasten.core.errors import ConfigurationError, RunError, format_error
+from hasten.core.types import Batch
 from hasten.distributed.batch_sharding import IndexShard
 from hasten.utils.rng import derive_seed, preserve_rng_state, seeded_rng
 
+SampleFinder = Callable[[int, str], int | None]  # (batch index, error text) -> index of the sample that raised it
 
-def from_spec(samples: LoaderSpec) -> BatchSource:
-    """Batches read sample by sample through a torch DataLoader: what the textbook does."""
-    dataset = _Fetched(samples.dataset, samples.seed, samples.loader is None)
-    loaders: dict[str, DataLoader] = {}  # a loader with persistent workers is made once
 
-    def loader(order: Iterable, number: int) -> DataLoader:
-        if "kept" in loaders:
-            loaders["kept"].batch_sampler.order = order
-            return loaders["kept"]
-        made = DataLoader(
+def from_spec(spec: LoaderSpec) -> BatchSource:
+    """Batches of samples that are read by index through a torch DataLoader."""
+    dataset = _SeededDataset(spec.dataset, spec.seed, seeded=spec.loader is None)
+    persistent: list[tuple[DataLoader[Any], _EpochSampler]] = []  # a loader with persistent workers is built once
+
+    def loader(order: Iterable[Any], epoch: int) -> DataLoader[Any]:
+        if persistent:
+            built, sampler = persistent[0]
+            sampler.order = order
+            return built
+        sampler = _EpochSampler(order)
+        built = DataLoader(
             dataset,
-            batch_sampler=_Order(order),
-            collate_fn=samples.collate,
-            num_workers=samples.num_workers,
-            prefetch_factor=samples.prefetch_factor if samples.num_workers else None,
-            pin_memory=samples.pin_memory,
-            persistent_workers=samples.persistent_workers and samples.num_workers > 0,
-            worker_init_fn=partial(_begun, samples.loader and samples.loader.worker_init_fn),
+            batch_sampler=sampler,  # pyright: ignore[reportArgumentType]  # yields keyed index lists
+            collate_fn=spec.collate,
+            num_workers=spec.num_workers,
+            prefetch_factor=spec.prefetch_factor if spec.num_workers else None,
+            pin_memory=spec.pin_memory,
+            persistent_workers=spec.persistent_workers and spec.num_workers > 0,
+            worker_init_fn=partial(_init_worker, spec.loader and spec.loader.worker_init_fn),
             generator=torch.Generator().manual_seed(
-                derive_seed(samples.seed, number)
-            ),  # its base seed; the run's own stream stays untouched
+                derive_seed(spec.seed, epoch)
+            ),  # the run's own generator is not used
         )
-        if made.persistent_workers:
-            loaders["kept"] = made
-        return made
+        if built.persistent_workers:
+            persistent.append((built, sampler))
+        return built
 
-    def epoch(epoch: int, start: int = 0) -> Iterator:
-        keyed = ((epoch, number, indices) for number, indices in enumerate(samples.batch_sampler(epoch)))
+    def epoch(epoch: int, start: int = 0) -> Iterator[Batch]:
+        keyed = ((epoch, batch, indices) for batch, indices in enumerate(spec.batch_sampler(epoch)))
         return _with_clear_errors(iter(loader(islice(keyed, start, None), epoch)))
 
     return BatchSource(
         epoch=epoch,
-        length=samples.length,
-        spec=samples,
-        training=samples.training,
-        seekable=samples.loader is None,
-        generators=_generators_of(samples.loader),
+        length=spec.length,
+        spec=spec,
+        training=spec.training,
+        seekable=spec.loader is None,
+        generators=_generators_of(spec.loader),
     )
 
 
-def _begun(init: Callable[[int], None] | None, worker: int) -> None:
-    """In a worker, before it reads: one whose parent is gone by now would take its new one for the parent that torch lets it end with."""
+def _init_worker(init: Callable[[int], None] | None, worker: int) -> None:
+    """Runs in a worker before it reads; ends the worker if the training process has died before.
+
+    torch ends a worker when its parent process changes. A worker whose parent died before that check began would live
+    on.
+    """
     if init is not None:
         init(worker)
-    if multiprocessing.get_start_method() != "forkserver" and os.getppid() != multiprocessing.parent_process().pid:
+    parent = multiprocessing.parent_process()
+    if multiprocessing.get_start_method() != "forkserver" and parent is not None and os.getppid() != parent.pid:
         os._exit(1)
 
 
-def from_loader(loader: DataLoader, task_size: int | None, batch_size: int, seed: int, training: bool) -> BatchSource:
-    """A ready DataLoader, iterated as the user's own loop would; its samples are shown where they are indexed."""
-    samples = _samples_of(loader, seed, training)
-    if samples is not None and loader.batch_size is not None and batch_size != loader.batch_size and training:
-        resized = BatchSampler(loader.sampler, batch_size, loader.drop_last)
+def from_loader(loader: Any, task_batch_size: int | None, batch_size: int, seed: int, training: bool) -> BatchSource:
+    """A ready DataLoader, iterated as a hand-written loop would; ``spec`` is set if its samples are read by index.
+
+    Raises:
+        ConfigurationError: A method changed the batch size, but the DataLoader has a batch sampler of its own.
+    """
+    spec = _spec_of(loader, seed, training)
+    if spec is not None and loader.batch_size is not None and batch_size != loader.batch_size and training:
         loader = DataLoader(
             loader.dataset,
-            batch_sampler=resized,
+            batch_sampler=BatchSampler(loader.sampler, batch_size, loader.drop_last),
             collate_fn=loader.collate_fn,
             num_workers=loader.num_workers,
             pin_memory=loader.pin_memory,
@@ -86,47 +99,46 @@ def from_loader(loader: DataLoader, task_size: int | None, batch_size: int, seed
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,
         )
-        samples = _samples_of(loader, seed, training)
-    elif training and batch_size != (loader.batch_size or task_size or 1):
+        spec = _spec_of(loader, seed, training)
+    elif training and batch_size != (loader.batch_size or task_batch_size or 1):
         raise ConfigurationError("the batch size of this DataLoader cannot be changed: it has a sampler of its own")
 
-    def epoch(epoch: int, start: int = 0) -> Iterator:
+    def epoch(epoch: int, start: int = 0) -> Iterator[Batch]:
         if (
             epoch and loader.persistent_workers and not workers_started(loader)
-        ):  # resumed: kept workers draw their seed once
+        ):  # resumed: the workers' seed is drawn once
             with preserve_rng_state(*_generators_of(loader)):
                 iter(loader)
-        in_workers = samples is not None and loader.num_workers > 0
-        find = _finder(samples, epoch) if in_workers else _finds_none  # before iter(loader) draws
+        find = _sample_finder(spec, epoch) if spec is not None and loader.num_workers else None  # before iter() draws
         return islice(_with_clear_errors(iter(loader), find), start, None)
 
     return BatchSource(
         epoch=epoch,
         length=length_of(loader),
-        spec=samples,
+        spec=spec,
         training=training,
         seekable=False,
         generators=_generators_of(loader),
     )
 
 
-def from_iterable_dataset(data, batch_size: int, training: bool, seed: int) -> BatchSource:
-    """An iterable dataset, batched in the order in which it comes."""
+def from_iterable_dataset(data: Iterable[Any], batch_size: int, training: bool, seed: int) -> BatchSource:
+    """Batches of an iterable dataset, in its own order."""
 
-    def epoch(number: int, start: int = 0) -> Iterator:
-        with preserve_rng_state(), seeded_rng(derive_seed(seed, number)):
-            iterator = iter(DataLoader(_Stream(data), batch_size=batch_size))
-        return islice(_drawing_by_position(_with_clear_errors(iterator), seed, number), start, None)
+    def epoch(index: int, start: int = 0) -> Iterator[Batch]:
+        with preserve_rng_state(), seeded_rng(derive_seed(seed, index)):
+            iterator = iter(DataLoader(_AsIterableDataset(data), batch_size=batch_size))
+        return islice(_seeded_by_position(_with_clear_errors(iterator), seed, index), start, None)
 
     length = length_of(data)
     return BatchSource(epoch=epoch, length=length and -(-length // batch_size), training=training, seekable=False)
 
 
-def length_of(data) -> int | None:
-    """How long the data say they are, or None.
+def length_of(data: Any) -> int | None:
+    """``len(data)``, or None where it has none.
 
     Raises:
-        Refusal: below 0, or longer than anything can be.
+        ConfigurationError: ``__len__`` returns a negative or too large number.
     """
     try:
         return len(data)
@@ -135,25 +147,23 @@ def length_of(data) -> int | None:
     except ConfigurationError:
         raise
     except (ValueError, OverflowError) as error:
-        wanted = "__len__ must give a whole number from 0 on"
-        raise ConfigurationError(
-            f"the {type(data).__name__} cannot tell how long it is: {format_error(error)}; {wanted}"
-        ) from None
+        problem = f"the length of the {type(data).__name__} cannot be read: {format_error(error)}"
+        raise ConfigurationError(f"{problem}; __len__ must return a whole number from 0 on") from None
 
 
-def _samples_of(loader: DataLoader, seed: int, training: bool) -> LoaderSpec | None:
-    standard = isinstance(loader.batch_sampler, BatchSampler) and isinstance(
-        loader.sampler, (RandomSampler, SequentialSampler)
-    )
-    if not standard or isinstance(loader.dataset, IterableDataset):
+def _spec_of(loader: Any, seed: int, training: bool) -> LoaderSpec | None:
+    """A standard DataLoader over a map-style dataset as a LoaderSpec; None for any other."""
+    standard_sampler = isinstance(loader.sampler, (RandomSampler, SequentialSampler))
+    if not isinstance(loader.batch_sampler, BatchSampler) or not standard_sampler:
         return None
+    if isinstance(loader.dataset, IterableDataset):
+        return None
+    batch_sampler = loader.batch_sampler
 
     def order(epoch: int) -> Iterator[list[int]]:
-        if not (
-            loader.persistent_workers and epoch
-        ):  # the base seed that iter(loader) draws; kept workers draw it once
+        if not (loader.persistent_workers and epoch):  # the base seed that iter(loader) draws; persistent workers: once
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-        return iter(loader.batch_sampler)
+        return iter(batch_sampler)
 
     return LoaderSpec(
         dataset=loader.dataset,
@@ -171,127 +181,127 @@ def _samples_of(loader: DataLoader, seed: int, training: bool) -> LoaderSpec | N
     )
 
 
-def _generators_of(loader: DataLoader | None) -> tuple[torch.Generator, ...]:
-    own = dict.fromkeys(
-        (getattr(loader, "generator", None), getattr(getattr(loader, "sampler", None), "generator", None))
-    )
-    return tuple(generator for generator in own if generator is not None)
+def _generators_of(loader: DataLoader[Any] | None) -> tuple[torch.Generator, ...]:
+    """The generators of a DataLoader and of its sampler, each once."""
+    owners = (loader, getattr(loader, "sampler", None))
+    generators = dict.fromkeys(getattr(owner, "generator", None) for owner in owners)
+    return tuple(generator for generator in generators if generator is not None)
 
 
-class _Order:
-    """A batch sampler over one pass's lists of indices."""
+class _EpochSampler:
+    """A batch sampler over the index lists of one epoch."""
 
-    def __init__(self, order: Iterable):
+    def __init__(self, order: Iterable[Any]) -> None:
         self.order = order
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.order)
 
 
-class _Fetched(torch.utils.data.Dataset):
-    """Reads whole batches of samples: seeds what they draw from their position, names the sample that fails."""
+class _SeededDataset(torch.utils.data.Dataset[Any]):
+    """Reads whole batches of samples: seeds their random numbers by position, and names the sample that raises."""
 
-    def __init__(self, dataset, seed: int, seeded: bool):
+    def __init__(self, dataset: Any, seed: int, seeded: bool) -> None:
         self.dataset, self.seed, self.seeded = dataset, seed, seeded
 
-    def __getitems__(self, keyed) -> list:
-        epoch, number, indices = keyed
+    def __getitems__(self, keyed: tuple[int, int, list[int]]) -> list[Any]:
+        epoch, batch, indices = keyed
         if not self.seeded and not isinstance(indices, IndexShard):
             return self._read(indices)
-        with seeded_rng(
-            derive_seed(self.seed, epoch, number, *([first] if (first := getattr(indices, "first", 0)) else []))
-        ):
+        first = getattr(indices, "first", 0)  # of a shard, in the global batch
+        with seeded_rng(derive_seed(self.seed, epoch, batch, *([first] if first else []))):
             return self._read(indices)
 
-    def _read(self, indices: list[int]) -> list:
+    def _read(self, indices: list[int]) -> list[Any]:
         if not hasattr(self.dataset, "__getitems__"):
-            return self._one_by_one(indices)
+            return self._read_one_by_one(indices)
         try:
             return self.dataset.__getitems__(indices)
         except Exception:
-            self._one_by_one(indices)  # raises with the sample's name, if it is one sample's fault
+            self._read_one_by_one(indices)  # raises with the index, if a single sample is the cause
             raise
 
-    def _one_by_one(self, indices: list[int]) -> list:
-        read = []
+    def _read_one_by_one(self, indices: list[int]) -> list[Any]:
+        samples: list[Any] = []
         for index in indices:
             try:
-                read.append(self.dataset[index])
+                samples.append(self.dataset[index])
             except Exception as error:
                 raise RunError(f"the dataset raised at sample {index}: {format_error(error)}") from error
-        return read
+        return samples
 
 
-class _Stream(IterableDataset):
-    def __init__(self, data):
+class _AsIterableDataset(IterableDataset[Any]):
+    def __init__(self, data: Iterable[Any]) -> None:
         self.data = data
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.data)
 
 
-def _drawing_by_position(iterator: Iterator, seed: int, epoch: int) -> Iterator:
-    """The same batches; the random numbers drawn for each are a function of its position, so a replay draws the same."""
-    for number in count():
-        with seeded_rng(derive_seed(seed, epoch, number)):
+def _seeded_by_position(iterator: Iterator[Batch], seed: int, epoch: int) -> Iterator[Batch]:
+    """The same batches; random numbers drawn for each are a function of its position, so a replay draws the same."""
+    for index in count():
+        with seeded_rng(derive_seed(seed, epoch, index)):
             batch = next(iterator, None)
         if batch is None:
             return
         yield batch
 
 
-def _finder(samples: LoaderSpec, epoch: int) -> Callable[[int, str], int | None]:
-    """Finds the sample that a worker failed at, in the pass that begins now: the user's loader does not tell which samples a batch has.
+def _sample_finder(spec: LoaderSpec, epoch: int) -> SampleFinder:
+    """Finds the sample that failed in a worker of the user's DataLoader, in the epoch that begins now.
 
-    The order of the pass is drawn once more and the batch's samples are read here, one by one; the one that raises the same is it.
+    The order of the epoch is drawn once more and the samples of the batch are read in this process, one by one. The
+    sample that raises the same error is the one.
     """
-    generators = (torch.default_generator, *_generators_of(samples.loader))
+    generators = (torch.default_generator, *_generators_of(spec.loader))
     states = [generator.get_state() for generator in generators]
 
-    def find(number: int, words: str) -> int | None:
+    def find(batch: int, text: str) -> int | None:
         with preserve_rng_state(*generators[1:]):
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
-            for index in next(islice(samples.batch_sampler(epoch), number, None), []):
+            for index in next(islice(spec.batch_sampler(epoch), batch, None), list[int]()):
                 try:
-                    samples.dataset[index]
+                    spec.dataset[index]
                 except Exception as error:
-                    if _own_words(error) == words:
+                    if _error_text(error) == text:
                         return index
         return None
 
     return find
 
 
-def _finds_none(number: int, words: str) -> None:
-    """No sample is found."""
-
-
-def _with_clear_errors(iterator: Iterator, find: Callable[[int, str], int | None] = _finds_none) -> Iterator:
-    """The same batches; what the dataset raised is told in one line, wherever it was raised.
+def _with_clear_errors(iterator: Iterator[Batch], find: SampleFinder | None = None) -> Iterator[Batch]:
+    """The same batches; an exception of the dataset becomes one line, from whichever process.
 
     Args:
-        find: ``(batch, words of the error) -> sample``, where torch's own frames do not tell it.
+        iterator: The batches.
+        find: Finds the sample, where torch's own frames do not name it.
+
+    Raises:
+        RunError: The dataset raised.
     """
-    whole = 0  # batches that came through
+    batches_read = 0
     try:
         for batch in iterator:
-            whole += 1
+            batches_read += 1
             yield batch
     except RunError as error:  # from a worker, torch has put the whole traceback into the message
         lines = [line for line in str(error).splitlines() if "the dataset raised at sample" in line]
-        raise RunError(lines[-1].split("Failure: ")[-1] if lines else str(error)) from error
+        raise RunError(lines[-1].split("RunError: ")[-1] if lines else str(error)) from error
     except Exception as error:
-        words = _own_words(error)
+        text = _error_text(error)
         sample = sample_being_fetched(error)
-        if sample is None and contains_worker_traceback(error):  # not of a worker that died: so might this process
-            sample = find(whole, words)
-        named = "" if sample is None else f", sample {sample}"
-        raise RunError(f"the data raised at batch {whole + 1} of the pass{named}: {words}") from error
+        if sample is None and find is not None and contains_worker_traceback(error):
+            sample = find(batches_read, text)  # not after a worker died: this process might die of the same sample
+        sample_text = "" if sample is None else f", sample {sample}"
+        raise RunError(f"the data raised at batch {batches_read + 1} of the epoch{sample_text}: {text}") from error
 
 
-def _own_words(error: Exception) -> str:
-    """``KeyError: 'x'``; from a worker, torch has put the whole traceback into the message, which ends with these words."""
+def _error_text(error: Exception) -> str:
+    """``KeyError: 'x'``; from a worker, the message is the whole traceback, which ends with this text."""
     if not contains_worker_traceback(error):
         return format_error(error)
     kind, colon, text = worker_error_text(error).partition(": ")

@@ -1,7 +1,7 @@
-"""The loop. It knows functions, not methods.
+"""The training loop and the evaluation. They call plain functions; no method, observer or log is consulted.
 
-``steps`` is the training loop as a generator, so that whoever drives it (a run, a timed block, a test)
-decides what happens between two steps. Nothing inside is consulted, logged or synchronised.
+``train_steps`` is a generator, so that its caller (a run, a timed block, a test) decides what happens between two
+steps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ from hasten.utils.rng import preserve_rng_state
 
 
 def train_steps(program: Program) -> Iterator[torch.Tensor]:
-    """Trains from the current progress to the end of the plan; yields each step's loss: a number, but still on the device."""
+    """Trains from the current progress to the end of the plan; yields the loss of each step, a scalar on the device.
+
+    Raises:
+        RunError: An epoch gave no batch.
+    """
     while not is_finished(program):
         before = program.run.progress.step
         yield from train_epoch(program)
@@ -28,15 +32,13 @@ def train_steps(program: Program) -> Iterator[torch.Tensor]:
             raise empty_data_error(program.run.progress.epoch)
 
 
-def empty_data_error(number: int) -> RunError:
-    """What there is to say about a pass, counted from 1, over data that gave nothing."""
-    if number == 1:
-        return RunError(
-            "the training data gave no batch: they are empty, or a generator that was read before; give a dataset or a function"
-        )
-    return RunError(
-        f"the training data gave no batch in pass {number}; a generator can be read only once, give a dataset or a function"
-    )
+def empty_data_error(epoch: int) -> RunError:
+    """The error for an epoch, counted from 1, whose data gave no batch."""
+    if epoch == 1:
+        cause = "they are empty, or a generator that was read before; give a dataset or a function"
+        return RunError(f"the training data gave no batch: {cause}")
+    advice = "a generator can be read only once, give a dataset or a function"
+    return RunError(f"the training data gave no batch in epoch {epoch}; {advice}")
 
 
 def is_finished(program: Program) -> bool:
@@ -46,14 +48,16 @@ def is_finished(program: Program) -> bool:
 
 
 def train_epoch(program: Program) -> Iterator[torch.Tensor]:
-    """As ``steps``, to the end of the current epoch."""
+    """As ``train_steps``, to the end of the current epoch."""
     progress, plan, schedule = program.run.progress, program.plan, program.schedule
     to_device, forward_backward, grad_transform = program.to_device, program.forward_backward, program.grad_transform
     optimizer_step, zero_grad = program.optimizer_step, program.zero_grad
     last_step = plan.steps if plan.steps is not None else float("inf")
     for batch in program.train.epoch(progress.epoch, progress.batch):
         batch = to_device(batch)
-        loss = None  # the graph of the step before goes now: freed before its own update, it costs 10 microseconds
+        loss = (
+            None  # frees the graph of the previous step now; freed before that step's update, it costs 10 microseconds
+        )
         loss = forward_backward(batch)
         grad_transform()
         optimizer_step()
@@ -71,22 +75,20 @@ def train_epoch(program: Program) -> Iterator[torch.Tensor]:
 
 
 def evaluate(program: Program) -> EvaluationResult:
-    """The metric over the validation data, by the exported model; leaves no trace on the run.
+    """The metric over the validation data, by the exported model. Changes no state of the run. A collective.
 
-    All ranks have to ask at once. The first one measures and tells the others, unless the model computes only where all ranks do.
+    Rank 0 evaluates and broadcasts the result, unless the model computes only if all ranks call it.
 
     Raises:
-        Failure: a metric that is not a number.
+        RunError: The validation data gave no batch.
+        ConfigurationError: The metric is not a single number.
     """
     model, ranks = program.export(), program.run.ranks
-    measured = _measured(program, model) if ranks.is_main_process or _all_ranks_evaluate(program) else None
-    return (
-        measured
-        if ranks.is_single_process
-        else EvaluationResult(
-            **json.loads(ranks.broadcast(json.dumps(vars(measured)).encode() if ranks.is_main_process else b""))
-        )
-    )
+    if ranks.is_single_process:
+        return _measure(program, model)
+    result = _measure(program, model) if ranks.is_main_process or _all_ranks_evaluate(program) else None
+    content = ranks.broadcast(json.dumps(vars(result)).encode() if result and ranks.is_main_process else b"")
+    return EvaluationResult(**json.loads(content))
 
 
 def _all_ranks_evaluate(program: Program) -> bool:
@@ -94,12 +96,13 @@ def _all_ranks_evaluate(program: Program) -> bool:
     return parallel is not None and parallel.eval_needs_all_ranks
 
 
-def _measured(program: Program, model: torch.nn.Module) -> EvaluationResult:
-    task = program.task
+def _measure(program: Program, model: torch.nn.Module) -> EvaluationResult:
+    task, validation = program.task, program.validation
+    assert validation is not None, "only a task with validation data is evaluated"
     metric, own = MetricAccumulator(task), task.loss is None
     modes = [(module, module.training) for module in model.modules()]  # parts may be frozen in evaluation mode
-    loss_of, device = own_loss if own else task.loss, program.run.device
-    # a sharded model gathers weights, and trains on with them: not in inference mode
+    loss_of, device = task.loss or own_loss, program.run.device
+    # a sharded model gathers weights with which it trains on: no inference tensors
     without_gradients = torch.no_grad if _all_ranks_evaluate(program) else torch.inference_mode
 
     def to_device(tensor: torch.Tensor) -> torch.Tensor:
@@ -108,8 +111,8 @@ def _measured(program: Program, model: torch.nn.Module) -> EvaluationResult:
     model.eval()
     try:
         with preserve_rng_state(), without_gradients():
-            for batch in program.validation.epoch(0, 0):
-                batch = map_tensors(to_device, batch)  # not program.to_device: that one may augment
+            for batch in validation.epoch(0, 0):
+                batch = map_tensors(to_device, batch)  # not program.to_device, which may augment
                 output, target = call_model(model, batch, own)
                 metric.update(output, target, loss_of(output, target), batch_size(batch))
         return metric.result()

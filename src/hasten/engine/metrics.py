@@ -1,11 +1,11 @@
-"""Metrics by name, torchmetrics metrics and plain functions, all read the same way."""
+"""Metrics by name, torchmetrics metrics and plain functions, behind one accumulator."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -16,71 +16,80 @@ from hasten.utils.batch import TARGET_NAMES
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """One evaluation: the metric and the loss beside it."""
+    """The metric and the mean loss of one evaluation."""
 
     metric: float
     loss: float
 
 
 @dataclass(frozen=True)
-class Known:
-    """A metric by name: a mean over the samples, and what is made of that mean at the end."""
+class NamedMetric:
+    """A metric that is a mean over the samples, followed by a function of that mean.
+
+    Attributes:
+        higher_is_better: The direction.
+        per_batch: ``(output, target, loss) -> mean over the batch``.
+        finish: ``(mean) -> metric``.
+    """
 
     higher_is_better: bool
-    per_batch: Callable[[Any, Any, Any], torch.Tensor]  # (output, target, loss) -> mean over the batch
+    per_batch: Callable[[Any, Any, Any], Any]
     finish: Callable[[float], float] = float
 
 
-def _logits(output):
-    if isinstance(output, dict) and "logits" not in output:
-        raise ConfigurationError(
-            f"the model's output holds {', '.join(map(str, output))} but no logits; give Task(metric=) a function of it and the target"
-        )
-    return output["logits"] if isinstance(output, dict) else getattr(output, "logits", output)
+def _logits(output: Any) -> Any:
+    if not isinstance(output, dict):
+        return getattr(output, "logits", output)
+    entries = cast(dict[str, Any], output)
+    if "logits" not in entries:
+        keys = ", ".join(map(str, entries))
+        advice = "give Task(metric=) a function of it and the target"
+        raise ConfigurationError(f"the model's output holds {keys} but no logits; {advice}")
+    return entries["logits"]
 
 
-def _shaped(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """One score a target, in the target's shape: nothing is broadcast."""
+def _reshape_like(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """One score per target, in the target's shape; refuses to broadcast."""
     if scores.numel() != target.numel():
-        raise RunError(
-            f"scores of shape {tuple(scores.shape)} cannot be compared with targets of shape {tuple(target.shape)}"
-        )
+        shapes = f"scores of shape {tuple(scores.shape)} cannot be compared with targets of shape {tuple(target.shape)}"
+        raise RunError(shapes)
     return scores.reshape(target.shape)
 
 
-def _right(output, target, loss):
+def _accuracy(output: Any, target: torch.Tensor, loss: Any) -> torch.Tensor:
     scores = _logits(output)
-    if scores.ndim == target.ndim or scores.shape[-1] == 1:  # one score a sample: its sign decides
-        return ((_shaped(scores, target) > 0) == (target > 0.5)).double().mean()
-    classes = 1 if scores.shape[:1] + scores.shape[2:] == target.shape else -1  # torch's place for classes, or the last
-    return (_shaped(scores.argmax(classes), target) == target).double().mean()
+    if scores.ndim == target.ndim or scores.shape[-1] == 1:  # binary: one score per sample, compared with 0
+        return ((_reshape_like(scores, target) > 0) == (target > 0.5)).double().mean()
+    classes = 1 if scores.shape[:1] + scores.shape[2:] == target.shape else -1  # dimension 1 as in torch, or the last
+    return (_reshape_like(scores.argmax(classes), target) == target).double().mean()
 
 
-def _squared(output, target, loss):
-    return (_shaped(_logits(output).float(), target) - target).square().mean()
+def _squared_error(output: Any, target: torch.Tensor, loss: Any) -> torch.Tensor:
+    return (_reshape_like(_logits(output).float(), target) - target).square().mean()
 
 
-def _absolute(output, target, loss):
-    return (_shaped(_logits(output).float(), target) - target).abs().mean()
+def _absolute_error(output: Any, target: torch.Tensor, loss: Any) -> torch.Tensor:
+    return (_reshape_like(_logits(output).float(), target) - target).abs().mean()
 
 
-def _loss(output, target, loss):
+def _loss(output: Any, target: Any, loss: torch.Tensor) -> torch.Tensor:
     return loss
 
 
 METRICS = {
-    "accuracy": Known(True, _right),
-    "error": Known(False, _right, lambda mean: 1.0 - mean),
-    "loss": Known(False, _loss),
-    "perplexity": Known(False, _loss, lambda mean: math.exp(mean) if mean < 700 else math.inf),
-    "bits per character": Known(False, _loss, lambda mean: mean / math.log(2)),
-    "mse": Known(False, _squared),
-    "rmse": Known(False, _squared, math.sqrt),
-    "mae": Known(False, _absolute),
+    "accuracy": NamedMetric(True, _accuracy),
+    "error": NamedMetric(False, _accuracy, lambda mean: 1.0 - mean),
+    "loss": NamedMetric(False, _loss),
+    "perplexity": NamedMetric(False, _loss, lambda mean: math.exp(mean) if mean < 700 else math.inf),
+    "bits per character": NamedMetric(False, _loss, lambda mean: mean / math.log(2)),
+    "mse": NamedMetric(False, _squared_error),
+    "rmse": NamedMetric(False, _squared_error, math.sqrt),
+    "mae": NamedMetric(False, _absolute_error),
 }
 
 
 def name_of(task: Task) -> str:
+    """The name of the task's metric."""
     metric = task.metric
     return metric if isinstance(metric, str) else getattr(metric, "__name__", type(metric).__name__)
 
@@ -89,80 +98,87 @@ def higher_is_better(task: Task) -> bool:
     """The direction of the task's metric.
 
     Raises:
-        Refusal: nobody says.
+        ConfigurationError: The metric is unknown, or neither it nor the task states the direction.
     """
-    MetricAccumulator(task)  # an unknown name is the better reason
+    MetricAccumulator(task)  # reports an unknown name first
     if task.higher_is_better is not None:
         return task.higher_is_better
-    direction = (
-        METRICS[task.metric].higher_is_better
-        if isinstance(task.metric, str) and task.metric in METRICS
-        else getattr(task.metric, "higher_is_better", None)
-    )
+    metric = METRICS[task.metric] if isinstance(task.metric, str) else task.metric
+    direction = getattr(metric, "higher_is_better", None)
     if direction is None:
-        raise ConfigurationError(
-            f"nobody says whether a higher {name_of(task)} is better; set Task(higher_is_better=True) or False"
-        )
+        problem = f"it is unknown whether a higher {name_of(task)} is better"
+        raise ConfigurationError(f"{problem}; set Task(higher_is_better=True) or False")
     return direction
 
 
 class MetricAccumulator:
-    """An accumulator for the task's metric and its loss."""
+    """Accumulates the task's metric and loss over the batches of an evaluation.
 
-    def __init__(self, task: Task):
-        self.metric, self.name = task.metric, name_of(task)
-        self.sum = self.loss = 0.0
+    Raises:
+        ConfigurationError: Task(metric=) is neither a known name nor a metric.
+    """
+
+    def __init__(self, task: Task) -> None:
+        metric: Any = task.metric
+        self.name = name_of(task)
+        self.sum: Any = 0.0
+        self.loss: Any = 0.0
         self.samples = 0
-        if isinstance(self.metric, str):
-            if self.metric not in METRICS:
-                raise ConfigurationError(f"no metric is called {self.metric!r}{suggest(self.metric, METRICS)}")
-            self.known = METRICS[self.metric]
-            self.per_batch = self.known.per_batch
-            self.compares = self.per_batch is not _loss
-        elif hasattr(self.metric, "update") and hasattr(self.metric, "compute"):
-            self.metric = self.metric.clone() if hasattr(self.metric, "clone") else self.metric
-            self.metric.reset()
-            self.per_batch, self.compares = None, True
-        elif callable(self.metric):
-            self.known, self.compares = Known(True, None), False
-            self.per_batch = lambda output, target, loss: self.metric(output, target)
+        self.torchmetric: Any = None
+        self.named: NamedMetric | None = None
+        self.needs_target = True
+        if isinstance(metric, str):
+            if metric not in METRICS:
+                raise ConfigurationError(f"no metric is called {metric!r}{suggest(metric, METRICS)}")
+            self.named = METRICS[metric]
+            self.needs_target = self.named.per_batch is not _loss
+        elif hasattr(metric, "update") and hasattr(metric, "compute"):
+            self.torchmetric = metric.clone() if hasattr(metric, "clone") else metric
+            self.torchmetric.reset()
+        elif callable(metric):
+            self.named = NamedMetric(True, lambda output, target, loss: metric(output, target))
+            self.needs_target = False
         else:
-            raise ConfigurationError(
-                f"Task(metric=) must be one of {', '.join(METRICS)}, a torchmetrics metric or a function, not {type(self.metric).__name__}"
-            )
+            kinds = f"one of {', '.join(METRICS)}, a torchmetrics metric or a function"
+            raise ConfigurationError(f"Task(metric=) must be {kinds}, not {type(metric).__name__}")
 
-    def update(self, output, target, loss: torch.Tensor, samples: int) -> None:
-        if target is None and self.compares:
-            raise ConfigurationError(
-                f"the metric {self.name} needs a target, but the batch names none among {', '.join(TARGET_NAMES)}"
-            )
+    def update(self, output: Any, target: Any, loss: torch.Tensor, samples: int) -> None:
+        """Adds a batch; nothing is copied from the device."""
+        if target is None and self.needs_target:
+            names = ", ".join(TARGET_NAMES)
+            raise ConfigurationError(f"the metric {self.name} needs a target, but the batch names none among {names}")
         self.samples += samples
         self.loss += loss.detach().double() * samples
-        if self.per_batch is None:
-            self.metric.to(target.device).update(_logits(output), target)
+        if self.named is None:
+            self.torchmetric.to(cast(torch.Tensor, target).device).update(_logits(output), target)
         else:
-            self.sum += self._number(self.per_batch(output, target, loss)) * samples
+            self.sum += self._as_number(self.named.per_batch(output, target, loss)) * samples
 
     def result(self) -> EvaluationResult:
+        """The metric and the loss over all batches.
+
+        Raises:
+            RunError: There was no batch.
+            ConfigurationError: The metric is not a single number.
+        """
         if not self.samples:
             raise RunError("the validation data gave no batch, so there is no metric")
-        value = self.metric.compute() if self.per_batch is None else self.sum / self.samples
-        value = float(self._number(value))
-        if self.per_batch is not None:
-            value = self.known.finish(value) if math.isfinite(value) else value
-        return EvaluationResult(_without_rounding_dust(value), float(self.loss / self.samples))
+        value = float(self._as_number(self.torchmetric.compute() if self.named is None else self.sum / self.samples))
+        if self.named is not None and math.isfinite(value):
+            value = self.named.finish(value)
+        return EvaluationResult(_drop_rounding_error(value), float(self.loss / self.samples))
 
-    def _number(self, value):
+    def _as_number(self, value: Any) -> Any:
+        """A number or a scalar tensor in float64, still on its device."""
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             return value.detach().double()
         if isinstance(value, (int, float)):
             return value
-        raise ConfigurationError(
-            f"the metric {self.name} must give one number; it gave {value!r:.80} ({type(value).__name__})"
-        )
+        kind = type(value).__name__
+        raise ConfigurationError(f"the metric {self.name} must return one number; it returned {value!r:.80} ({kind})")
 
 
-def _without_rounding_dust(value: float) -> float:
-    """9 right out of 10 are 0.9, so that they reach a target of 0.9, whether they were counted in float32 or float64."""
+def _drop_rounding_error(value: float) -> float:
+    """Rounds to 7 digits if the value is a float32, else to 12: 9 right out of 10 then reach a target of 0.9."""
     single = float(f"{value:.7g}")
     return single if torch.tensor(single, dtype=torch.float32).item() == value else float(f"{value:.12g}")

@@ -1,4 +1,4 @@
-"""What a run leaves on the disk and resumes from: checkpoints, the run directory, the rows that were skipped."""
+"""Saves a run to its directory and resumes it: checkpoints, the exported model, the skipped rows."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class RunRecord:
     """What a run has measured so far; checkpoints include it.
 
     Attributes:
-        began: the process's time, in seconds, when this process began.
-        earlier_seconds: seconds that the run took before it was resumed.
-        split: seconds by part of the run.
-        evaluations: every evaluation so far.
-        seconds_at: seconds of the run at each evaluation.
+        began: ``perf_counter()`` when this process began.
+        earlier_seconds: Seconds that the run took before it was resumed.
+        split: Seconds by part of the run.
+        evaluations: Every evaluation so far.
+        seconds_at: Seconds of the run at each evaluation.
     """
 
     began: float
@@ -45,38 +45,36 @@ class RunRecord:
         return self.earlier_seconds + perf_counter() - self.began
 
     def state_dict(self) -> dict[str, Any]:
+        """The record, for a checkpoint."""
         history = [[e.step, e.samples, e.metric, s] for e, s in zip(self.evaluations, self.seconds_at, strict=True)]
         return {"history": history, "seconds": self.seconds(), "split": dict(self.split)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores ``state_dict()``."""
         self.evaluations = [Evaluation(step, samples, metric) for step, samples, metric, _ in state["history"]]
         self.seconds_at = [seconds for *_, seconds in state["history"]]
         self.earlier_seconds, self.split = state["seconds"], state["split"]
 
 
 class Persistence:
-    """Saves and resumes one run. Every method is called by all ranks; rank 0 alone has the run directory.
+    """Saves and resumes one run. All ranks call every method; only rank 0 has the run directory.
 
     Attributes:
-        folder: the run directory; None where nothing is written, and on all ranks but the first.
-        out: its path, on all ranks; empty where nothing is written.
-        program: the program with training batches and an optimizer step that resuming and saving rely on.
+        folder: The run directory; None if nothing is written, and on all ranks but rank 0.
+        out: Its path, on all ranks; empty if nothing is written.
+        program: The program, with the training batches of a resumed run and an optimizer step that waits for
+            checkpoints.
     """
 
     def __init__(self, program: Program, recipe: Recipe, folder: RunDirectory | None, record: RunRecord) -> None:
-        self.run, self.ranks, self.recipe, self.folder, self.record = (
-            program.run,
-            program.run.ranks,
-            recipe,
-            folder,
-            record,
-        )
+        self.run, self.ranks, self.recipe = program.run, program.run.ranks, recipe
+        self.folder, self.record = folder, record
         self.out = self.ranks.broadcast(b"" if folder is None else str(folder.path).encode()).decode()
-        self.keeps_checkpoints = bool(self.out)
-        self.start_of_epoch: dict[str, Any] | None = None  # random state, of sources that cannot be sought
+        self.saves_checkpoints = bool(self.out)
+        self.start_of_epoch: dict[str, Any] | None = None  # random state, for sources that are not seekable
         self.rest_of_interrupted_epoch: Callable[[int, int], Iterator[Batch]] | None = None
         self.train, self.source = program.train, program.source
-        self.skipped: list[dict[str, Any]] = []  # rows that the run directory lists
+        self.skipped: list[dict[str, Any]] = []  # the rows that the run directory lists
         self.saved_recipe = folder.written if folder else recipe
         self.writer = AsyncCheckpointer()
         self._choose_checkpoint_writers()
@@ -85,15 +83,15 @@ class Persistence:
             train=dataclasses.replace(program.train, epoch=self._epoch),
             optimizer_step=self._after_copy(program.optimizer_step),
         )
-        bad_rows.restore_skipped_rows(program.task, [])  # not the rows that another run with the same data skipped
-        if self.keeps_checkpoints:
+        bad_rows.restore_skipped_rows(program.task, [])  # another run with the same data may have skipped some
+        if self.saves_checkpoints:
             self._resume()
 
     def save(self, wait: bool) -> float:
         """Begins a checkpoint; with ``wait``, returns when it is on the disk.
 
         Returns:
-            The seconds of this process that it took, those of the writing thread included.
+            Seconds that it took, those of the writing thread for the previous checkpoint included.
         """
         self.list_skipped()
         began = perf_counter()
@@ -104,9 +102,8 @@ class Persistence:
         if self.folder:
             state |= self._main_process_state()
         if self.checkpoints:
-            self.writer.begin(
-                state, checkpoint.update_only_tensors(self.run), partial(self.checkpoints.save, rank=self.ranks.rank)
-            )
+            write = partial(self.checkpoints.save, rank=self.ranks.rank)
+            self.writer.begin(state, checkpoint.update_only_tensors(self.run), write)
             if wait:
                 self.writer.finish()
         stalled = perf_counter() - began
@@ -120,20 +117,20 @@ class Persistence:
         weights = checkpoint.gather_weights(self.program.export().state_dict(), self.run)
         self.writer.finish()
         if self.folder:
-            atomic_write(
-                self.folder.path / "model.safetensors", lambda file: file.write(checkpoint.to_safetensors(weights))
-            )
+            path = self.folder.path / "model.safetensors"
+            atomic_write(path, lambda file: file.write(checkpoint.to_safetensors(weights)))
 
     def write_result(self, result: dict[str, Any]) -> None:
+        """Writes result.json, which marks the run as finished."""
         if self.folder:
             self.folder.write("result.json", json.dumps(result, indent=2, allow_nan=False) + "\n")
             self.save_tuned_recipe()
 
     def close(self) -> None:
-        """Ends the writing thread, lists the rows that were skipped, and releases the data; called after a failure, too."""
+        """Ends the writing thread, lists the skipped rows and releases the data; also called after an error."""
         self.writer.close()
         self.list_skipped()
-        self.program = self.train = self.source = None  # opens a reference cycle, so that worker processes end now
+        del self.program, self.train, self.source  # breaks a reference cycle, so that worker processes end now
 
     def note_time(self, event: str) -> None:
         """Writes the seconds of the run at the current step into the run directory."""
@@ -141,37 +138,36 @@ class Persistence:
             self.folder.note_time(event, self.run.progress.step, self.record.seconds())
 
     def list_skipped(self) -> int:
-        """Writes the rows that were skipped into the run directory, if there are new ones; returns how many there are."""
-        now = bad_rows.skipped_rows(self.program.task)
-        if self.folder and now != self.skipped:
-            self.folder.write(bad_rows.FILE, "".join(f"{json.dumps(row)}\n" for row in now))
-            self.skipped = now
-        return len(now)
+        """Writes the skipped rows to the run directory, if there are new ones; returns their number."""
+        rows = bad_rows.skipped_rows(self.program.task)
+        if self.folder and rows != self.skipped:
+            self.folder.write(bad_rows.FILE, "".join(f"{json.dumps(row)}\n" for row in rows))
+            self.skipped = rows
+        return len(rows)
 
     def save_tuned_recipe(self) -> None:
-        """Writes the settings that methods found while they ran into the recipe of the run directory, for the next run."""
-        found = Recipe(
-            {name: settings | self.run.tuned_settings.get(name, {}) for name, settings in self.recipe.methods.items()}
-        )
-        if self.folder and found != self.saved_recipe:
-            self.folder.write("recipe.toml", found.to_toml())
-            self.saved_recipe = found
+        """Writes the options that methods found while they ran to recipe.toml, for the next run."""
+        tuned = self.run.tuned_settings
+        recipe = Recipe({name: options | tuned.get(name, {}) for name, options in self.recipe.methods.items()})
+        if self.folder and recipe != self.saved_recipe:
+            self.folder.write("recipe.toml", recipe.to_toml())
+            self.saved_recipe = recipe
 
     def read_again(self, epoch: int, batch: int) -> Iterator[Batch]:
-        """The batches of an epoch from one on, once more; what else the run draws is not disturbed."""
+        """The batches of an epoch again, from index ``batch`` on."""
         return checkpoint.read_again(self.source, self.start_of_epoch, epoch, batch)
 
     def _choose_checkpoint_writers(self) -> None:
-        """Rank 0 alone writes checkpoints, or every rank its shard, where weights are sharded and all ranks see the directory."""
+        """Rank 0 writes checkpoints; every rank its shard if weights are sharded and all ranks see the directory."""
         folder = self.folder and self.folder.path / "checkpoints"
         self.sharded = False
-        if self.keeps_checkpoints and self.ranks.any(checkpoint.is_shared_out(self.run)):
-            seen = checkpoint.find_shared_directory(self.ranks, folder)
-            folder, self.sharded = seen or folder, seen is not None
+        if self.saves_checkpoints and self.ranks.any(checkpoint.is_sharded(self.run)):
+            shared = checkpoint.find_shared_directory(self.ranks, folder)
+            folder, self.sharded = shared or folder, shared is not None
         self.checkpoints = checkpoint.Checkpoints(folder) if folder else None
 
     def _after_copy(self, optimizer_step: StepFn) -> StepFn:
-        """The optimizer step, which waits for the weights to be copied where a checkpoint is being made of them."""
+        """The optimizer step, which waits until a checkpoint has copied the weights."""
         if not self.checkpoints:
             return optimizer_step
         before_update = self.writer.before_update
@@ -183,7 +179,7 @@ class Persistence:
         return step
 
     def _epoch(self, epoch: int, start: int) -> Iterator[Batch]:
-        """The training batches; notes the random state at the start of an epoch, for sources that cannot be sought."""
+        """The training batches; stores the random state at the start of an epoch, for sources that are not seekable."""
         if self.rest_of_interrupted_epoch:
             rest, self.rest_of_interrupted_epoch = self.rest_of_interrupted_epoch, None
             return rest(epoch, start)
@@ -193,18 +189,19 @@ class Persistence:
         return self.train.epoch(epoch, start)
 
     def _main_process_state(self) -> dict[str, Any]:
-        """What of a checkpoint only rank 0 knows."""
+        """The part of a checkpoint that only rank 0 has."""
+        assert self.folder is not None
         return self.record.state_dict() | {
             "identity": self.folder.identity,
-            "start of pass": self.start_of_epoch,
-            "samples of a pass": self.run.plan.samples,
+            "start_of_epoch": self.start_of_epoch,
+            "samples_per_epoch": self.run.plan.samples,
             "skipped_rows": self.skipped,
             "tuned_settings": self.run.tuned_settings,
             "log": self.folder.logged(),
         }
 
     def _resume(self) -> None:
-        """Restores the newest whole checkpoint; the run starts at step 0 where there is none."""
+        """Restores the newest complete checkpoint; without one the run starts at step 0."""
         state = on_main_process(self.ranks, self._newest)
         if not self.ranks.is_single_process:
             state = checkpoint.deserialize(self.ranks.broadcast(checkpoint.serialize(state)))
@@ -214,31 +211,28 @@ class Persistence:
         self.record.load_state_dict(state)
         bad_rows.restore_skipped_rows(self.program.task, state["skipped_rows"])
         self.list_skipped()
-        tuned = {
-            name: found for name, found in state["tuned_settings"].items() if name in self.recipe.methods
-        }  # the strategy may differ
+        tuned = {name: found for name, found in state["tuned_settings"].items() if name in self.recipe.methods}
         self.run.tuned_settings |= tuned | self.run.tuned_settings
-        self.start_of_epoch = state["start of pass"]
-        random_state = checkpoint.rng_state_of(self.run, state)
+        self.start_of_epoch = state["start_of_epoch"]
+        random_state = checkpoint.rank_rng_state(self.run, state)
         self.rest_of_interrupted_epoch = checkpoint.resume_epoch(self.train, self.start_of_epoch, random_state)
 
     def _newest(self) -> dict[str, Any] | None:
-        """The newest whole checkpoint in the run directory, whose log is cut to the step of that checkpoint."""
+        """The newest complete checkpoint; cuts the log to its step. Called on rank 0."""
+        assert self.folder is not None and self.checkpoints is not None
         length, identity = self.folder.logged(), self.folder.identity
         state = self.checkpoints.newest(lambda state: state["identity"] == identity and state["log"] <= length)
         self.folder.cut_log(state["log"] if state else 0)
-        self.folder.remove(bad_rows.FILE)  # the checkpoint knows the rows that were skipped before it
+        self.folder.remove(bad_rows.FILE)  # the checkpoint holds the rows skipped before it
         if not state and self.folder.begun:
             warnings.warn("no checkpoint was written yet; the run starts over at step 0", HastenWarning, stacklevel=2)
         if state:
-            self._refuse_other_data(state["samples of a pass"])
+            self._check_same_data(state["samples_per_epoch"])
         return state
 
-    def _refuse_other_data(self, before: int | None) -> None:
-        """A position in other data means other samples; recognized by the number of samples, which any data have."""
+    def _check_same_data(self, before: int | None) -> None:
+        """Compares the number of samples: in other data, a position stands for other samples."""
         now = self.run.plan.samples
         if before is not None and now is not None and before != now:
-            raise ConfigurationError(
-                f"the training data have {now} samples, and the run in {self.folder.path} was training on {before}: "
-                "give it those data again, or start anew in another --out"
-            )
+            problem = f"the training data have {now} samples, and the run in {self.out} was training on {before}"
+            raise ConfigurationError(f"{problem}: give it those data again, or start anew in another --out")

@@ -1,6 +1,6 @@
-"""What a process may fill and keep busy: the machine, less what its container allows and what the other ranks want too.
+"""Memory and CPUs that this process may use: those of the machine and its control groups, divided by local ranks.
 
-Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, and cgroup-v1/memory.html and scheduler/sched-bwc.html beside it.
+Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, cgroup-v1/memory.html and scheduler/sched-bwc.html.
 """
 
 from __future__ import annotations
@@ -17,56 +17,55 @@ import torch
 from hasten.core.errors import HastenWarning
 from hasten.engine.environment import cores
 
-OUR_THREADS = "HASTEN_THREADS"  # the environment's name for OMP_NUM_THREADS where we have said it, and not the user
+OUR_THREADS = "HASTEN_THREADS"  # set where the launcher, not the user, set OMP_NUM_THREADS
 MEMBERSHIP, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-FILES = {  # where control groups tell their limit, use, and statistics: of version 1, and of version 2
+MEMORY_FILES = {  # limit, usage, and the statistics of reclaimable file cache: of version 1, and of version 2
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
     "": ("memory.max", "memory.current", ("inactive_file", "active_file")),
 }
 
 
 def free_memory() -> int:
-    """Bytes that this process may still take: its part, where LOCAL_WORLD_SIZE tells that several ranks share the machine."""
-    free = min([psutil.virtual_memory().available, *_left()])
-    return max(0, free) // _ranks()
+    """Bytes of host memory that this process may still allocate; an equal share for each of LOCAL_WORLD_SIZE ranks."""
+    return max(0, min([psutil.virtual_memory().available, *_free_in_groups()])) // _local_world_size()
 
 
 def available_cpus() -> int:
-    """Processors that this process may keep busy: its part of them, as with the memory; at least one."""
-    return max(1, math.floor(min([cores(), *_quotas()])) // _ranks())
+    """CPUs that this process may keep busy; an equal share for each of LOCAL_WORLD_SIZE ranks, at least 1."""
+    return max(1, math.floor(min([cores(), *_cpu_quotas()])) // _local_world_size())
 
 
 def warn_oversubscribed(processes: int) -> None:
-    """Says so where a machine has fewer cores than a job has processes on it."""
-    if processes > (there := available_cpus()):
-        warnings.warn(f"{processes} processes share {there} cores: they take turns", HastenWarning, stacklevel=3)
+    """Warns if a machine has fewer CPUs than a job has processes on it."""
+    if processes > (cpus := available_cpus()):
+        warnings.warn(f"{processes} processes share {cpus} cores: they take turns", HastenWarning, stacklevel=3)
 
 
 def single_process_threads() -> int:
-    """Threads that this process would have if it trained alone: as many as the user says, or all cores; torch asks no control group."""
+    """Threads of a single process: as many as the user set, or all CPUs; torch reads no control group."""
     return cores() if OUR_THREADS in os.environ else torch.get_num_threads()
 
 
-def _ranks() -> int:
+def _local_world_size() -> int:
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(ranks)) if ranks.isdecimal() else 1
 
 
-def _left() -> Iterator[int]:
-    """What is left in each control group that this process is in; the system takes back what it keeps of files."""
-    for controller, group in _groups("memory"):
-        limit, use, kept = FILES[controller]
+def _free_in_groups() -> Iterator[int]:
+    """Bytes left in each control group of this process; file cache counts as free."""
+    for controller, group in _control_groups("memory"):
+        limit, usage, reclaimable = MEMORY_FILES[controller]
         try:
             statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            taken = int((group / use).read_text()) - sum(int(statistics[name]) for name in kept)
-            yield int((group / limit).read_text()) - taken
+            used = int((group / usage).read_text()) - sum(int(statistics[name]) for name in reclaimable)
+            yield int((group / limit).read_text()) - used
         except (OSError, ValueError, KeyError):
-            continue  # no such group is seen from here, or it has no limit ("max")
+            continue  # the group is not visible, or has no limit ("max")
 
 
-def _quotas() -> Iterator[float]:
-    """Processors' worth of time that each control group may use."""
-    for controller, group in _groups("cpu"):
+def _cpu_quotas() -> Iterator[float]:
+    """The CPU quota of each control group, in CPUs."""
+    for controller, group in _control_groups("cpu"):
         try:
             if controller:
                 quota, period = (int((group / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
@@ -78,15 +77,15 @@ def _quotas() -> Iterator[float]:
             yield max(1.0, quota / period)
 
 
-def _groups(controller: str) -> Iterator[tuple[str, Path]]:
-    """(controller, folder) of the groups that this process is in, and of those around them; the controller is empty in version 2."""
+def _control_groups(controller: str) -> Iterator[tuple[str, Path]]:
+    """(controller, directory) of this process's control groups and their ancestors; version 2 has controller ""."""
     try:
         lines = MEMBERSHIP.read_text().splitlines()
     except OSError:
-        return  # no Linux
+        return  # not Linux
     for line in lines:
         _, controllers, folder = line.split(":", 2)
         for name in {controller, ""}.intersection(controllers.split(",")):
-            top = GROUPS / name
-            inside = top / folder.lstrip("/")
-            yield from ((name, group) for group in (inside, *inside.parents) if group.is_relative_to(top))
+            root = GROUPS / name
+            group = root / folder.lstrip("/")
+            yield from ((name, path) for path in (group, *group.parents) if path.is_relative_to(root))

@@ -1,4 +1,4 @@
-"""Stopping when asked to: Ctrl-C and the termination signal wait for the end of a step."""
+"""Stop signals: Ctrl-C and termination wait for the end of a training step."""
 
 from __future__ import annotations
 
@@ -6,40 +6,45 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
+from types import FrameType
 
-ONE_WISH = 1.0  # seconds: who presses Ctrl-C twice in a row means one thing
+DEBOUNCE_S = 1.0  # two presses of Ctrl-C within this time are one request
 
 
 @contextmanager
-def catch_stop_signals() -> Iterator[list[int]]:
-    """Inside, SIGINT, SIGTERM and SIGHUP are noted in the list, not acted upon; one that comes ``ONE_WISH`` after the first interrupts at once."""
-    asked: list[int] = []
-    since = 0.0
+def catch_stop_signals() -> Generator[list[int]]:
+    """Inside, SIGINT, SIGTERM and SIGHUP are appended to the yielded list.
+
+    Raises:
+        KeyboardInterrupt: A signal arrived more than ``DEBOUNCE_S`` after the first.
+    """
+    received: list[int] = []
+    first_at = 0.0
     if threading.current_thread() is not threading.main_thread():
-        yield asked
+        yield received
         return
     owner = os.getpid()
 
-    def note(number: int, frame) -> None:
-        nonlocal since
-        if os.getpid() != owner:  # a loader's worker: its parent tells it when to end
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal first_at
+        if os.getpid() != owner:  # a forked loader worker: its parent decides when it ends
             if number == signal.SIGTERM:
                 os._exit(1)
             return
-        if not asked:
-            since = time.monotonic()
-        elif time.monotonic() > since + ONE_WISH:
+        if not received:
+            first_at = time.monotonic()
+        elif time.monotonic() > first_at + DEBOUNCE_S:
             raise KeyboardInterrupt
-        asked.append(number)
+        received.append(number)
 
-    hangup = (
-        [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
-    )  # ``nohup`` stays what it is
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, *hangup)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ``nohup`` keeps its meaning
+        numbers.append(signal.SIGHUP)
+    handlers = {number: signal.signal(number, handle) for number in numbers}
     try:
-        yield asked
+        yield received
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -1,35 +1,38 @@
-"""What a run came to, as plain data."""
+"""The outcome of a run as plain data."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from hasten.core.run_context import Evaluation, RunContext
 from hasten.core.task import Task
 from hasten.engine.metrics import higher_is_better, name_of
-from hasten.engine.observers import number_or_none
+from hasten.engine.observers import finite_or_none
 
 
-def run_summary(task: Task, run: RunContext, history: list[Evaluation], seconds_at: list[float]) -> dict:
+def run_summary(task: Task, run: RunContext, history: list[Evaluation], seconds_at: list[float]) -> dict[str, Any]:
     """The metrics of a run and when its target was reached.
 
     Args:
-        task: as it was given, whatever a method made of ``run.task``.
-        seconds_at: of each evaluation, since the run began.
+        task: The task as the user gave it; a method may have changed ``run.task``.
+        run: The run.
+        history: All evaluations.
+        seconds_at: Seconds of the run at each evaluation.
     """
-    target, higher = task.target, higher_is_better(task)
-    metrics = [number_or_none(evaluation.metric) for evaluation in history]
-    known = [metric for metric in metrics if metric is not None]
-    at = first_sustained_target(metrics, target, higher)
+    higher = higher_is_better(task)
+    metrics = [finite_or_none(evaluation.metric) for evaluation in history]
+    finite = [metric for metric in metrics if metric is not None]
+    reached = first_sustained_target(metrics, task.target, higher)
     return {
         "metric": metrics[-1] if metrics else None,
         "metric_name": name_of(task),
-        "best_metric": (max if higher else min)(known, default=None),
+        "best_metric": (max if higher else min)(finite, default=None),
         "higher_is_better": higher,
-        "target": target,
-        "reached": at is not None,
-        "seconds_to_target": seconds_at[at] if at is not None else None,
-        "samples_to_target": history[at].samples if at is not None else None,
+        "target": task.target,
+        "reached": reached is not None,
+        "seconds_to_target": None if reached is None else seconds_at[reached],
+        "samples_to_target": None if reached is None else history[reached].samples,
         "steps": run.progress.step,
         "samples": run.progress.samples,
         "evaluations": [
@@ -44,8 +47,8 @@ def run_summary(task: Task, run: RunContext, history: list[Evaluation], seconds_
 
 
 def first_sustained_target(metrics: Sequence[float | None], target: float | None, higher: bool) -> int | None:
-    """The first evaluation that reaches the target and whose successor holds it; the last one needs no successor."""
+    """Index of the first evaluation that reaches the target and whose successor does, too, if it has one."""
     if target is None:
         return None
-    there = [metric is not None and (metric >= target if higher else metric <= target) for metric in metrics]
-    return next((i for i, yes in enumerate(there) if yes and all(there[i + 1 : i + 2])), None)
+    reached = [metric is not None and (metric >= target if higher else metric <= target) for metric in metrics]
+    return next((i for i, yes in enumerate(reached) if yes and all(reached[i + 1 : i + 2])), None)

@@ -1,7 +1,7 @@
-"""Names a task, finds it, and hands it to another process.
+"""References to tasks: by name, by file and function, or as an object; passes them to other processes.
 
-A task is called for by a workload's name (``digits``), by file and function (``mine.py:task``), or is
-there already: a Task, or a function that returns one. ``TaskRef`` is all of these as one thing.
+A task is given as a workload's name (``digits``), as file and function (``mine.py:task``), as a Task, or as a
+function that returns one. ``TaskRef`` represents all of these.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import inspect
 import json
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 from hasten.core.errors import ConfigurationError, RunError, format_error, suggest
 from hasten.core.task import Task
@@ -26,149 +27,152 @@ from hasten.engine.registry import import_file, line_in
 from hasten.utils.rng import preserve_rng_state, set_seeds
 
 ENTRY_POINTS = "hasten.workloads"
-FEW = 8  # functions of a file that a line names
-OWN_FILES = "hasten_file_"  # how import_file names a user's file: no other process could import it under that name
+MAX_SUGGESTIONS = 8  # functions of a file that an error message lists
+FILE_MODULE_PREFIX = (
+    "hasten_file_"  # of the modules that import_file creates; other processes cannot import them by name
+)
 
 
-def load_task(what) -> Task:
-    """The task behind anything that ``TaskRef.of`` takes."""
-    return TaskRef.of(what).load()
+def load_task(task: TaskRef | Task | Callable[[], Task] | str | Path) -> Task:
+    """The task behind anything that ``TaskRef.of`` accepts."""
+    return TaskRef.of(task).load()
 
 
 def workload_names() -> list[str]:
-    """Every installed workload: ours, then those that other packages bring."""
+    """The names of all installed workloads: hasten's, then those of entry points."""
     package = importlib.import_module("hasten.workloads")
-    ours = [module.name for module in pkgutil.iter_modules(package.__path__) if not module.name.startswith("_")]
-    return sorted(ours) + sorted(point.name for point in entry_points(group=ENTRY_POINTS))
+    names = [module.name for module in pkgutil.iter_modules(package.__path__) if not module.name.startswith("_")]
+    return sorted(names) + sorted(point.name for point in entry_points(group=ENTRY_POINTS))
 
 
 @dataclass(frozen=True)
 class TaskRef:
-    """Where a task comes from. ``str(ref)`` is its name for people.
+    """Where a task comes from. ``str(ref)`` is its name.
 
     Attributes:
-        name: ``digits``, ``mine.py:task`` or the name of a function or a Task.
-        file: the absolute path of the user's file, where the task is named by file and function.
-        given: the Task, or the function that returns one, where it was handed over as an object.
+        name: ``digits``, ``mine.py:task``, or the name of a function or a Task.
+        file: The absolute path of the user's file, if the task is given as file and function.
+        obj: The Task, or the function that returns one, if the task is given as an object.
     """
 
     name: str
     file: str | None = None
-    given: Any = None
+    obj: Any = None
 
     @staticmethod
-    def of(what: TaskRef | Task | Callable[[], Task] | str | Path) -> TaskRef:
-        """A reference from anything that names a task. The user's file is not run yet.
+    def of(task: TaskRef | Task | Callable[[], Task] | str | Path) -> TaskRef:
+        """A reference to a task. The user's file is not imported yet.
 
         Raises:
-            Refusal: no such workload or file, a file without ``:function``, or no task at all.
+            ConfigurationError: No such workload or file, a file without ``:function``, or an object that is no task.
         """
-        if isinstance(what, TaskRef):
-            return what
-        if isinstance(what, Task):
-            return TaskRef(what.name, given=what)
-        if isinstance(what, (str, Path)):
-            return _ref_of_text(str(what).strip())
-        if callable(what):
-            return TaskRef(getattr(what, "__name__", type(what).__name__), given=what)
-        raise ConfigurationError(
-            f"a task is a workload's name, path/to/file.py:function, a hasten.Task or a function that returns one, not {type(what).__name__}"
-        )
+        if isinstance(task, TaskRef):
+            return task
+        if isinstance(task, Task):
+            return TaskRef(task.name, obj=task)
+        if isinstance(task, (str, Path)):
+            return _parse(str(task).strip())
+        if callable(task):
+            return TaskRef(getattr(task, "__name__", type(task).__name__), obj=task)
+        kinds = "a workload's name, path/to/file.py:function, a hasten.Task or a function that returns one"
+        raise ConfigurationError(f"a task is {kinds}, not {type(task).__name__}")
 
     def load(self) -> Task:
-        """The task itself, under its name.
+        """The task, under the name of the reference.
 
         Raises:
-            Refusal: the file does not import, the function is not there, it raises, or it returns no Task.
+            ConfigurationError: The file does not import, has no such function, or the function raises or returns no
+                Task.
         """
-        if isinstance(self.given, Task):
-            return self.given
+        if isinstance(self.obj, Task):
+            return self.obj
         function = self.function()
         with _with_same_rng():
-            return _called(function, self.name).named(self.name)
+            return _call(function, self.name).named(self.name)
 
     def function(self) -> Callable[[], Task]:
         """The function that returns the task.
 
         Raises:
-            Refusal: there is none: a Task that was handed over as an object, a file that does not import, ...
+            ConfigurationError: The reference is to a Task object, or the file does not import or has no such function.
         """
-        if isinstance(self.given, Task):
+        if isinstance(self.obj, Task):
             raise ConfigurationError(f"the task {self.name} was given as an object; no function returns it")
         with _with_same_rng():
-            return self.given or (self._from_file() if self.file else _workload(self.name))
+            return self.obj or (_function_in_file(self.file, self.name) if self.file else _workload(self.name))
 
     def to_json(self) -> str:
-        """One line of text for another process of this session; an object travels as a pickle in it.
+        """One line of text for another process of this command; contains a pickle if the task is an object.
 
         Raises:
-            Refusal: the object cannot be pickled.
+            ConfigurationError: The object cannot be pickled.
         """
-        if self.given is None:
+        if self.obj is None:
             return json.dumps({"name": self.name, "file": self.file})
-        return json.dumps({"name": self.name, "pickle": _pickled(self.given), "path": sys.path})
+        return json.dumps({"name": self.name, "pickle": _pickle(self.obj), "path": sys.path})
 
     @staticmethod
     def from_json(text: str) -> TaskRef:
-        """What ``to_json`` told. It may execute code: only for what this session itself has written."""
-        told = json.loads(text)
-        if "pickle" not in told:
-            return TaskRef(told["name"], told["file"])
-        import cloudpickle
+        """The reference behind ``to_json``. It may execute code: only for text that this command wrote itself."""
+        fields = json.loads(text)
+        if "pickle" not in fields:
+            return TaskRef(fields["name"], fields["file"])
+        cloudpickle: Any = importlib.import_module("cloudpickle")  # it has no types
 
-        sys.path.extend(folder for folder in told["path"] if folder not in sys.path)  # where its modules were found
-        return TaskRef(told["name"], given=cloudpickle.loads(base64.b64decode(told["pickle"])))
+        sys.path.extend(folder for folder in fields["path"] if folder not in sys.path)  # to find its modules
+        return TaskRef(fields["name"], obj=cloudpickle.loads(base64.b64decode(fields["pickle"])))
 
     def fingerprint(self) -> str:
-        """Changes when the task's code does: of its file and what it imports from beside it, its workload's module, or the pickled object."""
-        if self.given is not None:
-            sources = [_pickled(self.given).encode()]
+        """A hash of the task's code: its file and the modules imported from the same folder, or the pickled object."""
+        if self.obj is not None:
+            sources = [_pickle(self.obj).encode()]
         else:
-            file = Path(self.file or inspect.getsourcefile(_workload(self.name)))
+            file = Path(self.file or inspect.getsourcefile(_workload(self.name)) or "")
             sources = [path.read_bytes() for path in [file, *(_imported_from(file.parent) if self.file else ())]]
         return f"{self.name}-{hashlib.sha256(b''.join(sources)).hexdigest()[:16]}"
 
     def __str__(self) -> str:
         return self.name
 
-    def _from_file(self) -> Callable:
-        name, module = self.name.rpartition(":")[2], import_file(Path(self.file))
-        function = getattr(module, name, None)
-        if not callable(function):
-            there = _functions_in(module)
-            hint = suggest(name, there) if there else ", and no other function without arguments either"
-            raise ConfigurationError(f"{Path(self.file).name} has no function {name!r}{hint}")
-        return function
+
+def _function_in_file(file: str, name: str) -> Callable[[], Task]:
+    path, function_name = Path(file), name.rpartition(":")[2]
+    module = import_file(path)
+    function: Any = getattr(module, function_name, None)
+    if not callable(function):
+        others = _functions_in(module)
+        hint = suggest(function_name, others) if others else ", and no other function without arguments either"
+        raise ConfigurationError(f"{path.name} has no function {function_name!r}{hint}")
+    return cast(Callable[[], Task], function)
 
 
-def _ref_of_text(text: str) -> TaskRef:
-    where, colon, function = text.rpartition(":")
-    if colon and where.endswith(".py"):
-        path = Path(where).expanduser().resolve()
+def _parse(text: str) -> TaskRef:
+    location, colon, function = text.rpartition(":")
+    if colon and location.endswith(".py"):
+        path = Path(location).expanduser().resolve()
         if not path.is_file():
             raise ConfigurationError(f"{path} is no regular file" if path.exists() else f"there is no file {path}")
         if not function.isidentifier():
-            raise ConfigurationError(f"cannot read {text!r}; write {path.name}:function{_which(path)}")
+            raise ConfigurationError(f"cannot read {text!r}; write {path.name}:function{_list_functions(path)}")
         return TaskRef(f"{path.name}:{function}", str(path))
     if text.endswith(".py"):
         path = Path(text).expanduser().resolve()
-        raise ConfigurationError(f"say which function of {path.name} returns the task{_which(path)}")
+        raise ConfigurationError(f"name the function of {path.name} that returns the task{_list_functions(path)}")
     if text not in workload_names():
-        raise ConfigurationError(
-            f"no workload is called {text!r}{suggest(text, workload_names())}; a task of your own is path/to/file.py:function"
-        )
+        hint = f"{suggest(text, workload_names())}; a task of your own is path/to/file.py:function"
+        raise ConfigurationError(f"no workload is called {text!r}{hint}")
     return TaskRef(text)
 
 
 @contextmanager
-def _with_same_rng():
-    """Data that a task's file or function draws are the same for every arm of a comparison and every resumption, whatever the seed."""
+def _with_same_rng() -> Generator[None]:
+    """Seeds data that a task's file or function draws: the same for every arm, resume and seed."""
     with preserve_rng_state():
         set_seeds(0)
         yield
 
 
-def _workload(name: str) -> Callable:
+def _workload(name: str) -> Callable[[], Task]:
     if point := {point.name: point for point in entry_points(group=ENTRY_POINTS)}.get(name):
         try:
             return point.load()
@@ -178,64 +182,58 @@ def _workload(name: str) -> Callable:
 
 
 def _imported_from(folder: Path) -> list[Path]:
-    """The modules of a user's own folder that are loaded by now; an environment that stands in it is not theirs."""
-    files = {Path(module.__file__) for module in list(sys.modules.values()) if getattr(module, "__file__", None)}
-    return sorted(
-        path
-        for path in files
-        if path.is_relative_to(folder) and "site-packages" not in path.parts and path.suffix == ".py"
-    )
+    """The loaded modules in a user's folder, except those of a virtual environment in it."""
+    files = {Path(file) for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))}
+    sources = (path for path in files if path.suffix == ".py" and "site-packages" not in path.parts)
+    return sorted(path for path in sources if path.is_relative_to(folder))
 
 
-def _called(function: Callable, name: str) -> Task:
+def _call(function: Callable[[], Any], name: str) -> Task:
     try:
         task = function()
     except (ConfigurationError, RunError):
         raise
     except (Exception, SystemExit) as error:
         code = getattr(inspect.unwrap(function), "__code__", None)
-        raise ConfigurationError(
-            f"{name} raised {format_error(error)}{line_in(error, code.co_filename) if code else ''}"
-        ) from None
+        line = line_in(error, code.co_filename) if code else ""
+        raise ConfigurationError(f"{name} raised {format_error(error)}{line}") from None
     if not isinstance(task, Task):
-        raise ConfigurationError(
-            f"{name} must return a hasten.Task; it returned {'nothing' if task is None else type(task).__name__}"
-        )
+        kind = "nothing" if task is None else type(task).__name__
+        raise ConfigurationError(f"{name} must return a hasten.Task; it returned {kind}")
     return task
 
 
-def _which(path: Path) -> str:
-    """``: mine.py:task or mine.py:other``, the functions of a file that could be meant."""
-    there = _functions_in(import_file(path))
-    if not there:
+def _list_functions(path: Path) -> str:
+    """``: mine.py:task or mine.py:other``, the functions of a file that may return the task."""
+    names = _functions_in(import_file(path))
+    if not names:
         return "; it has no function without arguments"
-    more = f" or another of its {len(there)} functions" if len(there) > FEW else ""
-    return f": {' or '.join(f'{path.name}:{name}' for name in there[:FEW])}{more}"
+    more = f" or another of its {len(names)} functions" if len(names) > MAX_SUGGESTIONS else ""
+    return f": {' or '.join(f'{path.name}:{name}' for name in names[:MAX_SUGGESTIONS])}{more}"
 
 
-def _functions_in(module) -> list[str]:
-    """The public functions that a file defines itself and that can be called without arguments."""
-    own = {
-        name: value
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__
-    }
-    return [name for name, value in own.items() if not name.startswith("_") and not _required(value)]
+def _functions_in(module: ModuleType) -> list[str]:
+    """The public functions that a module defines itself and that can be called without arguments."""
+    functions = {name: value for name, value in vars(module).items() if inspect.isfunction(value)}
+    return [
+        name
+        for name, function in functions.items()
+        if function.__module__ == module.__name__ and not name.startswith("_") and not _has_required_arguments(function)
+    ]
 
 
-def _required(function: Callable) -> list:
+def _has_required_arguments(function: Callable[..., Any]) -> bool:
     parameters = inspect.signature(function).parameters.values()
-    return [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
 
 
-def _pickled(thing) -> str:
-    import cloudpickle
+def _pickle(obj: Any) -> str:
+    cloudpickle: Any = importlib.import_module("cloudpickle")
 
-    for name in [name for name in sys.modules if name.startswith(OWN_FILES)]:
+    for name in [name for name in sys.modules if name.startswith(FILE_MODULE_PREFIX)]:
         cloudpickle.register_pickle_by_value(sys.modules[name])
     try:
-        return base64.b64encode(cloudpickle.dumps(thing)).decode()
+        return base64.b64encode(cloudpickle.dumps(obj)).decode()
     except Exception as error:
-        raise ConfigurationError(
-            f"the task cannot be handed to a measuring process: {format_error(error)}; put it into a file and name it path/to/file.py:function"
-        ) from None
+        problem = f"the task cannot be passed to another process: {format_error(error)}"
+        raise ConfigurationError(f"{problem}; put it into a file and name it path/to/file.py:function") from None

@@ -1,6 +1,6 @@
-"""The fit loop around the training steps: fetches losses, informs observers, evaluates, pauses for checkpoints, stops.
+"""The loop around the training steps: logs losses, calls observers, evaluates, pauses for checkpoints, stops.
 
-What a step is stands in ``loop.py``; what is written to the disk, and how a run resumes, in ``persistence.py``.
+A step is in ``loop.py``; what is written to the disk, and how a run resumes, in ``persistence.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hasten.engine import finite_checks
 from hasten.engine.cadence import PauseSchedule
 from hasten.engine.error_messages import explain_error, format_position
 from hasten.engine.loop import empty_data_error, evaluate, is_finished, train_epoch
-from hasten.engine.observers import Observer, number_or_none, numbers_of, progress
+from hasten.engine.observers import Observer, finite_or_none, losses_to_host, progress_reporter
 from hasten.engine.persistence import Persistence, RunRecord
 from hasten.engine.plan import Program
 from hasten.engine.run_dir import RunDirectory
@@ -30,14 +30,14 @@ class Trainer:
     """Trains a program to the end of its plan.
 
     Args:
-        program: the run, as ``build`` made it.
-        recipe: what the result names.
-        folder: the run directory; None writes nothing.
-        observers: called with the records of the log.
-        watch: called with the progress.
-        every: seconds between two checkpoints, at least; 0: after every step.
-        asked: grows when this process is asked to stop.
-        began: the process's time when the run began.
+        program: The program that ``build`` returned.
+        recipe: The recipe, for the result.
+        folder: The run directory; None writes nothing.
+        observers: Called with the records of the log.
+        watch: Called with the progress.
+        checkpoint_seconds: Seconds between two checkpoints, at least; 0: after every step.
+        stop_signals: Grows when this process is asked to stop.
+        began: ``perf_counter()`` at the start of the run.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class Trainer:
         folder: RunDirectory | None,
         observers: Sequence[Observer],
         watch: ProgressCallback,
-        every: float,
-        asked: list[Any],
+        checkpoint_seconds: float,
+        stop_signals: list[int],
         began: float,
     ) -> None:
         self.context, self.ranks, self.recipe = program.run, program.run.ranks, recipe
@@ -56,10 +56,12 @@ class Trainer:
         self.record = RunRecord(began)
         self.persistence = Persistence(program, recipe, folder, self.record)
         self.program = self.persistence.program
-        self.pending: list[tuple] = []  # (loss on the device, epoch, batch, weight) since the last log point
+        self.pending: list[
+            tuple[Any, int, int, float]
+        ] = []  # (loss on the device, epoch, batch, weight) not yet logged
         self.stopped = False
-        self.report_progress = progress(watch, self._fraction_done)
-        self.pauses = PauseSchedule(self.context, asked, every, self.persistence.keeps_checkpoints)
+        self.report_progress = progress_reporter(watch, self._fraction_done)
+        self.pauses = PauseSchedule(self.context, stop_signals, checkpoint_seconds, self.persistence.saves_checkpoints)
         self.next_evaluation = self._next_evaluation()
         self.record.split["start"] += perf_counter() - began
 
@@ -81,12 +83,12 @@ class Trainer:
         return self._finish()
 
     def close(self) -> None:
-        """Releases what the run holds; called after a failure, too."""
+        """Releases what the run holds; also called after an error."""
         self.persistence.close()
-        self.program = None
+        del self.program
 
     def _train_epoch(self) -> None:
-        progress, pending, is_time = self.context.progress, self.pending, self.pauses.is_time
+        progress, pending, is_due = self.context.progress, self.pending, self.pauses.is_due
         advance = train_epoch(self.program).__next__
         while True:
             epoch, batch = progress.epoch, progress.batch
@@ -95,64 +97,61 @@ class Trainer:
             except StopIteration:
                 return
             except Exception as error:
-                raise explain_error(
-                    error, format_position(progress.step + 1, epoch, batch), self.context.plan.batch_size
-                ) from error
+                where = format_position(progress.step + 1, epoch, batch)
+                raise explain_error(error, where, self.context.plan.batch_size) from error
             pending.append((loss, epoch, batch, progress.loss_weight))
             if progress.samples >= self.next_evaluation:
                 self._evaluate()
                 if self.stopped:
                     return
-            if is_time(len(pending)):
+            if is_due(len(pending)):
                 self._pause()
 
     def _pause(self) -> None:
-        """Between two steps, a few times a second: progress, losses, checkpoint, a request to stop."""
+        """Between two steps, a few times a second: reports progress, logs, saves, stops."""
         self.report_progress()
         actions = self.pauses.actions(len(self.pending))
         if actions.log:
             self._fetch_losses()
         if actions.save:
             self._fetch_losses()
-            self.pauses.saved = perf_counter()
-            seconds = self.persistence.save(wait=actions.stop or not self.pauses.every)
+            self.pauses.saved_at = perf_counter()
+            seconds = self.persistence.save(wait=actions.stop or not self.pauses.checkpoint_seconds)
             if seconds:
-                self.pauses.saved, self.pauses.saving = perf_counter(), seconds
+                self.pauses.saved_at, self.pauses.save_seconds = perf_counter(), seconds
         if actions.stop:
             steps = self.context.plan.steps or "an unknown number"
             raise RunInterrupted(f"stopped at step {self.context.progress.step} of {steps}{self._how_to_resume()}")
-        self.pauses.over()
+        self.pauses.end()
 
     def _fetch_losses(self) -> None:
         """Copies the losses since the last log point to the host and passes them to the observers."""
-        pending, self.pauses.logged = self.pending, perf_counter()
+        pending, self.pauses.logged_at = self.pending, perf_counter()
         if not pending:
             return
         step, batch_size = self.context.progress.step, self.context.plan.batch_size
         _, epoch, batch, _ = pending[-1]
         try:
-            local = numbers_of([loss for loss, *_ in pending])
+            local = losses_to_host([loss for loss, *_ in pending])
         except Exception as error:  # CUDA reports a failed kernel only when the host waits for it
-            raise explain_error(
-                error, f"{format_position(step + 1, epoch, batch)} or just before", batch_size
-            ) from error
+            where = f"{format_position(step + 1, epoch, batch)} or just before"
+            raise explain_error(error, where, batch_size) from error
         first = step - len(pending) + 1
         losses = local if self.ranks.is_single_process else self._mean_over_ranks(local)
-        good = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
-        self._observe([{"step": first + i, "loss": loss} for i, loss in enumerate(losses[:good])])
-        if good < len(losses):
-            _, epoch, batch, _ = pending[good]
-            where = format_position(first + good, epoch, batch)
-            if number_or_none(local[good]) is not None:
-                raise PeerFailure(f"the loss of another rank is {losses[good]} at {where}")
-            raise finite_checks.non_finite_loss_error(
-                local[good], where, partial(self.persistence.read_again, epoch, batch)
-            )
+        finite = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))  # losses before NaN
+        self._observe([{"step": first + i, "loss": loss} for i, loss in enumerate(losses[:finite])])
+        if finite < len(losses):
+            _, epoch, batch, _ = pending[finite]
+            where = format_position(first + finite, epoch, batch)
+            if math.isfinite(local[finite]):
+                raise PeerFailure(f"the loss of another rank is {losses[finite]} at {where}")
+            read_again = partial(self.persistence.read_again, epoch, batch)
+            raise finite_checks.non_finite_loss_error(local[finite], where, read_again)
         pending.clear()
         self.persistence.note_time("steps")
 
     def _mean_over_ranks(self, losses: list[float]) -> list[float]:
-        """The losses of global batches, from those of this rank's shards."""
+        """The losses of the global batches, from those of this rank's shards."""
         weighted = [loss * weight for loss, (*_, weight) in zip(losses, self.pending, strict=True)]
         return [total / self.ranks.world_size for total in self.ranks.all_reduce_sum(weighted)]
 
@@ -161,23 +160,24 @@ class Trainer:
         self.next_evaluation = self._next_evaluation()
         if self.program.validation is None:
             return
-        began, progress, plan, record = perf_counter(), self.context.progress, self.context.plan, self.record
+        progress, plan, record = self.context.progress, self.context.plan, self.record
+        began = perf_counter()
         try:
-            measured = evaluate(self.program)
+            result = evaluate(self.program)
         except Exception as error:
             raise explain_error(error, f"the evaluation after step {progress.step}", plan.batch_size) from error
-        if number_or_none(measured.metric) is None:
-            finite_checks.check_metric_finite(measured.metric, progress.step, self.program.validation)
+        if finite_or_none(result.metric) is None:
+            finite_checks.check_metric_finite(result.metric, progress.step, self.program.validation)
         record.split["evaluation"] += perf_counter() - began
-        record.evaluations.append(Evaluation(progress.step, progress.samples, measured.metric))
+        record.evaluations.append(Evaluation(progress.step, progress.samples, result.metric))
         record.seconds_at.append(record.seconds())
         logged = {
             "step": progress.step,
             "samples": progress.samples,
-            "metric": measured.metric,
-            "validation_loss": measured.loss,
+            "metric": result.metric,
+            "validation_loss": result.loss,
         }
-        self._observe([{name: number_or_none(value) for name, value in logged.items()}])
+        self._observe([{name: finite_or_none(value) for name, value in logged.items()}])
         self.persistence.note_time("evaluation")
         if plan.stop is not None and self.ranks.any(bool(plan.stop(record.evaluations))):
             self.stopped = True
@@ -203,7 +203,7 @@ class Trainer:
             observer(records)
 
     def _next_evaluation(self) -> float:
-        """The sample count at which the next evaluation is due; infinite where the end of each epoch is the time."""
+        """The number of samples at which the next evaluation is due; infinite if evaluations follow epochs."""
         every = self.context.plan.evaluate_every
         return math.inf if every is None else (self.context.progress.samples // every + 1) * every
 
@@ -212,6 +212,6 @@ class Trainer:
         return progress.step / plan.steps if plan.steps else progress.epoch / plan.epochs
 
     def _how_to_resume(self) -> str:
-        if not self.persistence.keeps_checkpoints:
-            return "; nothing was kept, give --out to be able to go on"
-        return f"; go on with --out {self.persistence.out} --resume"
+        if not self.persistence.saves_checkpoints:
+            return "; nothing was saved, pass --out to be able to resume"
+        return f"; resume with --out {self.persistence.out} --resume"

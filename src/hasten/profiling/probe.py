@@ -16,7 +16,7 @@ from hasten._torch_compat import TorchDispatchMode, host_read_op
 from hasten.benchmarking.arm import Arm
 from hasten.core.errors import RunError
 from hasten.engine.plan import build
-from hasten.engine.run_dir import lines_of
+from hasten.engine.run_dir import to_json_lines
 from hasten.engine.tasks import TaskRef
 from hasten.profiling.ablations import LARGER_BATCH, LargerBatch, disabled_phases, outside_name
 from hasten.profiling.facts import facts_of
@@ -55,7 +55,7 @@ class Probe(Arm):
         losses = super()._read_losses()
         first = self.program.run.progress.step - len(losses) + 1
         self.log.write(
-            lines_of([{"step": first + number, "loss": loss} for number, loss in enumerate(losses)]).encode()
+            to_json_lines([{"step": first + number, "loss": loss} for number, loss in enumerate(losses)]).encode()
         )
         return losses
 

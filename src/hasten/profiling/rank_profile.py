@@ -39,7 +39,7 @@ from hasten.engine.plan import Program
 from hasten.engine.registry import DISTRIBUTED, drop_distributed, make_methods, method_class, method_names
 from hasten.engine.resources import single_process_threads
 from hasten.engine.tasks import TaskRef
-from hasten.engine.train import device_of, identity_of
+from hasten.engine.train import device_of, run_identity
 from hasten.launch.comm_benchmark import communication_device, neighbor_latency, seconds_per_call
 from hasten.profiling.ablations import ReplayedBatch, disabled_phases, outside_name
 from hasten.profiling.advise import advise
@@ -98,8 +98,8 @@ def diagnose_ranks(
             raise ConfigurationError(NOBODY_ELSE)
         check_conflicts(sort_methods(make_methods(recipe)))
         given = task.load()
-        code = task.fingerprint() if task.given is None else None
-        check_ranks_agree(ranks, identity_of(given, seed, code, recipe))
+        code = task.fingerprint() if task.obj is None else None
+        check_ranks_agree(ranks, run_identity(given, seed, code, recipe))
         without_metric = TaskRef.of(dataclasses.replace(given, validation_data=None))
         probe = RankProbe(without_metric, recipe, device_of(ranks, device), seed, ranks)
         try:

@@ -22,7 +22,7 @@ from hasten.core.progress import ProgressCallback, no_progress
 from hasten.core.recipe import Recipe
 from hasten.engine.data_adapters import check_process_count
 from hasten.engine.devices import pick_device
-from hasten.engine.environment import cores, own_code
+from hasten.engine.environment import cores, source_hash
 from hasten.engine.metrics import higher_is_better, name_of
 from hasten.engine.registry import drop_distributed
 from hasten.engine.resources import warn_oversubscribed
@@ -112,7 +112,7 @@ def tune(
         "device": device,
         "seed": seed,
         "processes": processes,
-        "code": own_code(),
+        "code": source_hash(),
     }
     ledger = TrialStore(folder, setting | surroundings(device))
     study = Study(
