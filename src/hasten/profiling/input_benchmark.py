@@ -55,7 +55,7 @@ def measure_input(program: Program, budget: float) -> dict:
         known, or "step". ``skipped_rows``: ``{"row", "where", "why"}`` of each row that could not be read and was
         skipped. ``not_measured``: {name of a stage or key: reason}.
     """
-    data, batch_size = program.task.train_data, program.loop.batch_size
+    data, batch_size = program.task.train_data, program.plan.batch_size
     not_measured: dict[str, str] = {}
 
     def attempt(name: str, measure: Callable, *args):
@@ -125,13 +125,13 @@ def _first_batch(batches: BatchSource):
 
 def _step_throughput(program: Program, batch, seconds: float) -> float:
     """Samples/s of training steps on one batch."""
-    batch = program.move(batch)
+    batch = program.to_device(batch)
 
     def step() -> None:
-        program.micro(batch)
-        program.gradients()
-        program.update()
-        program.clear()
+        program.forward_backward(batch)
+        program.grad_transform()
+        program.optimizer_step()
+        program.zero_grad()
 
     for _ in range(WARM_UP_STEPS):
         step()
@@ -165,7 +165,7 @@ def _end_to_end(program: Program, seconds: float) -> tuple[float, float]:
     """(samples/s as the training loop gets them, seconds until the first batch)."""
     began, samples, first = time.perf_counter(), 0, None
     for batch in (batch for epoch in count() for batch in program.train.epoch(epoch, 0)):
-        program.move(batch)
+        program.to_device(batch)
         if first is None:
             _synchronize(program)
             first = time.perf_counter() - began
@@ -188,7 +188,7 @@ def _synchronize(program: Program) -> None:
 def _stage_throughput(program: Program, seconds: float, not_measured: dict[str, str]) -> dict:
     data, samples = program.task.train_data, program.train.spec
     if isinstance(data, Pipeline):
-        return _pipeline_stages(data, program.loop.batch_size, seconds, not_measured)
+        return _pipeline_stages(data, program.plan.batch_size, seconds, not_measured)
     if samples is None:
         not_measured["stages"] = (
             "the batches are not read sample by sample from a map-style dataset; end_to_end measures them"
@@ -286,13 +286,13 @@ class TimedSource(Source):
     def read(self, rows: numpy.ndarray):
         return self._timed_read(rows)
 
-    def identity(self) -> dict:
+    def fingerprint(self) -> dict:
         return self.source.fingerprint()
 
-    def edges(self) -> numpy.ndarray:
+    def chunk_offsets(self) -> numpy.ndarray:
         return self.source.chunk_offsets()
 
-    def known_bad(self) -> list[BadRow]:
+    def known_bad_rows(self) -> list[BadRow]:
         return self.source.known_bad_rows()
 
     def prepare(self, runner, faults) -> None:
