@@ -98,10 +98,14 @@ def measure_allocator_ceiling(
     """Compares the recipe with and without the method whose card states the ceiling "system_time".
 
     Args:
-        task, recipe, device, seed, processes: the run that is profiled.
+        task: what is trained.
+        recipe: with what methods.
         share: share of the CPU time that is spent in the operating system.
+        device: "cpu" or "cuda".
+        seed: of the runs.
         budget: seconds; too few for one measurement give a reason in ``not_measured``.
         plan: as ``Arm.build`` returned it for the run, with ``build_seconds``.
+        processes: number of ranks.
         watch: called with the progress.
     """
     found = Ceilings()

@@ -37,7 +37,8 @@ def communication_cost(step: float, ceiling: Ratio | None, buckets: list[int] | 
         exchanges: seconds of the all-reduces of a step with nothing beside them, one value a measurement.
 
     Returns:
-        ``seconds``: of the exchange by itself; ``exposed``: seconds by which a step is longer; ``hidden``: seconds behind
+        ``seconds``: of the exchange by itself; ``exposed``: seconds by which a step is longer; ``hidden``: seconds
+            behind
         the backward pass; ``share``: exposed / step; ``bytes``; ``buckets``: their count. None: unknown.
     """
     exposed = step * max(0.0, 1.0 - 1.0 / ceiling.median) if ceiling else None

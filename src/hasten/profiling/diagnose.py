@@ -50,10 +50,10 @@ def diagnose(
         watch: called with the progress.
 
     Returns:
-        Plain data. ``verdict``: a sentence. ``phases``: share of the wall clock, summing to 1. ``ceilings``: time with /
-        time without, with a 95 % interval. ``advice`` and ``not_advised``: methods. ``causes``. ``input``: samples/s of
-        the input pipeline's stages and of the training step, see ``measure_input``. ``flops``, ``facts``, and the speed
-        of the run in seconds and samples.
+        Plain data. ``verdict``: a sentence. ``phases``: share of the wall clock, summing to 1. ``ceilings``: time with
+        / time without, with a 95 % interval. ``advice`` and ``not_advised``: methods. ``causes``. ``input``: samples/s
+        of the input pipeline's stages and of the training step, see ``measure_input``. ``flops``, ``facts``, and the
+        speed of the run in seconds and samples.
 
     Raises:
         ConfigurationError: a wrong request.
@@ -87,7 +87,7 @@ def diagnose(
         watch=_part(watch, PROFILE_SHARE + INPUT_SHARE, 1.0),
     )
     ceilings = _ceilings(profile, profile.ceilings.ratios | allocator.ratios)
-    medians = {name: interval["median"] for name, interval in ceilings.items()}
+    medians = {name: interval["median"] or 1.0 for name, interval in ceilings.items()}
     gains = possible_gains(profile, medians)
     advice, not_advised = advise(profile.phases, {"system_time": gains["system_time"]} | medians, profile.facts, cards)
     return {

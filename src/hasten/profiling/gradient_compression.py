@@ -33,7 +33,7 @@ def net_saving_s(
     """
     if not 0 <= saved_share <= 1 or bandwidth <= 0 or min(size, codec_seconds, latency, exposed_seconds) < 0:
         raise ValueError(
-            "saved_share must lie between 0 and 1, bandwidth must be above 0, and sizes and seconds must not be negative"
+            "saved_share must lie between 0 and 1, bandwidth be above 0, and sizes and seconds not be negative"
         )
     before = latency + size / bandwidth
     after = latency + size * (1 - saved_share) / bandwidth
@@ -71,7 +71,7 @@ def cast_speedup(cost: Mapping, codec_seconds: float, step: float) -> tuple[floa
     speedup = step / max(step - saved, 1e-3 * step)
     sent = 1e3 * HALF_PRECISION_SAVING * cost["seconds"]
     why = (
-        f"rounding {cost['bytes'] / 1e6:.3g} MB takes {1e3 * codec_seconds:.3g} ms, and half of them take {sent:.3g} ms "
-        f"to send: {'at most' if saved > 0 else 'no gain,'} {speedup:.2f}x"
+        f"rounding {cost['bytes'] / 1e6:.3g} MB takes {1e3 * codec_seconds:.3g} ms, and half of them take {sent:.3g} "
+        f"ms to send: {'at most' if saved > 0 else 'no gain,'} {speedup:.2f}x"
     )
     return speedup, why

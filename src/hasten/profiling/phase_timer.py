@@ -1,7 +1,7 @@
 """Times every phase of the real step, with a method whose hooks are the outermost wrappers and change nothing.
 
-On the CPU a timestamp is the clock. On a GPU it is a CUDA event in the stream, so that nothing is synchronized: the time
-between two events passed on the device, including its idle time while the host was late.
+On the CPU a timestamp is the clock. On a GPU it is a CUDA event in the stream, so that nothing is synchronized: the
+time between two events passed on the device, including its idle time while the host was late.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Probe(Arm):
     """
 
     def block(self, count: int, disabled: str | None = None) -> dict:
-        """A block of steps, as ``train`` returns it, without the phase ``disabled`` or ("larger_batch") of the larger run."""
+        """A block of steps, without the phase ``disabled``; for "larger_batch" of the run with larger batches."""
         if disabled == LARGER_BATCH:
             return self.larger.train(count)
         phases = disabled_phases(self.program.run)
@@ -80,14 +80,14 @@ class Probe(Arm):
         return {"host_reads_per_step": counter.reads / max(1, steps), "dtype": str(dtype).removeprefix("torch.")}
 
     def flops(self, dtype: str) -> dict:
-        """``flops_per_sample`` of the model without methods, and ``peak_flops`` per second of the machine in a dtype."""
+        """``flops_per_sample`` of the model without methods, and ``peak_flops`` of the machine in a dtype."""
         plain = build(self.program.run.task, [], device=self.device, seed=self.seed)
         peak = peak_flops(self.device, getattr(torch, dtype))
         return {"flops_per_sample": flops_per_sample(plain), "peak_flops": peak}
 
     def input(self, budget: float) -> dict:
         """Throughput of the input pipeline and of the training step, see ``measure_input``. Ends the run."""
-        self.steps.close()  # ends the worker processes of the current epoch
+        self.steps.close()  # pyright: ignore[reportAttributeAccessIssue]  # a generator; ends the loader's workers
         return measure_input(dataclasses.replace(self.program, train=self.source), budget)
 
     @cached_property

@@ -1,7 +1,7 @@
 """Profiles a job of several ranks: the phases of a step on each rank, the cost of communication, and the straggler.
 
-Runs inside the ranks, which all make the same calls. Blocks of real steps of four kinds take turns, so that a disturbance
-of the machines affects all kinds alike:
+Runs inside the ranks, which all make the same calls. Blocks of real steps of four kinds take turns, so that a
+disturbance of the machines affects all kinds alike:
 
 * "plain": the steps as they are;
 * "no_exchange": the gradients are not averaged;
@@ -83,14 +83,20 @@ def diagnose_ranks(
     """Measures what the ranks of a job lose by communication and by waiting for each other. All ranks call it.
 
     Args:
-        task, recipe, budget, device, seed, watch: as in ``diagnose``.
+        task: a workload's name, ``file.py:function`` or a Task.
+        recipe: the methods to train with; None for the task as it is.
+        budget: seconds, or a text such as "10m".
+        device: "cpu" or "cuda"; None picks one.
+        seed: of the run that is measured.
+        watch: called with the progress, on rank 0.
         timeout: seconds to wait for another rank in a collective.
 
     Returns:
         Plain data. ``verdict``: a sentence. ``ranks``: seconds of a step by phase, of each rank. ``skew``.
-        ``communication``: seconds of the exchange by itself, exposed and hidden. ``straggler``: rank, seconds and cause,
-        or None. ``links``. ``ceilings``: time with / time without, with intervals. ``speedup`` over one process with all
-        ``threads``. ``efficiency``: speed-up / factor of devices or threads. ``advice`` and ``not_advised``.
+        ``communication``: seconds of the exchange by itself, exposed and hidden. ``straggler``: rank, seconds and
+            cause,
+        or None. ``links``. ``ceilings``: time with / time without, with intervals. ``speedup`` over one process with
+        all ``threads``. ``efficiency``: speed-up / factor of devices or threads. ``advice`` and ``not_advised``.
 
     Raises:
         ConfigurationError: a wrong request, or there is only one rank.
@@ -168,7 +174,7 @@ def _profile(probe: RankProbe, ranks: ProcessGroupInfo, budget: float, watch: Pr
 
 
 class RankProbe(Arm):
-    """This rank's part of a run whose gradient exchange and input can be disabled block by block, on all ranks at once."""
+    """This rank's part of a run whose gradient exchange and input can be disabled, block by block, on all ranks."""
 
     def __init__(self, task: TaskRef, recipe: Recipe, device: str, seed: int, ranks: ProcessGroupInfo):
         self.plain_recipe = recipe
@@ -310,7 +316,7 @@ def _run_rounds(
 
 
 def _build_single_process(probe: RankProbe, ranks: ProcessGroupInfo) -> tuple[Arm | None, dict[str, str]]:
-    """(on rank 0, the same training in one process if the memory suffices; on all ranks, why ``speedup`` is missing)."""
+    """(on rank 0: the same training in one process, if memory suffices; on all ranks: why ``speedup`` is missing)."""
     single, why = None, ""
     if ranks.is_main_process:
         nodes = ranks.world_size / int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
@@ -368,13 +374,13 @@ def _is_compatible(recipe: Recipe, name: str) -> bool:
 def _advise(
     probe: RankProbe, ceilings: dict[str, Ratio], phases: dict[str, float], cost: dict, step: float
 ) -> tuple[list[Advice], list[NotAdvised]]:
-    """Advice, where methods that change the exchange are bounded by its ceiling, and 16-bit gradients by their own cost."""
+    """Advice. The exchange's ceiling bounds methods that change it; 16-bit gradients also pay for their rounding."""
     recipe = probe.plain_recipe
     names = [name for name in method_names() if name not in recipe.methods and _is_compatible(recipe, name)]
     cards = {name: method_class(name).card for name in names}
     medians = {name: max(1.0, ratio.median) for name, ratio in ceilings.items()}
     exchanging = [name for name in cards if EXCHANGE in ceilings and _changes_communication(cards[name])]
-    bounds = {INPUT: medians[INPUT]} | {name: medians[EXCHANGE] for name in exchanging}
+    bounds = {INPUT: medians[INPUT]} | dict.fromkeys(exchanging, medians.get(EXCHANGE, 1.0))
     reasons: dict[str, str] = {}
     rounding = [name for name in exchanging if cards[name].gradient_bytes_saved == HALF_PRECISION_SAVING]
     if rounding and cost["seconds"] and cost["exposed"] is not None:

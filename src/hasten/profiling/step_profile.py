@@ -1,4 +1,4 @@
-"""The step profile of a run: blocks of its real steps, timed phase by phase, with page faults and floating-point rate."""
+"""The step profile of a run: blocks of its real steps, timed phase by phase, with page faults and flops."""
 
 from __future__ import annotations
 
@@ -95,7 +95,10 @@ def profile_steps(
     """Profiles a task under a recipe with its real steps.
 
     Args:
-        task, recipe, device, seed: the run.
+        task: what is trained.
+        recipe: with what methods.
+        device: "cpu" or "cuda".
+        seed: of the run.
         budget: seconds, approximately.
         input_budget: seconds for the throughput of the input pipeline, beside ``budget``; 0: it is not measured.
         ceilings: also measure the ceilings of phases; takes the larger part of the budget.

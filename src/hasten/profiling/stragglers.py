@@ -1,8 +1,8 @@
 """Finds the straggler of a job, the rank that the others wait for, and its cause, from the timed blocks of all ranks.
 
-Works on plain data: ``rank_blocks[rank][kind]`` is the list of that rank's blocks of a kind. In "plain" blocks the ranks
-train as they are. In "barrier" blocks (missing where they cannot be measured) the ranks do not exchange gradients but
-meet in a barrier after every backward pass; ``wait_seconds`` of a block lists the seconds in each step's barrier.
+Works on plain data: ``rank_blocks[rank][kind]`` is the list of that rank's blocks of a kind. In "plain" blocks the
+ranks train as they are. In "barrier" blocks (missing where they cannot be measured) the ranks do not exchange gradients
+but meet in a barrier after every backward pass; ``wait_seconds`` of a block lists the seconds in each step's barrier.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def skew_of(rows: list[dict]) -> dict[str, float]:
 
 
 def slowest_rank_shares(rows: list[dict], step: float) -> dict[str, float]:
-    """Shares of a step by phase, of the rank that takes longest, without the waits for other ranks where they are known."""
+    """Shares of a step by phase, of the rank that takes longest, without waits for other ranks if these are known."""
     slowest = max((local_phases(row) for row in rows), key=lambda phases: sum(phases.values()))
     return {name: min(1.0, seconds / step) for name, seconds in slowest.items()}
 
@@ -127,7 +127,7 @@ def _cause(rows: list[dict], rank: int, seconds: float) -> tuple[str, str]:
 
 
 def _slow_link(links: list[float], step: float, exposed: float | None) -> dict | None:
-    """The rank whose links to both neighbors are slow, and slow the ring down. With two ranks it is undecidable whose."""
+    """The rank whose links to both neighbors are slow, which slows the ring down. None for two ranks: undecidable."""
     if len(links) < 3 or not exposed:
         return None
     best = [min(links[rank], links[rank - 1]) for rank in range(len(links))]

@@ -14,8 +14,8 @@ DOMINANT_GAIN = 2.0  # a phase with this gain is the cause even if a larger batc
 CAUSES = {
     "input": "waiting for the next batch takes {input:.0%} of the time; if batches came for free, training would be "
     "{gain:.2f}x as fast",
-    "optimizer_step": "the optimizer's update takes {optimizer_step:.0%} of the time; if it were free, training would be "
-    "{gain:.2f}x as fast",
+    "optimizer_step": "the optimizer's update takes {optimizer_step:.0%} of the time; if it were free, training would "
+    "be {gain:.2f}x as fast",
     "evaluation": "measuring the metric takes {evaluation:.0%} of the time; without it, training would be "
     "{gain:.2f}x as fast",
     "logging": "the loop and its log take {logging:.0%} of the time; without the log, training would be "
@@ -23,7 +23,7 @@ CAUSES = {
     "system_time": "the operating system takes {system:.0%} of the CPU time, with {faults:.0f} page faults a step: "
     "memory is returned and fetched again; keeping it would make training {gain:.2f}x as fast",
     "larger_batch": "the batch of {batch} is small: much of the cost of a step does not depend on its size; with "
-    "{factor} times the batch, samples would pass {gain:.2f}x as fast (whether they teach as much, only training shows)",
+    "{factor} times the batch, samples would pass {gain:.2f}x as fast (whether they teach as much, training shows)",
 }
 ARITHMETIC = (
     "the model's own arithmetic, forward and backward, takes {compute:.0%} of the time{rate}; "

@@ -67,6 +67,6 @@ def _contribution(study: Study, recipe: Recipe, name: str) -> dict | None:
 
 
 def _trains_better(study: Study, full: dict, reduced: dict) -> bool:
-    """Whether the full recipe needs fewer samples or ends better. Otherwise it can only be faster per sample, as DiLoCo."""
+    """Whether the full recipe needs fewer samples or ends better; if not, it can only be faster per sample."""
     better = full["metric"] > reduced["metric"] if study.higher_is_better else full["metric"] < reduced["metric"]
     return better or full["samples_to_target"] < reduced["samples_to_target"]

@@ -27,7 +27,8 @@ class Candidates:
     Attributes:
         systems: methods that are judged by the speed of the same steps.
         training: methods that change the training, and are judged by the time to the target.
-        communication: of these, methods that reduce communication so much that every later trial gets shorter; tried first.
+        communication: of these, methods that reduce communication so much that every later trial gets shorter; tried
+            first.
         not_tried: (method, reason).
     """
 

@@ -1,10 +1,10 @@
-"""The confirmation: measures the winner again, with fresh seeds, a fresh comparison, both baselines. Only this is reported.
+"""The confirmation measures the winner again: fresh seeds, fresh comparison, both baselines. Only this is reported.
 
-The search picked its winner partly by luck, so none of its measurements is used here. The fastest recipes are looked at in
-turns, with more seeds at each look; the original is run once per seed for all of them, so that a slower recipe that is
-easier to prove costs little more. The fastest goes first. If one look neither settles its quality nor suggests that the
-next one would, an exact recipe follows: a few seeds prove it, so there is an answer in any case. The fastest that passes
-wins.
+The search picked its winner partly by luck, so none of its measurements is used here. The fastest recipes are looked at
+in turns, with more seeds at each look; the original is run once per seed for all of them, so that a slower recipe that
+is easier to prove costs little more. The fastest goes first. If one look neither settles its quality nor suggests that
+the next one would, an exact recipe follows: a few seeds prove it, so there is an answer in any case. The fastest that
+passes wins.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _finalists(recipes: list[Recipe]) -> list[Recipe]:
 
 
 def _quality_risks(recipe: Recipe) -> Recipe:
-    """The members that may cost quality: all but the catalogue's exact methods. The card of a user's method is unverified."""
+    """The members that may cost quality: all but the catalogue's exact methods. A user's card is unverified."""
     return recipe.drop(*(name for name in recipe.methods if ":" not in name and exactness_of(name) in EXACT))
 
 
@@ -209,7 +209,7 @@ def _loosest_exactness(recipe: Recipe) -> Exactness:
 
 
 def _run_pairs(study: Study, attempt: Confirmation, pairs: int, baseline: Baseline) -> str | None:
-    """Both arms on ``pairs`` seeds, then the recipe alone on further ones if that is cheap; why the recipe lost, or None."""
+    """Both arms on ``pairs`` seeds, then the recipe alone on further ones if cheap; why the recipe lost, or None."""
     for seed in fresh_seeds(study.seed, pairs):
         if seed not in attempt.paired and (why := _run_pair(study, attempt, seed, baseline)):
             return why
@@ -300,8 +300,8 @@ def _compute_speedup(attempt: Confirmation, same_steps: bool) -> tuple[Ratio, Ra
     """Sets the samples, seconds and speed-ups of an attempt; (speedup, block_speedup, measured_speedup).
 
     The model is start + samples x seconds per sample: samples from the paired runs, seconds from the interleaved
-    comparison. If the measured seconds of the paired runs show clearly less, a run pays for something that no block shows
-    (a first epoch that fills a cache, a late compilation, a run that ends before it is warm): then these count.
+    comparison. If the measured seconds of the paired runs show clearly less, a run pays for something that no block
+    shows (a first epoch that fills a cache, a late compilation, a run that ends before it is warm): then these count.
 
     Args:
         attempt: with at least two pairs.
@@ -344,8 +344,8 @@ def _samples_since_last_evaluation(run: dict, samples: int) -> int:
 def _evaluations_at_target(original: dict, tuned: dict) -> tuple[dict, dict]:
     """The evaluations at which both arms of a seed had reached the target; of an original that never did, its last.
 
-    A tuned run that crosses the target at its last evaluation cannot show that it stays there: then the original's first
-    crossing counts, too.
+    A tuned run that crosses the target at its last evaluation cannot show that it stays there: then the original's
+    first crossing counts, too.
     """
     tuned_at = _evaluation_at(tuned, tuned["samples_to_target"])
     assert tuned_at is not None  # _run_pair ends the attempt otherwise
@@ -381,13 +381,13 @@ def compare_with_strong_baseline(study: Study, winner: Confirmation, strong: Rec
 def time_to_target(comparison: dict, samples: Sequence[tuple[int, ...]]) -> tuple[Ratio, float, float]:
     """(speed-up in the time to the target, mean seconds of a, mean seconds of b) of two recipes.
 
-    The seconds of a run are start + samples x seconds per sample, its evaluations included. The interval of the speed-up
-    adds the spread over the seeds and the interval of the comparison, as independent errors of a logarithm.
+    The seconds of a run are start + samples x seconds per sample, its evaluations included. The interval of the
+    speed-up adds the spread over the seeds and the interval of the comparison, as independent errors of a logarithm.
 
     Args:
         comparison: of speed, see ``Study.compare_speed``.
-        samples: (of a, of b) until the evaluation that reached the target, one tuple a seed; if the two train differently,
-            followed by (of a, of b) since the evaluation before that one.
+        samples: (of a, of b) until the evaluation that reached the target, one tuple a seed; if the two train
+            differently, followed by (of a, of b) since the evaluation before that one.
     """
     ratio, start = comparison["ratio"], comparison["start_seconds"]
     a = comparison["seconds_per_1000_samples"]["a"] / 1000
@@ -418,8 +418,8 @@ def _evaluation_rounding(samples: Sequence[tuple[int, ...]]) -> float:
     """The least standard deviation of the logarithm of a ratio of sample counts, however alike the seeds are.
 
     The metric is evaluated now and then, so a count is rounded up to the next evaluation. The error is uniform over the
-    distance of two evaluations, and its standard deviation is that distance / sqrt(12). Three equal counts then leave 0.7
-    of a distance in doubt, more counts less. 0 if the samples hold no distances.
+    distance of two evaluations, and its standard deviation is that distance / sqrt(12). Three equal counts then leave
+    0.7 of a distance in doubt, more counts less. 0 if the samples hold no distances.
     """
     rows = [row for row in samples if len(row) == 4]
     shares = [fmean(row[arm + 2] / row[arm] for row in rows) for arm in (0, 1)] if rows else []

@@ -1,8 +1,8 @@
-"""The quality gate: the non-inferiority test that a recipe must pass before it is reported to be as good as the original.
+"""The quality gate: the non-inferiority test that a recipe must pass to be reported as good as the original.
 
 The margin is stated before anything is tried, the seeds are paired and fresh, and the lower end of the difference must
-stay inside the margin. An arm that is cheap may be run on further seeds: its own mean is then known better. The gate fails
-closed: a missing, constant or non-finite metric has not passed.
+stay inside the margin. An arm that is cheap may be run on further seeds: its own mean is then known better. The gate
+fails closed: a missing, constant or non-finite metric has not passed.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def quality_gate(
     """Tests that the tuned metric is not worse than the baseline's by more than the margin.
 
     Args:
-        baseline, tuned: final metric by fresh seed. At least MIN_SEEDS must be in both; further ones inform about their arm.
+        baseline: final metric by fresh seed.
+        tuned: the same; MIN_SEEDS seeds must be in both, and further ones inform about their own arm.
         margin: how much worse counts as no worse, in the metric's unit.
         higher_is_better: the direction of the metric.
         more_baseline: final metrics of the baseline at other seeds; they inform about its spread, not its mean.
@@ -123,8 +124,8 @@ def quality_gate(
 def _standard_error(baseline: list[float], tuned: list[float], fresh: int) -> tuple[float, float]:
     """(standard error of the difference of means, degrees of freedom) after Welch and Satterthwaite.
 
-    ``baseline`` holds more metrics than the ``fresh`` ones whose mean is compared: they inform about its spread. The tuned
-    arm is never assumed to vary less than the baseline. The correlation of paired seeds is not used.
+    ``baseline`` holds more metrics than the ``fresh`` ones whose mean is compared: they inform about its spread. The
+    tuned arm is never assumed to vary less than the baseline. The correlation of paired seeds is not used.
     """
     of_baseline = variance(baseline)
     of_means = of_baseline / fresh, max(variance(tuned), of_baseline) / len(tuned)
@@ -135,7 +136,8 @@ def _standard_error(baseline: list[float], tuned: list[float], fresh: int) -> tu
 def equal_by_construction(gate: NonInferiorityResult, check: Mapping, fewest: int = MIN_SEEDS) -> NonInferiorityResult:
     """The gate of a recipe that passed the exactness check on this task: ``fewest`` seeds need only not contradict.
 
-    Rounding alone lets long runs end apart, as other seeds would; only a metric that is surely worse contradicts the check.
+    Rounding alone lets long runs end apart, as other seeds would; only a metric that is surely worse contradicts the
+    check.
     """
     if gate.difference is None or gate.passed or len(gate.seeds) < fewest or gate.difference["high"] < 0:
         return gate

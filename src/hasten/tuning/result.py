@@ -45,7 +45,7 @@ class SearchState:
     strong_baseline: Recipe = field(default_factory=Recipe)
     incumbents: Incumbents = field(default_factory=Incumbents)
     ablated: Recipe = field(default_factory=Recipe)
-    contributions: list[dict] = field(default_factory=list)
+    contributions: list[Any] = field(default_factory=list)
     step_profiles: dict[str, dict] = field(default_factory=dict)
     confirmation: Confirmation | None = None
 
@@ -56,7 +56,7 @@ class SearchState:
 
     @property
     def one_process_is_faster(self) -> bool:
-        """Whether one process is surely faster than the job with the best recipe found: as the task is, or with that recipe."""
+        """Whether one process is surely faster than the best job: with the task as it is, or the winner's recipe."""
         best = self.winner.speedup.high if self.winner and self.winner.speedup else SURELY_FASTER
         as_it_is = self.one_process is not None and self.one_process.low > max(SURELY_FASTER, best)
         return as_it_is or self.winner_is_faster_in_one_process
@@ -79,7 +79,8 @@ def result_of(study: Study, state: SearchState, *, metric: str, offered: Recipe)
     """Everything as plain data. Speed-up and quality come from the confirmation alone.
 
     Args:
-        study, state: the finished search.
+        study: its measurements and notes.
+        state: what it found.
         metric: its name.
         offered: methods that the user offered.
     """
@@ -87,8 +88,11 @@ def result_of(study: Study, state: SearchState, *, metric: str, offered: Recipe)
     assert baseline is not None
     winner = None if state.one_process_is_faster else state.winner
     recipe = winner.recipe if winner else Recipe()
+    noise = confirmation.comparison.get("system_noise") if confirmation else None
     saved = winner.seconds["baseline"] - winner.seconds["tuned"] if winner else 0.0
-    no_quality = {"baseline": baseline.metric, "tuned": None, "margin": baseline.margin, "passed": False}
+    quality: Any = {"baseline": baseline.metric, "tuned": None, "margin": baseline.margin, "passed": False}
+    if confirmation:
+        quality = confirmation.gate.to_json()
     return {
         "kind": "tune",
         "task": str(study.task),
@@ -104,7 +108,7 @@ def result_of(study: Study, state: SearchState, *, metric: str, offered: Recipe)
         "measured_speedup": _interval(winner and winner.measured_speedup),
         "time_to_target": winner and winner.seconds,
         "samples_compared": winner and winner.samples,
-        "quality": confirmation.gate.to_json() if confirmation else no_quality,
+        "quality": quality,
         **_runs(baseline, confirmation),
         "strong_baseline_recipe": state.strong_baseline.methods,
         "contributions": state.contributions if winner and recipe == state.ablated else [],
@@ -113,8 +117,7 @@ def result_of(study: Study, state: SearchState, *, metric: str, offered: Recipe)
         "trials": study.trials,
         **{key: state.diagnosis.get(key) for key in ("phases", "ceilings", "facts")},
         **machine_and_versions(study.device),
-        "system_noise": (confirmation and confirmation.comparison.get("system_noise"))
-        or state.diagnosis.get("system_noise"),
+        "system_noise": noise or state.diagnosis.get("system_noise", {}),
         "budget_seconds": study.budget.total,
         "search_seconds": study.budget.spent,
         "break_even_runs": study.budget.spent / saved if saved > 0 else None,
@@ -127,7 +130,7 @@ def _interval(ratio: Ratio | None) -> Any:
     return ratio and ratio.to_json()
 
 
-def write(folder: Path, result: TuneResult) -> None:
+def write(folder: Path, result: Any) -> None:
     """Writes recipe.toml and result.json, and sets ``recipe_file`` in the result.
 
     Raises:
@@ -160,8 +163,8 @@ def _why(study: Study, state: SearchState) -> str:
     if state.one_process_is_faster:
         best = f", and the best recipe found for these {winner.speedup}" if winner else ""
         return (
-            f"one process with all cores, or OMP_NUM_THREADS, is {state.one_process} as fast as {study.processes} as they "
-            f"are{best}; leave --processes out"
+            f"one process with all cores, or OMP_NUM_THREADS, is {state.one_process} as fast as {study.processes} as "
+            f"they are{best}; leave --processes out"
         )
     if winner and winner.speedup:
         return f"{winner.speedup.median:.1f} times faster to the target; {winner.why}"
@@ -176,7 +179,7 @@ def _why(study: Study, state: SearchState) -> str:
 
 
 def _runs(baseline: Baseline, confirmation: Confirmation | None) -> Any:
-    """``samples_to_target`` and ``seconds_to_target`` on the paired seeds, and ``curves`` on every seed, of both arms."""
+    """Of both arms: samples and seconds to the target on the paired seeds, and ``curves`` on every seed."""
     if confirmation:
         arms, paired = {"baseline": confirmation.baseline_runs, "tuned": confirmation.tuned_runs}, confirmation.paired
         seeds = {"baseline": paired, "tuned": paired}

@@ -230,7 +230,8 @@ class Outcome:
     def to_target(self, unit: str, seeds: int | None = None) -> float | None:
         """Mean "seconds" or "samples" to the target over the first seeds; None if one of them missed it."""
         values = [run.get(f"{unit}_to_target") for run in self.runs[:seeds]]
-        return None if None in values else fmean(values)
+        known = [value for value in values if value is not None]
+        return fmean(known) if len(known) == len(values) else None
 
     def gain_over(self, best: Outcome) -> float | None:
         """Speed-up in measured seconds to the target, on the seeds that both were run on."""
@@ -243,7 +244,7 @@ class Outcome:
         return most is None or (samples is not None and samples < FEWER_SAMPLES * most)
 
     def ends_better(self, best: Outcome, baseline: Baseline) -> bool:
-        """Whether it is nearly as fast as any and ends surely better, by a margin, on the seeds that both were run on."""
+        """Whether it is nearly as fast as any and ends surely better, by a margin, on the seeds of both."""
         both, gain = min(len(self.runs), len(best.runs)), self.gain_over(best.fastest or best)
         ends, best_ends = (fmean(run["metric"] for run in outcome.runs[:both]) for outcome in (self, best))
         better = ends - best_ends if baseline.higher_is_better else best_ends - ends
@@ -287,7 +288,7 @@ class Outcome:
 
 
 def search_training(study: Study, incumbents: Incumbents, candidates: list[Candidate], baseline: Baseline) -> None:
-    """Tries methods that change the training: kept if they reach the target sooner and end as well, on the search's seeds."""
+    """Tries methods that change the training: kept if they reach the target sooner and end as well."""
     best = Outcome("kept", "", (study.run(incumbents.best, baseline.seeds[0]),))
     for item in candidates:
         base, losses, is_checked, seen = incumbents.best, 0, False, []
@@ -320,9 +321,13 @@ def _run_seeds(study: Study, recipe: Recipe, best: Outcome, baseline: Baseline, 
     """Runs one seed after the other, as long as the recipe can be kept and the other seeds are affordable.
 
     Args:
-        study, recipe, best, baseline: what is run, and what it is compared with.
-        seen: evaluations of the other presets on the first seed; those of this one are added. A preset that changes nothing
-            in a run of this length is no gain, because only the noise of the measured seconds could make it faster.
+        study: the measurements.
+        recipe: what is run.
+        best: what it is compared with.
+        baseline: of the search.
+        seen: evaluations of the other presets on the first seed; those of this one are added. A preset that changes
+            nothing in a run of this length is no gain, because only the noise of the measured seconds could make it
+            faster.
     """
     runs, best_seconds = [], best.to_target("seconds", 1)
     time_limit = best_seconds and round(best_seconds / NEARLY_AS_FAST, 2)
@@ -341,7 +346,7 @@ def _run_seeds(study: Study, recipe: Recipe, best: Outcome, baseline: Baseline, 
 
 
 def _require_speed(study: Study, best: Recipe, recipe: Recipe, outcome: Outcome) -> Outcome:
-    """The outcome of a recipe that needs as many samples as the best so far: kept only if its steps are surely faster."""
+    """The outcome of a recipe that needs as many samples as the best: kept only if its steps are surely faster."""
     speed = study.compare_speed(best, recipe)
     if speed.get("verdict") == FASTER:
         return outcome

@@ -103,10 +103,10 @@ class Study:
     source_hashes: dict[str, str] = field(default_factory=dict)
     charged: set[str] = field(default_factory=set)
     complete: dict[tuple[str, int], dict] = field(default_factory=dict)
-    trials: list[dict] = field(default_factory=list)
+    trials: list[Any] = field(default_factory=list)
 
     def run(self, recipe: Recipe, seed: int, time_limit: float | None = None) -> dict:
-        """A whole run, see ``Trial.run``, with ``seconds_to_target``, ``samples_to_target`` and ``first_samples``; or ``failed``."""
+        """A whole run: the result of ``Trial.run`` and of ``_time_to_target``, or ``failed``."""
         outcome = self.complete.get((str(recipe), seed))
         if outcome is None:
             limits = {} if time_limit is None else {"target": self.target, "time_limit": time_limit}
@@ -136,7 +136,8 @@ class Study:
         """Which of two recipes trains the same samples faster.
 
         Args:
-            a, b: the recipes.
+            a: a recipe.
+            b: a recipe; a ratio above 1 means that it is faster.
             looks: pairs of blocks after which the comparison may stop.
             seconds: budget.
             salt: makes a new trial of a comparison that is in the store.
@@ -165,7 +166,7 @@ class Study:
         return outcome
 
     def check_exactness(self, base: Recipe, candidate: Recipe, exactness: Exactness) -> dict:
-        """``{"passed", "why"}``: does the candidate keep the promise of its exactness class on this task? Or ``failed``."""
+        """Checks the promise of an exactness class on this task: ``{"passed", "why"}``, or ``failed``."""
         what = {"base": base.methods, "candidate": candidate.methods, "exactness": exactness.name}
         arguments = {"base": base.methods, "exactness": exactness.name, "seconds": CHECK_SECONDS}
 

@@ -1,7 +1,7 @@
 """The trial store: every finished trial is written to a file at once, so that no search measures anything twice.
 
-One JSON line per trial, with a key made of everything that its outcome depends on. A search that was killed and is started
-again makes the same decisions, and finds the outcomes here.
+One JSON line per trial, with a key made of everything that its outcome depends on. A search that was killed and is
+started again makes the same decisions, and finds the outcomes here.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class TrialStore:
             kind: of the trial.
             what: the rest of the key, as plain data.
             measure: returns the outcome, with ``failed`` if the trial failed.
-            failure_lasts: whether a failure would happen again. False for the task's own failures, which the user may fix.
+            failure_lasts: whether a failure would happen again. False for the task's own failures, which the user may
+                fix.
 
         Raises:
             RunError: the file cannot be written.

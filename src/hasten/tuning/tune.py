@@ -74,15 +74,16 @@ def tune(
 
     Args:
         task: a workload's name, ``file.py:function`` or a Task with validation data.
-        budget: seconds of the search, or a text such as "10m". The default is a small multiple of one run of the task; a
-            ProgressWarning states it before the search starts.
+        budget: seconds of the search, or a text such as "10m". The default is a small multiple of one run of the task;
+            a ProgressWarning states it before the search starts.
         margin: how much worse the metric may be, in its own unit; by default 0.5 % of the baseline's.
         methods: the only methods to try, as ``--with`` text; None: all.
         extra: methods to try besides, as ``./file.py:Class[:key=value]``.
         out: folder of the search, ``runs/tune-TASK`` by default; a search that was stopped there continues.
-        runs: trainings that the user expects to do with the result; decides whether the report says that the search pays.
-        processes: number of ranks that train together. The baseline is then the task's own data-parallel training; whether
-            one process would be faster is measured, too.
+        runs: trainings that the user expects to do with the result; decides whether the report says that the search
+            pays.
+        processes: number of ranks that train together. The baseline is then the task's own data-parallel training;
+            whether one process would be faster is measured, too.
         timeout: seconds without progress after which a job of several processes counts as hanging; by default a part of
             the budget.
         device: "cpu" or "cuda"; None picks one.
@@ -148,7 +149,7 @@ def tune(
 
 
 def _set_budget(study: Study, budget: float | None, timeout: float | None) -> float:
-    """Sets the budget and the timeout of the search and announces the budget. Returns the seconds of one run of the task."""
+    """Sets the budget and the timeout of the search, and announces the budget. Returns the seconds of one run."""
     seconds = study.measure_once(
         "run_seconds",
         f"timing a few steps of {study.task}",
@@ -162,8 +163,8 @@ def _set_budget(study: Study, budget: float | None, timeout: float | None) -> fl
     warnings.warn(message, ProgressWarning, stacklevel=3)
     if total / seconds < MIN_BUDGET_RUNS:
         message = (
-            f"the budget is worth {total / seconds:.1f} runs of the task, and below {MIN_BUDGET_RUNS} little more than the "
-            f"baselines gets measured; --budget {BUDGET_RUNS * seconds:.0f}s would do"
+            f"the budget is worth {total / seconds:.1f} runs of the task, and below {MIN_BUDGET_RUNS} little more than "
+            f"the baselines gets measured; --budget {BUDGET_RUNS * seconds:.0f}s would do"
         )
         warnings.warn(message, HastenWarning, stacklevel=3)
     return seconds
@@ -201,15 +202,16 @@ def _run_baseline(study: Study, margin: float | None) -> Baseline:
             raise RunError(f"the task's own training does not run: {run['failed']}")
     metrics = [run["metric"] for run in runs]
     worst, best = (min, max) if study.higher_is_better else (max, min)
-    if study.target is None:  # what every seed reaches
-        study.target = worst(run["best_metric"] for run in runs)
+    target = study.target
+    if target is None:  # what every seed reaches
+        target = study.target = worst(run["best_metric"] for run in runs)
         runs = [study.run(Recipe(), seed) for seed in seeds]
     if all(run["seconds_to_target"] is None for run in runs):
         raise RunError(
-            f"the task's own training never held its target {study.target:g} (it ended at {best(metrics):.4g}); "
+            f"the task's own training never held its target {target:g} (it ended at {best(metrics):.4g}); "
             "lower the target or train longer"
         )
-    baseline = Baseline(seeds, runs, study.target, resolve_margin(fmean(metrics), margin), study.higher_is_better)
+    baseline = Baseline(seeds, runs, target, resolve_margin(fmean(metrics), margin), study.higher_is_better)
     ends = ", ".join(f"{metric:.4g}" for metric in metrics)
     why = f"{len(runs)} seeds end at {ends}; margin {baseline.margin:.3g}"
     study.note("baseline", "baseline", "measured", why, seconds=sum(run["trial_seconds"] for run in runs))
@@ -291,7 +293,7 @@ def _compare_with_one_process(study: Study, state: SearchState, recipe: Recipe, 
 
 
 def _find_strong_baseline(study: Study, seconds: float) -> Recipe:
-    """The fastest of what an experienced user sets by hand. Methods without effect are left out and the rest tried again."""
+    """The fastest of what an experienced user sets by hand. Methods without effect are left out."""
     best, no_effect = Recipe(), set()
     for form in strong_baselines(study.device, max(1, cores() // study.processes)):
         while True:
