@@ -10,8 +10,8 @@ from hasten.core.recipe import Recipe
 from hasten.tuning.search import (
     NO_EFFECT,
     Baseline,
-    Incumbents,
     Candidate,
+    Incumbents,
     Outcome,
     candidate,
     search_systems,

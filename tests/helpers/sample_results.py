@@ -75,7 +75,7 @@ def faster() -> dict:
         "recipe": {
             "in_memory_batches": {},
             "fused_optimizer": {},
-            "threads": {"count": 1},
+            "num_threads": {"count": 1},
             "budgeted_schedule": {"factor": 0.35},
         },
         "recipe_file": "recipe.toml",
@@ -103,11 +103,11 @@ def faster() -> dict:
             {"method": "in_memory_batches", "speedup": interval(2.6, 0.05)},
             {"method": "budgeted_schedule", "speedup": interval(1.7, 0.06)},
             {"method": "fused_optimizer", "speedup": interval(1.12, 0.03)},
-            {"method": "threads", "speedup": interval(1.04, 0.02)},
+            {"method": "num_threads", "speedup": interval(1.04, 0.02)},
         ],
         "trials": [
             trial("in_memory_batches", "systems", "kept", 2.7),
-            trial("threads:count=1", "systems", "kept", 1.06),
+            trial("num_threads:count=1", "systems", "kept", 1.06),
             trial(
                 "loader_workers:num_workers=2",
                 "systems",
@@ -181,7 +181,7 @@ def compared() -> dict:
         "kind": "compare",
         "task": "digits",
         "a": "baseline",
-        "b": "in_memory_batches + threads:count=1",
+        "b": "in_memory_batches + num_threads:count=1",
         "verdict": "faster",
         "ratio": interval(2.7, 0.03),
         "cpu_ratio": 2.6,

@@ -179,7 +179,7 @@ def test_numbers_beyond_measure_are_no_obstacle(tmp_path, value):
         ("speedup", "high"),
         ("system_noise", "spread_percent"),
         ("curves", "tuned", 0, "points", 3, "metric"),
-        ("recipe", "threads", "count"),
+        ("recipe", "num_threads", "count"),
     ]:
         try:
             assert "<h1" in page_of(tmp_path, with_value(samples.faster(), path, value))

@@ -92,13 +92,13 @@ def test_answers_say_what_matters(kind, needed):
 
 def test_what_was_tried_in_vain_is_what_ran():
     result = samples.faster()
-    for what in ("threads:count=2", "tf32"):
+    for what in ("num_threads:count=2", "tf32"):
         result["trials"].insert(0, samples.trial(what, "systems", "no effect", None, "nothing there"))
     result["trials"] += [samples.trial("compile", "systems", "failed", None, "it raised")]
     text = words_of(printed(terminal.tune_answer(result)))
     vain = text[text.index("tried in vain") :]
     ran = ["cache_dataset", "znorm", "loader_workers", "bfloat16", "batch_size", "compile"]
-    places = [vain.index(each) for each in (*ran, "nothing to act on: tf32, threads:count=2", "and 1 more")]
+    places = [vain.index(each) for each in (*ran, "nothing to act on: tf32, num_threads:count=2", "and 1 more")]
     assert places == sorted(places) and "nothing there" not in vain
     assert "channels_last" not in vain, "what was never tried is only counted"
 

@@ -9,9 +9,9 @@ import pytest
 
 from hasten.core.recipe import Recipe
 from hasten.tuning.confirm import (
+    EXACT_PAIRS,
     FIRST_FURTHER_SEED,
     MAX_FINALISTS,
-    EXACT_PAIRS,
     _finalists,
     confirm,
     fresh_seeds,

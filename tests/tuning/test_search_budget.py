@@ -15,7 +15,7 @@ from hasten.tuning.result import SearchState
 from hasten.tuning.search import Incumbents
 from hasten.tuning.study import Budget, OutOfBudgetError, Study
 from hasten.tuning.trial_store import TrialStore
-from hasten.tuning.tune import RESERVED_RUNS, _find_strong_baseline, _confirm, _measure_baseline, _search
+from hasten.tuning.tune import RESERVED_RUNS, _confirm, _find_strong_baseline, _measure_baseline, _search
 from helpers.planted_study import CLIPPING, TARGET, THREADS, TRIAL, Planted, baseline_of, clipping, threads
 
 

@@ -91,7 +91,7 @@ def _refuse_what_does_not_fit(command: list[str], options) -> None:
     _refuse_what_divides_not(methods, options.processes, *options.nodes)
     from hasten.launch.launcher import preflight_check
 
-    preflight_check(given.task, options.processes, methods, machines=options.nodes[0])
+    preflight_check(given.task, options.processes, methods, nnodes=options.nodes[0])
 
 
 def _refuse_what_divides_not(methods, processes: int, fewest: int, most: int) -> None:

@@ -83,7 +83,7 @@ def main(words: list[str] | None = None) -> int:
         ending = RankResult(answer.deferred() if answer.deferred else answer.code)
     except BaseException as error:  # a task's own code may raise anything
         ending, interrupted = _ending(error), isinstance(error, KeyboardInterrupt)
-    code, line = ending.code, ending.line
+    code, line = ending.code, ending.message
     if (
         in_job() and line is None
     ):  # a "no" is no failure of the job, and must not make anybody end the other ranks or start them again
@@ -94,7 +94,7 @@ def main(words: list[str] | None = None) -> int:
     if own_process:  # Ctrl-C once more would end us by the signal while torch clears up, under any handler but this one
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-    if line is not None and not (mute and ending.aftermath):
+    if line is not None and not (mute and ending.is_peer_failure):
         _say(line)
         if as_json and not mute:
             print(strict_json({"error": line}))
@@ -188,7 +188,7 @@ def _ending(error: BaseException) -> RankResult:
     return RankResult(
         code,
         line,
-        aftermath=isinstance(error, (PeerFailure, KeyboardInterrupt)),  # who started a rank may end it
+        is_peer_failure=isinstance(error, (PeerFailure, KeyboardInterrupt)),  # who started a rank may end it
         stopped=isinstance(error, RunInterrupted),
         waited=error.seconds if isinstance(error, CollectiveTimeout) else 0.0,
     )

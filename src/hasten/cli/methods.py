@@ -144,7 +144,7 @@ def _records(name: str) -> list[dict]:
 
 
 def _members(recipe: str) -> list[str]:
-    """The names in ``threads:count=2 + ema``."""
+    """The names in ``num_threads:count=2 + ema``."""
     return [member.partition(":")[0] for member in recipe.split(" + ")]
 
 

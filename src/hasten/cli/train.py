@@ -59,7 +59,7 @@ def run(options, watch) -> CommandResult:
         )  # a wrong word need not wait until all ranks have started
         preflight_check(options.task, options.processes, methods)
         return CommandResult(
-            None, deferred=partial(launch, options.words, options.processes, restarts=options.restarts)
+            None, deferred=partial(launch, options.words, options.processes, max_restarts=options.restarts)
         )
     from hasten.engine.train import train
 

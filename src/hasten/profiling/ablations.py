@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from hasten.core.batch import batch_size
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.data import BatchSource
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext, TrainPlan
 from hasten.core.types import Batch, StepFn
 from hasten.engine.registry import method_names
+from hasten.utils.batch import batch_size
 
 BATCH_FACTOR = 8
 LARGER_BATCH = "larger_batch"  # name of the ceiling, also in the cards

@@ -9,7 +9,6 @@ from typing import Any
 
 from hasten.benchmarking.ratio import Ratio
 from hasten.core.card import PHASES
-from hasten.core.durations import parse_budget
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.core.recipe import Recipe
 from hasten.engine.composition import check_conflicts, sort_methods
@@ -21,6 +20,7 @@ from hasten.profiling.ceilings import measure_allocator_ceiling
 from hasten.profiling.step_profile import StepProfile, profile_steps
 from hasten.profiling.verdict import possible_gains, verdict_of
 from hasten.reporting.result_schema import DiagnoseResult, Interval
+from hasten.utils.durations import parse_budget
 
 PROFILE_SHARE = 0.6  # of the budget, for the step profile; the allocator's ceiling gets what remains
 INPUT_SHARE = 0.1  # of the budget, for the throughput of the input pipeline

@@ -28,11 +28,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hasten._torch_compat import ddp_bucket_sizes
 from hasten.benchmarking.arm import Arm
-from hasten.benchmarking.compare import RHYTHM_BUDGETS, block_steps, refuse_unfair_blocks
+from hasten.benchmarking.compare import SYNC_PERIOD_BUDGETS, block_steps, check_blocks_are_fair
 from hasten.benchmarking.ratio import ERROR, Ratio, ratio_of, spread
 from hasten.benchmarking.system_noise import SystemNoise
 from hasten.core.card import Card
-from hasten.core.durations import parse_budget
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.process_group_info import DEFAULT_TIMEOUT_S, SINGLE_PROCESS, ProcessGroupInfo
 from hasten.core.progress import ProgressCallback, no_progress
@@ -48,7 +47,7 @@ from hasten.engine.registry import DISTRIBUTED, drop_distributed, make_methods, 
 from hasten.engine.resources import single_process_threads
 from hasten.engine.tasks import TaskRef
 from hasten.engine.train import device_of, identity_of
-from hasten.launch.comm_benchmark import measure_link, neighbor_latency, seconds_of
+from hasten.launch.comm_benchmark import communication_device, neighbor_latency, seconds_per_call
 from hasten.profiling.ablations import ReplayedBatch, disabled_phases, import_path
 from hasten.profiling.advise import advise
 from hasten.profiling.communication import communication_cost, verdict_of
@@ -57,6 +56,7 @@ from hasten.profiling.gradient_compression import HALF_PRECISION_SAVING, cast_sp
 from hasten.profiling.phase_timer import TimePhases
 from hasten.profiling.stragglers import find_straggler, rank_phase_times, skew_of, slowest_rank_shares
 from hasten.reporting.result_schema import Advice, NotAdvised
+from hasten.utils.durations import parse_budget
 
 EXCHANGE, BARRIER, INPUT = "exchange", "barrier", "input"
 BLOCK_KINDS = {"plain": (), "barrier": (EXCHANGE, BARRIER), "no_exchange": (EXCHANGE,), "no_input": (INPUT,)}
@@ -127,11 +127,11 @@ def _profile(probe: RankProbe, ranks: ProcessGroupInfo, budget: float, watch: Pr
     plan = probe.build()
     plan |= {"step": ranks.all_reduce_max([plan["step"]])[0]}
     count = block_steps(plan)
-    refuse_unfair_blocks(probe.plain_recipe, plan, count, RHYTHM_BUDGETS * budget, MIN_ROUNDS * len(probe.kinds))
+    check_blocks_are_fair(probe.plain_recipe, plan, count, SYNC_PERIOD_BUDGETS * budget, MIN_ROUNDS * len(probe.kinds))
     single, no_speedup = _build_single_process(probe, ranks)
     blocks, exchanges = _run_rounds(probe, single, count, ranks, began + budget, watch)
     rank_blocks = [json.loads(content) for content in ranks.all_gather(json.dumps(blocks).encode())]
-    links = neighbor_latency(LINK_BYTES, ranks, measure_link(ranks))
+    links = neighbor_latency(LINK_BYTES, ranks, communication_device(ranks))
 
     times = {kind: _slowest(rank_blocks, kind, "seconds_per_sample") for kind in probe.kinds}
     step = median(_slowest(rank_blocks, "plain", "seconds_per_step"))
@@ -302,7 +302,7 @@ def _run_rounds(
         for kind in list(probe.kinds)[:: 1 if index % 2 else -1]:
             blocks[kind].append(probe.block(count, probe.kinds[kind]))
         if exchange:
-            exchanges.append(seconds_of(exchange, EXCHANGES, ranks, probe.program.run.device))
+            exchanges.append(seconds_per_call(exchange, EXCHANGES, ranks, probe.program.run.device))
         if single:  # the other ranks wait for rank 0
             with _single_process_threads():
                 block = single.train(max(1, count // ranks.world_size))

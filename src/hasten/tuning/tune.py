@@ -17,7 +17,6 @@ from typing import Any
 from hasten.benchmarking.arm import estimate
 from hasten.benchmarking.fork_server import mark_warnings_shown, reset_shown_warnings
 from hasten.benchmarking.ratio import SLOWER, Ratio
-from hasten.core.durations import parse_budget
 from hasten.core.errors import ConfigurationError, HastenWarning, ProgressWarning, RunError
 from hasten.core.process_group_info import DEFAULT_TIMEOUT_S
 from hasten.core.progress import ProgressCallback, no_progress
@@ -39,6 +38,7 @@ from hasten.tuning.result import SearchState, machine_and_versions, result_of, w
 from hasten.tuning.search import NO_EFFECT, Baseline, run_speedup, search_systems, search_training
 from hasten.tuning.study import PROFILE_SECONDS, Budget, OutOfBudgetError, Study
 from hasten.tuning.trial_store import TrialStore
+from hasten.utils.durations import parse_budget
 
 BASELINE_SEEDS = 3
 BUDGET_RUNS = 18  # runs of the task as it is that the default budget is worth

@@ -15,9 +15,9 @@ from helpers.storages import ROWS, damage, everything, numbers, pictures, writte
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
-    for name in ("conversion.GAIN_SECONDS", "conversion.ESTIMATE_SECONDS", "stages.COPY_SECONDS", "stages.ENOUGH"):
+    for name in ("conversion.GAIN_SECONDS", "conversion.ESTIMATE_SECONDS", "stage_throughput.COPY_SECONDS", "stage_throughput.ENOUGH_S"):
         monkeypatch.setattr(f"hasten.datatools.{name}", 0.02)  # how fast it is read is measured for a moment only
-    for name in ("TURNS", "LEAST"):
+    for name in ("MAX_TURNS", "MIN_TURNS"):
         monkeypatch.setattr(f"hasten.datatools.advice.{name}", 2)
 
 

@@ -21,10 +21,10 @@ from helpers.storages import ROWS, everything, numbers, pictures, table, written
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
     for name, value in {
-        "stages.COPY_SECONDS": 0.02,
-        "stages.ENOUGH": 0.02,
-        "advice.TURNS": 2,
-        "advice.LEAST": 2,
+        "stage_throughput.COPY_SECONDS": 0.02,
+        "stage_throughput.ENOUGH_S": 0.02,
+        "advice.MAX_TURNS": 2,
+        "advice.MIN_TURNS": 2,
     }.items():
         monkeypatch.setattr(f"hasten.datatools.{name}", value)  # how fast it is read is measured for a moment only
 
