@@ -184,12 +184,12 @@ class RankProbe(Arm):
         timed_ranks = dataclasses.replace(ranks, all_reduce_max=self._add_wait(ranks.all_reduce_max))
         super().__init__(task, methods, device, seed, timed_ranks)
 
-    def program_of(self, task: Task) -> Program:
+    def _program(self, task: Task) -> Program:
         """The program with switchable exchange and input.
 
         The input is wrapped outermost, so that the communication of the ranks about their batches is disabled with it.
         """
-        program = super().program_of(task)
+        program = super()._program(task)
         model = program.run.model
         self.ddp_model = model if isinstance(model, DistributedDataParallel) else None
         train = ReplayedBatch().data(program.train, program.run)
@@ -219,7 +219,9 @@ class RankProbe(Arm):
         self.wait_seconds, self.waited = [], 0.0
         disabled.update(phases)
         timer.start()
+        before_cpu = time.process_time()
         block = self.train(count)
+        cpu = time.process_time() - before_cpu  # of this rank; the usage in block is summed over all ranks
         seconds = timer.stop()
         disabled.clear()
         with torch.no_grad():
@@ -230,7 +232,7 @@ class RankProbe(Arm):
         return {
             "seconds_per_sample": block["seconds"] / block["samples"],
             "seconds_per_step": block["seconds"] / count,
-            "cpu": block["cpu"] / count,
+            "cpu": cpu / count,
             "switches": block["switches"],
             "phases": {phase: value / count for phase, value in seconds.items()},
             "wait_seconds": self.wait_seconds,
@@ -255,9 +257,6 @@ class RankProbe(Arm):
                     work.wait()
 
         return call
-
-    def _sum_over_ranks(self, used: dict[str, float]) -> dict[str, float]:
-        return used  # every rank is measured by itself
 
     def _meet(self) -> None:
         pass  # the waits between ranks are what is measured

@@ -93,7 +93,7 @@ def result_of(study: Study, state: SearchState, *, metric: str, offered: Recipe)
     quality: Any = {"baseline": baseline.metric, "tuned": None, "margin": baseline.margin, "passed": False}
     if confirmation:
         quality = confirmation.gate.to_json()
-    return {
+    result: Any = {
         "kind": "tune",
         "task": str(study.task),
         "processes": study.processes,
@@ -124,6 +124,7 @@ def result_of(study: Study, state: SearchState, *, metric: str, offered: Recipe)
         "remembered_trials": study.store.reused,
         "seed": study.seed,
     }
+    return result
 
 
 def _interval(ratio: Ratio | None) -> Any:
