@@ -64,7 +64,7 @@ def test_steps_that_no_few_blocks_show_are_told():
 
     for recipe, says in (
         ("local_sgd:warmup_steps=20", "the first 20 steps of"),
-        ("local_sgd:period=40000", "repeats itself every 40000 steps"),
+        ("local_sgd:period=40000", "synchronizes every 40000 steps"),
     ):
         for told in of(recipe):
             assert isinstance(told, RunError) and says in str(told), told
@@ -246,7 +246,7 @@ def test_a_pipeline_is_looked_at_too():
 
 
 def test_one_process_has_nobody_to_wait_for():
-    with pytest.raises(ConfigurationError, match="one process has no other to wait for"):
+    with pytest.raises(ConfigurationError, match="a single process has no other ranks to profile"):
         diagnose_ranks(rank_tasks.samples, device="cpu")
 
 

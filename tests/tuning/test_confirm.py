@@ -1,4 +1,4 @@
-"""The confirmation: who is run on which seeds, and who wins. Outcomes of runs are planted; what is tested is what is made of them."""
+"""The confirmation: which recipe is run on which seeds, and which wins. Outcomes of runs are planted."""
 
 import math
 import random
@@ -302,7 +302,7 @@ def test_where_the_stopwatch_is_far_from_the_blocks_it_counts_however_it_spreads
 
 
 def coverage(share: float, told: int) -> float:
-    """How often the interval holds the truth about a recipe that is at the target one look late on this share of the seeds."""
+    """How often the interval holds the truth if the target is reached one evaluation late on this share of seeds."""
     pace = {
         "ratio": {"median": 1.0, "low": 1.0, "high": 1.0},
         "seconds_per_1000_samples": {"a": 1.0},

@@ -1,4 +1,4 @@
-"""What is held against what: runs of the same seeds, by seconds and by samples, and what becomes of each. Outcomes are planted."""
+"""How runs of the same seeds are compared, by seconds and by samples, and judged. Outcomes are planted."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The rules of the search: when the settings of a method end, and what becomes a rung. What the instruments tell is planted."""
+"""The rules of the search: when a method is given up, and what becomes an incumbent. Measurements are planted."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a search may cost: its budget, its reserve, the runs that are compared with, and trials that are paid for once."""
+"""The cost of a search: its budget and reserve, the runs it compares with, and trials that are charged once."""
 
 import time
 
@@ -174,7 +174,7 @@ def test_a_run_that_came_to_its_end_is_known_whoever_asks_and_one_given_up_is_no
 
 
 def test_where_ranks_talk_for_long_talking_less_is_tried_first():
-    """It makes every later trial shorter; where they hardly talk, it waits until what leaves the numbers alone was tried."""
+    """It makes every later trial shorter. With little communication, exact methods are tried first."""
     for bound, first in ((3.0, ["local_sgd", "powersgd"]), (1.2, [])):
         advice = [{"method": name, "bound": bound} for name in ("ddp", "powersgd", "budgeted_schedule", "local_sgd")]
         found = candidates_for({"advice": advice}, MethodSelection(None, Recipe()))

@@ -1,4 +1,4 @@
-"""The tuner on a small real task: a gain found and proven, harm refused, a killed search taken up, budgets kept."""
+"""The tuner on a small real task: a gain is proven, harm refused, a killed search continues, budgets hold."""
 
 import json
 import time
@@ -41,7 +41,7 @@ import torch
 from hasten import Method, Card, Exactness
 
 class Slow(Method):
-    card = Card(summary="divides the learning rate by 30", exactness=Exactness.EQUIVALENT_MATH, accelerates={"backward"})
+    card = Card(summary="lr / 30", exactness=Exactness.EQUIVALENT_MATH, accelerates={"backward"})
 
     def optimizer(self, make, run):
         def slowed(model):
@@ -165,7 +165,8 @@ def test_without_validation_data_nobody_can_judge(tmp_path):
 @pytest.mark.slow
 def test_a_target_that_is_never_reached_is_told_and_a_notice_of_the_task_once_a_search(tmp_path, short):
     """Also in a search that goes on and finds every trial remembered."""
-    noticing = 'def points():\n    import warnings\n    warnings.warn("a column is rounded", hasten.core.errors.HastenWarning, stacklevel=1)'
+    warn = 'warnings.warn("a column is rounded", hasten.core.errors.HastenWarning, stacklevel=1)'
+    noticing = f"def points():\n    import warnings\n    {warn}"
     source = TASK.replace("target=0.9", "target=0.9999").replace("def points():", noticing)
     (tmp_path / "points.py").write_text("import hasten.core.errors\n" + source)
     measured = []
