@@ -179,7 +179,7 @@ def examples(folder):
     return tfrecord(folder, target="y")
 
 
-@pytest.mark.parametrize(("make", "fetch"), [(image_folder, "_content"), (tar_shards, "raw"), (examples, "raw")])
+@pytest.mark.parametrize(("make", "fetch"), [(image_folder, "_read_file"), (tar_shards, "raw"), (examples, "raw")])
 def test_input_whose_source_fetches_slowly_separates_read_from_decode(make, fetch, tmp_path, monkeypatch):
     data = make(tmp_path / "in").batch(4).map(as_features)
     fetched = getattr(type(data.source), fetch)
