@@ -30,8 +30,8 @@ from hasten.benchmarking.fork_server import Worker
 from hasten.engine.environment import cores
 from hasten.engine.registry import method_names
 from hasten.engine.tasks import TaskRef
-from hasten.profiling.ablations import outside_name
-from hasten.profiling.phase_timer import Timeline
+from hasten.profiling.ablations import import_path
+from hasten.profiling.phase_timer import TimePhases
 from hasten.profiling.probe import Probe
 from hasten.utils.batch import batch_size, batch_tensors
 
@@ -72,7 +72,7 @@ class Waiting(Probe):
 
     def wait_fraction(self, steps: int) -> dict:
         """Seconds of a block of steps, and those of them that were spent waiting for batches."""
-        block = self.anatomy(steps)
+        block = self.timed_block(steps)
         return {"seconds": block["seconds"], "waited": block["phases"]["input"], "steps": steps}
 
     def reading(self, seconds: float) -> dict:
@@ -118,7 +118,7 @@ def arms_of(
     arms, plans, missing, task, known = {}, {}, {}, task_of(workload).to_json(), method_names()
     for name in (TEXTBOOK, *(each for each in METHODS if each in known)):
         tell(f"{workload}: {name}")
-        recipe = Recipe({} if name == TEXTBOOK else {name: {}}).with_method(outside_name(Timeline))
+        recipe = Recipe({} if name == TEXTBOOK else {name: {}}).with_method(import_path(TimePhases))
         worker = stack.enter_context(
             Worker("data_wait:Waiting", task=task, methods=recipe.methods, device="cpu", seed=0)
         )

@@ -117,7 +117,7 @@ def test_a_budget_may_be_a_text(monkeypatch):
         raise RunError(f"{budget} seconds")
 
     monkeypatch.setattr("hasten.benchmarking.compare.run_interleaved", told)
-    monkeypatch.setattr("hasten.profiling.diagnose.examine", told)
+    monkeypatch.setattr("hasten.profiling.diagnose.profile_steps", told)
     with pytest.raises(RunError, match=r"^90\.0 seconds"):
         hasten.compare(sleepy(), budget="1.5m")
     with pytest.raises(RunError, match=r"^36\.0 seconds"):

@@ -16,7 +16,7 @@ from hasten.cli.main import main
 from hasten.core.card import PHASES
 from hasten.reporting.result_schema import MAX_TEXT, SCHEMAS
 from hasten.tuning import study, tune
-from hasten.tuning.tune import BASELINE_SEEDS, RUNS_IN_A_BUDGET, SMALLEST_BUDGET
+from hasten.tuning.tune import BASELINE_SEEDS, BUDGET_RUNS, MIN_BUDGET_S
 from helpers.process import program
 
 PRINTED = "a task file that prints"
@@ -127,7 +127,7 @@ def test_diagnose(here, capfd):
     assert isinstance(told["verdict"], str) and told["verdict"]
     assert told["phases"].keys() <= PHASES.keys() and sum(told["phases"].values()) == pytest.approx(1.0)
     assert all(0 <= share <= 1 for share in told["phases"].values())
-    assert told["headroom"] and all(ratio > 0 for ratio in told["headroom"].values())
+    assert told["ceilings"] and all(ratio["median"] > 0 for ratio in told["ceilings"].values())
     assert told["advice"], "samples made one by one: whole batches at least are worth a trial"
     for advice in told["advice"]:
         assert advice.keys() >= {"method", "bound", "why"} and advice["why"]
@@ -179,7 +179,7 @@ def test_the_budget_stands_in_the_result_whoever_set_it(search, here, capfd):
     assert search.told["budget_seconds"] == search.seconds
     shutil.copytree(search.told["out"], again := f"{search.method}-again")
     code, told = asked_quietly(capfd, "tune", "blobs.py:task", "--methods", search.method, "--out", again)
-    assert told["budget_seconds"] == pytest.approx(max(SMALLEST_BUDGET, RUNS_IN_A_BUDGET * told["textbook_seconds"]))
+    assert told["budget_seconds"] == pytest.approx(max(MIN_BUDGET_S, BUDGET_RUNS * told["baseline_seconds"]))
     assert told["budget_seconds"] > search.seconds and told["remembered_trials"] > BASELINE_SEEDS
     assert code == (0 if told["verdict"] == "faster" else 1)
 

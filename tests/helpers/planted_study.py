@@ -3,12 +3,14 @@
 import random
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import Any
 
 from hasten.benchmarking.ratio import Ratio, verdict_of
 from hasten.core.recipe import Recipe
 from hasten.tuning.search import (
-    NOTHING_TO_DO,
+    NO_EFFECT,
     Baseline,
+    Candidate,
     Incumbents,
     Outcome,
     candidate,
@@ -42,7 +44,7 @@ class Planted:
     start: dict[str, float] = field(default_factory=dict)  # seconds
     restless: bool = False  # short comparisons settle nothing
     refuted: tuple[str, ...] = ()
-    idle: tuple[str, ...] = ()
+    without_effect: tuple[str, ...] = ()
     spread: float = 0.0005  # of the metric, over recipes and seeds
     budget: Budget = field(default_factory=lambda: Budget(1e6))
     task: str = "planted"
@@ -54,8 +56,8 @@ class Planted:
     asked: list[tuple[str, str]] = field(default_factory=list)
     trials: list[dict] = field(default_factory=list)
 
-    def run(self, recipe: Recipe, seed: int, give_up_after: float | None = None) -> dict:
-        self._pay("run", f"{recipe}, seed {seed}, give up after {give_up_after}")
+    def run(self, recipe: Recipe, seed: int, time_limit: float | None = None) -> dict:
+        self._pay("run", f"{recipe}, seed {seed}, give up after {time_limit}")
         metric = (
             METRIC
             + random.Random(f"{recipe} {seed}").gauss(0, self.spread)
@@ -63,22 +65,16 @@ class Planted:
         )
         samples = round(SAMPLES * self._of(self.samples, recipe))
         seconds = samples / 1000 / self._of(self.faster, recipe) / self._of(self.luck, recipe)
-        late = give_up_after is not None and seconds > give_up_after
+        late = time_limit is not None and seconds > time_limit
         looks = [{"samples": n * samples // 20, "seconds": n * seconds / 20, "metric": metric} for n in range(1, 41)]
         there = {"seconds_to_target": seconds, "samples_to_target": samples, "first_samples": samples}
-        told = {
-            "metric": metric,
-            "best_metric": metric,
-            "samples": 2 * samples,
-            "gave_up": late,
-            "trial_seconds": TRIAL,
-        }
+        told = {"metric": metric, "best_metric": metric, "samples": 2 * samples, "pruned": late, "trial_seconds": TRIAL}
         return told | {"evaluations": looks} | (dict.fromkeys(there) if late else there)
 
-    def pace(self, a: Recipe, b: Recipe, *, salt: str = "", **_) -> dict:
-        self._pay("pace", f"{b} against {a}{salt and f', {salt}'}")
-        if idle := set(self.idle) & set(_members(b)):
-            return {"failed": f"{idle.pop().partition(':')[0]} {NOTHING_TO_DO}: planted", "trial_seconds": TRIAL}
+    def compare_speed(self, a: Recipe, b: Recipe, *, salt: str = "", **_) -> dict:
+        self._pay("speed", f"{b} against {a}{salt and f', {salt}'}")
+        if without_effect := set(self.without_effect) & set(_members(b)):
+            return {"failed": f"{without_effect.pop().partition(':')[0]} {NO_EFFECT}: planted", "trial_seconds": TRIAL}
         median = self._of(self.faster, b) / self._of(self.faster, a)
         ratio = (
             Ratio(median, 0.8 * median, 1.25 * median)
@@ -97,16 +93,16 @@ class Planted:
             "trial_seconds": TRIAL,
         }
 
-    def proof(self, base: Recipe, recipe: Recipe, exactness) -> dict:
-        self._pay("proof", f"{recipe} against {base}")
+    def check_exactness(self, base: Recipe, recipe: Recipe, exactness) -> dict:
+        self._pay("exactness", f"{recipe} against {base}")
         return {"passed": not set(self.refuted) & set(_members(recipe)), "why": "planted", "trial_seconds": TRIAL}
 
-    def once(self, kind: str, words: str, measure) -> dict:
-        self._pay(kind, words)
+    def measure_once(self, kind: str, title: str, measure: Any) -> dict:
+        self._pay(kind, title)
         return {"advice": []}
 
-    def anatomy(self, recipe: Recipe) -> dict:
-        self._pay("anatomy", str(recipe))
+    def step_profile(self, recipe: Recipe) -> dict:
+        self._pay("step_profile", str(recipe))
         return {}
 
     def note(self, what: str, stage: str, verdict: str, why: str, *, ratio=None, seconds: float = 0.0) -> None:
@@ -123,7 +119,7 @@ class Planted:
 
     def _pay(self, kind: str, what: str) -> None:
         if (kind, what) not in self.asked:
-            self.budget.ask()
+            self.budget.check()
             self.asked.append((kind, what))
             self.budget.spent += TRIAL
 
@@ -137,14 +133,16 @@ def baseline_of(study: Planted) -> Baseline:
     return Baseline(seeds, [study.run(Recipe(), seed) for seed in seeds], TARGET, MARGIN, True)
 
 
-def searched_systems(study: Planted, each=THREADS) -> Incumbents:
-    search_systems(study, ladder := Incumbents(), [each], SAMPLES, 5.0)
-    return ladder
+def searched_systems(study: Planted, item: Candidate = THREADS) -> Incumbents:
+    incumbents = Incumbents()
+    search_systems(study, incumbents, [item], SAMPLES, 5.0)
+    return incumbents
 
 
-def searched_training(study: Planted, each=CLIPPING) -> Incumbents:
-    search_training(study, ladder := Incumbents(), [each], baseline_of(study))
-    return ladder
+def searched_training(study: Planted, item: Candidate = CLIPPING) -> Incumbents:
+    incumbents = Incumbents()
+    search_training(study, incumbents, [item], baseline_of(study))
+    return incumbents
 
 
 def outcome(*seconds: float | None, samples: tuple[int | None, ...] = (), metric: float = METRIC) -> Outcome:

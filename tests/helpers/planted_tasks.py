@@ -1,4 +1,4 @@
-"""Tasks with one bottleneck each, planted and of known size. Most of it is sleep, which a busy machine hardly stretches."""
+"""Tasks with one bottleneck each, planted and of known size. Mostly sleep, which a busy machine hardly changes."""
 
 import time
 

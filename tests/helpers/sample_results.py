@@ -80,12 +80,12 @@ def faster() -> dict:
         },
         "recipe_file": "recipe.toml",
         "out": "runs/tune-digits",
-        "competent_recipe": {"fused_optimizer": {}},
+        "strong_baseline_recipe": {"fused_optimizer": {}},
         "speedup": {"median": 5.12, "low": 4.63, "high": 5.71},
         "speedup_over_strong_baseline": {"median": 4.43, "low": 4.02, "high": 4.9},
-        "time_to_target": {"baseline": 8.2, "competent": 7.1, "tuned": 1.6},
+        "time_to_target": {"baseline": 8.2, "strong_baseline": 7.1, "tuned": 1.6},
         "samples_to_target": {"baseline": [24000, 25500, 23000], "tuned": [17000, 18200, 16800]},
-        "stopwatch_to_target": {"baseline": [8.4, 8.1, None], "tuned": [1.7, 1.6, 1.8]},
+        "seconds_to_target": {"baseline": [8.4, 8.1, None], "tuned": [1.7, 1.6, 1.8]},
         "quality": {
             "baseline": 0.9731,
             "tuned": 0.9752,
@@ -98,8 +98,8 @@ def faster() -> dict:
             "baseline": [curve(seed, 14.0, 0.976) for seed in (100, 101, 102)],
             "tuned": [curve(seed, 3.1, 0.978) for seed in (100, 101, 102)],
         },
-        "anatomy": {"baseline": BASELINE, "tuned": TUNED},
-        "shares": [
+        "step_profile": {"baseline": BASELINE, "tuned": TUNED},
+        "contributions": [
             {"method": "in_memory_batches", "speedup": interval(2.6, 0.05)},
             {"method": "budgeted_schedule", "speedup": interval(1.7, 0.06)},
             {"method": "fused_optimizer", "speedup": interval(1.12, 0.03)},
@@ -127,7 +127,7 @@ def faster() -> dict:
             trial("all that was kept", "composition", "won", 5.1),
             trial("all that was kept", "confirmation", "won", 5.12, "three fresh seeds, both arms from start to end"),
         ],
-        "headroom": {
+        "ceilings": {
             "input": 3.4,
             "forward": 1.04,
             "backward": 1.07,
@@ -147,7 +147,7 @@ def faster() -> dict:
         "search_seconds": 151.0,
         "budget_seconds": 170.0,
         "break_even_runs": 23.0,
-        "runs_expected": 10,
+        "expected_runs": 10,
     }
 
 
@@ -168,9 +168,9 @@ def leave_it() -> dict:
         "time_to_target": {"baseline": 8.2},
         "quality": {"baseline": 0.9731, "margin": 0.005},
         "curves": {"baseline": won["curves"]["baseline"]},
-        "anatomy": {"baseline": BASELINE | {"input": 0.004, "backward": 0.4, "forward": 0.22}},
-        "headroom": {"input": 1.01, "optimizer_step": 1.07, "evaluation": 1.12, "logging": 1.0},
-        "shares": [],
+        "step_profile": {"baseline": BASELINE | {"input": 0.004, "backward": 0.4, "forward": 0.22}},
+        "ceilings": {"input": 1.01, "optimizer_step": 1.07, "evaluation": 1.12, "logging": 1.0},
+        "contributions": [],
         "trials": lost,
         "break_even_runs": None,
     }
@@ -206,7 +206,7 @@ def diagnosed() -> dict:
             "evaluation": 0.11,
             "logging": 0.01,
         },
-        "headroom": {
+        "ceilings": {
             "input": 3.4,
             "forward": 1.04,
             "backward": 1.07,

@@ -16,7 +16,7 @@ from rich.console import Console
 from hasten.benchmarking.ratio import Ratio
 from hasten.core.errors import ConfigurationError, PeerFailure, RunError
 from hasten.profiling.communication import verdict_of
-from hasten.profiling.rank_profile import diagnose_ranks
+from hasten.profiling.rank_profile import DDP_ONLY, diagnose_ranks
 from hasten.profiling.stragglers import find_straggler, rank_phase_times
 from hasten.reporting.terminal_ranks import ranks_answer
 from helpers import HELPERS, rank_tasks, waiting_tasks
@@ -64,7 +64,7 @@ def test_steps_that_no_few_blocks_show_are_told():
 
     for recipe, says in (
         ("local_sgd:warmup_steps=20", "the first 20 steps of"),
-        ("local_sgd:period=40000", "repeats itself every 40000 steps"),
+        ("local_sgd:period=40000", "synchronizes every 40000 steps"),
     ):
         for told in of(recipe):
             assert isinstance(told, RunError) and says in str(told), told
@@ -86,8 +86,8 @@ def test_who_is_waited_for_and_why(task, cause, works):
     assert straggler["rank"] == 1 and straggler["cause"] == cause, straggler
     assert 0.7 * LATE < straggler["seconds"] < 10 * LATE, "a busy machine stretches work"
     first, second = found["ranks"]
-    assert first["waits"] > 0.7 * LATE > 3 * second["waits"] and second["last"] > 0.8
-    assert (second["own_cpu"] - first["own_cpu"] > 0.7 * LATE) == works
+    assert first["wait_seconds"] > 0.7 * LATE > 3 * second["wait_seconds"] and second["last_fraction"] > 0.8
+    assert (second["cpu_seconds"] - first["cpu_seconds"] > 0.7 * LATE) == works
     phases = {"data": "input", "compute": "forward"}
     assert found["skew"][phases[cause]] > 0.7 * LATE
     assert found["verdict"].startswith("Rank 1 makes the others wait")
@@ -129,7 +129,7 @@ def test_ranks_that_cannot_train_without_talking():
         and found["straggler"] is None
         and found["communication"]["exposed"] is None
     )
-    assert found["not_measured"]["exchange"] == "the ranks do not train by ddp, and cannot train without talking"
+    assert found["not_measured"]["exchange"] == DDP_ONLY
     assert all(row["phases"]["forward"] > 0 for row in found["ranks"]) and found["speedup"]["median"] > 0
     Console(file=StringIO()).print(ranks_answer(found))
 
@@ -138,25 +138,25 @@ def blocks(*waits: list[float], forward: tuple[float, ...] = (), cpu: tuple[floa
     """What ranks tell that wait so long in each step of a block."""
     usual = dict.fromkeys(("input", "copy", "forward", "backward", "grad_transform", "optimizer_step"), 0.01)
     own = [
-        {"waits": each, "phases": usual | {"forward": longer}, "cpu": busy}
+        {"wait_seconds": each, "phases": usual | {"forward": longer}, "cpu": busy}
         for each, longer, busy in zip_longest(waits, forward, cpu, fillvalue=0.01)
     ]
-    return [{"own": [each], "whole": [each]} for each in own]
+    return [{"barrier": [each], "plain": [each]} for each in own]
 
 
 def test_one_step_each_is_no_straggler():
     """Each comes late by turns: both wait, and nobody is to blame."""
     told = blocks([0.0, 0.02, 0.0, 0.02], [0.02, 0.0, 0.02, 0.0])
     rows = rank_phase_times(told)
-    assert [row["waits"] for row in rows] == [0.01, 0.01] and [row["last"] for row in rows] == [0.5, 0.5]
+    assert [row["wait_seconds"] for row in rows] == [0.01, 0.01] and [row["last_fraction"] for row in rows] == [0.5, 0.5]
     assert find_straggler(rows, told, 0.05, [1e-3, 1e-3], 0.0) is None
 
 
 @pytest.mark.parametrize(
     ("cpu", "says"),
     [
-        ((0.02, 0.04), "as much more of the processor: it has more to compute"),
-        ((0.02, 0.02), "but not of the processor: the model waits"),
+        ((0.02, 0.04), "as much more CPU time: it has more to compute"),
+        ((0.02, 0.02), "without more CPU time: the model waits"),
     ],
 )
 def test_more_to_compute_or_kept_from_computing(cpu, says):
@@ -203,7 +203,7 @@ LATE_RANK = {"share": 0.4, "sentence": "rank 1 is late"}
             Ratio(1.2, 1.1, 1.3),
             Ratio(3.0, 2.9, 3.1),
             0.0,
-            "Waiting for the next batch holds all ranks up; if batches came for free",
+            "All ranks wait for their next batch; if batches came for free",
         ),
         (
             None,
@@ -217,7 +217,7 @@ LATE_RANK = {"share": 0.4, "sentence": "rank 1 is late"}
             Ratio(1.0, 0.9, 1.1),
             Ratio(1.0, 0.9, 1.1),
             0.03,
-            "The ranks wait for each other, now for one and now for another, 30.0 ms a step (30%)",
+            "The ranks wait for each other, 30.0 ms a step (30%), each time for another rank",
         ),
         (LATE_RANK, Ratio(2.0, 1.9, 2.1), Ratio(1.0, 0.9, 1.1), 0.03, "Rank 1 is late."),
         (LATE_RANK, Ratio(9.0, 8.9, 9.1), Ratio(1.0, 0.9, 1.1), 0.03, "Averaging the gradients"),
@@ -225,7 +225,7 @@ LATE_RANK = {"share": 0.4, "sentence": "rank 1 is late"}
 )
 def test_the_largest_cause_is_named(straggler, exchange, replayed, waits, says):
     assert verdict_of(
-        straggler, {"exchange": exchange, "input": replayed}, TALK, [ROW | {"waits": waits}], 0.1
+        straggler, {"exchange": exchange, "input": replayed}, TALK, [ROW | {"wait_seconds": waits}], 0.1
     ).startswith(says)
 
 
@@ -246,7 +246,7 @@ def test_a_pipeline_is_looked_at_too():
 
 
 def test_one_process_has_nobody_to_wait_for():
-    with pytest.raises(ConfigurationError, match="one process has no other to wait for"):
+    with pytest.raises(ConfigurationError, match="a single process has no other ranks to profile"):
         diagnose_ranks(rank_tasks.samples, device="cpu")
 
 

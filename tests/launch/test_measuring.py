@@ -18,11 +18,11 @@ from hasten.profiling.step_profile import profile_steps
 from hasten.tuning import study, tune
 from hasten.tuning.confirm import Confirmation
 from hasten.tuning.gate import NonInferiorityResult
-from hasten.tuning.result import Found, _why_alone
+from hasten.tuning.result import SearchState, _why
 from hasten.tuning.search import Incumbents, candidate, search_systems
 from hasten.tuning.study import Budget, Study
 from hasten.tuning.trial_store import TrialStore
-from hasten.tuning.tune import _one_process
+from hasten.tuning.tune import _compare_with_one_process
 from helpers import HELPERS, rank_methods, rank_tasks
 
 TASK = f"{HELPERS / 'rank_tasks.py'}:samples"
@@ -132,14 +132,14 @@ def test_the_command_line_says_how_many(capfd, monkeypatch):
 def test_proofs_are_run_by_the_job(tmp_path):
     of = study_of(tmp_path)
     for name in ("ddp:static_graph=true", "ddp:bucket_cap_mb=1.0", "gradient_accumulation"):
-        proof = of.proof(Recipe(), Recipe.coerce(name), hasten.Exactness.EQUIVALENT_MATH)
+        proof = of.check_exactness(Recipe(), Recipe.coerce(name), hasten.Exactness.EQUIVALENT_MATH)
         assert proof.get("passed"), proof
-    proof = of.proof(Recipe(), Recipe.coerce(method("Unlike")), hasten.Exactness.EQUIVALENT_MATH)
+    proof = of.check_exactness(Recipe(), Recipe.coerce(method("Unlike")), hasten.Exactness.EQUIVALENT_MATH)
     assert not proof["passed"] and "in float64 the weights differ by" in proof["why"]
 
 
 def test_the_gradients_of_a_job_are_held_against_each_other(tmp_path):
-    proof = study_of(tmp_path, "in_float32").proof(
+    proof = study_of(tmp_path, "in_float32").check_exactness(
         Recipe(), Recipe.coerce("bfloat16"), hasten.Exactness.REDUCED_PRECISION
     )
     assert proof.get("passed"), proof
@@ -148,33 +148,33 @@ def test_the_gradients_of_a_job_are_held_against_each_other(tmp_path):
 @pytest.mark.parametrize("name", ["pipeline", "pipeline:balance=memory"])
 def test_a_model_that_no_rank_has_whole_is_proved_too(tmp_path, name):
     of = study_of(tmp_path, "tower")
-    proof = of.proof(Recipe(), Recipe.coerce(name), hasten.Exactness.EQUIVALENT_MATH)
+    proof = of.check_exactness(Recipe(), Recipe.coerce(name), hasten.Exactness.EQUIVALENT_MATH)
     assert proof.get("passed"), proof
-    proof = of.proof(Recipe(), Recipe.coerce(f"{name} + {method('Faster')}"), hasten.Exactness.EQUIVALENT_MATH)
+    proof = of.check_exactness(Recipe(), Recipe.coerce(f"{name} + {method('Faster')}"), hasten.Exactness.EQUIVALENT_MATH)
     assert not proof["passed"] and "in float64 the weights differ by" in proof["why"]
-    proof = of.proof(Recipe(), Recipe.coerce(f"{name} + {method('Unlike')}"), hasten.Exactness.EQUIVALENT_MATH)
+    proof = of.check_exactness(Recipe(), Recipe.coerce(f"{name} + {method('Unlike')}"), hasten.Exactness.EQUIVALENT_MATH)
     assert "Unlike requires monolithic_forward, which pipeline invalidates; choose one of them" in proof["failed"]
 
 
 def test_gradients_that_no_rank_has_whole_are_held_against_whole_ones(tmp_path):
     of = study_of(tmp_path, "tower")
-    honest = of.proof(Recipe(), Recipe.coerce("pipeline"), hasten.Exactness.REDUCED_PRECISION)
+    honest = of.check_exactness(Recipe(), Recipe.coerce("pipeline"), hasten.Exactness.REDUCED_PRECISION)
     assert honest.get("passed"), honest
-    lying = of.proof(Recipe(), Recipe.coerce(f"pipeline + {method('Rounding')}"), hasten.Exactness.REDUCED_PRECISION)
+    lying = of.check_exactness(Recipe(), Recipe.coerce(f"pipeline + {method('Rounding')}"), hasten.Exactness.REDUCED_PRECISION)
     assert not lying["passed"] and "dB above its error against float64" in lying["why"]
 
 
 def test_a_search_goes_on_after_a_rank_that_hangs_and_one_that_raises(tmp_path):
     """The first by its proof, which comes first where a method is from outside; then by its pace, as if it were ours."""
-    of, ladder = study_of(tmp_path, "slow"), Incumbents()
+    of, incumbents = study_of(tmp_path, "slow"), Incumbents()
     names = [method(name) for name in ("Hanging", "Stuck", "Raising", "LighterSleep")]
-    search_systems(of, ladder, [candidate(names[0], offered=True), *map(candidate, names)], 100_000, 1.0)
+    search_systems(of, incumbents, [candidate(names[0], offered=True), *map(candidate, names)], 100_000, 1.0)
     verdicts = [(trial["what"].rpartition(":")[2], trial["verdict"]) for trial in of.trials]
     lost = [(name, "failed") for name in ("Hanging", "Hanging", "Stuck", "Raising")]
     assert verdicts == [*lost, ("LighterSleep", "kept")], of.trials
     assert [trial["why"].startswith("took longer than ") for trial in of.trials] == [True, True, True, False, False]
     assert of.trials[3]["why"].startswith("rank 1: ")
-    assert ladder.best == Recipe().with_method(names[3])
+    assert incumbents.best == Recipe().with_method(names[3])
 
 
 def test_what_hangs_while_it_is_built_is_ended_wherever_it_is_looked_at(tmp_path):
@@ -183,8 +183,8 @@ def test_what_hangs_while_it_is_built_is_ended_wherever_it_is_looked_at(tmp_path
     with pytest.raises(RunError, match=r"^took longer than 2 s"):
         profile_steps(ref, stuck, device="cpu", seed=0, budget=1.0, processes=2, timeout=2.0)
     of = study_of(tmp_path)
-    of.patience = 2.0
-    assert of.anatomy(stuck) == {}
+    of.timeout = 2.0
+    assert of.step_profile(stuck) == {}
     assert time.monotonic() - began < 30
 
 
@@ -195,29 +195,29 @@ def test_strategies_are_candidates_where_several_processes_train():
     assert {} not in candidate("ddp").presets, "as it is, it is what is done anyway"
 
 
-@pytest.mark.parametrize(("low", "high", "alone"), [(1.5, 1.7, True), (0.4, 0.6, False), (0.9, 1.2, False)])
-def test_one_process_that_is_faster_has_won(low, high, alone):
-    found = Found(one_process=Ratio((low * high) ** 0.5, low, high))
-    assert found.better_alone is alone
+@pytest.mark.parametrize(("low", "high", "wins"), [(1.5, 1.7, True), (0.4, 0.6, False), (0.9, 1.2, False)])
+def test_one_process_that_is_faster_has_won(low, high, wins):
+    found = SearchState(one_process=Ratio((low * high) ** 0.5, low, high))
+    assert found.one_process_is_faster is wins
 
 
 def test_a_recipe_for_the_job_that_is_faster_still_has_won():
-    found = Found(one_process=Ratio(1.6, 1.5, 1.7), confirmed=confirmed(Ratio(1.8, 1.7, 1.9)))
-    assert found.won and not found.better_alone
-    found = Found(one_process=Ratio(1.6, 1.5, 1.7), confirmed=confirmed(Ratio(1.3, 1.2, 1.4)))
-    assert found.won and found.better_alone
+    found = SearchState(one_process=Ratio(1.6, 1.5, 1.7), confirmation=confirmed(Ratio(1.8, 1.7, 1.9)))
+    assert found.winner and not found.one_process_is_faster
+    found = SearchState(one_process=Ratio(1.6, 1.5, 1.7), confirmation=confirmed(Ratio(1.3, 1.2, 1.4)))
+    assert found.winner and found.one_process_is_faster
 
 
 def test_the_winner_is_held_against_what_one_process_can_take_of_it(tmp_path):
     """Small steps, which talking makes many times as long."""
     of, winner = study_of(tmp_path), confirmed(Ratio(1.8, 1.7, 1.9))
     winner.recipe = Recipe.coerce("ddp:static_graph=true + gradient_clipping")
-    found = Found(confirmed=winner, pace_seconds=2.0, one_process=Ratio(1.6, 1.5, 1.7))
-    found.winner_alone = _one_process(of, found, winner.recipe, samples=1000)
+    found = SearchState(confirmation=winner, comparison_seconds=2.0, one_process=Ratio(1.6, 1.5, 1.7))
+    found.winner_in_one_process = _compare_with_one_process(of, found, winner.recipe, samples=1000)
     assert of.trials[-1]["what"] == "gradient_clipping, one process"
-    assert found.won and found.better_alone
-    assert _why_alone(of, found).startswith(
-        f"one process with gradient_clipping is {found.winner_alone} as fast as 2 with the best recipe"
+    assert found.winner and found.one_process_is_faster
+    assert _why(of, found).startswith(
+        f"one process with gradient_clipping is {found.winner_in_one_process} as fast as 2 with the best recipe"
     )
 
 
@@ -225,8 +225,8 @@ def test_the_winner_is_held_against_what_one_process_can_take_of_it(tmp_path):
 def test_one_process_that_would_train_otherwise_than_the_winner_takes_nothing_from_it(strategy, decides):
     winner = confirmed(Ratio(1.8, 1.7, 1.9))
     winner.recipe = Recipe.coerce(f"{strategy} + ema")
-    found = Found(confirmed=winner, winner_alone=Ratio(1.3, 1.2, 1.4))
-    assert found.won and found.better_alone is decides
+    found = SearchState(confirmation=winner, winner_in_one_process=Ratio(1.3, 1.2, 1.4))
+    assert found.winner and found.one_process_is_faster is decides
 
 
 def confirmed(speedup: Ratio) -> Confirmation:
@@ -238,9 +238,9 @@ def confirmed(speedup: Ratio) -> Confirmation:
 @pytest.mark.slow
 def test_a_search_for_a_job_finds_a_recipe_that_trains_one(tmp_path, monkeypatch, capfd):
     paced = study.Study.compare_speed
-    monkeypatch.setattr(study.Study, "pace", lambda *recipes, **given: paced(*recipes, **(given | {"seconds": 2.0})))
-    monkeypatch.setattr(tune, "FEWEST_PATIENCE", 10.0)
-    monkeypatch.setattr(tune, "PATIENT_PART", 0.01)
+    monkeypatch.setattr(study.Study, "compare_speed", lambda *recipes, **given: paced(*recipes, **(given | {"seconds": 2.0})))
+    monkeypatch.setattr(tune, "MIN_TIMEOUT_S", 10.0)
+    monkeypatch.setattr(tune, "TIMEOUT_FRACTION", 0.01)
     monkeypatch.chdir(HELPERS)
     offered = [word for name in ("Hanging", "LighterSleep") for word in ("--with", f"./rank_methods.py:{name}")]
     words = f"tune rank_tasks.py:sluggish --processes 2 --budget 600s --margin 0.05 --methods ddp --out {tmp_path}/out --json"

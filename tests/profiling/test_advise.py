@@ -24,13 +24,13 @@ def card(*speeds, applies_to=(), gain=None) -> Card:
     )
 
 
-def ask(headroom=None, **cards):
-    advice, against = advise(PHASES, headroom or {}, FACTS, cards)
+def ask(ceilings=None, **cards):
+    advice, against = advise(PHASES, ceilings or {}, FACTS, cards)
     return {entry["method"]: entry["bound"] for entry in advice}, {entry["method"]: entry["why"] for entry in against}
 
 
 def test_amdahl_bounds_in_order():
-    advice, against = ask(update=card("optimizer_step"), both=card("forward", "backward"), input=card("input"))
+    advice, against = ask(optimizer_step=card("optimizer_step"), both=card("forward", "backward"), input=card("input"))
     assert list(advice) == ["input", "both", "optimizer_step"]
     assert advice == {
         "input": pytest.approx(2.0),
@@ -46,7 +46,7 @@ def test_a_measured_ceiling_takes_the_place_of_a_share():
 
 
 def test_a_ceiling_of_the_method_itself_is_taken_as_it_is():
-    advice, against = ask({"pool": 1.3, "no_effect": 1.0}, pool=card("forward", "backward"), idle=card("forward"))
+    advice, against = ask({"pool": 1.3, "no_effect": 1.0}, pool=card("forward", "backward"), no_effect=card("forward"))
     assert advice == {"pool": 1.3}
     assert "1.00x" in against["no_effect"]
 

@@ -7,15 +7,15 @@ import time
 import numpy
 import pytest
 import torch
-from hasten.data.formats.example_messages import encoded
 from PIL import Image
 from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from hasten import Recipe, Task
-from hasten.data import Pipeline, Source, arrays, images, shards, tfrecord
-from hasten.data.formats.tfrecord import framed
+from hasten.data import Pipeline, Source, arrays, images, tfrecord, webdataset
+from hasten.data.formats.tf_example import encode_example
+from hasten.data.formats.tfrecord import frame_records
 from hasten.data.source import BadRow
 from hasten.engine.plan import build
 from hasten.engine.registry import make_methods
@@ -168,18 +168,18 @@ def tar_shards(folder):
                 member = tarfile.TarInfo(name)
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
-    return shards(folder, target="cls", resize=8)
+    return webdataset(folder, target="cls", resize=8)
 
 
 def examples(folder):
     folder.mkdir()
     (folder / "a.tfrecord").write_bytes(
-        framed(encoded({"x": [number / 7] * 2, "y": number % 2}) for number in range(12))
+        frame_records(encode_example({"x": [i / 7] * 2, "y": i % 2}) for i in range(12))
     )
     return tfrecord(folder, target="y")
 
 
-@pytest.mark.parametrize(("make", "fetch"), [(image_folder, "_content"), (tar_shards, "raw"), (examples, "raw")])
+@pytest.mark.parametrize(("make", "fetch"), [(image_folder, "_read_file"), (tar_shards, "raw"), (examples, "raw")])
 def test_input_whose_source_fetches_slowly_separates_read_from_decode(make, fetch, tmp_path, monkeypatch):
     data = make(tmp_path / "in").batch(4).map(as_features)
     fetched = getattr(type(data.source), fetch)
@@ -221,12 +221,12 @@ class BadRows(Source):
             raise BadRow(row, f"numbers.txt line {row + 1}", "no number")
         return torch.zeros(len(rows), 2), torch.from_numpy(rows) % 2
 
-    def identity(self):
+    def fingerprint(self):
         return {}
 
 
 def test_input_with_bad_rows_lists_the_skipped_ones():
-    result = measure(task(Pipeline(BadRows()).skip_bad(3).batch(8)))
+    result = measure(task(Pipeline(BadRows()).skip_bad_rows(3).batch(8)))
     assert [row["row"] for row in result["skipped_rows"]] == [3, 17] and result["end_to_end"] > 0
     assert result["skipped_rows"][0]["where"] == "numbers.txt line 4"
 

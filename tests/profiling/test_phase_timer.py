@@ -16,15 +16,15 @@ from hasten.engine.plan import build
 from hasten.engine.registry import make_methods, method_names
 from hasten.engine.tasks import TaskRef
 from hasten.profiling import phase_timer
-from hasten.profiling.ablations import NoUpdate, ReplayedBatch, disabled_phases, outside_name
+from hasten.profiling.ablations import NoUpdate, ReplayedBatch, disabled_phases, import_path
 from hasten.profiling.ceilings import measure_ceilings
 from hasten.profiling.facts import facts_of
-from hasten.profiling.flops import flops_a_sample, peak_flops
-from hasten.profiling.phase_timer import Timeline
+from hasten.profiling.flops import flops_per_sample, peak_flops
+from hasten.profiling.phase_timer import TimePhases
 from hasten.profiling.probe import Probe
 from hasten.testing.tasks import convolutional, perceptron, transformer
 
-OUTERMOST = Recipe({outside_name(method): {} for method in (Timeline, ReplayedBatch, NoUpdate)})
+OUTERMOST = Recipe({import_path(method): {} for method in (TimePhases, ReplayedBatch, NoUpdate)})
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -39,7 +39,7 @@ def with_schedule(model):
 
 def timed_program(task):
     program = build(task, make_methods(OUTERMOST))
-    program.run.checkpoint_state["timeline"].start()
+    program.run.checkpoint_state["phase_timer"].start()
     return program
 
 
@@ -51,7 +51,7 @@ def test_a_timed_run_has_the_same_bits(task):
     for recipe in (Recipe(), OUTERMOST):
         program = build(task, make_methods(recipe))
         if recipe:
-            program.run.checkpoint_state["timeline"].start()
+            program.run.checkpoint_state["phase_timer"].start()
         for _ in train_steps(program):
             pass
         evaluate(program)
@@ -68,7 +68,7 @@ def test_every_phase_of_the_step_is_seen(monkeypatch):
     )  # what others do on the machine is no phase
     program = timed_program(perceptron())
     list(islice(train_steps(program), 8))
-    seconds = program.run.checkpoint_state["timeline"].stop()
+    seconds = program.run.checkpoint_state["phase_timer"].stop()
     assert seconds.keys() == {"input", "copy", "forward", "backward", "grad_transform", "optimizer_step"}
     assert all(value > 0 for value in seconds.values())
     assert (
@@ -79,15 +79,15 @@ def test_every_phase_of_the_step_is_seen(monkeypatch):
 
 def test_nothing_is_noted_while_the_tape_is_stopped():
     program = timed_program(perceptron())
-    program.run.checkpoint_state["timeline"].stop()
-    before = len(program.run.checkpoint_state["timeline"].marks)
+    program.run.checkpoint_state["phase_timer"].stop()
+    before = len(program.run.checkpoint_state["phase_timer"].intervals)
     list(islice(train_steps(program), 3))
-    assert len(program.run.checkpoint_state["timeline"].marks) == before
+    assert len(program.run.checkpoint_state["phase_timer"].intervals) == before
 
 
 def test_it_is_outermost_whatever_else_is_installed():
-    recipe = Recipe({name: {} for name in (*method_names(), outside_name(Timeline))})
-    assert sort_methods(make_methods(recipe))[-1].name == outside_name(Timeline)
+    recipe = Recipe({name: {} for name in (*method_names(), import_path(TimePhases))})
+    assert sort_methods(make_methods(recipe))[-1].name == import_path(TimePhases)
 
 
 def test_phases_are_taken_away_and_given_back():
@@ -115,7 +115,7 @@ def test_a_probe_logs_as_a_run_does_unless_that_is_taken_away():
     with Worker(f"{__name__}:Watched", task=task.to_json(), methods=OUTERMOST.methods, device="cpu", seed=0) as probe:
         probe.call("build")
         before = probe.call("logged")
-        probe.call("block", count=3, away="logging")
+        probe.call("block", count=3, disabled="logging")
         assert probe.call("logged") == before
         probe.call("block", count=3)
         after = [json.loads(line) for line in probe.call("logged")[len(before) :]]
@@ -137,7 +137,7 @@ def test_the_ceiling_of_the_log_is_measured_and_low():
     ) as probe:
         plan = probe.call("build")
         found = measure_ceilings(probe, {"logging": 0.5}, count=300, step=plan["step"], extra=0.0, budget=0.5)
-    ceiling = found.ceilings["logging"]
+    ceiling = found.ratios["logging"]
     assert (
         0 < ceiling.low <= ceiling.median <= ceiling.high and ceiling.low < 1.5
     )  # on a busy machine it is not sure of anything
@@ -146,7 +146,7 @@ def test_the_ceiling_of_the_log_is_measured_and_low():
 def test_operations_of_a_perceptron():
     inputs, hidden, classes = 12, 24, 4
     first, second = 2 * inputs * hidden, 2 * hidden * classes
-    assert flops_a_sample(build(perceptron())) == 2 * first + 3 * second  # the first layer's inputs need no gradient
+    assert flops_per_sample(build(perceptron())) == 2 * first + 3 * second  # the first layer's inputs need no gradient
 
 
 def test_the_peak_is_a_rate_of_this_machine():

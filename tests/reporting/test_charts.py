@@ -35,7 +35,7 @@ def test_every_seed_is_a_line_and_time_runs_to_the_right(width):
 @pytest.mark.parametrize("width", WIDTHS)
 def test_no_text_leaves_the_drawing(width):
     result = validate(samples.faster())
-    stairs = view_model.staircase(8.2, 1.6, result["shares"])
+    stairs = view_model.staircase(8.2, 1.6, result["contributions"])
     drawings = [
         charts.curves(sample_arms(), 0.97, METRIC, width=width),
         charts.waterfall(8.2, 1.6, stairs, width=width),

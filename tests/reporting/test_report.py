@@ -132,7 +132,7 @@ def test_hostile_texts_stay_texts(tmp_path, kind):
                 {HOSTILE: {}}
                 if key == "recipe"
                 else {HOSTILE: 0.5}
-                if key in ("phases", "headroom", "system_noise")
+                if key in ("phases", "ceilings", "system_noise")
                 else {}
             )
             return {name: spoiled(inner, name) for name, inner in value.items()} | extra

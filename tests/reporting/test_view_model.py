@@ -58,8 +58,8 @@ def test_shares_that_fall_short_leave_a_common_stair_and_those_that_overshoot_do
 
 
 def test_a_recipe_of_one_method_gives_what_the_method_gives():
-    result = validate(samples.faster() | {"recipe": {"ema": {}}, "shares": []})
-    assert view_model.shares_of(result) == [{"method": "ema", "speedup": result["speedup"]}]
+    result = validate(samples.faster() | {"recipe": {"ema": {}}, "contributions": []})
+    assert view_model.contributions(result) == [{"method": "ema", "speedup": result["speedup"]}]
 
 
 def test_the_sources_of_speed_are_those_of_the_sample():
@@ -71,7 +71,7 @@ def test_the_sources_of_speed_are_those_of_the_sample():
 def test_break_even_is_honest_about_the_runs_to_come():
     result = validate(samples.faster())
     assert "does not pay" in view_model.break_even(result)
-    assert "so it pays" in view_model.break_even(result | {"runs_expected": 40})
+    assert "so it pays" in view_model.break_even(result | {"expected_runs": 40})
     assert "nothing to save" in view_model.break_even(validate(samples.leave_it()))
 
 

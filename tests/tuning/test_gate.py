@@ -17,7 +17,7 @@ def arms(harm: float, spread: float, count: int, seed: int) -> tuple[dict, dict]
 
 
 def verdicts(harm: float, spread: float, further: int = 0, trials: int = 400) -> float:
-    """How often the gate passes when it is asked at every look, as the tuner does; with further seeds of the tuned arm for each pair."""
+    """How often the gate passes if asked at every look; ``further``: more seeds of the tuned arm for each pair."""
     passed = 0
     for seed in range(trials):
         before, after = arms(harm, spread, LOOKS[-1] * (1 + further), seed)

@@ -1,4 +1,4 @@
-"""What is held against what: runs of the same seeds, by seconds and by samples, and what becomes of each. Outcomes are planted."""
+"""How runs of the same seeds are compared, by seconds and by samples, and judged. Outcomes are planted."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def test_samples_are_compared_on_the_same_seeds():
 
 
 def test_a_loser_is_told_in_the_seconds_of_the_seeds_that_were_compared():
-    runs = [{**run, "gave_up": False} for run in outcome(9.9, 30.0, 30.0).runs]
+    runs = [{**run, "pruned": False} for run in outcome(9.9, 30.0, 30.0).runs]
     told = Outcome.of(runs, baseline_of(Planted()), outcome(10.0))
     assert told.verdict == "no gain"
     assert told.why == "reached the target in 9.90 s; the best so far takes 10.00 s"
@@ -33,9 +33,9 @@ def test_a_loser_is_told_in_the_seconds_of_the_seeds_that_were_compared():
 @pytest.mark.parametrize(
     ("run", "verdict", "words"),
     [
-        ({"failed": "ema has nothing to act on: no weights"}, "nothing to do", "no weights"),
+        ({"failed": "ema has nothing to act on: no weights"}, "no effect", "no weights"),
         ({"failed": "ran out of memory"}, "failed", "memory"),
-        ({"gave_up": True}, "no gain", "after 10.5 s"),
+        ({"pruned": True}, "no gain", "after 10.5 s"),
         ({"seconds_to_target": None}, "refused", "never reached the target 0.9"),
         ({"metric": METRIC - 3 * MARGIN}, "refused", "the margin is 0.01"),
         ({"seconds_to_target": 9.9}, "no gain", "9.90 s"),
@@ -44,7 +44,7 @@ def test_a_loser_is_told_in_the_seconds_of_the_seeds_that_were_compared():
 )
 def test_what_becomes_of_a_run(run, verdict, words):
     usual = {
-        "gave_up": False,
+        "pruned": False,
         "seconds_to_target": 5.0,
         "samples_to_target": SAMPLES,
         "metric": METRIC,
@@ -67,7 +67,7 @@ def test_what_becomes_of_a_run(run, verdict, words):
 def test_a_clearly_better_end_makes_up_for_no_gain_but_not_for_a_loss(seconds, better, verdict):
     baseline, best = baseline_of(Planted()), outcome(10.0)
     (run,) = outcome(seconds, metric=METRIC + better).runs
-    assert Outcome.of([{**run, "gave_up": False}], baseline, best).verdict == verdict
+    assert Outcome.of([{**run, "pruned": False}], baseline, best).verdict == verdict
 
 
 @pytest.mark.parametrize("higher", [True, False])

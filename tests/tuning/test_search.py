@@ -1,4 +1,4 @@
-"""The rules of the search: when the settings of a method end, and what becomes a rung. What the instruments tell is planted."""
+"""The rules of the search: when a method is given up, and what becomes an incumbent. Measurements are planted."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import pytest
 
 from hasten.core.recipe import Recipe
 from hasten.tuning.search import SYSTEMS_LOSSES, TRAINING_LOSSES, Incumbents, search_systems
-from hasten.tuning.study import Budget, OutOfBudget
+from hasten.tuning.study import Budget, OutOfBudgetError
 from hasten.tuning.tune import BASELINE_SEEDS
 from helpers.planted_study import (
     CLIPPING,
@@ -32,34 +32,34 @@ def test_settings_of_a_systems_method_end_after_so_many_losses():
 
 def test_a_gain_begins_the_count_anew_and_the_best_setting_is_one_rung():
     study = Planted(faster={threads(2): 1.5, threads(4): 2.0, threads(4 + SYSTEMS_LOSSES): 1.8})
-    ladder = searched_systems(study)
-    assert [str(recipe) for recipe in ladder.recipes] == ["baseline", threads(4)]
+    incumbents = searched_systems(study)
+    assert [str(recipe) for recipe in incumbents.recipes] == ["baseline", threads(4)]
     assert study.noted("systems") == [threads(count + 1) for count in range(4 + SYSTEMS_LOSSES)]
 
 
 def test_where_the_budget_ends_the_best_setting_so_far_is_kept():
     study = Planted(faster={threads(1): 1.5, threads(2): 2.0}, budget=Budget(2 * TRIAL))  # a pace and a proof
-    systems_ladder = Incumbents()
-    with pytest.raises(OutOfBudget):
-        search_systems(study, systems_ladder, [THREADS], SAMPLES, 5.0)
-    assert str(systems_ladder.best) == threads(1)
+    incumbents = Incumbents()
+    with pytest.raises(OutOfBudgetError):
+        search_systems(study, incumbents, [THREADS], SAMPLES, 5.0)
+    assert str(incumbents.best) == threads(1)
 
 
 def test_a_start_that_a_run_does_not_earn_back_is_no_gain():
     study = Planted(faster={threads(1): 1.5}, start={threads(1): 5.0})  # saves 3.3 of 10 seconds
     assert searched_systems(study, replace(THREADS, presets=({"count": 1},))).recipes == [Recipe()]
     assert study.trials[0]["verdict"] == "no gain"
-    assert not study.kinds("proof")
+    assert not study.kinds("exactness")
 
 
 def test_what_is_offered_is_proven_first():
     offered = replace(THREADS, presets=({"count": 1},), offered=True)
     refuted = Planted(faster={threads(1): 2.0}, refuted=(threads(1),))
     assert searched_systems(refuted, offered).recipes == [Recipe()]
-    assert [kind for kind, _ in refuted.asked] == ["proof"]
+    assert [kind for kind, _ in refuted.asked] == ["exactness"]
     kept = Planted(faster={threads(1): 2.0})
     assert str(searched_systems(kept, offered).best) == threads(1)
-    assert [kind for kind, _ in kept.asked] == ["proof", "pace"]
+    assert [kind for kind, _ in kept.asked] == ["exactness", "speed"]
     assert kept.trials[0]["seconds"] == 2 * TRIAL, "the proof is paid for once"
 
 
@@ -74,20 +74,19 @@ def test_settings_of_a_training_method_end_after_so_many_losses():
 
 def test_every_gain_of_a_training_method_is_a_rung():
     study = Planted(samples={clipping(2): 0.8, clipping(4): 0.5})
-    ladder = searched_training(study)
-    assert [str(recipe) for recipe in ladder.recipes] == ["baseline", clipping(2), clipping(4)]
+    incumbents = searched_training(study)
+    assert [str(recipe) for recipe in incumbents.recipes] == ["baseline", clipping(2), clipping(4)]
     assert study.noted("training") == [clipping(norm + 1) for norm in range(4 + TRAINING_LOSSES)]
 
 
 @pytest.mark.parametrize(
-    ("samples", "faster", "kept"),
-    [(1.0, 1.0, False), (0.995, 1.0, False), (1.0, 1.3, True), (0.9, 1.0, True)],
+    ("samples", "faster", "kept"), [(1.0, 1.0, False), (0.995, 1.0, False), (1.0, 1.3, True), (0.9, 1.0, True)]
 )
 def test_as_many_samples_have_to_be_faster_by_pace_not_by_the_luck_of_a_stopwatch(samples, faster, kept):
     study = Planted(samples={clipping(1): samples}, faster={clipping(1): faster}, luck={clipping(1): 1.1})
-    ladder = searched_training(study, replace(CLIPPING, presets=CLIPPING.presets[:1]))
-    assert (str(ladder.best) == clipping(1)) is kept
-    assert bool(study.kinds("pace")) is (samples > 0.99)
+    incumbents = searched_training(study, replace(CLIPPING, presets=CLIPPING.presets[:1]))
+    assert (str(incumbents.best) == clipping(1)) is kept
+    assert bool(study.kinds("speed")) is (samples > 0.99)
 
 
 @pytest.mark.parametrize(("better", "luck", "kept"), [(1.5, 0.98, True), (0.5, 0.98, False), (1.5, 0.9, False)])
@@ -95,8 +94,8 @@ def test_of_two_that_are_there_as_soon_the_one_that_ends_better_is_kept(better, 
     study = Planted(
         samples={clipping(1): 0.5, clipping(2): 0.5}, better={clipping(2): better * MARGIN}, luck={clipping(2): luck}
     )
-    ladder = searched_training(study, replace(CLIPPING, presets=CLIPPING.presets[:2]))
-    assert (str(ladder.best) == clipping(2)) is kept
+    incumbents = searched_training(study, replace(CLIPPING, presets=CLIPPING.presets[:2]))
+    assert (str(incumbents.best) == clipping(2)) is kept
 
 
 def test_many_that_are_nearly_as_soon_do_not_add_up():
@@ -112,8 +111,8 @@ def test_many_that_are_nearly_as_soon_do_not_add_up():
 
 def test_a_setting_that_changes_nothing_is_not_kept_for_being_lucky():
     study = Planted(samples={clipping(2): 0.9, clipping(3): 0.9}, faster={clipping(3): 1.3}, spread=0.0)
-    ladder = searched_training(study, replace(CLIPPING, presets=CLIPPING.presets[:3]))
-    assert str(ladder.best) == clipping(2)
+    incumbents = searched_training(study, replace(CLIPPING, presets=CLIPPING.presets[:3]))
+    assert str(incumbents.best) == clipping(2)
     assert study.trials[-1]["why"] == "trains exactly as a setting that was tried before"
     assert len([what for what in study.kinds("run") if what.startswith(clipping(3))]) == 1
 
@@ -132,10 +131,10 @@ def test_further_seeds_are_run_where_they_can_be_afforded(budget, seeds):
 
 
 def test_what_may_be_faster_is_compared_for_longer_on_a_restless_machine():
-    study, ladder = Planted(faster={threads(2): 1.2, threads(3): 1.03}, restless=True), Incumbents()
-    search_systems(study, ladder, [replace(THREADS, presets=({"count": 2}, {"count": 3}))], SAMPLES, 5.0)
-    assert str(ladder.best) == threads(2)
-    assert study.kinds("pace") == [
+    study, incumbents = Planted(faster={threads(2): 1.2, threads(3): 1.03}, restless=True), Incumbents()
+    search_systems(study, incumbents, [replace(THREADS, presets=({"count": 2}, {"count": 3}))], SAMPLES, 5.0)
+    assert str(incumbents.best) == threads(2)
+    assert study.kinds("speed") == [
         f"{threads(2)} against baseline",
         f"{threads(2)} against baseline, longer",
         f"{threads(3)} against baseline",

@@ -1,4 +1,4 @@
-"""What a search may cost: its budget, its reserve, the runs that are compared with, and trials that are paid for once."""
+"""The cost of a search: its budget and reserve, the runs it compares with, and trials that are charged once."""
 
 import time
 
@@ -10,12 +10,12 @@ from hasten.engine.environment import cores
 from hasten.engine.tasks import TaskRef
 from hasten.tuning.ablation import leave_one_out
 from hasten.tuning.candidates import Candidates, MethodSelection, candidates_for, strong_baselines
-from hasten.tuning.gate import FEWEST_SEEDS
-from hasten.tuning.result import Found
+from hasten.tuning.gate import MIN_SEEDS
+from hasten.tuning.result import SearchState
 from hasten.tuning.search import Incumbents
-from hasten.tuning.study import Budget, OutOfBudget, Study
+from hasten.tuning.study import Budget, OutOfBudgetError, Study
 from hasten.tuning.trial_store import TrialStore
-from hasten.tuning.tune import RESERVED_RUNS, _competent, _confirm, _examine, _search
+from hasten.tuning.tune import RESERVED_RUNS, _confirm, _find_strong_baseline, _measure_baseline, _search
 from helpers.planted_study import CLIPPING, TARGET, THREADS, TRIAL, Planted, baseline_of, clipping, threads
 
 
@@ -23,16 +23,18 @@ from helpers.planted_study import CLIPPING, TARGET, THREADS, TRIAL, Planted, bas
     ("total", "reserved"), [(1800.0, RESERVED_RUNS * TRIAL + 60.0), (54.0, RESERVED_RUNS * TRIAL + 10.0), (30.0, 15.0)]
 )
 def test_runs_and_comparisons_are_kept_back_for_the_confirmation(total, reserved):
-    study, found = Planted(budget=Budget(total)), Found()
-    _examine(study, found, MethodSelection(None, Recipe()), None)
+    study, found = Planted(budget=Budget(total)), SearchState()
+    _measure_baseline(study, found, MethodSelection(None, Recipe()), None)
     assert study.budget.reserved == pytest.approx(reserved)
 
 
-def examined(total: float) -> tuple[Planted, Found]:
+def examined(total: float) -> tuple[Planted, SearchState]:
     """A study that has seen its baseline, and what it has found by then."""
     effects = {threads(count): 1 + count / 10 for count in range(1, 9)} | {"fused_optimizer": 1.1}
     study = Planted(faster=effects, samples={clipping(norm): 0.9**norm for norm in range(1, 9)}, budget=Budget(total))
-    found = Found(baseline=baseline_of(study), candidates=Candidates([THREADS], [CLIPPING]), pace_seconds=TRIAL)
+    found = SearchState(
+        baseline=baseline_of(study), candidates=Candidates([THREADS], [CLIPPING]), comparison_seconds=TRIAL
+    )
     study.budget.reserved = min(total / 2, 9 * TRIAL)
     return study, found
 
@@ -43,8 +45,8 @@ def test_a_search_leaves_its_reserve_and_nothing_exceeds_the_budget_by_more_than
     reserve = study.budget.reserved
     _search(study, found)
     for_exact, reserve = study.budget.reserved - reserve, study.budget.reserved
-    assert (0.0 if total < 40.0 else 1e-9) <= for_exact <= (FEWEST_SEEDS + 1) * TRIAL
-    assert total < 200.0 or for_exact == (FEWEST_SEEDS + 1) * TRIAL
+    assert (0.0 if total < 40.0 else 1e-9) <= for_exact <= (MIN_SEEDS + 1) * TRIAL
+    assert total < 200.0 or for_exact == (MIN_SEEDS + 1) * TRIAL
     assert study.budget.spent <= total - reserve + TRIAL
     ample, everything = examined(1e6)
     _search(ample, everything)
@@ -52,8 +54,8 @@ def test_a_search_leaves_its_reserve_and_nothing_exceeds_the_budget_by_more_than
     assert bool(study.noted("search")) is bool(untried), "that it was stopped is told"
     _confirm(study, found)
     assert study.budget.spent <= total + TRIAL
-    assert found.won or total < 40.0
-    assert total < 100.0 or found.confirmed.over_competent is not None
+    assert found.winner or total < 40.0
+    assert total < 100.0 or found.confirmation.over_strong_baseline is not None
 
 
 def test_what_is_measured_of_the_shares_is_kept_where_the_budget_ends():
@@ -67,18 +69,14 @@ def test_what_is_measured_of_the_shares_is_kept_where_the_budget_ends():
     assert {
         share["method"]: round(share["speedup"]["median"], 1)
         for share in leave_one_out(ample, Incumbents([Recipe(), recipe]))
-    } == {
-        "num_threads": 1.5,
-        "fused_optimizer": 1.2,
-        "gradient_clipping": 2.0,
-    }
+    } == {"num_threads": 1.5, "fused_optimizer": 1.2, "gradient_clipping": 2.0}
 
 
 def test_a_member_that_gives_nothing_leaves_the_recipe():
     recipe = Recipe.coerce(f"{threads(2)} + fused_optimizer")
-    study, ladder = Planted(faster={threads(2): 1.5}), Incumbents([Recipe(), recipe])
-    assert [share["method"] for share in leave_one_out(study, ladder)] == ["num_threads"]
-    assert str(ladder.best) == threads(2)
+    study, incumbents = Planted(faster={threads(2): 1.5}), Incumbents([Recipe(), recipe])
+    assert [share["method"] for share in leave_one_out(study, incumbents)] == ["num_threads"]
+    assert str(incumbents.best) == threads(2)
     assert study.trials[-1]["verdict"] == "left out"
 
 
@@ -86,22 +84,22 @@ def test_what_makes_other_steps_and_gains_by_its_pace_alone_stays():
     """As DiLoCo does: as many samples, an end that is a little worse, and much faster."""
     recipe = Recipe.coerce(f"{threads(2)} + {clipping(1)}")
     study = Planted(faster={threads(2): 1.5, clipping(1): 3.0}, better={clipping(1): -0.01})
-    ladder = Incumbents([Recipe(), recipe])
-    told = {share["method"]: share["speedup"] for share in leave_one_out(study, ladder)}
-    assert ladder.best == recipe
+    incumbents = Incumbents([Recipe(), recipe])
+    told = {share["method"]: share["speedup"] for share in leave_one_out(study, incumbents)}
+    assert incumbents.best == recipe
     assert told["gradient_clipping"]["median"] == pytest.approx(3.0) and told["gradient_clipping"]["low"] is not None
     study = Planted(faster={threads(2): 1.5}, better={clipping(1): -0.01})
-    leave_one_out(study, ladder)
-    assert str(ladder.best) == threads(2)
+    leave_one_out(study, incumbents)
+    assert str(incumbents.best) == threads(2)
 
 
 def test_a_faster_step_that_needs_more_of_them_is_worth_the_whole_way():
     """1.5 times the pace, and 1.5 times as many samples."""
     recipe = Recipe.coerce(f"{threads(2)} + {clipping(1)}")
     study = Planted(faster={threads(2): 1.5, clipping(1): 1.5}, samples={clipping(1): 1.5}, better={clipping(1): -0.01})
-    ladder = Incumbents([Recipe(), recipe])
-    leave_one_out(study, ladder)
-    assert str(ladder.best) == threads(2)
+    incumbents = Incumbents([Recipe(), recipe])
+    leave_one_out(study, incumbents)
+    assert str(incumbents.best) == threads(2)
 
 
 # ── the competent run ────────────────────────────────────────────────────────────────────────────
@@ -120,8 +118,8 @@ WORKERS = str(strong_baselines("cpu", cores())[-1].drop("fused_optimizer"))
         ({WORKERS: 0.8}, ("fused_optimizer",), "baseline"),
     ],
 )
-def test_a_competent_user_keeps_what_is_surely_faster_and_leaves_what_has_nothing_to_act_on(faster, idle, best):
-    assert str(_competent(Planted(faster=faster, idle=idle), 5.0)) == best
+def test_a_competent_user_keeps_what_is_surely_faster_and_leaves_what_has_nothing_to_act_on(faster, no_effect, best):
+    assert str(_find_strong_baseline(Planted(faster=faster, without_effect=no_effect), 5.0)) == best
 
 
 # ── the instruments: what they cost, and what they remember ───────────────────────────────────────
@@ -134,10 +132,10 @@ def test_a_trial_is_begun_while_something_is_left_and_a_known_one_always(tmp_pat
         time.sleep(0.01)
         return {}
 
-    with pytest.raises(OutOfBudget):
+    with pytest.raises(OutOfBudgetError):
         for number in range(100):
             study.measure_once(f"number {number}", "", measure)
-    seconds = [entry["outcome"]["trial_seconds"] for entry in study.ledger.known.values()]
+    seconds = [entry["trial_seconds"] for entry in study.store.outcomes.values()]
     assert study.budget.spent == pytest.approx(sum(seconds))
     assert sum(seconds[:-1]) < 0.02 <= study.budget.spent
     study.measure_once("number 0", "", measure)
@@ -157,7 +155,7 @@ class Recorded(Study):
         looks = [
             {"samples": 100 * n, "seconds": float(n), "metric": metric} for n, metric in enumerate((0.8, 0.92, 0.95), 1)
         ]
-        return {"metric": 0.95, "evaluations": looks, "gave_up": limits.get("give_up_after", 9.0) < 2.0}
+        return {"metric": 0.95, "evaluations": looks, "pruned": limits.get("time_limit", 9.0) < 2.0}
 
 
 def test_a_target_that_is_fixed_after_the_first_runs_counts_for_them(tmp_path):
@@ -169,14 +167,14 @@ def test_a_target_that_is_fixed_after_the_first_runs_counts_for_them(tmp_path):
 
 def test_a_run_that_came_to_its_end_is_known_whoever_asks_and_one_given_up_is_not(tmp_path):
     study = Recorded(TaskRef("planted"), "cpu", TrialStore(tmp_path, {}), Budget(10.0), no_progress, target=TARGET)
-    assert study.run(Recipe(), 0, give_up_after=1.0)["gave_up"]
-    assert not study.run(Recipe(), 0, give_up_after=5.0)["gave_up"]
+    assert study.run(Recipe(), 0, time_limit=1.0)["pruned"]
+    assert not study.run(Recipe(), 0, time_limit=5.0)["pruned"]
     assert study.run(Recipe(), 0)["samples_to_target"] == 200
-    assert len(study.ledger.known) == 2
+    assert len(study.store.outcomes) == 2
 
 
 def test_where_ranks_talk_for_long_talking_less_is_tried_first():
-    """It makes every later trial shorter; where they hardly talk, it waits until what leaves the numbers alone was tried."""
+    """It makes every later trial shorter. With little communication, exact methods are tried first."""
     for bound, first in ((3.0, ["local_sgd", "powersgd"]), (1.2, [])):
         advice = [{"method": name, "bound": bound} for name in ("ddp", "powersgd", "budgeted_schedule", "local_sgd")]
         found = candidates_for({"advice": advice}, MethodSelection(None, Recipe()))
@@ -189,4 +187,4 @@ def test_what_talks_less_is_the_first_rung():
     study, found = examined(1e6)
     found.candidates.communication, found.candidates.training = found.candidates.training, []
     _search(study, found)
-    assert study.noted("training") and found.ladder.recipes[1] == Recipe.parse(clipping(1))
+    assert study.noted("training") and found.incumbents.recipes[1] == Recipe.parse(clipping(1))

@@ -19,11 +19,11 @@ def counted(calls: list, value: float = 1.5):
 def test_nothing_is_measured_twice(tmp_path):
     calls = []
     for _ in range(2):
-        ledger = TrialStore(tmp_path, {"task": "a"})
+        store = TrialStore(tmp_path, {"task": "a"})
         for _ in range(2):
-            assert ledger.trial("run", {"seed": 1}, counted(calls))[1] == {"seconds": 1.5}
+            assert store.trial("run", {"seed": 1}, counted(calls))[1] == {"seconds": 1.5}
     assert len(calls) == 1
-    assert ledger.found == 1, "however often it was asked for"
+    assert store.reused == 1, "however often it was asked for"
 
 
 @pytest.mark.parametrize(
@@ -48,9 +48,9 @@ def test_a_failure_that_may_pass_is_tried_again_by_the_next_search(tmp_path):
     for failure_lasts, measured in ((True, 1), (False, 2)):
         calls.clear()
         for _ in range(2):
-            ledger = TrialStore(tmp_path, {"lasts": failure_lasts})
+            store = TrialStore(tmp_path, {"lasts": failure_lasts})
             for _ in range(2):
-                assert "failed" in ledger.trial("run", {"seed": 1}, failing, failure_lasts)[1]
+                assert "failed" in store.trial("run", {"seed": 1}, failing, failure_lasts)[1]
         assert len(calls) == measured
 
 
@@ -73,9 +73,9 @@ def test_a_file_of_other_bytes_loses_nothing_but_them(tmp_path):
 
 def test_a_line_cut_by_a_kill_costs_that_trial_alone(tmp_path):
     calls = []
-    ledger = TrialStore(tmp_path, {})
+    store = TrialStore(tmp_path, {})
     for seed in (1, 2):
-        ledger.trial("run", {"seed": seed}, counted(calls))
+        store.trial("run", {"seed": seed}, counted(calls))
     file = tmp_path / FILE
     file.write_bytes(file.read_bytes()[:-20])
     again = TrialStore(tmp_path, {})

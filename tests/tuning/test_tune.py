@@ -1,4 +1,4 @@
-"""The tuner on a small real task: a gain found and proven, harm refused, a killed search taken up, budgets kept."""
+"""The tuner on a small real task: a gain is proven, harm refused, a killed search continues, budgets hold."""
 
 import json
 import time
@@ -41,7 +41,7 @@ import torch
 from hasten import Method, Card, Exactness
 
 class Slow(Method):
-    card = Card(summary="divides the learning rate by 30", exactness=Exactness.EQUIVALENT_MATH, accelerates={"backward"})
+    card = Card(summary="lr / 30", exactness=Exactness.EQUIVALENT_MATH, accelerates={"backward"})
 
     def optimizer(self, make, run):
         def slowed(model):
@@ -68,8 +68,10 @@ def short(monkeypatch):
     """Whole runs as ever; what is measured for as long as the budget allows is measured for a moment."""
     diagnosed, paced = tune.diagnose, study.Study.compare_speed
     monkeypatch.setattr(tune, "diagnose", lambda task, **given: diagnosed(task, **(given | {"budget": 1.0})))
-    monkeypatch.setattr(study.Study, "pace", lambda *recipes, **given: paced(*recipes, **(given | {"seconds": 1.0})))
-    monkeypatch.setattr(study, "ANATOMY_SECONDS", 0.5)
+    monkeypatch.setattr(
+        study.Study, "compare_speed", lambda *recipes, **given: paced(*recipes, **(given | {"seconds": 1.0}))
+    )
+    monkeypatch.setattr(study, "PROFILE_SECONDS", 0.5)
 
 
 @pytest.mark.timing
@@ -98,8 +100,8 @@ def test_silent_harm_is_refused_with_a_reason_whatever_it_claims(task, tmp_path,
 
 
 def test_what_could_be_tried_and_never_confirmed_is_refused_at_once(task, tmp_path):
-    with pytest.raises(ConfigurationError, match=r"^the steps before local_sgd:start=20 are other ones"):
-        hasten.tune(task, processes=2, methods=["local_sgd:start=20"], out=tmp_path / "out")
+    with pytest.raises(ConfigurationError, match=r"^local_sgd:warmup_steps=20 makes the first steps differ"):
+        hasten.tune(task, processes=2, methods=["local_sgd:warmup_steps=20"], out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -143,9 +145,9 @@ def test_the_budget_is_kept_within_one_trial(task, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"consider": ["no_such"]}, "no method"),
+        ({"methods": ["no_such"]}, "no method"),
         ({"extra": ["./missing.py:Thing"]}, "no file"),
-        ({"consider": ["batch_size:factor=1"]}, "factor"),
+        ({"methods": ["batch_size:factor=1"]}, "factor"),
     ],
 )
 def test_wrong_requests(task, tmp_path, arguments, words):
@@ -163,7 +165,8 @@ def test_without_validation_data_nobody_can_judge(tmp_path):
 @pytest.mark.slow
 def test_a_target_that_is_never_reached_is_told_and_a_notice_of_the_task_once_a_search(tmp_path, short):
     """Also in a search that goes on and finds every trial remembered."""
-    noticing = 'def points():\n    import warnings\n    warnings.warn("a column is rounded", hasten.core.errors.Notice, stacklevel=1)'
+    warn = 'warnings.warn("a column is rounded", hasten.core.errors.HastenWarning, stacklevel=1)'
+    noticing = f"def points():\n    import warnings\n    {warn}"
     source = TASK.replace("target=0.9", "target=0.9999").replace("def points():", noticing)
     (tmp_path / "points.py").write_text("import hasten.core.errors\n" + source)
     measured = []

@@ -1,4 +1,4 @@
-"""Finds the methods that make a task faster at equal quality, and proves it; or says to leave it as it is."""
+"""Finds the methods that make a task faster at equal quality, and proves it; or reports "no improvement"."""
 
 from hasten.cli import argument_types
 from hasten.cli.output import CommandResult

@@ -1,75 +1,84 @@
-"""What a part of a run is replaced by to see what the run would be without it: methods of a few lines.
+"""Ablations: methods that replace one phase of a run by something free, to measure the run without that phase.
 
-Input and update can be switched off and on in the middle of a run, so that one process gives the time with
-the part and without it, seconds apart. None of these methods trains anything useful.
+Input and optimizer step can be switched off and on between two blocks of steps, so that one process measures the time
+with the phase and without it, seconds apart. None of these methods trains anything useful.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.data import BatchSource
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext, TrainPlan
-from hasten.core.types import StepFn
+from hasten.core.types import Batch, StepFn
 from hasten.engine.registry import method_names
 from hasten.utils.batch import batch_size
 
 BATCH_FACTOR = 8
-LARGER_BATCH = "larger_batch"  # the ceiling (of the cards) that a larger batch gives
+LARGER_BATCH = "larger_batch"  # name of the ceiling, also in the cards
 
 
-def disabled_phases(run) -> set[str]:
-    """What of a run is switched off at the moment: "input" and "optimizer_step" here, "logging" by the probe."""
-    return run.checkpoint_state.setdefault("taken away", set())
+def disabled_phases(run: RunContext) -> set[str]:
+    """The phases of a run that are switched off now: "input" and "optimizer_step" here, "logging" in the probe."""
+    return run.checkpoint_state.setdefault("disabled_phases", set())
 
 
 def _card(summary: str) -> Card:
-    """Outermost, so that what the recipe's own methods do in that phase is taken away too."""
-    return Card(
-        summary=summary, exactness=Exactness.CHANGES_TRAINING, order=WrapOrder.LAST, after=tuple(method_names())
-    )
+    """Outermost, so that the work of the recipe's own methods in that phase is switched off too."""
+    after = tuple(method_names())
+    return Card(summary=summary, exactness=Exactness.CHANGES_TRAINING, order=WrapOrder.LAST, after=after)
 
 
 class ReplayedBatch(Method):
-    card = _card("gives the same batch again and again: input costs nothing")
+    """While "input" is disabled, the loop gets one batch again and again."""
+
+    card = _card("replays one batch: input costs nothing")
 
     def data(self, batches: BatchSource, run: RunContext) -> BatchSource:
+        """Wraps the training batches; validation batches stay as they are."""
         if not batches.training:
             return batches
-        away, progress = disabled_phases(run), run.progress
+        disabled, progress = disabled_phases(run), run.progress
 
-        def epoch(number, start):
-            kept = None
-            for batch in batches.epoch(number, start):
-                if kept is None or batch_size(batch) > batch_size(kept):  # the last of a pass may be short
-                    kept, counts = batch, (progress.global_batch_size, progress.loss_weight)
+        def epoch(index: int, start: int) -> Iterator[Batch]:
+            replayed, counts = None, (0, 1.0)
+            for batch in batches.epoch(index, start):
+                if replayed is None or batch_size(batch) > batch_size(
+                    replayed
+                ):  # the last batch of an epoch may be short
+                    replayed, counts = batch, (progress.global_batch_size, progress.loss_weight)
                 yield batch
-                while "input" in away:
+                while "input" in disabled:
                     progress.global_batch_size, progress.loss_weight = counts
-                    yield kept
+                    yield replayed
 
         return dataclasses.replace(batches, epoch=epoch)
 
 
 class NoUpdate(Method):
-    card = _card("leaves the weights as they are: the update costs nothing")
+    """While "optimizer_step" is disabled, the weights stay as they are."""
+
+    card = _card("skips the optimizer step: the update costs nothing")
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
-        away = disabled_phases(run)
-        return lambda: None if "optimizer_step" in away else optimizer_step()
+        """Wraps the optimizer step."""
+        disabled = disabled_phases(run)
+        return lambda: None if "optimizer_step" in disabled else optimizer_step()
 
 
 class LargerBatch(Method):
-    card = _card(
-        f"{BATCH_FACTOR} times the batch: what every step costs whatever its size is paid {BATCH_FACTOR} times less often"
-    )
+    """Multiplies the batch size by BATCH_FACTOR."""
+
+    card = _card(f"{BATCH_FACTOR} times the batch: the fixed cost of a step is paid {BATCH_FACTOR} times less often")
 
     def plan(self, plan: TrainPlan, run: RunContext) -> TrainPlan:
+        """Changes the batch size alone."""
         return dataclasses.replace(plan, batch_size=BATCH_FACTOR * plan.batch_size)
 
 
-def outside_name(method: type[Method]) -> str:
-    """The name under which a recipe finds a method of this room."""
+def import_path(method: type[Method]) -> str:
+    """``module:Class``, the name under which a recipe finds a method that is not in the catalogue."""
     return f"{method.__module__}:{method.__name__}"

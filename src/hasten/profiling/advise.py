@@ -1,6 +1,6 @@
-"""From shares and ceilings to advice: which methods could pay, how much at most, and why the others cannot.
+"""Advice: which methods could pay, how much at most, and why the others cannot.
 
-Reads cards only; no method's code is run.
+Works from shares of the time, measured ceilings and cards; no method's code is run.
 """
 
 from __future__ import annotations
@@ -10,76 +10,75 @@ from collections.abc import Mapping
 from hasten.core.card import FACTS, PHASES, Card
 from hasten.reporting.result_schema import Advice, NotAdvised
 
-LEAST_BOUND = 1.02  # below it a method is not worth a trial
-LEAST_REST = 1e-3  # share of the time that is never taken away: keeps every bound a number
+MIN_BOUND = 1.02  # a method whose bound is lower is not worth a trial
+MIN_REMAINDER = 1e-3  # share of the time that always remains, so that every bound is finite
 
 
 def advise(
-    phases: Mapping[str, float], headroom: Mapping[str, float], facts: frozenset[str], cards: Mapping[str, Card]
+    phases: Mapping[str, float], ceilings: Mapping[str, float], facts: frozenset[str], cards: Mapping[str, Card]
 ) -> tuple[list[Advice], list[NotAdvised]]:
-    """(advice, not advised), each a list of plain dicts.
+    """Sorts methods into those that could pay and those that cannot.
 
     Args:
         phases: share of the wall clock of each phase.
-        headroom: ceilings that were measured, by phase, or by method where a method itself was tried.
-        facts: what holds for the run (keys of ``FACTS``).
-        cards: the methods that come into question.
+        ceilings: measured ceilings (time with / time without), by phase or by the name that a card gives its ceiling.
+        facts: the keys of ``FACTS`` that hold for the run.
+        cards: the methods to consider, by name.
 
     Returns:
-        Advice ``{method, bound, why}``, the highest bound first; methods that save whole steps, which no
-        timeline can bound, come last with the bound None. Not advised: ``{method, why}``.
+        Advice ``{method, bound, why}``, the highest bound first; methods that save whole steps have the bound None and
+        come last. Not advised: ``{method, why}``.
     """
-    advice, against = [], []
+    advice: list[Advice] = []
+    not_advised: list[NotAdvised] = []
     for name, card in sorted(cards.items()):
-        if missing := sorted(card.applies_to & FACTS.keys() - facts):
-            against.append(
-                {
-                    "method": name,
-                    "why": f"it needs what does not hold here: {'; '.join(FACTS[fact] for fact in missing)}",
-                }
-            )
+        missing = sorted(card.applies_to & FACTS.keys() - facts)
+        if missing:
+            why = f"it needs what does not hold here: {'; '.join(FACTS[fact] for fact in missing)}"
+            not_advised.append({"method": name, "why": why})
             continue
         if not card.accelerates:
-            against.append({"method": name, "why": "it shortens no phase of the step"})
+            not_advised.append({"method": name, "why": "it shortens no phase of the step"})
             continue
-        bound, why = bound_of(name, card, phases, headroom)
-        if bound is not None and bound < LEAST_BOUND:
-            against.append({"method": name, "why": why})
+        bound, why = bound_of(name, card, phases, ceilings)
+        if bound is not None and bound < MIN_BOUND:
+            not_advised.append({"method": name, "why": why})
         else:
             advice.append({"method": name, "bound": bound, "why": why})
-    advice.sort(key=lambda entry: (-(entry["bound"] or 0.0), -_claimed(cards[entry["method"]]), entry["method"]))
-    return advice, against
+
+    def order(entry: Advice) -> tuple[float, float, str]:
+        gain = cards[entry["method"]].gain
+        return -(entry["bound"] or 0.0), -(gain[1] if gain else 1.0), entry["method"]
+
+    return sorted(advice, key=order), not_advised
 
 
 def bound_of(
-    name: str, card: Card, phases: Mapping[str, float], headroom: Mapping[str, float]
+    name: str, card: Card, phases: Mapping[str, float], ceilings: Mapping[str, float]
 ) -> tuple[float | None, str]:
-    """What a method could give at most, and where that number comes from.
+    """(the highest speed-up that a method could give, the reason).
 
-    A ceiling that was measured for the method itself is taken as it is. Else Amdahl: 1 / (1 - share of its
-    phases), where the share of a phase whose ceiling was measured comes from that measurement.
+    A ceiling that was measured for the method itself is taken as it is. Otherwise Amdahl's law: 1 / (1 - share of its
+    phases), where a phase with a measured ceiling has the share that follows from it.
     """
-    if (ceiling := card.ceiling or name) in headroom:
-        return headroom[ceiling], f"what it works on, taken away as a whole, gives {headroom[ceiling]:.2f}x"
+    ceiling = card.ceiling or name
+    if ceiling in ceilings:
+        return ceilings[ceiling], f"what it works on, taken away as a whole, gives {ceilings[ceiling]:.2f}x"
     if "steps" in card.accelerates:
-        return None, "it saves whole steps; how many, only training can tell"
-    shares = {phase: _share(phase, phases, headroom) for phase in PHASES if phase in card.accelerates}
+        return None, "it saves whole steps; only a training run shows how many"
+    shares = {phase: _share(phase, phases, ceilings) for phase in PHASES if phase in card.accelerates}
     bound = amdahl(sum(shares.values()))
     parts = " and ".join(f"{phase} {share:.0%}" for phase, share in shares.items())
-    how = "by replacement" if shares.keys() <= headroom.keys() else "by the timeline"
+    how = "measured by ablation" if shares.keys() <= ceilings.keys() else "measured by the phase timer"
     return bound, f"of the time, {parts} ({how}): at most {bound:.2f}x"
 
 
 def amdahl(share: float) -> float:
-    """How much faster the whole is when ``share`` of its time is gone."""
-    return 1.0 / max(LEAST_REST, 1.0 - share)
+    """The speed-up of a whole when ``share`` of its time, from 0 to 1, is gone."""
+    return 1.0 / max(MIN_REMAINDER, 1.0 - share)
 
 
-def _share(phase: str, phases: Mapping[str, float], headroom: Mapping[str, float]) -> float:
-    if phase in headroom:
-        return max(0.0, 1.0 - 1.0 / headroom[phase])
+def _share(phase: str, phases: Mapping[str, float], ceilings: Mapping[str, float]) -> float:
+    if phase in ceilings:
+        return max(0.0, 1.0 - 1.0 / ceilings[phase])
     return phases.get(phase, 0.0)
-
-
-def _claimed(card: Card) -> float:
-    return card.gain[1] if card.gain else 1.0

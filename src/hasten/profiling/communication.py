@@ -1,4 +1,4 @@
-"""What talking costs the ranks of a job, and the job's diagnosis in a sentence."""
+"""The cost of communication between ranks, and the diagnosis of a job of several processes in one sentence."""
 
 from __future__ import annotations
 
@@ -7,54 +7,81 @@ from statistics import fmean, median
 
 from hasten.benchmarking.ratio import Ratio
 from hasten.profiling.advise import amdahl
-from hasten.profiling.stragglers import CAUSES, milliseconds, own_phases
-from hasten.profiling.verdict import LEAST_GAIN
+from hasten.profiling.stragglers import CAUSES, format_ms, local_phases
+from hasten.profiling.verdict import MIN_GAIN
 
-NAMED_FIRST = 0.5  # of the time that the largest cause takes: a straggler that takes as much is told instead, for it can be found and mended
+STRAGGLER_FIRST = 0.5  # a straggler is named first if it costs this fraction of the largest cause: it can be repaired
 EXCHANGE = (
     "averaging the gradients makes a step {exposed} longer, {share:.0%} of it{hidden}; "
-    "if the ranks need not talk, training would be {gain:.2f}x as fast"
+    "without communication between the ranks, training would be {gain:.2f}x as fast"
 )
 HIDDEN = ", and {hidden} more hide behind the backward pass"
-INPUT = "waiting for the next batch holds all ranks up; if batches came for free, training would be {gain:.2f}x as fast"
-TURNS = "the ranks wait for each other, now for one and now for another, {waits} a step ({share:.0%}): the time that each takes varies"
-ARITHMETIC = "each rank's own arithmetic, forward and backward, takes {compute:.0%} of a step, and talking {talk}; only faster arithmetic can help"
+INPUT = "all ranks wait for their next batch; if batches came for free, training would be {gain:.2f}x as fast"
+TURNS = (
+    "the ranks wait for each other, {waits} a step ({share:.0%}), each time for another rank: "
+    "the time of a step varies on every rank"
+)
+ARITHMETIC = (
+    "each rank's own arithmetic, forward and backward, takes {compute:.0%} of a step, and communication {share}; "
+    "only faster arithmetic can help"
+)
 
 
 def communication_cost(step: float, ceiling: Ratio | None, buckets: list[int] | None, exchanges: list[float]) -> dict:
-    """Seconds of a step: ``seconds`` by itself, ``exposed`` (a step is so much longer), ``hidden`` (behind the backward pass); None: unknown."""
-    exposed = ceiling and step * max(0.0, 1.0 - 1.0 / ceiling.median)
-    alone = median(exchanges) if exchanges else None
+    """The exchange of gradients in a step.
+
+    Args:
+        step: seconds of a step.
+        ceiling: time with the exchange / time without; None if it was not measured.
+        buckets: bytes of each gradient bucket; None if unknown.
+        exchanges: seconds of the all-reduces of a step with nothing beside them, one value a measurement.
+
+    Returns:
+        ``seconds``: of the exchange by itself; ``exposed``: seconds by which a step is longer; ``hidden``: seconds
+            behind
+        the backward pass; ``share``: exposed / step; ``bytes``; ``buckets``: their count. None: unknown.
+    """
+    exposed = step * max(0.0, 1.0 - 1.0 / ceiling.median) if ceiling else None
+    seconds = median(exchanges) if exchanges else None
     return {
-        "seconds": alone,
+        "seconds": seconds,
         "exposed": exposed,
-        "hidden": None if alone is None or exposed is None else max(0.0, alone - exposed),
+        "hidden": None if seconds is None or exposed is None else max(0.0, seconds - exposed),
         "share": exposed and exposed / step,
         "bytes": buckets and sum(buckets),
         "buckets": buckets and len(buckets),
     }
 
 
-def verdict_of(straggler: dict | None, ceilings: Mapping[str, Ratio], talk: dict, rows: list[dict], step: float) -> str:
-    """One sentence that names the largest cause; a ceiling counts that is surely above 1."""
-    possible = {name: ratio.median if ratio.low > 1 else 1.0 for name, ratio in ceilings.items()}
-    waits = 0.0 if straggler else fmean(row.get("waits", 0.0) for row in rows)
-    possible["turns"] = amdahl(waits / step)
-    largest = max(possible, key=possible.get)
-    gain = possible[largest]
-    late = straggler["share"] if straggler else 0.0
-    if amdahl(late) >= LEAST_GAIN and late >= NAMED_FIRST * (1 - 1 / gain):
+def verdict_of(
+    straggler: Mapping | None, ceilings: Mapping[str, Ratio], cost: Mapping, rows: list[dict], step: float
+) -> str:
+    """One sentence that names the largest cause. A ceiling counts only if its interval lies above 1.
+
+    Args:
+        straggler: as ``find_straggler`` returns it.
+        ceilings: "exchange" and "input", as far as they were measured.
+        cost: as ``communication_cost`` returns it.
+        rows: as ``rank_phase_times`` returns them.
+        step: seconds of a step.
+    """
+    gains = {name: ratio.median if ratio.low > 1 else 1.0 for name, ratio in ceilings.items()}
+    waits = 0.0 if straggler else fmean(row.get("wait_seconds", 0.0) for row in rows)
+    gains["turns"] = amdahl(waits / step)
+    largest = max(gains, key=gains.__getitem__)
+    gain = gains[largest]
+    straggler_share = straggler["share"] if straggler else 0.0
+    if straggler and amdahl(straggler_share) >= MIN_GAIN and straggler_share >= STRAGGLER_FIRST * (1 - 1 / gain):
         sentence = straggler["sentence"]
-    elif gain < LEAST_GAIN:
-        compute = max(sum(own_phases(row)[name] for name in CAUSES["compute"]) for row in rows) / step
-        sentence = ARITHMETIC.format(
-            compute=min(1.0, compute), talk="an unknown part" if talk["share"] is None else f"{talk['share']:.0%}"
-        )
+    elif gain < MIN_GAIN:
+        compute = max(sum(local_phases(row)[name] for name in CAUSES["compute"]) for row in rows) / step
+        share = "an unknown part" if cost["share"] is None else f"{cost['share']:.0%}"
+        sentence = ARITHMETIC.format(compute=min(1.0, compute), share=share)
     elif largest == "exchange":
-        hidden = HIDDEN.format(hidden=milliseconds(talk["hidden"])) if talk["hidden"] else ""
-        sentence = EXCHANGE.format(exposed=milliseconds(talk["exposed"]), share=talk["share"], hidden=hidden, gain=gain)
+        hidden = HIDDEN.format(hidden=format_ms(cost["hidden"])) if cost["hidden"] else ""
+        sentence = EXCHANGE.format(exposed=format_ms(cost["exposed"]), share=cost["share"], hidden=hidden, gain=gain)
+    elif largest == "input":
+        sentence = INPUT.format(gain=gain)
     else:
-        sentence = {"input": INPUT, "turns": TURNS}[largest].format(
-            gain=gain, waits=milliseconds(waits), share=waits / step
-        )
+        sentence = TURNS.format(waits=format_ms(waits), share=waits / step)
     return sentence[0].upper() + sentence[1:] + "."

@@ -1,8 +1,11 @@
-"""Diagnoses a task: where the time of its real steps goes, what causes it, and what each part could give at most."""
+"""``diagnose``: where the time of a task's real steps goes, what causes it, and what each phase could give at most."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 from hasten.benchmarking.ratio import Ratio
 from hasten.core.card import PHASES
@@ -15,18 +18,18 @@ from hasten.engine.tasks import TaskRef
 from hasten.profiling.advise import advise, amdahl
 from hasten.profiling.ceilings import measure_allocator_ceiling
 from hasten.profiling.step_profile import StepProfile, profile_steps
-from hasten.profiling.verdict import gains, verdict_of
-from hasten.reporting.result_schema import DiagnoseResult
+from hasten.profiling.verdict import possible_gains, verdict_of
+from hasten.reporting.result_schema import DiagnoseResult, Interval
 from hasten.utils.durations import parse_budget
 
-INSIDE = 0.6  # of the budget, for what one process can tell; another allocator gets what is left
-INPUT = 0.1  # of the budget, for the throughput of the input pipeline
+PROFILE_SHARE = 0.6  # of the budget, for the step profile; the allocator's ceiling gets what remains
+INPUT_SHARE = 0.1  # of the budget, for the throughput of the input pipeline
 
 
 def diagnose(
-    task,
+    task: Any,
     *,
-    recipe=None,
+    recipe: Recipe | str | Path | Iterable[str] | None = None,
     budget: float | str = 60.0,
     processes: int = 1,
     timeout: float | None = None,
@@ -34,95 +37,103 @@ def diagnose(
     seed: int = 0,
     watch: ProgressCallback = no_progress,
 ) -> DiagnoseResult:
-    """Where a task's time goes and what could be gained.
+    """Measures where a task's time goes and what could be gained.
 
     Args:
         task: a workload's name, ``file.py:function`` or a Task.
-        recipe: what it is trained with: a Recipe, a ``.toml`` file or ``--with`` text; None for the task as it is.
-        budget: seconds to spend, or a text such as "10m"; exceeded by one experiment at most.
-        processes: that train together. Of several no phase is taken away, so the timeline alone bounds what could be gained.
-        patience: seconds of silence after which several processes count as hanging.
+        recipe: the methods to train with: a Recipe, a ``.toml`` file or ``--with`` text; None for the task as it is.
+        budget: seconds, or a text such as "10m"; exceeded by one experiment at most.
+        processes: number of ranks. With several, no phase is switched off, so only the phase timer bounds the gains.
+        timeout: seconds without progress after which several processes count as hanging; None for the default.
+        device: "cpu" or "cuda"; None picks one.
+        seed: of the run that is measured.
+        watch: called with the progress.
 
     Returns:
-        Plain data: ``verdict`` (a sentence), ``phases`` (share of the wall clock; they sum to 1), ``headroom``
-        (ceilings by replacement: time with / time without), ``advice`` and ``not_advised`` (methods), ``causes``,
-        ``input`` (samples/s of the input pipeline's stages and of the training step, as ``measure_input`` gives them),
-        ``flops``, ``facts``, and the pace of the run in seconds and samples.
+        Plain data. ``verdict``: a sentence. ``phases``: share of the wall clock, summing to 1. ``ceilings``: time with
+        / time without, with a 95 % interval. ``advice`` and ``not_advised``: methods. ``causes``. ``input``: samples/s
+        of the input pipeline's stages and of the training step, see ``measure_input``. ``flops``, ``facts``, and the
+        speed of the run in seconds and samples.
 
     Raises:
-        Refusal: a wrong request. Failure: the task could not run.
+        ConfigurationError: a wrong request.
+        RunError: the task could not run.
     """
     task, recipe, device, budget = TaskRef.of(task), Recipe.coerce(recipe), pick_device(device), parse_budget(budget)
     check_conflicts(sort_methods(make_methods(recipe)))
     cards = {name: method_class(name).card for name in method_names() if name not in recipe.methods}
     began = time.monotonic()
-    where = {"device": device, "seed": seed, "processes": processes}
-    anatomy = profile_steps(
+    profile = profile_steps(
         task,
         recipe,
-        **where,
-        budget=budget * INSIDE,
-        input_budget=budget * INPUT,
+        device=device,
+        seed=seed,
+        processes=processes,
+        budget=budget * PROFILE_SHARE,
+        input_budget=budget * INPUT_SHARE,
         ceilings=processes == 1,
         timeout=timeout,
-        watch=_part(watch, 0.0, INSIDE + INPUT),
+        watch=_part(watch, 0.0, PROFILE_SHARE + INPUT_SHARE),
     )
-    left = budget - (time.monotonic() - began)
-    outside = measure_allocator_ceiling(
+    allocator = measure_allocator_ceiling(
         task,
         recipe,
-        anatomy.system_share,
-        **where,
-        budget=left,
-        plan=anatomy.plan,
-        watch=_part(watch, INSIDE + INPUT, 1.0),
+        profile.system_share,
+        device=device,
+        seed=seed,
+        processes=processes,
+        budget=budget - (time.monotonic() - began),
+        plan=profile.plan,
+        watch=_part(watch, PROFILE_SHARE + INPUT_SHARE, 1.0),
     )
-    ratios = anatomy.headroom.ceilings | outside.ceilings
-    headroom = _headroom(anatomy, ratios)
-    possible = gains(anatomy, headroom)
-    advice, against = advise(anatomy.phases, {"system_time": possible["system_time"]} | headroom, anatomy.facts, cards)
+    ceilings = _ceilings(profile, profile.ceilings.ratios | allocator.ratios)
+    medians = {name: interval["median"] or 1.0 for name, interval in ceilings.items()}
+    gains = possible_gains(profile, medians)
+    advice, not_advised = advise(profile.phases, {"system_time": gains["system_time"]} | medians, profile.facts, cards)
     return {
         "kind": "diagnose",
         "task": str(task),
         "recipe": str(recipe),
         "device": device,
-        "verdict": verdict_of(anatomy, possible),
-        "phases": anatomy.phases,
-        "headroom": headroom,
-        "intervals": {name: ratio.to_json() for name, ratio in ratios.items()},
-        "not_measured": anatomy.headroom.not_measured | outside.not_measured,
+        "verdict": verdict_of(profile, gains),
+        "phases": profile.phases,
+        "ceilings": ceilings,
+        "not_measured": profile.ceilings.not_measured | allocator.not_measured,
         "advice": advice,
-        "not_advised": against,
-        "causes": _causes(anatomy),
-        "input": anatomy.input,
-        "flops": anatomy.flops,
-        "facts": sorted(anatomy.facts),
-        "batch_size": anatomy.plan["batch_size"],
-        "seconds_per_step": anatomy.step,
-        "seconds_a_run": anatomy.seconds_a_run(),
-        "samples_per_second": 1.0 / anatomy.sample,
-        "start_seconds": anatomy.plan["start"],
-        "evaluation_seconds": anatomy.evaluation,
-        "system_noise": anatomy.noise,
+        "not_advised": not_advised,
+        "causes": {
+            "page_faults_per_step": profile.faults_per_step,
+            "system_time_share": profile.system_share,
+            "host_reads_per_step": profile.host_reads_per_step,
+            "timing_cost": profile.timing_cost,
+        },
+        "input": profile.input,
+        "flops": profile.flops,
+        "facts": sorted(profile.facts),
+        "batch_size": profile.plan["batch_size"],
+        "seconds_per_step": profile.step,
+        "seconds_per_run": profile.seconds_per_run(),
+        "samples_per_second": 1.0 / profile.sample,
+        "start_seconds": profile.plan["start"],
+        "evaluation_seconds": profile.evaluation,
+        "system_noise": profile.system_noise,
         "seconds": time.monotonic() - began,
     }
 
 
-def _headroom(anatomy: StepProfile, ratios: dict[str, Ratio]) -> dict[str, float]:
-    """Ceilings as plain numbers. To take a phase away never costs time: below 1 it was noise. Evaluations are simply subtracted."""
-    measured = {name: max(1.0, ratio.median) if name in PHASES else ratio.median for name, ratio in ratios.items()}
-    return measured | ({"evaluation": amdahl(anatomy.phases["evaluation"])} if anatomy.evaluation else {})
+def _ceilings(profile: StepProfile, ratios: Mapping[str, Ratio]) -> dict[str, Interval]:
+    """The measured ceilings, and that of the evaluations, which follows from their share by Amdahl's law.
 
-
-def _causes(anatomy: StepProfile) -> dict:
-    return {
-        "page_faults_per_step": anatomy.faults_per_step,
-        "system_time_share": anatomy.system_share,
-        "host_reads_per_step": anatomy.host_reads_per_step,
-        "timing_cost": anatomy.timing_cost,
-    }
+    A phase that is switched off never costs time, so a median below 1 is measurement noise and becomes 1.
+    """
+    ceilings = {name: ratio.to_json() for name, ratio in ratios.items()}
+    for name in PHASES.keys() & ceilings.keys():
+        ceilings[name]["median"] = max(1.0, ratios[name].median)
+    if profile.evaluation:
+        ceilings["evaluation"] = {"median": amdahl(profile.phases["evaluation"]), "low": None, "high": None}
+    return ceilings
 
 
 def _part(watch: ProgressCallback, low: float, high: float) -> ProgressCallback:
-    """``watch`` for a part of the work, from ``low`` to ``high`` of the whole."""
+    """``watch`` for the part of the work from ``low`` to ``high``, both between 0 and 1."""
     return lambda what, done, left=None: watch(what, low + (high - low) * done, left)

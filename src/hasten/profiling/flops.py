@@ -1,4 +1,4 @@
-"""The arithmetic of a training step against what the machine can do: how much of the peak the training reaches."""
+"""Floating-point operations of a training step, and the peak rate that the machine reaches in a matrix product."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from hasten.engine.plan import Program
 from hasten.utils.batch import batch_size
 
 PEAK_SECONDS = 0.3
-PEAK_LENGTHS = {
-    "cpu": (256, 512, 1024),
-    "cuda": (1024, 4096, 8192),
-}  # growing, so that a format without hardware stops early
+PEAK_LENGTHS = {"cpu": (256, 512, 1024), "cuda": (1024, 4096, 8192)}  # growing: a format without hardware stops early
 
 
-def flops_a_sample(program: Program) -> float:
-    """Floating-point operations of matrix products, convolutions and attention, forward and backward, for one sample.
+def flops_per_sample(program: Program) -> float:
+    """Operations of matrix products, convolutions and attention, forward and backward, for one training sample.
 
-    The program has to be one without methods: a compiled or captured step hides its operations.
-    It trains on one batch without an update.
+    Runs one batch without an update.
+
+    Args:
+        program: a run without methods, because a compiled or captured step hides its operations.
     """
     batch = program.to_device(next(iter(program.train.epoch(0, 0))))
     with FlopCounterMode(display=False) as counter:
@@ -33,27 +32,26 @@ def flops_a_sample(program: Program) -> float:
 
 @cache
 def peak_flops(device: str, dtype: torch.dtype) -> float:
-    """The best rate of a square matrix product here, all threads, in operations a second."""
-    device = torch.device(device)
+    """The best rate of a square matrix product with all threads, in operations per second."""
     best, began = 0.0, time.perf_counter()
-    for length in PEAK_LENGTHS[device.type]:
+    for length in PEAK_LENGTHS[torch.device(device).type]:
         a, b = (torch.ones(length, length, device=device, dtype=dtype) for _ in range(2))
         end = time.perf_counter() + PEAK_SECONDS / 3
         while best == 0.0 or time.perf_counter() < end:
-            best = max(best, 2 * length**3 / _seconds_of_product(a, b))
+            best = max(best, 2 * length**3 / _matmul_seconds(a, b))
         if time.perf_counter() - began > 2 * PEAK_SECONDS:
             break
     return best
 
 
-def _seconds_of_product(a: torch.Tensor, b: torch.Tensor) -> float:
-    _synchronise(a.device)
+def _matmul_seconds(a: torch.Tensor, b: torch.Tensor) -> float:
+    _synchronize(a.device)
     began = time.perf_counter()
     torch.mm(a, b)
-    _synchronise(a.device)
+    _synchronize(a.device)
     return time.perf_counter() - began
 
 
-def _synchronise(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

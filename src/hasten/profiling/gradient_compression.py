@@ -1,34 +1,40 @@
-"""Whether saying less to the other processes would pay: rounding or compressing gradients takes time of its own.
+"""Whether compressing gradients pays: the seconds saved in the exchange against the seconds of the compression.
 
-Seconds of an all-reduce follow the model that ``hasten network`` fits, latency + bytes / bandwidth.
+The seconds of an all-reduce follow the model that ``hasten bench-comm`` fits: latency + bytes / bandwidth.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from time import perf_counter
 
 import torch
 
-SAVED_BY_ROUNDING = 0.5  # the share of float32's bytes that 16 bits save
-READINGS = 3
+HALF_PRECISION_SAVING = 0.5  # share of float32's bytes that 16-bit gradients save
+MEASUREMENTS = 3
 
 
 def net_saving_s(
     size: float, saved_share: float, codec_seconds: float, latency: float, bandwidth: float, exposed_seconds: float
 ) -> float:
-    """Seconds that a step becomes shorter by; below zero: longer.
+    """Seconds by which a step becomes shorter; negative: longer.
 
     Args:
-        size: bytes of gradients that a rank gives in a step.
-        saved_share: of them, that are not sent any more: 0.5 for 16 bits instead of 32.
-        codec_seconds: that making them shorter, and longer again, takes in a step.
-        latency: seconds that an exchange takes however short it is; it is not saved.
-        bandwidth: bytes of a rank's own that are dealt with in a second.
-        exposed_seconds: of a step, in which nothing is done but wait for the exchange. No more than these can be saved.
+        size: bytes of gradients that a rank contributes in a step.
+        saved_share: share of them, from 0 to 1, that is no longer sent: 0.5 for 16 bits instead of 32.
+        codec_seconds: seconds of compressing and decompressing in a step.
+        latency: seconds of an exchange that do not depend on its size, and are not saved.
+        bandwidth: bytes of a rank's gradients that are exchanged in a second.
+        exposed_seconds: seconds of a step that are spent waiting for the exchange. No more than these can be saved.
+
+    Raises:
+        ValueError: an argument outside of its range.
     """
     if not 0 <= saved_share <= 1 or bandwidth <= 0 or min(size, codec_seconds, latency, exposed_seconds) < 0:
-        raise ValueError("a share lies between 0 and 1, a bandwidth above 0, and bytes and seconds are not negative")
+        raise ValueError(
+            "saved_share must lie between 0 and 1, bandwidth be above 0, and sizes and seconds not be negative"
+        )
     before = latency + size / bandwidth
     after = latency + size * (1 - saved_share) / bandwidth
     hidden = max(before - exposed_seconds, 0.0)  # behind the backward pass, where it stays hidden
@@ -36,33 +42,36 @@ def net_saving_s(
 
 
 def break_even_bandwidth(size: float, saved_share: float, codec_seconds: float) -> float:
-    """The bandwidth (bytes/s) below which it pays, where nothing of the exchange is hidden."""
+    """The bandwidth (bytes/s) below which compression pays if nothing of the exchange is hidden."""
     return math.inf if codec_seconds == 0 else size * saved_share / codec_seconds
 
 
-def rounding_seconds(size: int, device: torch.device) -> float:
-    """What it takes to round so many bytes of float32 to 16 bits, and to widen them again."""
-    gradients, taken = torch.zeros(size // 4, device=device), []
-    for _ in range(READINGS):
+def measure_cast_seconds(size: int, device: torch.device) -> float:
+    """Seconds of casting ``size`` bytes of float32 to bfloat16 and back."""
+    gradients, seconds = torch.zeros(size // 4, device=device), []
+    for _ in range(MEASUREMENTS):
         began = perf_counter()
         gradients.copy_(gradients.to(torch.bfloat16))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        taken.append(perf_counter() - began)
-    return min(taken)
+        seconds.append(perf_counter() - began)
+    return min(seconds)
 
 
-def cast_speedup(talk: dict, codec_seconds: float, step: float) -> tuple[float, str]:
-    """(how many times faster a step of so many seconds would be, in words) if gradients were rounded.
+def cast_speedup(cost: Mapping, codec_seconds: float, step: float) -> tuple[float, str]:
+    """(speed-up of a step of ``step`` seconds if gradients were exchanged in 16 bits, the reason).
 
     Args:
-        talk: what ``communication_of`` told, where everything in it is known.
+        cost: as ``communication_cost`` returns it, with every value known.
+        codec_seconds: as ``measure_cast_seconds`` returns it.
+        step: seconds.
     """
-    saved = net_saving_s(
-        talk["bytes"], SAVED_BY_ROUNDING, codec_seconds, 0.0, talk["bytes"] / talk["seconds"], talk["exposed"]
+    bandwidth = cost["bytes"] / cost["seconds"]
+    saved = net_saving_s(cost["bytes"], HALF_PRECISION_SAVING, codec_seconds, 0.0, bandwidth, cost["exposed"])
+    speedup = step / max(step - saved, 1e-3 * step)
+    sent = 1e3 * HALF_PRECISION_SAVING * cost["seconds"]
+    why = (
+        f"rounding {cost['bytes'] / 1e6:.3g} MB takes {1e3 * codec_seconds:.3g} ms, and half of them take {sent:.3g} "
+        f"ms to send: {'at most' if saved > 0 else 'no gain,'} {speedup:.2f}x"
     )
-    sent = 1e3 * SAVED_BY_ROUNDING * talk["seconds"]
-    given = f"rounding {talk['bytes'] / 1e6:.3g} MB takes {1e3 * codec_seconds:.3g} ms, and half of them take {sent:.3g} ms to send"
-    return step / max(
-        step - saved, 1e-3 * step
-    ), f"{given}: {'at most' if saved > 0 else 'no gain,'} {step / max(step - saved, 1e-3 * step):.2f}x"
+    return speedup, why

@@ -14,6 +14,7 @@ from functools import partial
 from inspect import ismethod
 from itertools import count
 from statistics import median
+from typing import Any
 
 import numpy
 import torch
@@ -21,6 +22,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from hasten.core.data import BatchSource, LoaderSpec
 from hasten.core.errors import RunError
+from hasten.core.types import Batch
 from hasten.data.pipeline import Pipeline
 from hasten.data.source import BadRow, Source
 from hasten.data.workers.runners import InlineRunner
@@ -55,10 +57,10 @@ def measure_input(program: Program, budget: float) -> dict:
         known, or "step". ``skipped_rows``: ``{"row", "where", "why"}`` of each row that could not be read and was
         skipped. ``not_measured``: {name of a stage or key: reason}.
     """
-    data, batch_size = program.task.train_data, program.loop.batch_size
+    data, batch_size = program.task.train_data, program.plan.batch_size
     not_measured: dict[str, str] = {}
 
-    def attempt(name: str, measure: Callable, *args):
+    def attempt(name: str, measure: Callable, *args: Any) -> Any:
         try:
             return measure(*args)
         except Exception as error:
@@ -98,7 +100,7 @@ def _bottleneck(stages: dict, end_to_end: float, step: float, prefetched: bool) 
     if prefetched and end_to_end >= FAST_ENOUGH * step:
         return "step"
     rates = {name: rate for name, rate in stages.items() if rate}
-    slowest = min(rates, key=rates.get, default="input")
+    slowest = min(rates, key=rates.__getitem__, default="input")
     return slowest if prefetched or not rates or rates[slowest] < step else "step"
 
 
@@ -117,28 +119,28 @@ def _is_prefetched(program: Program) -> bool | None:
 # ---- the training step and the whole input pipeline
 
 
-def _first_batch(batches: BatchSource):
+def _first_batch(batches: BatchSource) -> Batch:
     for batch in batches.epoch(0, 0):
         return batch
     raise RunError("the training data gave no batch")
 
 
-def _step_throughput(program: Program, batch, seconds: float) -> float:
+def _step_throughput(program: Program, batch: Batch, seconds: float) -> float:
     """Samples/s of training steps on one batch."""
-    batch = program.move(batch)
+    batch = program.to_device(batch)
 
     def step() -> None:
-        program.micro(batch)
-        program.gradients()
-        program.update()
-        program.clear()
+        program.forward_backward(batch)
+        program.grad_transform()
+        program.optimizer_step()
+        program.zero_grad()
 
     for _ in range(WARM_UP_STEPS):
         step()
     return batch_size(batch) * _calls_per_second(program, step, seconds)
 
 
-def _copy_throughput(program: Program, batch, seconds: float) -> float | None:
+def _copy_throughput(program: Program, batch: Batch, seconds: float) -> float | None:
     """Samples/s copied to the device; None on the CPU, where nothing is copied."""
     if program.run.device.type == "cpu":
         return None
@@ -163,10 +165,10 @@ def _calls_per_second(program: Program, work: Callable[[], object], seconds: flo
 
 def _end_to_end(program: Program, seconds: float) -> tuple[float, float]:
     """(samples/s as the training loop gets them, seconds until the first batch)."""
-    began, samples, first = time.perf_counter(), 0, None
+    began, samples, first = time.perf_counter(), 0, 0.0
     for batch in (batch for epoch in count() for batch in program.train.epoch(epoch, 0)):
-        program.move(batch)
-        if first is None:
+        program.to_device(batch)
+        if not first:
             _synchronize(program)
             first = time.perf_counter() - began
             continue
@@ -188,7 +190,7 @@ def _synchronize(program: Program) -> None:
 def _stage_throughput(program: Program, seconds: float, not_measured: dict[str, str]) -> dict:
     data, samples = program.task.train_data, program.train.spec
     if isinstance(data, Pipeline):
-        return _pipeline_stages(data, program.loop.batch_size, seconds, not_measured)
+        return _pipeline_stages(data, program.plan.batch_size, seconds, not_measured)
     if samples is None:
         not_measured["stages"] = (
             "the batches are not read sample by sample from a map-style dataset; end_to_end measures them"
@@ -247,7 +249,7 @@ class Stopwatch:
     def time_calls(self, function: Callable) -> Callable:
         """``function``, timed; if it is a generator function, each of its items is timed when it is asked for."""
 
-        def timed(*args, **kwargs):
+        def timed(*args: Any, **kwargs: Any) -> Any:
             began = time.perf_counter()
             try:
                 result = function(*args, **kwargs)
@@ -264,14 +266,15 @@ class Stopwatch:
 
 
 class TimedSource(Source):
-    """A source whose reading is timed. A method ``raw``, which fetches the bytes, is timed too: the rest is decoding."""
+    """A source whose reading is timed. ``raw``, which fetches the bytes, is timed too: the rest is decoding."""
 
     def __init__(self, source: Source):
         self.source, self._total, self._fetch = source, Stopwatch(), Stopwatch()
         self.has_raw = ismethod(getattr(source, "raw", None))
         if self.has_raw:
             source = copy(source)
-            source.raw = self._fetch.time_calls(source.raw)
+            raw = self._fetch.time_calls(source.raw)  # pyright: ignore[reportAttributeAccessIssue]  # not in Source
+            source.raw = raw  # pyright: ignore[reportAttributeAccessIssue]  # the same
         self._timed_read = self._total.time_calls(source.read)
 
     def seconds_by_stage(self) -> dict[str, float]:
@@ -283,17 +286,17 @@ class TimedSource(Source):
     def __len__(self) -> int:
         return len(self.source)
 
-    def read(self, rows: numpy.ndarray):
+    def read(self, rows: numpy.ndarray) -> Any:
         return self._timed_read(rows)
 
-    def identity(self) -> dict:
+    def fingerprint(self) -> dict:
         return self.source.fingerprint()
 
-    def edges(self) -> numpy.ndarray:
+    def chunk_offsets(self) -> numpy.ndarray:
         return self.source.chunk_offsets()
 
-    def known_bad(self) -> list[BadRow]:
+    def known_bad_rows(self) -> list[BadRow]:
         return self.source.known_bad_rows()
 
-    def prepare(self, runner, faults) -> None:
+    def prepare(self, runner: Callable, faults: Any) -> None:
         self.source.prepare(runner, faults)

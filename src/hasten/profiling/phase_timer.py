@@ -1,7 +1,7 @@
-"""Times every phase of the real step: a method whose hooks are the outermost wrappers and change nothing.
+"""Times every phase of the real step, with a method whose hooks are the outermost wrappers and change nothing.
 
-On the CPU a mark is the clock. On a GPU it is an event in the stream, so nothing is ever made to wait:
-the time between two marks is what passed on the device, its idling while the host was late included.
+On the CPU a timestamp is the clock. On a GPU it is a CUDA event in the stream, so that nothing is synchronized: the
+time between two events passed on the device, including its idle time while the host was late.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -16,65 +18,67 @@ from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.data import BatchSource
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
-from hasten.core.types import BackwardFn, BatchFn, ForwardFn, OptimizerFactory, StepFn
+from hasten.core.types import BackwardFn, Batch, BatchFn, ForwardFn, OptimizerFactory, StepFn
 from hasten.engine.registry import method_names
 
-BACKWARD_OVER_FORWARD = (
-    2.0  # two matrix products for every one of forward: used where a replayed graph hides which is which
-)
+PHASES = ("input", "copy", "forward", "backward", "grad_transform", "optimizer_step")
+BACKWARD_OVER_FORWARD = 2.0  # two matrix products for each of forward: used if a CUDA graph replays both as one
 
 
 class PhaseTimer:
-    """Begin and end of every phase, written down while it runs and added up when it is read."""
+    """Records the begin and the end of every phase while it runs, and adds them up when it is stopped."""
 
     def __init__(self, device: torch.device):
         self.device, self.running = device, False
-        self.marks: list[tuple] = []
+        self.intervals: list[tuple[str, Any, Any]] = []  # (phase, begin, end); end is None inside a graph capture
 
     def start(self) -> None:
-        self.marks, self.running = [], True
+        """Discards earlier records and starts recording."""
+        self.intervals, self.running = [], True
 
-    def now(self):
-        """A mark, or None where nothing is to be noted."""
+    def now(self) -> Any:
+        """A timestamp (float or CUDA event), or None while nothing is recorded."""
         if not self.running:
             return None
         if self.device.type != "cuda":
             return time.perf_counter()
-        if torch.cuda.is_current_stream_capturing():  # what is captured runs later, out of our sight
+        if torch.cuda.is_current_stream_capturing():  # what is captured runs later, in a replay
             return None
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def note(self, phase: str, began) -> None:
+    def record(self, phase: str, began: Any) -> None:
+        """Records a phase that began at a timestamp and ends now."""
         if began is not None:
-            self.marks.append((phase, began, self.now()))
+            self.intervals.append((phase, began, self.now()))
 
-    def timed(self, phase: str, function):
-        """``function``, noted under a phase."""
+    def timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, whose calls are recorded under a phase."""
 
-        def timed(*arguments):
+        def timed(*args: Any) -> Any:
             began = self.now()
-            result = function(*arguments)
-            self.note(phase, began)
+            result = function(*args)
+            self.record(phase, began)
             return result
 
         return timed
 
     def stop(self) -> dict[str, float]:
-        """Seconds of every phase since ``start``."""
+        """Stops recording. Returns the seconds of every phase since ``start``."""
         self.running = False
-        if self.device.type == "cuda":
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
             torch.cuda.synchronize()
         seconds: Counter[str] = Counter()
-        for phase, began, ended in self.marks:
+        for phase, began, ended in self.intervals:
             if ended is not None:
-                seconds[phase] += began.elapsed_time(ended) / 1000 if self.device.type == "cuda" else ended - began
-        return _forward_and_backward(seconds)
+                seconds[phase] += began.elapsed_time(ended) / 1000 if on_gpu else ended - began
+        return _split_forward_backward(seconds)
 
 
-class Timeline(Method):
-    """Leaves its Tape in ``run.checkpoint_state``."""
+class TimePhases(Method):
+    """Times the phases of a run; its PhaseTimer is ``run.checkpoint_state["phase_timer"]``."""
 
     card = Card(
         summary="times every phase of the step",
@@ -84,72 +88,81 @@ class Timeline(Method):
     )
 
     def data(self, batches: BatchSource, run: RunContext) -> BatchSource:
+        """Times the wait for each training batch."""
         if not batches.training:
             return batches
-        tape = run.checkpoint_state["timeline"] = PhaseTimer(run.device)
+        timer = run.checkpoint_state["phase_timer"] = PhaseTimer(run.device)
 
-        def epoch(number, start):
-            began, end = tape.now(), object()
-            iterator = iter(batches.epoch(number, start))
+        def epoch(index: int, start: int) -> Iterator[Batch]:
+            began, end = timer.now(), object()
+            iterator = iter(batches.epoch(index, start))
             while (batch := next(iterator, end)) is not end:
-                tape.note("input", began)
+                timer.record("input", began)
                 yield batch
-                began = tape.now()
-            tape.note("input", began)
+                began = timer.now()
+            timer.record("input", began)
 
         return dataclasses.replace(batches, epoch=epoch)
 
     def optimizer(self, make: OptimizerFactory, run: RunContext) -> OptimizerFactory:
-        def make_timed(model):
+        """Times the learning-rate schedule, as part of the optimizer step."""
+
+        def make_timed(model: torch.nn.Module) -> Any:
             made = make(model)
-            return (
-                (made[0], _TimedSchedule(made[1], _tape(run)))
-                if isinstance(made, tuple) and made[1] is not None
-                else made
-            )
+            if isinstance(made, tuple) and made[1] is not None:
+                return made[0], _TimedSchedule(made[1], _timer(run))
+            return made
 
         return make_timed
 
     def batch_transform(self, to_device: BatchFn, run: RunContext) -> BatchFn:
-        return _tape(run).timed("copy", to_device)
+        """Times the copy to the device."""
+        return _timer(run).timed("copy", to_device)
 
     def forward(self, forward: ForwardFn, run: RunContext) -> ForwardFn:
-        return _tape(run).timed("forward", forward)
+        """Times the forward pass."""
+        return _timer(run).timed("forward", forward)
 
     def backward(self, backward: BackwardFn, run: RunContext) -> BackwardFn:
-        return _tape(run).timed("backward", backward)
+        """Times the backward pass."""
+        return _timer(run).timed("backward", backward)
 
     def forward_backward(self, forward_backward: ForwardFn, run: RunContext) -> ForwardFn:
-        return _tape(run).timed("forward_backward", forward_backward)
+        """Times both passes together."""
+        return _timer(run).timed("forward_backward", forward_backward)
 
     def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
-        return _tape(run).timed("grad_transform", grad_transform)
+        """Times the work on the gradients."""
+        return _timer(run).timed("grad_transform", grad_transform)
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
-        return _tape(run).timed("optimizer_step", optimizer_step)
+        """Times the optimizer step."""
+        return _timer(run).timed("optimizer_step", optimizer_step)
 
     def zero_grad(self, zero_grad: StepFn, run: RunContext) -> StepFn:
-        return _tape(run).timed("optimizer_step", zero_grad)
+        """Times the clearing of the gradients, as part of the optimizer step."""
+        return _timer(run).timed("optimizer_step", zero_grad)
 
 
 class _TimedSchedule:
-    """A schedule whose steps count as part of the update."""
+    """A learning-rate schedule whose steps count as part of the optimizer step."""
 
-    def __init__(self, schedule, tape: PhaseTimer):
-        self.schedule, self.step = schedule, tape.timed("optimizer_step", schedule.step)
+    def __init__(self, schedule: Any, timer: PhaseTimer):
+        self.schedule, self.step = schedule, timer.timed("optimizer_step", schedule.step)
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self.schedule, name)
 
 
-def _tape(run) -> PhaseTimer:
-    return run.checkpoint_state["timeline"]
+def _timer(run: RunContext) -> PhaseTimer:
+    return run.checkpoint_state["phase_timer"]
 
 
-def _forward_and_backward(seconds: Counter[str]) -> dict[str, float]:
-    """``micro`` holds both halves: divided as they were seen inside it, or by their usual proportion."""
-    whole = seconds.pop("forward_backward", 0.0)
-    halves = (seconds["forward"], seconds["backward"]) if seconds["forward"] else (1.0, BACKWARD_OVER_FORWARD)
-    names = ("input", "copy", "forward", "backward", "grad_transform", "optimizer_step")
-    divided = {name: whole * half / sum(halves) for name, half in zip(("forward", "backward"), halves, strict=True)}
-    return {name: divided.get(name, seconds[name]) for name in names}
+def _split_forward_backward(seconds: Counter[str]) -> dict[str, float]:
+    """Divides ``forward_backward`` as the two passes inside it were timed, or else by their usual proportion."""
+    both = seconds.pop("forward_backward", 0.0)
+    forward, backward = (
+        (seconds["forward"], seconds["backward"]) if seconds["forward"] else (1.0, BACKWARD_OVER_FORWARD)
+    )
+    scale = both / (forward + backward)
+    return {name: seconds[name] for name in PHASES} | {"forward": forward * scale, "backward": backward * scale}

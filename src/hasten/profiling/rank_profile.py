@@ -1,8 +1,12 @@
-"""Diagnoses a job of several ranks: where a step of each goes, what talking costs, and who is waited for.
+"""Profiles a job of several ranks: the phases of a step on each rank, the cost of communication, and the straggler.
 
-Runs inside the ranks, which all make the same calls. Blocks of real steps take turns in which a part of them is switched off, so that
-what the machines do besides hits all kinds alike: as they are; without averaging the gradients; without it, but with a word to each
-other after every backward pass, whose time is how long a rank waits for the latest one; and with one batch again and again.
+Runs inside the ranks, which all make the same calls. Blocks of real steps of four kinds take turns, so that a
+disturbance of the machines affects all kinds alike:
+
+* "plain": the steps as they are;
+* "no_exchange": the gradients are not averaged;
+* "barrier": the same, with a barrier after every backward pass, whose seconds are the wait for the latest rank;
+* "no_input": one batch is replayed on every rank.
 """
 
 from __future__ import annotations
@@ -12,9 +16,11 @@ import json
 import os
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +37,7 @@ from hasten.core.process_group_info import DEFAULT_TIMEOUT_S, SINGLE_PROCESS, Pr
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.core.recipe import Recipe
 from hasten.core.task import Task
+from hasten.core.types import Batch
 from hasten.distributed.process_group import check_ranks_agree, init_process_group
 from hasten.engine.composition import check_conflicts, sort_methods
 from hasten.engine.devices import pick_device
@@ -41,290 +48,295 @@ from hasten.engine.resources import single_process_threads
 from hasten.engine.tasks import TaskRef
 from hasten.engine.train import device_of, run_identity
 from hasten.launch.comm_benchmark import communication_device, neighbor_latency, seconds_per_call
-from hasten.profiling.ablations import ReplayedBatch, disabled_phases, outside_name
+from hasten.profiling.ablations import ReplayedBatch, disabled_phases, import_path
 from hasten.profiling.advise import advise
 from hasten.profiling.communication import communication_cost, verdict_of
 from hasten.profiling.facts import facts_of
-from hasten.profiling.gradient_compression import SAVED_BY_ROUNDING, cast_speedup, rounding_seconds
-from hasten.profiling.phase_timer import Timeline
-from hasten.profiling.stragglers import find_straggler, phases_of_the_slowest, rank_phase_times, skew_of
+from hasten.profiling.gradient_compression import HALF_PRECISION_SAVING, cast_speedup, measure_cast_seconds
+from hasten.profiling.phase_timer import TimePhases
+from hasten.profiling.stragglers import find_straggler, rank_phase_times, skew_of, slowest_rank_shares
+from hasten.reporting.result_schema import Advice, NotAdvised
 from hasten.utils.durations import parse_budget
 
-EXCHANGE, MEETING, INPUT = "exchange", "meeting", "input"
-KINDS = {
-    "whole": (),
-    "own": (EXCHANGE, MEETING),
-    "silent": (EXCHANGE,),
-    "replayed": (INPUT,),
-}  # of blocks, and what is switched in each
-CEILINGS = {EXCHANGE: "silent", INPUT: "replayed"}
-LEAST_ROUNDS, MOST_ROUNDS = 4, 14
+EXCHANGE, BARRIER, INPUT = "exchange", "barrier", "input"
+BLOCK_KINDS = {"plain": (), "barrier": (EXCHANGE, BARRIER), "no_exchange": (EXCHANGE,), "no_input": (INPUT,)}
+CEILINGS = {EXCHANGE: "no_exchange", INPUT: "no_input"}  # the kind of block that each is measured with
+MIN_ROUNDS, MAX_ROUNDS = 4, 14
 LINK_BYTES = 1_000_000
-EXCHANGES = 3  # in a row, by themselves
-NOBODY_ELSE = "one process has no other to wait for; say --processes 2, or more, or leave launch out"
-NOT_SHARED_SO = (
+EXCHANGES = 3  # per measurement of the exchange by itself
+ONE_RANK = "a single process has no other ranks to profile; pass --processes N with N >= 2, or leave `launch` out"
+DDP_ONLY = (
     "cannot measure the communication ceiling: gradient exchange can be disabled only under DistributedDataParallel"
 )
 
 
 def diagnose_ranks(
-    task,
+    task: Any,
     *,
-    recipe=None,
+    recipe: Recipe | str | Path | Iterable[str] | None = None,
     budget: float | str = 60.0,
     device: str | None = None,
     seed: int = 0,
     watch: ProgressCallback = no_progress,
     timeout: float = DEFAULT_TIMEOUT_S,
 ) -> dict:
-    """What the ranks of the job that this process is in lose to each other.
+    """Measures what the ranks of a job lose by communication and by waiting for each other. All ranks call it.
 
     Args:
-        as ``diagnose`` has them.
-        patience: seconds to wait for another rank that says nothing.
+        task: a workload's name, ``file.py:function`` or a Task.
+        recipe: the methods to train with; None for the task as it is.
+        budget: seconds, or a text such as "10m".
+        device: "cpu" or "cuda"; None picks one.
+        seed: of the run that is measured.
+        watch: called with the progress, on rank 0.
+        timeout: seconds to wait for another rank in a collective.
 
     Returns:
-        Plain data: ``verdict`` (a sentence), ``ranks`` (seconds of a step by phase, of each), ``skew``, ``communication`` (seconds of a step:
-        the exchange by itself, exposed and hidden), ``straggler`` (who, how long, why; or None), ``links``, ``ceilings`` (time with / time
-        without, with intervals), ``speedup`` over one process as the user would start it, with its ``threads``, and the ``efficiency`` (of the speed-up that
-        so many devices or threads more would give at best), ``advice`` and ``not_advised``.
+        Plain data. ``verdict``: a sentence. ``ranks``: seconds of a step by phase, of each rank. ``skew``.
+        ``communication``: seconds of the exchange by itself, exposed and hidden. ``straggler``: rank, seconds and
+            cause,
+        or None. ``links``. ``ceilings``: time with / time without, with intervals. ``speedup`` over one process with
+        all ``threads``. ``efficiency``: speed-up / factor of devices or threads. ``advice`` and ``not_advised``.
 
     Raises:
-        Refusal: a wrong request, or this process is alone. Failure: the task could not run.
+        ConfigurationError: a wrong request, or there is only one rank.
+        RunError: the task could not run.
     """
     task, recipe, device, budget = TaskRef.of(task), Recipe.coerce(recipe), pick_device(device), parse_budget(budget)
     with init_process_group(device, timeout) as ranks:
         if ranks.is_single_process:
-            raise ConfigurationError(NOBODY_ELSE)
+            raise ConfigurationError(ONE_RANK)
         check_conflicts(sort_methods(make_methods(recipe)))
-        given = task.load()
-        code = task.fingerprint() if task.obj is None else None
-        check_ranks_agree(ranks, run_identity(given, seed, code, recipe))
-        without_metric = TaskRef.of(dataclasses.replace(given, validation_data=None))
+        loaded = task.load()
+        code = task.fingerprint() if task.given is None else None
+        check_ranks_agree(ranks, identity_of(loaded, seed, code, recipe))
+        without_metric = TaskRef.of(dataclasses.replace(loaded, validation_data=None))
         probe = RankProbe(without_metric, recipe, device_of(ranks, device), seed, ranks)
         try:
-            found = _diagnosed(probe, ranks, budget, watch if ranks.is_main_process else no_progress)
+            result = _profile(probe, ranks, budget, watch if ranks.is_main_process else no_progress)
         except Exception as error:
-            raise explain_error(error, "the training", given.batch_size or 0) from error
+            raise explain_error(error, "the training", loaded.batch_size or 0) from error
         finally:
-            probe.end()
-    return {"kind": "diagnose_ranks", "task": str(task), "recipe": str(recipe), "device": device, **found}
+            probe.steps.close()  # ends the worker processes of the current epoch
+    return {"kind": "diagnose_ranks", "task": str(task), "recipe": str(recipe), "device": device, **result}
 
 
-def _diagnosed(probe: RankProbe, ranks: ProcessGroupInfo, budget: float, watch: ProgressCallback) -> dict:
+def _profile(probe: RankProbe, ranks: ProcessGroupInfo, budget: float, watch: ProgressCallback) -> dict:
     began, noise = time.monotonic(), SystemNoise()
     watch("building the run", 0.0, None)
     plan = probe.build()
     plan |= {"step": ranks.all_reduce_max([plan["step"]])[0]}
     count = block_steps(plan)
-    check_blocks_are_fair(probe.plain, plan, count, SYNC_PERIOD_BUDGETS * budget, LEAST_ROUNDS * len(probe.kinds))
-    single, why_not = _single(probe, ranks)
-    blocks, exchanges = _rounds(probe, single, count, ranks, began + budget, watch)
-    told = [json.loads(each) for each in ranks.all_gather(json.dumps(blocks).encode())]
+    check_blocks_are_fair(probe.plain_recipe, plan, count, SYNC_PERIOD_BUDGETS * budget, MIN_ROUNDS * len(probe.kinds))
+    single, no_speedup = _build_single_process(probe, ranks)
+    blocks, exchanges = _run_rounds(probe, single, count, ranks, began + budget, watch)
+    rank_blocks = [json.loads(content) for content in ranks.all_gather(json.dumps(blocks).encode())]
     links = neighbor_latency(LINK_BYTES, ranks, communication_device(ranks))
 
-    paces = {kind: _of_the_slowest(told, kind, "pace") for kind in probe.kinds}
-    step = median(_of_the_slowest(told, "whole", "step"))
-    ceilings = {name: ratio_of(paces["whole"], paces[kind], ERROR) for name, kind in CEILINGS.items() if kind in paces}
-    alone = [block["pace"] for block in told[0]["alone"]]
-    speedup = ratio_of(alone, paces["whole"], ERROR) if alone else None
-    rows = rank_phase_times(told)
-    talk = communication_cost(step, ceilings.get(EXCHANGE), probe.buckets(), exchanges)
-    straggler = find_straggler(rows, told, step, links, talk["exposed"])
-    advice, against = _advice(probe, ceilings, phases_of_the_slowest(rows, step), talk, step)
-    not_measured = ({} if EXCHANGE in ceilings else {EXCHANGE: NOT_SHARED_SO, "straggler": NOT_SHARED_SO}) | why_not
+    times = {kind: _slowest(rank_blocks, kind, "seconds_per_sample") for kind in probe.kinds}
+    step = median(_slowest(rank_blocks, "plain", "seconds_per_step"))
+    ceilings = {name: ratio_of(times["plain"], times[kind], ERROR) for name, kind in CEILINGS.items() if kind in times}
+    single_times = [block["seconds_per_sample"] for block in rank_blocks[0]["single_process"]]
+    speedup = ratio_of(single_times, times["plain"], ERROR) if single_times else None
+    rows = rank_phase_times(rank_blocks)
+    cost = communication_cost(step, ceilings.get(EXCHANGE), probe.buckets(), exchanges)
+    straggler = find_straggler(rows, rank_blocks, step, links, cost["exposed"])
+    advice, not_advised = _advise(probe, ceilings, slowest_rank_shares(rows, step), cost, step)
+    not_measured = {} if EXCHANGE in ceilings else {EXCHANGE: DDP_ONLY, "straggler": DDP_ONLY}
+    switches = sum(block["switches"] for block in rank_blocks[0]["plain"])
     return {
-        "verdict": verdict_of(straggler, ceilings, talk, rows, step),
+        "verdict": verdict_of(straggler, ceilings, cost, rows, step),
         "processes": ranks.world_size,
         "backend": dist.get_backend(),
         "ranks": rows,
         "skew": skew_of(rows),
-        "communication": talk,
+        "communication": cost,
         "straggler": straggler,
         "links": [
-            {"from": rank, "to": (rank + 1) % ranks.world_size, "bytes": LINK_BYTES, "seconds": each}
-            for rank, each in enumerate(links)
+            {"from": rank, "to": (rank + 1) % ranks.world_size, "bytes": LINK_BYTES, "seconds": seconds}
+            for rank, seconds in enumerate(links)
         ],
         "ceilings": {name: ratio.to_json() for name, ratio in ceilings.items()},
         "speedup": speedup and speedup.to_json(),
-        "threads": {"each": torch.get_num_threads(), "alone": single_process_threads()},
-        "efficiency": speedup and speedup.median / _times_as_much(probe, ranks),
-        "not_measured": not_measured,
+        "threads": {"per_rank": torch.get_num_threads(), "single_process": single_process_threads()},
+        "efficiency": speedup and speedup.median / _resource_factor(probe, ranks),
+        "not_measured": not_measured | no_speedup,
         "advice": advice,
-        "not_advised": against,
+        "not_advised": not_advised,
         "facts": sorted(facts_of(probe.program)),
         "batch_size": plan["batch_size"],
         "seconds_per_step": step,
-        "samples_per_second": 1 / median(paces["whole"]),
-        "blocks": len(paces["whole"]),
-        "system_noise": noise.summary(
-            100 * spread(paces["whole"]), sum(block["switches"] for block in told[0]["whole"])
-        ),
+        "samples_per_second": 1 / median(times["plain"]),
+        "blocks": len(times["plain"]),
+        "system_noise": noise.summary(100 * spread(times["plain"]), switches),
         "seconds": time.monotonic() - began,
     }
 
 
 class RankProbe(Arm):
-    """This rank's part of a run whose exchange of gradients and whose input can be switched off, block by block. All ranks call the same."""
+    """This rank's part of a run whose gradient exchange and input can be disabled, block by block, on all ranks."""
 
     def __init__(self, task: TaskRef, recipe: Recipe, device: str, seed: int, ranks: ProcessGroupInfo):
-        self.plain, self.waited, self.waits = recipe, 0.0, []
-        self.steps = (nothing for nothing in ())
-        methods = {**recipe.methods, outside_name(Timeline): {}}
-        super().__init__(
-            task, methods, device, seed, dataclasses.replace(ranks, all_reduce_max=self._timed(ranks.all_reduce_max))
-        )
+        self.plain_recipe = recipe
+        self.waited, self.wait_seconds = 0.0, []  # seconds in collectives since the last barrier; of every step
+        self.steps = (step for step in ())
+        methods = {**recipe.methods, import_path(TimePhases): {}}
+        timed_ranks = dataclasses.replace(ranks, all_reduce_max=self._add_wait(ranks.all_reduce_max))
+        super().__init__(task, methods, device, seed, timed_ranks)
 
-    def program_of(self, task: Task) -> Program:
-        """All batches and words of the other ranks are taken away with the input, so that is switched outermost."""
-        program = super().program_of(task)
+    def _program(self, task: Task) -> Program:
+        """The program with switchable exchange and input.
+
+        The input is wrapped outermost, so that the communication of the ranks about their batches is disabled with it.
+        """
+        program = super()._program(task)
         model = program.run.model
-        self.shared = model if isinstance(model, DistributedDataParallel) else None
+        self.ddp_model = model if isinstance(model, DistributedDataParallel) else None
         train = ReplayedBatch().data(program.train, program.run)
         return dataclasses.replace(program, train=train, forward_backward=self._switchable(program))
 
     @property
     def kinds(self) -> dict[str, tuple[str, ...]]:
+        """The kinds of blocks that this run allows, and what is disabled in each."""
         return {
-            kind: switched for kind, switched in KINDS.items() if self.shared is not None or EXCHANGE not in switched
+            kind: phases for kind, phases in BLOCK_KINDS.items() if self.ddp_model is not None or EXCHANGE not in phases
         }
 
-    def block(self, count: int, switched: tuple[str, ...]) -> dict:
-        """So many steps: seconds of one, of one sample of the whole batch, of each phase, of the processor, and of every wait."""
+    def block(self, count: int, phases: Sequence[str]) -> dict:
+        """Trains ``count`` steps with some phases disabled.
+
+        Returns:
+            seconds_per_sample (of the global batch), and per step: seconds_per_step, cpu (seconds), switches, phases
+            (seconds by phase) and the list wait_seconds.
+        """
         run = self.program.run
-        tape, away = run.checkpoint_state["timeline"], disabled_phases(run)
-        before = (
-            [weight.detach().clone() for weight in run.unwrapped_model.parameters()] if EXCHANGE in switched else []
-        )
-        run.ranks.any(False)  # all begin together
-        self.waits, self.waited = [], 0.0
-        away.update(switched)
-        tape.start()
+        model = run.unwrapped_model
+        assert model is not None
+        timer, disabled = run.checkpoint_state["phase_timer"], disabled_phases(run)
+        weights = list(model.parameters()) if EXCHANGE in phases else []
+        before = [weight.detach().clone() for weight in weights]
+        run.ranks.any(False)  # a barrier
+        self.wait_seconds, self.waited = [], 0.0
+        disabled.update(phases)
+        timer.start()
+        before_cpu = time.process_time()
         block = self.train(count)
-        phases = tape.stop()
-        away.clear()
+        cpu = time.process_time() - before_cpu  # of this rank; the usage in block is summed over all ranks
+        seconds = timer.stop()
+        disabled.clear()
         with torch.no_grad():
-            for weight, was in zip(
-                run.unwrapped_model.parameters(), before, strict=bool(before)
-            ):  # the same again on all ranks
-                weight.copy_(was)
+            for weight, value in zip(weights, before, strict=True):  # equal again on all ranks
+                weight.copy_(value)
         if not block["samples"]:
             raise RunError("the training ended within a block of steps")
         return {
-            "pace": block["seconds"] / block["samples"],
-            "step": block["seconds"] / count,
-            "cpu": block["cpu"] / count,
+            "seconds_per_sample": block["seconds"] / block["samples"],
+            "seconds_per_step": block["seconds"] / count,
+            "cpu": cpu / count,
             "switches": block["switches"],
-            "phases": {phase: seconds / count for phase, seconds in phases.items()},
-            "waits": self.waits,
+            "phases": {phase: value / count for phase, value in seconds.items()},
+            "wait_seconds": self.wait_seconds,
         }
 
     def buckets(self) -> list[int] | None:
-        """Bytes of the gradients that travel together; None where a method changes how they travel."""
-        if self.shared is None:
-            return None
-        return ddp_bucket_sizes(self.shared)
+        """Bytes of each gradient bucket; None where the model is not wrapped by DistributedDataParallel."""
+        return None if self.ddp_model is None else ddp_bucket_sizes(self.ddp_model)
 
     def exchange(self) -> Callable[[], None] | None:
-        """The same all-reduces as in a step, with nothing beside them."""
+        """A function that runs the all-reduces of a step with nothing beside them."""
         sizes = self.buckets()
-        if sizes is None:
+        if self.ddp_model is None or sizes is None:
             return None
-        like = next(self.shared.parameters())
-        given = [torch.zeros(size // like.element_size(), dtype=like.dtype, device=like.device) for size in sizes]
-        group = self.shared.process_group
+        weight, group = next(self.ddp_model.parameters()), self.ddp_model.process_group
+        lengths = [size // weight.element_size() for size in sizes]
+        buckets = [torch.zeros(length, dtype=weight.dtype, device=weight.device) for length in lengths]
 
         def call() -> None:
-            for work in [dist.all_reduce(each, group=group, async_op=True) for each in given]:
-                work.wait()
+            for work in [dist.all_reduce(bucket, group=group, async_op=True) for bucket in buckets]:
+                if work is not None:
+                    work.wait()
 
         return call
 
-    def end(self) -> None:
-        """Lets go of the pass that is being read, so that worker processes end now."""
-        self.steps.close()
-
-    def _sum_over_ranks(self, used: dict[str, float]) -> dict[str, float]:
-        return used  # every rank is looked at by itself
-
     def _meet(self) -> None:
-        pass  # where ranks meet is what is measured
+        pass  # the waits between ranks are what is measured
 
-    def _switchable(self, program: Program) -> Callable:
-        micro, away, ranks = program.forward_backward, disabled_phases(program.run), program.run.ranks
+    def _switchable(self, program: Program) -> Callable[[Batch], Any]:
+        forward_backward, ranks = program.forward_backward, program.run.ranks
+        disabled, ddp_model = disabled_phases(program.run), self.ddp_model
 
-        def switchable(batch):
-            if EXCHANGE not in away:
-                return micro(batch)
-            with self.shared.no_sync():
-                loss = micro(batch)
-            if MEETING in away:
+        def switchable(batch: Batch) -> Any:
+            if ddp_model is None or EXCHANGE not in disabled:
+                return forward_backward(batch)
+            with ddp_model.no_sync():
+                loss = forward_backward(batch)
+            if BARRIER in disabled:
                 self._synchronize()
                 ranks.any(False)
-                self.waits.append(self.waited)
+                self.wait_seconds.append(self.waited)
                 self.waited = 0.0
             return loss
 
         return switchable
 
-    def _timed(self, most: Callable) -> Callable:
-        """What the ranks tell each other before a step is waiting, too."""
+    def _add_wait(self, all_reduce_max: Callable[..., list[float]]) -> Callable[..., list[float]]:
+        """``all_reduce_max``, timed: collectives of the ranks before a step are waits, too."""
 
-        def timed(numbers):
+        def timed(numbers: Sequence[float]) -> list[float]:
             began = time.perf_counter()
-            result = most(numbers)
+            result = all_reduce_max(numbers)
             self.waited += time.perf_counter() - began
             return result
 
         return timed
 
 
-def _rounds(
+def _run_rounds(
     probe: RankProbe, single: Arm | None, count: int, ranks: ProcessGroupInfo, until: float, watch: ProgressCallback
 ) -> tuple[dict[str, list[dict]], list[float]]:
-    """Blocks of every kind, in turns, and seconds of each exchange by itself."""
-    blocks: dict[str, list[dict]] = {kind: [] for kind in (*probe.kinds, "alone")}
+    """(blocks of every kind, run in turns; seconds of each exchange by itself)."""
+    blocks: dict[str, list[dict]] = {kind: [] for kind in (*probe.kinds, "single_process")}
     exchanges, exchange, began = [], probe.exchange(), time.monotonic()
-    for number in range(1, MOST_ROUNDS + 1):
-        for kind in list(probe.kinds)[:: 1 if number % 2 else -1]:
+    for index in range(1, MAX_ROUNDS + 1):
+        for kind in list(probe.kinds)[:: 1 if index % 2 else -1]:
             blocks[kind].append(probe.block(count, probe.kinds[kind]))
         if exchange:
             exchanges.append(seconds_per_call(exchange, EXCHANGES, ranks, probe.program.run.device))
-        if single:  # the others wait for the first rank
-            with _threads_of_one():
+        if single:  # the other ranks wait for rank 0
+            with _single_process_threads():
                 block = single.train(max(1, count // ranks.world_size))
-            blocks["alone"].append({"pace": block["seconds"] / block["samples"]})
+            blocks["single_process"].append({"seconds_per_sample": block["seconds"] / block["samples"]})
         now = time.monotonic()
-        left = min(until - now, (now - began) / number * (MOST_ROUNDS - number))
+        left = min(until - now, (now - began) / index * (MAX_ROUNDS - index))
         watch("timing the ranks", min(1.0, (now - began) / max(1e-9, now - began + left)), max(0.0, left))
-        if ranks.any(number >= LEAST_ROUNDS and now > until):
+        if ranks.any(index >= MIN_ROUNDS and now > until):
             break
     return blocks, exchanges
 
 
-def _single(probe: RankProbe, ranks: ProcessGroupInfo) -> tuple[Arm | None, dict[str, str]]:
-    """On the first rank: the same training by one process, if there is memory enough for the whole batch; why not, on all."""
+def _build_single_process(probe: RankProbe, ranks: ProcessGroupInfo) -> tuple[Arm | None, dict[str, str]]:
+    """(on rank 0: the same training in one process, if memory suffices; on all ranks: why ``speedup`` is missing)."""
     single, why = None, ""
     if ranks.is_main_process:
-        machines = ranks.world_size / int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
-        needed = (
-            1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * machines
-        )  # what is free here is a rank's part of this machine
+        nodes = ranks.world_size / int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
+        rank_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         try:
-            if probe.program.run.services.free_memory() < needed:
+            # free_memory is this rank's part of its node, so a full batch needs a rank's memory times the nodes
+            if probe.program.run.services.free_memory() < rank_bytes * nodes:
                 raise RunError("there may be too little memory to try one process")
-            single = Arm(probe.task, drop_distributed(probe.plain).methods, probe.device, probe.seed, SINGLE_PROCESS)
-            with _threads_of_one():
+            methods = drop_distributed(probe.plain_recipe).methods
+            single = Arm(probe.task, methods, probe.device, probe.seed, SINGLE_PROCESS)
+            with _single_process_threads():
                 single.build()
-        except Exception as error:  # whatever a second copy of the task meets: the diagnosis is of the job
+        except Exception as error:  # a second copy of the task may fail in any way; the job is still diagnosed
             single, why = None, str(error) or type(error).__name__
     why = ranks.broadcast(why.encode()).decode()
     return single, {"speedup": why} if why else {}
 
 
 @contextmanager
-def _threads_of_one() -> Iterator[None]:
-    """Inside, this rank has the threads that one process would have; the other ranks wait, and take none."""
+def _single_process_threads() -> Iterator[None]:
+    """Inside, this rank has the threads that a single process would have; the other ranks wait and use none."""
     before = torch.get_num_threads()
     torch.set_num_threads(single_process_threads())
     try:
@@ -333,23 +345,24 @@ def _threads_of_one() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _times_as_much(probe: RankProbe, ranks: ProcessGroupInfo) -> float:
-    """How many times the devices, or the threads, of one process the job has."""
+def _resource_factor(probe: RankProbe, ranks: ProcessGroupInfo) -> float:
+    """Devices (on the CPU: threads) of the job / those of a single process."""
     on_cpu = probe.program.run.device.type == "cpu"
     return ranks.world_size * (torch.get_num_threads() / single_process_threads() if on_cpu else 1)
 
 
-def _of_the_slowest(told: list[dict], kind: str, what: str) -> list[float]:
-    return [max(block[what] for block in blocks) for blocks in zip(*(each[kind] for each in told), strict=True)]
+def _slowest(rank_blocks: list[dict], kind: str, key: str) -> list[float]:
+    """The maximum over the ranks, of each block of a kind."""
+    return [max(block[key] for block in blocks) for blocks in zip(*(rank[kind] for rank in rank_blocks), strict=True)]
 
 
-def _talks_less(card: Card) -> bool:
-    """Whether a method changes how gradients travel, rather than what a process keeps."""
+def _changes_communication(card: Card) -> bool:
+    """Whether a method changes how gradients are exchanged, rather than what each rank holds."""
     return DISTRIBUTED in card.applies_to and "backward" in card.accelerates and "full_weights" not in card.invalidates
 
 
-def _goes_with(recipe: Recipe, name: str) -> bool:
-    """Whether a method could be added: another strategy than the one in use would take its place, of which no phase of this one tells anything."""
+def _is_compatible(recipe: Recipe, name: str) -> bool:
+    """Whether a method can be added. Another strategy cannot: the phases of this one do not bound it."""
     try:
         check_conflicts(make_methods(recipe.with_method(name)))
     except ConfigurationError:
@@ -357,26 +370,25 @@ def _goes_with(recipe: Recipe, name: str) -> bool:
     return True
 
 
-def _advice(
-    probe: RankProbe, ceilings: dict[str, Ratio], phases: dict[str, float], talk: dict, step: float
-) -> tuple[list[dict], list[dict]]:
-    """Methods that change how ranks talk can give at most what it would be not to talk; of rounding more is known."""
-    cards = {
-        name: method_class(name).card
-        for name in method_names()
-        if name not in probe.plain.methods and _goes_with(probe.plain, name)
-    }
-    talking = {name for name, card in cards.items() if _talks_less(card)} if EXCHANGE in ceilings else ()
-    measured = {name: max(1.0, ratio.median) for name, ratio in ceilings.items()}
-    headroom, told = {INPUT: measured[INPUT]} | dict.fromkeys(talking, measured.get(EXCHANGE)), {}
-    rounding = [name for name in talking if cards[name].gradient_bytes_saved == SAVED_BY_ROUNDING]
-    if rounding and talk["seconds"] and talk["exposed"] is not None:
-        codec = rounding_seconds(talk["bytes"], probe.program.run.device)
+def _advise(
+    probe: RankProbe, ceilings: dict[str, Ratio], phases: dict[str, float], cost: dict, step: float
+) -> tuple[list[Advice], list[NotAdvised]]:
+    """Advice. The exchange's ceiling bounds methods that change it; 16-bit gradients also pay for their rounding."""
+    recipe = probe.plain_recipe
+    names = [name for name in method_names() if name not in recipe.methods and _is_compatible(recipe, name)]
+    cards = {name: method_class(name).card for name in names}
+    medians = {name: max(1.0, ratio.median) for name, ratio in ceilings.items()}
+    exchanging = [name for name in cards if EXCHANGE in ceilings and _changes_communication(cards[name])]
+    bounds = {INPUT: medians[INPUT]} | dict.fromkeys(exchanging, medians.get(EXCHANGE, 1.0))
+    reasons: dict[str, str] = {}
+    rounding = [name for name in exchanging if cards[name].gradient_bytes_saved == HALF_PRECISION_SAVING]
+    if rounding and cost["seconds"] and cost["exposed"] is not None:
+        seconds = measure_cast_seconds(cost["bytes"], probe.program.run.device)
         for name in rounding:
-            headroom[name], told[name] = cast_speedup(talk, codec, step)
-    advice, against = advise(phases, headroom, facts_of(probe.program), cards)
-    for row in (*advice, *against):
-        row["why"] = told.get(row["method"], row["why"])
-        if cards[row["method"]].default_for and talking:
-            row["why"] += "; it is in use, so that is for its settings"
-    return advice, against
+            bounds[name], reasons[name] = cast_speedup(cost, seconds, step)
+    advice, not_advised = advise(phases, bounds, facts_of(probe.program), cards)
+    for row in (*advice, *not_advised):
+        row["why"] = reasons.get(row["method"], row["why"])
+        if cards[row["method"]].default_for and exchanging:
+            row["why"] += "; it is in use, so this concerns its options"
+    return advice, not_advised

@@ -1,12 +1,19 @@
-"""The anatomy of a run: blocks of its real steps, timed phase by phase, and what a look at its operations shows."""
+"""The step profile of a run: blocks of its real steps, timed phase by phase, with page faults and flops."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from hasten.benchmarking.compare import SYNC_PERIOD_BUDGETS, block_steps, evaluation_seconds_per_sample, check_blocks_are_fair
+from hasten.benchmarking.compare import (
+    SYNC_PERIOD_BUDGETS,
+    block_steps,
+    check_blocks_are_fair,
+    evaluation_seconds_per_sample,
+)
 from hasten.benchmarking.fork_server import Worker
 from hasten.benchmarking.ratio import spread
 from hasten.benchmarking.system_noise import SystemNoise
@@ -15,36 +22,42 @@ from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.core.recipe import Recipe
 from hasten.engine.tasks import TaskRef
-from hasten.profiling.ablations import LARGER_BATCH, NoUpdate, ReplayedBatch, outside_name
+from hasten.profiling.ablations import LARGER_BATCH, NoUpdate, ReplayedBatch, import_path
 from hasten.profiling.ceilings import Ceilings, measure_ceilings
-from hasten.profiling.phase_timer import Timeline
+from hasten.profiling.phase_timer import TimePhases
 from hasten.reporting.result_schema import Flops
 
-TIMELINE_SHARE = 0.4  # of the budget; the rest is for taking phases away
-LEAST_PAIRS, MOST_PAIRS = 3, 8  # of blocks with and without the phases being timed
-FAIR_SECONDS = 60.0  # that blocks of processes which talk seldom may take, however small the budget
-WATCHED_STEPS = 3
-LEAST_FAULTS = 100  # page faults a step; fewer are the machine's background
+TIMING_SHARE = 0.4  # of the budget, for the phases; the rest is for the ceilings
+MIN_PAIRS, MAX_PAIRS = 3, 8  # of blocks with and without the phase timer
+FAIR_SECONDS = 60.0  # that blocks of ranks which communicate seldom may take, however small the budget
+COUNTED_STEPS = 3
+MANY_FAULTS = 100  # page faults a step; fewer are the background of the machine
 
 
 @dataclass(frozen=True)
 class StepProfile:
-    """What a run showed of itself. Times in seconds, shares between 0 and 1.
+    """What was measured of a run. Times in seconds, shares between 0 and 1.
 
     Attributes:
-        plan: as the arm's ``build`` gave it, with ``build_seconds``.
+        plan: as ``Arm.build`` returned it, with ``build_seconds``.
         phases: share of the run's wall clock of each phase; they sum to 1.
-        headroom: the ceilings that this one process could measure.
-        step, sample: of the training alone, without evaluations.
-        timing_cost: how much longer a step takes because its phases are timed.
-        system_share: of the processors' time, spent in the operating system.
-        input: throughput of the input pipeline, as of ``measure_input``; only ``not_measured`` if that failed.
-        flops: operations a second reached, the machine's peak and their quotient; None where they could not be counted.
+        ceilings: those that can be measured in this one process.
+        step: seconds of a step, without evaluations.
+        sample: seconds per training sample, without evaluations.
+        evaluation: seconds of an evaluation; None if the task has no validation data.
+        timing_cost: relative increase of a step's time because its phases are timed.
+        faults_per_step: minor page faults.
+        system_share: share of the CPU time that is spent in the operating system.
+        host_reads_per_step: values that the host reads from the device; None if they could not be counted.
+        input: throughput of the input pipeline, see ``measure_input``; only ``not_measured`` if that failed.
+        flops: operations per second, the machine's peak and their quotient; None if they could not be counted.
+        facts: keys of ``FACTS`` that hold.
+        system_noise: how disturbed the machine was.
     """
 
     plan: dict
     phases: dict[str, float]
-    headroom: Ceilings
+    ceilings: Ceilings
     step: float
     sample: float
     evaluation: float | None
@@ -52,17 +65,18 @@ class StepProfile:
     faults_per_step: float
     system_share: float
     host_reads_per_step: float | None
-    input: dict | None
+    input: Any
     flops: Flops | None
     facts: frozenset[str]
-    noise: dict
+    system_noise: dict
 
     @property
-    def faults_show(self) -> bool:
-        return self.faults_per_step >= LEAST_FAULTS
+    def has_many_faults(self) -> bool:
+        """Whether page faults are more than the background of the machine."""
+        return self.faults_per_step >= MANY_FAULTS
 
-    def seconds_a_run(self) -> float | None:
-        """Start + steps + evaluations; None where the data's length is unknown."""
+    def seconds_per_run(self) -> float | None:
+        """Start, steps and evaluations of a whole run; None if the length of the data is unknown."""
         plan = self.plan
         if plan["steps"] is None:
             return None
@@ -83,90 +97,101 @@ def profile_steps(
     timeout: float | None = None,
     watch: ProgressCallback = no_progress,
 ) -> StepProfile:
-    """The anatomy of a task under a recipe, from about ``budget`` seconds of its real steps.
+    """Profiles a task under a recipe with its real steps.
 
     Args:
+        task: what is trained.
+        recipe: with what methods.
+        device: "cpu" or "cuda".
+        seed: of the run.
+        budget: seconds, approximately.
         input_budget: seconds for the throughput of the input pipeline, beside ``budget``; 0: it is not measured.
-        ceilings: whether to measure too what it would be to do without a phase; takes the larger part of the budget.
-        processes: that train together; the phases are those of rank 0.
-        patience: seconds of silence after which they count as hanging.
+        ceilings: also measure the ceilings of phases; takes the larger part of the budget.
+        processes: number of ranks; the phases are those of rank 0.
+        timeout: seconds without progress after which several processes count as hanging.
+        watch: called with the progress.
 
     Raises:
-        Failure: the run could not be built or trained.
+        RunError: the run could not be built or trained.
     """
-    methods = {**recipe.methods, **{outside_name(method): {} for method in (Timeline, ReplayedBatch, NoUpdate)}}
+    methods = {**recipe.methods, **{import_path(method): {} for method in (TimePhases, ReplayedBatch, NoUpdate)}}
     watch("building the run", 0.0, None)
-    where = {"task": task.to_json(), "device": device, "seed": seed}
-    with start_workers(processes, "hasten.profiling.probe:Probe", timeout, methods=methods, **where) as probe:
+    arguments = {"task": task.to_json(), "methods": methods, "device": device, "seed": seed}
+    with start_workers(processes, "hasten.profiling.probe:Probe", timeout, **arguments) as probe:
         began = time.monotonic()
         plan = probe.call("build")
         plan["build_seconds"] = time.monotonic() - began
         noise, count = SystemNoise(), block_steps(plan)
-        check_blocks_are_fair(recipe, plan, count, max(FAIR_SECONDS, SYNC_PERIOD_BUDGETS * budget), 2 * LEAST_PAIRS)
+        check_blocks_are_fair(recipe, plan, count, max(FAIR_SECONDS, SYNC_PERIOD_BUDGETS * budget), 2 * MIN_PAIRS)
         watch("timing the phases of the step", 0.1, budget)
-        timed, plain = _blocks(probe, count, budget * TIMELINE_SHARE if ceilings else budget)
+        timed, plain = _run_blocks(probe, count, budget * TIMING_SHARE if ceilings else budget)
         evaluation = None if plan["evaluation"] is None else min(plan["evaluation"], probe.call("evaluate"))
         extra = evaluation_seconds_per_sample(plan, evaluation)
-        phases, headroom = _shares(timed, extra), Ceilings()
+        phases, measured = _phase_shares(timed, extra), Ceilings()
         if ceilings:
-            shares = {"input": phases["input"], LARGER_BATCH: 1.0 - phases["evaluation"]} | {
-                name: phases[name] for name in ("logging", "optimizer_step")
-            }
-            left = budget * (1 - TIMELINE_SHARE)
-            headroom = measure_ceilings(
+            shares = {"input": phases["input"], LARGER_BATCH: 1.0 - phases["evaluation"]}
+            shares |= {name: phases[name] for name in ("logging", "optimizer_step")}
+            left = budget * (1 - TIMING_SHARE)
+            measured = measure_ceilings(
                 probe, shares, count=count, step=plan["step"], extra=extra, budget=left, watch=watch
             )
         facts = probe.call("facts")
-        operations = _if_possible(probe, "operations", count=WATCHED_STEPS) or {}
-        arithmetic = _if_possible(probe, "arithmetic", dtype=operations.get("dtype", "float32"))
+        operations = _call_if_possible(probe, "operations", count=COUNTED_STEPS) or {}
+        flops = _call_if_possible(probe, "flops", dtype=operations.get("dtype", "float32"))
         watch("the stages of the input pipeline", 1.0, input_budget)
         input_throughput = _input_throughput(probe, input_budget, processes) if input_budget else None
     both = timed + plain
     samples, seconds = _sum(plain, "samples"), _sum(plain, "seconds")
+    timing_costs = sorted(_per_sample(a) / _per_sample(b) for a, b in zip(timed, plain, strict=True))
     return StepProfile(
         plan=plan,
         phases=phases,
-        headroom=headroom,
+        ceilings=measured,
         step=seconds / (count * len(plain)),
         sample=seconds / samples,
         evaluation=evaluation,
-        timing_cost=_middle([_pace(a) / _pace(b) for a, b in zip(timed, plain, strict=True)]) - 1,
+        timing_cost=timing_costs[len(timing_costs) // 2] - 1,
         faults_per_step=_sum(both, "faults") / (count * len(both)),
         system_share=_sum(both, "system") / max(_sum(both, "seconds"), _sum(both, "cpu")),
         host_reads_per_step=operations.get("host_reads_per_step"),
         input=input_throughput,
-        flops=arithmetic and _rates(arithmetic, samples / seconds),
+        flops=_flops_rates(flops, samples / seconds) if flops else None,
         facts=frozenset(facts),
-        noise=noise.summary(100 * spread([_pace(block) for block in plain]), int(_sum(both, "switches"))),
+        system_noise=noise.summary(100 * spread([_per_sample(block) for block in plain]), int(_sum(both, "switches"))),
     )
 
 
-def _blocks(probe: Worker | WorkerGroup, count: int, budget: float) -> tuple[list[dict], list[dict]]:
-    """Blocks with and without the phases being timed, in turn."""
+def _run_blocks(probe: Worker | WorkerGroup, count: int, budget: float) -> tuple[list[dict], list[dict]]:
+    """Blocks of ``count`` steps with and without the phase timer, in turn."""
     timed, plain, began = [], [], time.monotonic()
-    while len(plain) < LEAST_PAIRS or (time.monotonic() - began < budget and len(plain) < MOST_PAIRS):
-        timed.append(probe.call("anatomy", count=count))
+    while len(plain) < MIN_PAIRS or (time.monotonic() - began < budget and len(plain) < MAX_PAIRS):
+        timed.append(probe.call("timed_block", count=count))
         plain.append(probe.call("block", count=count))
     return timed, plain
 
 
-def _shares(blocks: list[dict], evaluation: float) -> dict[str, float]:
-    """Of the whole wall clock, evaluations included; what no phase accounts for is the loop itself, its log and its reading of losses."""
+def _phase_shares(blocks: list[dict], evaluation: float) -> dict[str, float]:
+    """Shares of the wall clock of a run. "logging" is what no phase accounts for: the loop, its log, reading losses.
+
+    Args:
+        blocks: of steps whose phases were timed.
+        evaluation: seconds of evaluation per training sample.
+    """
     samples = _sum(blocks, "samples")
-    whole = _sum(blocks, "seconds") + samples * evaluation
-    shares = {phase: sum(block["phases"][phase] for block in blocks) / whole for phase in blocks[0]["phases"]}
-    shares["evaluation"] = samples * evaluation / whole
+    total = _sum(blocks, "seconds") + samples * evaluation
+    shares = {phase: sum(block["phases"][phase] for block in blocks) / total for phase in blocks[0]["phases"]}
+    shares["evaluation"] = samples * evaluation / total
     shares["logging"] = max(0.0, 1.0 - math.fsum(shares.values()))
     return {phase: share / math.fsum(shares.values()) for phase, share in shares.items()}
 
 
-def _rates(arithmetic: dict, samples_a_second: float) -> Flops:
-    achieved, peak = arithmetic["flops_a_sample"] * samples_a_second, arithmetic["peak_flops"]
+def _flops_rates(flops: Mapping[str, float], samples_per_second: float) -> Flops:
+    achieved, peak = flops["flops_per_sample"] * samples_per_second, flops["peak_flops"]
     return {"achieved_gflops": achieved / 1e9, "peak_gflops": peak / 1e9, "share": achieved / peak}
 
 
-def _if_possible(probe: Worker | WorkerGroup, method: str, **arguments) -> dict | None:
-    """What a look inside gives; None for a run that does not bear being looked at (a captured graph, a compiled step)."""
+def _call_if_possible(probe: Worker | WorkerGroup, method: str, **arguments: Any) -> dict | None:
+    """The result of a measurement, or None for a run that does not allow it (a captured graph, a compiled step)."""
     try:
         return probe.call(method, **arguments)
     except RunError:
@@ -183,13 +208,9 @@ def _input_throughput(probe: Worker | WorkerGroup, budget: float, processes: int
         return {"not_measured": {"input": str(error)}}
 
 
-def _pace(block: dict) -> float:
+def _per_sample(block: Mapping[str, float]) -> float:
     return block["seconds"] / block["samples"]
 
 
 def _sum(blocks: list[dict], key: str) -> float:
     return sum(block[key] for block in blocks)
-
-
-def _middle(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]

@@ -1,14 +1,20 @@
-"""Who is waited for, and why: from what each rank told of its blocks. Plain data in, plain data out."""
+"""Finds the straggler of a job, the rank that the others wait for, and its cause, from the timed blocks of all ranks.
+
+Works on plain data: ``rank_blocks[rank][kind]`` is the list of that rank's blocks of a kind. In "plain" blocks the
+ranks train as they are. In "barrier" blocks (missing where they cannot be measured) the ranks do not exchange gradients
+but meet in a barrier after every backward pass; ``wait_seconds`` of a block lists the seconds in each step's barrier.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import fmean, median
+from typing import Any
 
-LEAST_SHARE = 0.05  # of a step, that a rank has to be waited for to be called a straggler
-MOST_BLOCKS = 0.75  # in which that has to be so
-LEAST_PART = 0.5  # of its lateness, that a cause has to explain
-SLOW_LINK = 2.0  # times what the others' links take
+MIN_SHARE = 0.05  # of a step, for which the others must wait for a rank that is called a straggler
+MIN_BLOCKS = 0.75  # share of the blocks in which they must
+MIN_EXPLAINED = 0.5  # share of the lateness that a cause has to explain
+SLOW_LINK = 2.0  # times the seconds of the other links
 CAUSES = {
     "data": ("input", "copy"),
     "compute": ("forward", "backward"),
@@ -16,54 +22,75 @@ CAUSES = {
 }
 WHY = {
     "data": "its data come late ({own} a step for its batches, {others} on the other ranks)",
-    "compute": "its forward and backward pass take longer ({own}, {others} on the other ranks){processor}",
+    "compute": "its forward and backward pass take longer ({own}, {others} on the other ranks){cpu}",
     "optimizer": "its optimizer takes longer ({own}, {others} on the other ranks)",
-    "unknown": "what holds it up lies outside of the phases that are timed",
+    "unknown": "the cause lies outside of the timed phases",
 }
-PROCESSOR = {
-    True: ", and as much more of the processor: it has more to compute, or a slower one",
-    False: ", but not of the processor: the model waits for something, or others use its cores",
+CPU = {
+    True: ", with as much more CPU time: it has more to compute, or a slower processor",
+    False: ", without more CPU time: the model waits for something, or other programs use its cores",
 }
 
 
-def rank_phase_times(told: list[dict]) -> list[dict]:
-    """Of each rank, in seconds of a step, the middle one of its blocks.
+def rank_phase_times(rank_blocks: Sequence[Mapping[str, list[dict]]]) -> list[dict]:
+    """One row per rank, in seconds of a step, each the median over the rank's blocks.
 
     Returns:
-        ``phases`` as they are; and where the ranks could be made to train without averaging gradients: ``own``, the phases then,
-        ``own_cpu``, ``waits`` for the latest rank, and ``last``, the share of the steps in which it was that.
+        ``rank`` and ``phases``; if barrier blocks exist also ``phases_without_exchange``, ``cpu_seconds``,
+        ``wait_seconds`` for the latest rank, and ``last_fraction``: the share of the steps in which this rank was the
+        latest.
     """
-    rows = [{"rank": rank, "phases": _phases(blocks["whole"])} for rank, blocks in enumerate(told)]
-    if "own" not in told[0]:
+    rows: list[dict] = [{"rank": i, "phases": _phases(blocks["plain"])} for i, blocks in enumerate(rank_blocks)]
+    if "barrier" not in rank_blocks[0]:
         return rows
-    for row, waits, last, blocks in zip(rows, _waits(told), _last(told), told, strict=True):
-        cpu = median(block["cpu"] for block in blocks["own"])
-        row |= {"own": _phases(blocks["own"]), "own_cpu": cpu, "waits": median(waits), "last": last}
+    all_waits, last_fractions = _waits(rank_blocks), _last_fractions(rank_blocks)
+    for row, waits, last_fraction, blocks in zip(rows, all_waits, last_fractions, rank_blocks, strict=True):
+        row |= {
+            "phases_without_exchange": _phases(blocks["barrier"]),
+            "cpu_seconds": median(block["cpu"] for block in blocks["barrier"]),
+            "wait_seconds": median(waits),
+            "last_fraction": last_fraction,
+        }
     return rows
 
 
-def own_phases(row: dict) -> dict[str, float]:
-    """A rank's phases without averaging gradients, where that could be measured."""
-    return row.get("own", row["phases"])
+def local_phases(row: Mapping) -> dict[str, float]:
+    """A rank's phases without the exchange of gradients, if those could be measured; else all of them."""
+    return row.get("phases_without_exchange", row["phases"])
 
 
 def skew_of(rows: list[dict]) -> dict[str, float]:
-    """The difference between the slowest and the fastest rank, by phase; without what they wait for each other."""
-    phases = [own_phases(row) for row in rows]
-    return {name: max(each[name] for each in phases) - min(each[name] for each in phases) for name in phases[0]}
+    """Seconds between the slowest and the fastest rank, by phase, without the waits for each other."""
+    phases = [local_phases(row) for row in rows]
+    return {name: max(row[name] for row in phases) - min(row[name] for row in phases) for name in phases[0]}
 
 
-def phases_of_the_slowest(rows: list[dict], step: float) -> dict[str, float]:
-    """Shares of a step by phase, of the rank that takes longest; without what the ranks wait for each other, where that is known."""
-    slowest = max((own_phases(row) for row in rows), key=lambda phases: sum(phases.values()))
+def slowest_rank_shares(rows: list[dict], step: float) -> dict[str, float]:
+    """Shares of a step by phase, of the rank that takes longest, without waits for other ranks if these are known."""
+    slowest = max((local_phases(row) for row in rows), key=lambda phases: sum(phases.values()))
     return {name: min(1.0, seconds / step) for name, seconds in slowest.items()}
 
 
 def find_straggler(
-    rows: list[dict], told: list[dict], step: float, links: list[float], exposed: float | None
+    rows: list[dict],
+    rank_blocks: Sequence[Mapping[str, list[dict]]],
+    step: float,
+    links: list[float],
+    exposed: float | None,
 ) -> dict | None:
-    """The rank that the others wait for: ``{rank, seconds, share, cause, why, sentence}``; None where there is none."""
-    late = _late(rows, told, step)
+    """Finds the rank that the others wait for.
+
+    Args:
+        rows: as ``rank_phase_times`` returns them.
+        rank_blocks: see the module.
+        step: seconds of a step.
+        links: seconds that a message takes from each rank to the next one.
+        exposed: seconds by which the exchange of gradients makes a step longer; None: unknown.
+
+    Returns:
+        ``{rank, seconds, share, cause, why, sentence}``, or None if there is no straggler.
+    """
+    late = _late_rank(rows, rank_blocks, step)
     if late is None:
         return _slow_link(links, step, exposed)
     rank, seconds = late
@@ -71,68 +98,71 @@ def find_straggler(
     return _straggler(rank, seconds, step, cause, why)
 
 
-def _late(rows: list[dict], told: list[dict], step: float) -> tuple[int, float] | None:
-    """(rank, seconds that the others wait for it in a step)."""
-    if "waits" not in rows[0]:
+def _late_rank(
+    rows: list[dict], rank_blocks: Sequence[Mapping[str, list[dict]]], step: float
+) -> tuple[int, float] | None:
+    """(rank, seconds of a step that the others wait for it)."""
+    if "wait_seconds" not in rows[0]:
         return None
-    waits = _waits(told)
-    rank = min(range(len(rows)), key=lambda each: rows[each]["waits"])
-    blocks = [
-        median(others) - own for own, others in zip(waits[rank], zip(*_but(waits, rank), strict=True), strict=True)
-    ]
-    seconds, least = median(blocks), LEAST_SHARE * step
-    return (rank, seconds) if sum(each >= least for each in blocks) >= MOST_BLOCKS * len(blocks) else None
+    waits = _waits(rank_blocks)
+    rank = min(range(len(rows)), key=lambda i: rows[i]["wait_seconds"])
+    others = zip(*_without(waits, rank), strict=True)
+    blocks = [median(other) - own for own, other in zip(waits[rank], others, strict=True)]
+    seconds, least = median(blocks), MIN_SHARE * step
+    return (rank, seconds) if sum(block >= least for block in blocks) >= MIN_BLOCKS * len(blocks) else None
 
 
 def _cause(rows: list[dict], rank: int, seconds: float) -> tuple[str, str]:
-    """What this rank takes longer for than the others, and in words."""
-    own = _by_cause(rows[rank]["own"])
-    others = {cause: median(_by_cause(row["own"])[cause] for row in _but(rows, rank)) for cause in CAUSES}
-    cause = max(CAUSES, key=lambda each: own[each] - others[each])
-    lead = own[cause] - others[cause]
-    if lead < LEAST_PART * seconds:
+    """(the group of phases that this rank takes longer for than the others, the reason)."""
+    own = _by_cause(rows[rank]["phases_without_exchange"])
+    other_rows = _without(rows, rank)
+    others = {cause: median(_by_cause(row["phases_without_exchange"])[cause] for row in other_rows) for cause in CAUSES}
+    cause = max(CAUSES, key=lambda name: own[name] - others[name])
+    excess = own[cause] - others[cause]
+    if excess < MIN_EXPLAINED * seconds:
         return "unknown", WHY["unknown"]
-    computing = rows[rank]["own_cpu"] - median(row["own_cpu"] for row in _but(rows, rank)) >= LEAST_PART * lead
-    return cause, WHY[cause].format(
-        own=milliseconds(own[cause]), others=milliseconds(others[cause]), processor=PROCESSOR[computing]
-    )
+    cpu_excess = rows[rank]["cpu_seconds"] - median(row["cpu_seconds"] for row in other_rows)
+    cpu = CPU[cpu_excess >= MIN_EXPLAINED * excess]
+    return cause, WHY[cause].format(own=format_ms(own[cause]), others=format_ms(others[cause]), cpu=cpu)
 
 
 def _slow_link(links: list[float], step: float, exposed: float | None) -> dict | None:
-    """The rank whose links to both neighbours are slow: it slows down the ring that all are in. Of two ranks nobody can tell."""
+    """The rank whose links to both neighbors are slow, which slows the ring down. None for two ranks: undecidable."""
     if len(links) < 3 or not exposed:
         return None
     best = [min(links[rank], links[rank - 1]) for rank in range(len(links))]
     rank = max(range(len(links)), key=best.__getitem__)
-    others = median(_but(best, rank))
+    others = median(_without(best, rank))
     seconds = exposed * (1 - others / best[rank])
-    if best[rank] < SLOW_LINK * others or seconds < LEAST_SHARE * step:
+    if best[rank] < SLOW_LINK * others or seconds < MIN_SHARE * step:
         return None
-    why = f"its link is slow (a megabyte takes {milliseconds(best[rank])}, {milliseconds(others)} between others)"
+    why = f"its link is slow (a megabyte takes {format_ms(best[rank])}, {format_ms(others)} between others)"
     return _straggler(rank, seconds, step, "link", why)
 
 
 def _straggler(rank: int, seconds: float, step: float, cause: str, why: str) -> dict:
     share = min(1.0, seconds / step)
-    sentence = f"rank {rank} makes the others wait {milliseconds(seconds)} a step ({share:.0%}): {why}"
+    sentence = f"rank {rank} makes the others wait {format_ms(seconds)} a step ({share:.0%}): {why}"
     return {"rank": rank, "seconds": seconds, "share": share, "cause": cause, "why": why, "sentence": sentence}
 
 
-def milliseconds(seconds: float) -> str:
+def format_ms(seconds: float) -> str:
+    """Seconds as a text in milliseconds."""
     return f"{1000 * seconds:,.1f} ms"
 
 
-def _waits(told: list[dict]) -> list[list[float]]:
-    """Of each rank and block, how long it waits in a step beyond what the word to each other takes, which is all that the latest one waits."""
-    waits = [[block["waits"] for block in each["own"]] for each in told]
+def _waits(rank_blocks: Sequence[Mapping[str, list[dict]]]) -> list[list[float]]:
+    """Mean wait per step of each rank and block, beyond that of the latest rank, which is the cost of the barrier."""
+    waits = [[block["wait_seconds"] for block in blocks["barrier"]] for blocks in rank_blocks]
     least = [[min(step) for step in zip(*blocks, strict=True)] for blocks in zip(*waits, strict=True)]
     return [[fmean(block) - fmean(base) for block, base in zip(blocks, least, strict=True)] for blocks in waits]
 
 
-def _last(told: list[dict]) -> list[float]:
-    """Of each rank, the share of the steps in which it came last."""
-    steps = list(zip(*([wait for block in each["own"] for wait in block["waits"]] for each in told), strict=True))
-    return [sum(step[rank] == min(step) for step in steps) / len(steps) for rank in range(len(told))]
+def _last_fractions(rank_blocks: Sequence[Mapping[str, list[dict]]]) -> list[float]:
+    """The share of the steps in which each rank was the latest."""
+    waits = [[wait for block in blocks["barrier"] for wait in block["wait_seconds"]] for blocks in rank_blocks]
+    steps = list(zip(*waits, strict=True))
+    return [sum(step[rank] == min(step) for step in steps) / len(steps) for rank in range(len(waits))]
 
 
 def _phases(blocks: list[dict]) -> dict[str, float]:
@@ -143,5 +173,5 @@ def _by_cause(phases: Mapping[str, float]) -> dict[str, float]:
     return {cause: sum(phases[name] for name in names) for cause, names in CAUSES.items()}
 
 
-def _but(values: list, place: int) -> list:
-    return [*values[:place], *values[place + 1 :]]
+def _without(values: list[Any], index: int) -> list[Any]:
+    return [*values[:index], *values[index + 1 :]]

@@ -1,4 +1,4 @@
-"""The diagnosis in a sentence: the largest cause, and what it could give."""
+"""The diagnosis of one process in a sentence: the largest cause, and what removing it could give."""
 
 from __future__ import annotations
 
@@ -8,61 +8,69 @@ from hasten.profiling.ablations import BATCH_FACTOR, LARGER_BATCH
 from hasten.profiling.advise import amdahl
 from hasten.profiling.step_profile import StepProfile
 
-LEAST_GAIN = 1.1  # below it a cause is not worth naming first
-MOST_OF_THE_TIME = (
-    2.0  # the gain from which on a phase is the cause, even if a larger batch would hide it and give more
-)
+MIN_GAIN = 1.1  # a cause with a smaller gain is not named first
+DOMINANT_GAIN = 2.0  # a phase with this gain is the cause even if a larger batch, which would hide it, gives more
 
 CAUSES = {
-    "input": "waiting for the next batch takes {input:.0%} of the time; if batches came for free, training would be {gain:.2f}x as fast",
-    "optimizer_step": "the optimizer's update takes {optimizer_step:.0%} of the time; if it were free, training would be {gain:.2f}x as fast",
-    "evaluation": "measuring the metric takes {evaluation:.0%} of the time; without it, training would be {gain:.2f}x as fast",
-    "logging": "the loop and its log take {logging:.0%} of the time; without the log, training would be {gain:.2f}x as fast",
-    "system_time": "the operating system takes {system:.0%} of the processors' time, with {faults:.0f} page faults a step: "
+    "input": "waiting for the next batch takes {input:.0%} of the time; if batches came for free, training would be "
+    "{gain:.2f}x as fast",
+    "optimizer_step": "the optimizer's update takes {optimizer_step:.0%} of the time; if it were free, training would "
+    "be {gain:.2f}x as fast",
+    "evaluation": "measuring the metric takes {evaluation:.0%} of the time; without it, training would be "
+    "{gain:.2f}x as fast",
+    "logging": "the loop and its log take {logging:.0%} of the time; without the log, training would be "
+    "{gain:.2f}x as fast",
+    "system_time": "the operating system takes {system:.0%} of the CPU time, with {faults:.0f} page faults a step: "
     "memory is returned and fetched again; keeping it would make training {gain:.2f}x as fast",
-    "larger_batch": "the batch of {batch} is small: much of what a step costs does not depend on its size; with {factor} times the batch "
-    "the samples would pass {gain:.2f}x as fast (whether they teach as much, only training can tell)",
+    "larger_batch": "the batch of {batch} is small: much of the cost of a step does not depend on its size; with "
+    "{factor} times the batch, samples would pass {gain:.2f}x as fast (whether they teach as much, training shows)",
 }
-ARITHMETIC = "the model's own arithmetic, forward and backward, takes {compute:.0%} of the time{rate}; only faster arithmetic or fewer steps can help"
+ARITHMETIC = (
+    "the model's own arithmetic, forward and backward, takes {compute:.0%} of the time{rate}; "
+    "only faster arithmetic or fewer steps can help"
+)
 HOST_READS = "; the step also reads values back from the device ({reads:.0f} a step), and {cost}"
-COST_OF_READING = {
-    "cuda": "each time the processor waits for the GPU",
-    "cpu": "on the CPU that costs little (on a GPU it would make the processor wait)",
+HOST_READ_COST = {
+    "cuda": "each time the CPU waits for the GPU",
+    "cpu": "on the CPU that costs little (on a GPU it would make the CPU wait)",
 }
 
 
-def gains(anatomy: StepProfile, headroom: Mapping[str, float]) -> dict[str, float]:
-    """What every possible cause could give: as measured, or else as the timeline and the system time bound it."""
-    bounds = {phase: amdahl(anatomy.phases[phase]) for phase in ("input", "optimizer_step", "evaluation")}
-    return bounds | {"system_time": amdahl(anatomy.system_share) if anatomy.faults_show else 1.0} | dict(headroom)
+def possible_gains(profile: StepProfile, ceilings: Mapping[str, float]) -> dict[str, float]:
+    """The speed-up that removing each cause could give: measured, or else bounded by its share of the time."""
+    bounds = {phase: amdahl(profile.phases[phase]) for phase in ("input", "optimizer_step", "evaluation")}
+    return bounds | {"system_time": amdahl(profile.system_share) if profile.has_many_faults else 1.0} | dict(ceilings)
 
 
-def verdict_of(anatomy: StepProfile, possible: Mapping[str, float]) -> str:
-    """One sentence that names the largest cause and what it could give.
+def verdict_of(profile: StepProfile, gains: Mapping[str, float]) -> str:
+    """One sentence that names the largest cause and its gain.
 
     Args:
-        possible: as ``gains`` tells.
+        profile: the measured run.
+        gains: as ``possible_gains`` returns them.
     """
-    phases = anatomy.phases
-    cause = _largest(possible)
-    if possible[cause] >= LEAST_GAIN:
+    phases = profile.phases
+    cause = _largest_cause(gains)
+    if gains[cause] >= MIN_GAIN:
         sentence = CAUSES[cause].format(
             **phases,
-            gain=possible[cause],
-            system=anatomy.system_share,
-            faults=anatomy.faults_per_step,
-            batch=anatomy.plan["batch_size"],
+            gain=gains[cause],
+            system=profile.system_share,
+            faults=profile.faults_per_step,
+            batch=profile.plan["batch_size"],
             factor=BATCH_FACTOR,
         )
     else:
-        rate = f" and reaches {anatomy.flops['share']:.0%} of the machine's peak" if anatomy.flops else ""
+        share = profile.flops.get("share") if profile.flops else None
+        rate = f" and reaches {share:.0%} of the machine's peak" if share is not None else ""
         sentence = ARITHMETIC.format(compute=phases["forward"] + phases["backward"], rate=rate)
-    if (reads := anatomy.host_reads_per_step or 0) >= 0.5:
-        sentence += HOST_READS.format(reads=reads, cost=COST_OF_READING["cuda" if "cuda" in anatomy.facts else "cpu"])
+    reads = profile.host_reads_per_step or 0
+    if reads >= 0.5:
+        sentence += HOST_READS.format(reads=reads, cost=HOST_READ_COST["cuda" if "cuda" in profile.facts else "cpu"])
     return sentence[0].upper() + sentence[1:] + "."
 
 
-def _largest(possible: Mapping[str, float]) -> str:
-    phases = {name: gain for name, gain in possible.items() if name != LARGER_BATCH}
-    first = max(phases, key=phases.get)
-    return first if phases[first] >= MOST_OF_THE_TIME else max(possible, key=possible.get)
+def _largest_cause(gains: Mapping[str, float]) -> str:
+    phases = {name: gain for name, gain in gains.items() if name != LARGER_BATCH}
+    largest = max(phases, key=phases.__getitem__)
+    return largest if phases[largest] >= DOMINANT_GAIN else max(gains, key=gains.__getitem__)

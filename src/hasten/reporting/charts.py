@@ -270,7 +270,7 @@ def _drops(arms: list[dict], at, target: float, edges: tuple[float, float], high
     parts = []
     for index, arm in enumerate(sorted(arms, key=lambda arm: -arm["time"])):
         x, y = at(arm["time"], target)
-        told = f"{arm['name']} {formatting.seconds(arm['time'])}"
+        told = f"{arm['name'].replace('_', ' ')} {formatting.seconds(arm['time'])}"
         at_right = x + 8 * len(told) + 7 > width
         text_y = edges[1] - 10 - 19 * index if higher else edges[0] + 14 + 19 * index
         parts.append(line(x, y, x, edges[1] if higher else edges[0], f"drop {_arm(arm)}"))
@@ -290,10 +290,10 @@ def _curves_in_words(arms: list[dict], target: float | None) -> str:
     if target is None:
         return ""
     return "; ".join(
-        f"{arm['name']} reaches {target:g} {'after ' + formatting.seconds(arm['time']) if arm['time'] is not None else 'never'}"
+        f"{arm['name'].replace('_', ' ')} reaches {target:g} {'after ' + formatting.seconds(arm['time']) if arm['time'] is not None else 'never'}"
         for arm in arms
     )
 
 
 def _arm(arm: dict) -> str:
-    return arm["name"] if arm["name"] in ("baseline", "competent", "tuned") else "other-arm"
+    return arm["name"] if arm["name"] in ("baseline", "strong_baseline", "tuned") else "other-arm"

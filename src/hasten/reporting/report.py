@@ -49,23 +49,23 @@ def report(folder: str | Path) -> Path:
 def _tune(result: dict) -> dict:
     metric, times, quality = result["metric"], result["time_to_target"], result["quality"]
     higher = metric["higher_is_better"] is not False
-    won = view_model.won(result)
+    won, ceilings = view_model.won(result), view_model.ceiling_medians(result["ceilings"])
     headline = view_model.tune_headline(result)
     arms = view_model.arms(result["curves"], metric["target"], higher, times)
-    rows = view_model.anatomy(result["anatomy"].get("baseline", {}), result["anatomy"].get("tuned", {}))
+    rows = view_model.anatomy(result["step_profile"].get("baseline", {}), result["step_profile"].get("tuned", {}))
     times = {arm["name"]: arm["time"] for arm in arms} | {
         arm: seconds for arm, seconds in times.items() if seconds is not None
     }
     stairs = (
-        view_model.staircase(times.get("baseline"), times.get("tuned"), view_model.shares_of(result)) if won else []
+        view_model.staircase(times.get("baseline"), times.get("tuned"), view_model.contributions(result)) if won else []
     )
     return {
         "title": f"{headline}: {result['task']}",
         "headline": headline,
         "won": won,
         "times": {"baseline": times.get("baseline"), "tuned": times.get("tuned")},
-        "competent": formatting.shorten(str(Recipe(result["competent_recipe"])), 80)
-        if result["competent_recipe"]
+        "strong_baseline": formatting.shorten(str(Recipe(result["strong_baseline_recipe"])), 80)
+        if result["strong_baseline_recipe"]
         else "",
         "sentence": view_model.tune_sentence(result),
         "goal": view_model.goal(metric),
@@ -74,13 +74,14 @@ def _tune(result: dict) -> dict:
         "arms": arms,
         "curves": _drawn(charts.curves, arms, metric["target"], metric | {"higher_is_better": higher}) if arms else (),
         "waterfall": _drawn(charts.waterfall, times["baseline"], times["tuned"], stairs) if stairs else (),
-        "no_effect": view_model.without_gain(result["shares"]),
+        "no_effect": view_model.without_gain(result["contributions"]),
         "gate": _gate(quality, metric["unit"]),
-        "anatomy": _drawn(charts.anatomy, _bars(result["anatomy"], rows)) if rows else (),
+        "anatomy": _drawn(charts.anatomy, _bars(result["step_profile"], rows)) if rows else (),
         "anatomy_rows": rows,
-        "other_ceilings": view_model.other_ceilings(result["headroom"], result["anatomy"].get("baseline", {})),
-        "tuned_anatomy": bool(result["anatomy"].get("tuned")),
-        "stopwatch": view_model.middles(result["stopwatch_to_target"]),
+        "other_ceilings": view_model.other_ceilings(ceilings, result["step_profile"].get("baseline", {})),
+        "ceilings": ceilings,
+        "tuned_anatomy": bool(result["step_profile"].get("tuned")),
+        "measured_seconds": view_model.middles(result["seconds_to_target"]),
         "speed": view_model.sources_of_speed(result),
         "stages": view_model.stages(result["trials"]),
         "domain": view_model.ratio_domain([trial["ratio"] for trial in result["trials"]]),
@@ -109,13 +110,15 @@ def _compare(result: dict) -> dict:
 
 
 def _diagnose(result: dict) -> dict:
+    ceilings = view_model.ceiling_medians(result["ceilings"])
     rows = view_model.anatomy(result["phases"], {})
     bar = [("a step", formatting.seconds(result["seconds_per_step"]), {row["phase"]: row["before"] for row in rows})]
     return {
         "title": f"Where the time goes: {result['task']}",
         "anatomy": _drawn(charts.anatomy, bar) if rows else (),
         "anatomy_rows": rows,
-        "other_ceilings": view_model.other_ceilings(result["headroom"], result["phases"]),
+        "other_ceilings": view_model.other_ceilings(ceilings, result["phases"]),
+        "ceilings": ceilings,
         "causes": _facts(result["causes"]),
         "input_rates": view_model.input_rates(result["input"]),
         "input_sentence": view_model.input_sentence(result["input"]),

@@ -25,7 +25,7 @@ Fact = Annotated[float | bool | str | None, "a fact"]  # lists and objects are d
 Recipe = Mapping[str, Mapping[str, Option]]  # options by method
 
 
-class Interval(TypedDict, total=False):
+class Interval(TypedDict):
     """A ratio of times. A file may hold a bare number instead, which is read as the median."""
 
     median: Amount
@@ -70,7 +70,7 @@ class Curve(TypedDict, total=False):
     points: Sequence[Point]
 
 
-class Share(TypedDict, total=False):
+class Contribution(TypedDict, total=False):
     method: Text
     speedup: Interval | None
 
@@ -92,13 +92,13 @@ class Offered(TypedDict, total=False):
     why: Text
 
 
-class Advice(TypedDict, total=False):
+class Advice(TypedDict):
     method: Text
     bound: Amount
     why: Text
 
 
-class NotAdvised(TypedDict, total=False):
+class NotAdvised(TypedDict):
     method: Text
     why: Text
 
@@ -139,7 +139,7 @@ class Result(TypedDict, total=False):
     why: Text
     machine: Mapping[str, Fact]
     versions: Mapping[str, Fact]
-    noise: Mapping[str, Fact]
+    system_noise: Mapping[str, Fact]
     seed: Number
 
 
@@ -148,31 +148,31 @@ class TuneResult(Result, total=False):
     recipe: Recipe
     recipe_file: Text
     out: Text
-    competent_recipe: Recipe
+    strong_baseline_recipe: Recipe
     speedup: Interval | None
     speedup_over_strong_baseline: Interval | None
     one_process: Interval | None
     winner_in_one_process: Interval | None
-    stopwatch: Interval | None
+    measured_speedup: Interval | None
     time_to_target: Mapping[str, Amount] | None
     samples_compared: Sequence[Sequence[Amount]] | None
     samples_to_target: Mapping[str, Sequence[Amount]]
-    stopwatch_to_target: Mapping[str, Sequence[Amount]]
+    seconds_to_target: Mapping[str, Sequence[Amount]]
     quality: Quality
     curves: Mapping[str, Sequence[Curve]]
-    anatomy: Mapping[str, Mapping[str, Amount]]
-    shares: Sequence[Share]
+    step_profile: Mapping[str, Mapping[str, Amount]]
+    contributions: Sequence[Contribution]
     offered: Sequence[Offered]
     trials: Sequence[Trial]
     remembered_trials: Amount
-    headroom: Mapping[str, Amount]
+    ceilings: Mapping[str, Interval]
     phases: Mapping[str, Amount]
     facts: Sequence[Text]
     search_seconds: Amount
     budget_seconds: Amount
-    textbook_seconds: Amount
-    pays_after_runs: Amount
-    runs_expected: Amount
+    baseline_seconds: Amount
+    break_even_runs: Amount
+    expected_runs: Amount
 
 
 class CompareResult(Result, total=False):
@@ -191,14 +191,13 @@ class DiagnoseResult(Result, total=False):
     recipe: Text
     device: Text
     phases: Mapping[str, Amount]
-    headroom: Mapping[str, Amount]
-    intervals: Mapping[str, Interval]
+    ceilings: Mapping[str, Interval]
     not_measured: Mapping[str, Text]
     advice: Sequence[Advice]
     facts: Sequence[Text]
     batch_size: Amount
     seconds_per_step: Amount
-    seconds_a_run: Amount
+    seconds_per_run: Amount
     samples_per_second: Amount
     start_seconds: Amount
     evaluation_seconds: Amount

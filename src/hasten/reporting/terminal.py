@@ -40,7 +40,7 @@ def tune_answer(result: dict) -> RenderableType:
         parts += [
             _before_and_after(result["time_to_target"]),
             pairs(_sureness(result)),
-            *_shares(view_model.shares_of(result)),
+            *_contributions(view_model.contributions(result)),
         ]
     else:
         best = view_model.best_trial(view_model.in_vain(result["trials"]))
@@ -98,6 +98,7 @@ def diagnose_answer(result: dict) -> RenderableType:
     """A bar for every phase with its share and ceiling, the verdict in words, and what could pay."""
     result = validate(result)
     rows = view_model.anatomy(result["phases"], {})
+    ceilings = view_model.ceiling_medians(result["ceilings"])
     longest = max((row["before"] for row in rows), default=1) or 1
     phases = grid("phase", "", ">share", ">ceiling")
     for row in rows:
@@ -105,9 +106,9 @@ def diagnose_answer(result: dict) -> RenderableType:
             row["phase"],
             bar(row["before"] / longest, BAR),
             formatting.percent(row["before"]),
-            formatting.ratio(result["headroom"].get(row["phase"])),
+            formatting.ratio(ceilings.get(row["phase"])),
         )
-    for name, value in view_model.other_ceilings(result["headroom"], result["phases"]).items():
+    for name, value in view_model.other_ceilings(ceilings, result["phases"]).items():
         phases.add_row(Text(name.replace("_", " ")), "", "", formatting.ratio(value))
     parts = [headline("Where the time goes", result["task"], False), Text(result["verdict"]), Text(), indented(phases)]
     parts += [
@@ -255,10 +256,10 @@ def _record(record: dict) -> str:
 def _before_and_after(times: dict) -> RenderableType:
     longest = max((value for value in times.values() if value), default=None)
     table = Table.grid(padding=(0, 2))
-    for arm, style in (("baseline", QUIET), ("competent", QUIET), ("tuned", "cyan")):
+    for arm, style in (("baseline", QUIET), ("strong_baseline", QUIET), ("tuned", "cyan")):
         if longest and times.get(arm) is not None:
             table.add_row(
-                arm, bar(times[arm] / longest, BAR, style), Text(formatting.seconds(times[arm]), no_wrap=True)
+                arm.replace("_", " "), bar(times[arm] / longest, BAR, style), Text(formatting.seconds(times[arm]), no_wrap=True)
             )
     return Group(indented(table), Text()) if table.row_count else Text()
 
@@ -269,11 +270,11 @@ def _sureness(result: dict) -> list[tuple[str, str]]:
     rows = [("sure", f"{formatting.between(result['speedup'])}, 95 % interval{_noise(result['system_noise'])}")]
     rows.append(("quality", f"{tested}, margin {formatting.plain(quality['margin'], metric['unit'], 2)}: passed"))
     if over["median"] is not None:
-        competent = Recipe(result["competent_recipe"])
+        strong = Recipe(result["strong_baseline_recipe"])
         rows.append(
             (
-                "competent",
-                f"{formatting.with_interval(over)} over a set-up by hand{f': {competent}' if competent else ''}",
+                "strong baseline",
+                f"{formatting.with_interval(over)} over a set-up by hand{f': {strong}' if strong else ''}",
             )
         )
     rows += _one_process(result)
@@ -302,7 +303,7 @@ def _one_process(result: dict) -> list[tuple[str, str]]:
     return rows
 
 
-def _shares(shares: list[dict]) -> list[RenderableType]:
+def _contributions(shares: list[dict]) -> list[RenderableType]:
     """What leaving each method out would cost, as bars that start at 1."""
     shares = sorted(
         (share for share in shares if share["speedup"]["median"]), key=lambda share: -share["speedup"]["median"]
@@ -326,7 +327,7 @@ def _losers(trials: list[dict]) -> list[RenderableType]:
     """What ran and lost, as many as fit; what had nothing to act on by name; the rest only counted."""
     lost = view_model.in_vain(trials)
     shown = [trial for trial in lost if trial["verdict"] not in view_model.NEVER_RAN][:MOST_LOSERS]
-    idle = [trial["what"] for trial in lost if trial["verdict"] == "nothing to do"]
+    idle = [trial["what"] for trial in lost if trial["verdict"] == "no effect"]
     table = grid("tried in vain", "", ">", "")
     for trial in shown:
         table.add_row(

@@ -37,10 +37,10 @@ def ranks_answer(result: dict) -> RenderableType:
 def _ranks(result: dict) -> RenderableType:
     ranks, step = result["ranks"], result["seconds_per_step"]
     shown = [name for name in PHASES if any(row["phases"].get(name, 0.0) >= LEAST_SHARE * step for row in ranks)]
-    waits = "waits" in ranks[0]
+    waits = "wait_seconds" in ranks[0]
     table = grid("rank", *(f">{name}" for name in shown), *([">waits", ">is last"] if waits else []))
     for row in ranks:
-        last = [formatting.seconds(row["waits"]), formatting.percent(row["last"])] if waits else []
+        last = [formatting.seconds(row["wait_seconds"]), formatting.percent(row["last_fraction"])] if waits else []
         table.add_row(str(row["rank"]), *(formatting.seconds(row["phases"][name]) for name in shown), *last)
     table.add_row(Text("skew", QUIET), *(Text(formatting.seconds(result["skew"][name]), QUIET) for name in shown))
     return table
@@ -72,7 +72,7 @@ def _facts(result: dict) -> list[tuple[str, str]]:
         rows.append(
             (
                 f"{result['processes']} processes",
-                f"train {gain} as fast as one with {formatting.count(result['threads']['alone'], 'thread', 'threads')}: efficiency {result['efficiency']:.2f}",
+                f"train {gain} as fast as one with {formatting.count(result['threads']['single_process'], 'thread', 'threads')}: efficiency {result['efficiency']:.2f}",
             )
         )
     slowest = max(result["links"], key=lambda link: link["seconds"])

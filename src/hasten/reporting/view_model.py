@@ -6,9 +6,9 @@ from statistics import median
 from hasten.core.card import PHASES
 from hasten.reporting import formatting
 
-ARMS = ("baseline", "competent", "tuned")  # in the order in which they are shown
+ARMS = ("baseline", "strong_baseline", "tuned")  # in the order in which they are shown
 SMALLEST_GAIN = 1.005  # a share below it is called nothing
-NEVER_RAN = ("nothing to do", "not tried")
+NEVER_RAN = ("no effect", "not tried")
 AFTER_WHO_LOST = ("refused", "failed", *NEVER_RAN)  # verdicts, the more telling first
 
 
@@ -57,7 +57,7 @@ def compare_headline(result: dict) -> str:
 
 def break_even(result: dict) -> str:
     """What the search cost against what it saves, in a sentence."""
-    after, expected = result["break_even_runs"], result["runs_expected"]
+    after, expected = result["break_even_runs"], result["expected_runs"]
     if not won(result) or after is None:
         return "It found nothing to save, so it does not pay for itself; the answer is what it bought."
     text = f"It has paid for itself after {formatting.count(max(after, 1), 'run', 'runs')}."
@@ -174,9 +174,14 @@ def anatomy(before: dict, after: dict) -> list[dict]:
     return rows
 
 
-def other_ceilings(headroom: dict, phases: dict) -> dict:
+def ceiling_medians(ceilings: dict) -> dict[str, float]:
+    """The median of each ceiling that was measured."""
+    return {name: ratio["median"] for name, ratio in ceilings.items() if ratio["median"] is not None}
+
+
+def other_ceilings(ceilings: dict, phases: dict) -> dict:
     """Ceilings of what is no phase of the step (the allocator, a larger batch), as far as they promise anything."""
-    return {name: value for name, value in headroom.items() if name not in phases and value and value > SMALLEST_GAIN}
+    return {name: value for name, value in ceilings.items() if name not in phases and value and value > SMALLEST_GAIN}
 
 
 def staircase(start: float | None, end: float | None, shares: list[dict]) -> list[dict]:
@@ -216,11 +221,11 @@ def staircase(start: float | None, end: float | None, shares: list[dict]) -> lis
     return stairs
 
 
-def shares_of(result: dict) -> list[dict]:
+def contributions(result: dict) -> list[dict]:
     """What each member of the recipe gives; a recipe of one method gives what that method gives."""
-    if not result["shares"] and len(result["recipe"]) == 1:
+    if not result["contributions"] and len(result["recipe"]) == 1:
         return [{"method": next(iter(result["recipe"])), "speedup": result["speedup"]}]
-    return result["shares"]
+    return result["contributions"]
 
 
 def without_gain(shares: list[dict]) -> list[str]:
@@ -234,7 +239,7 @@ def without_gain(shares: list[dict]) -> list[str]:
 
 def sources_of_speed(result: dict) -> dict:
     """``{"step": how much faster the same samples are worked through, "samples": how many times fewer are needed}``; None where unknown."""
-    sums = {arm: sum(value for value in phases.values() if value) for arm, phases in result["anatomy"].items()}
+    sums = {arm: sum(value for value in phases.values() if value) for arm, phases in result["step_profile"].items()}
     middle = middles(result["samples_to_target"])
     return {
         "step": sums["baseline"] / sums["tuned"] if sums.get("baseline") and sums.get("tuned") else None,

@@ -1,4 +1,4 @@
-"""What each member of a recipe gives: the recipe without it, against the whole."""
+"""Leave-one-out ablation: the contribution of each member of a recipe, as the recipe without it against the recipe."""
 
 from __future__ import annotations
 
@@ -6,61 +6,67 @@ from contextlib import suppress
 
 from hasten.core.card import Exactness
 from hasten.core.recipe import Recipe
-from hasten.tuning.search import Incumbents, gain_of_a_run
-from hasten.tuning.study import OutOfBudget, Study, exactness_of
+from hasten.tuning.search import Incumbents, run_speedup
+from hasten.tuning.study import OutOfBudgetError, Study, exactness_of
 
-NOTHING = 1.01  # a member whose share is below this leaves
+MIN_CONTRIBUTION = 1.01  # a member with a lower speed-up leaves the recipe
 
 
-def leave_one_out(study: Study, ladder: Incumbents) -> list[dict]:
-    """[{method, speedup}] of the best recipe; members that give nothing leave it first, one at a time."""
-    shares: list[dict] = []
-    while len(ladder.best.methods) > 1 and (measured := contributions(study, ladder.best)):
-        shares = measured
-        idle = [share for share in shares if _gives_nothing(share)]
-        if not idle:
+def leave_one_out(study: Study, incumbents: Incumbents) -> list[dict]:
+    """Removes members without a contribution from the best recipe, one at a time.
+
+    Returns:
+        ``[{method, speedup}]`` of the members that remain.
+    """
+    found: list[dict] = []
+    while len(incumbents.best.methods) > 1 and (measured := contributions(study, incumbents.best)):
+        found = measured
+        useless = [row for row in found if _is_useless(row["speedup"])]
+        if not useless:
             break
-        worst = min(idle, key=lambda share: share["speedup"]["median"])
+        worst = min(useless, key=lambda row: row["speedup"]["median"])
         why = f"without it the recipe is as fast ({worst['speedup']['median']:.3f}x)"
         study.note(worst["method"], "composition", "left out", why, ratio=worst["speedup"])
-        ladder.push(ladder.best.drop(worst["method"]))
-    return [share for share in shares if share["method"] in ladder.best.methods]
+        incumbents.push(incumbents.best.drop(worst["method"]))
+    return [row for row in found if row["method"] in incumbents.best.methods]
 
 
-def _gives_nothing(share: dict) -> bool:
-    """Whether a member may leave: by its pace. One run by the stopwatch tells nothing, and is only taken of what trains better."""
-    return share["speedup"]["low"] is not None and share["speedup"]["median"] < NOTHING
+def _is_useless(speedup: dict) -> bool:
+    """Whether a member may leave. A single timed run, which has no interval, is not enough to decide."""
+    return speedup["low"] is not None and speedup["median"] < MIN_CONTRIBUTION
 
 
 def contributions(study: Study, recipe: Recipe) -> list[dict]:
-    """[{method, speedup}] of the members whose share can be told before the budget ends."""
-    shares = []
-    with suppress(OutOfBudget):
+    """``[{method, speedup}]`` of the members that can be measured before the budget ends."""
+    rows = []
+    with suppress(OutOfBudgetError):
         for name in recipe.methods:
-            if share := _share(study, recipe, name):
-                shares.append(share)
-    return shares
+            speedup = _contribution(study, recipe, name)
+            if speedup:
+                rows.append({"method": name, "speedup": speedup})
+    return rows
 
 
-def _share(study: Study, recipe: Recipe, name: str) -> dict | None:
+def _contribution(study: Study, recipe: Recipe, name: str) -> dict | None:
+    """How many times as fast the recipe reaches the target as without a member; None if that cannot be measured."""
     without, samples_without = recipe.drop(name), None
     if exactness_of(name) is Exactness.CHANGES_TRAINING:
-        whole, part = study.run(recipe, study.seed), study.run(without, study.seed)
-        times = [run.get("seconds_to_target") for run in (part, whole)]
-        if None in times:
+        full, reduced = study.run(recipe, study.seed), study.run(without, study.seed)
+        seconds, seconds_without = full.get("seconds_to_target"), reduced.get("seconds_to_target")
+        if seconds is None or seconds_without is None:
             return None
-        if _trains_better(study, whole, part):
-            return {"method": name, "speedup": {"median": times[0] / times[1], "low": None, "high": None}}
-        samples_without = part["samples_to_target"]
+        if _trains_better(study, full, reduced):
+            return {"median": seconds_without / seconds, "low": None, "high": None}
+        samples_without = reduced["samples_to_target"]
     outcome = study.compare_speed(without, recipe)
     if "failed" in outcome:
         return None
     samples = study.run(recipe, study.seed).get("samples_to_target")
-    scale = gain_of_a_run(outcome, samples, samples_without) / outcome["ratio"]["median"] if samples else 1.0
-    return {"method": name, "speedup": {key: value * scale for key, value in outcome["ratio"].items()}}
+    scale = run_speedup(outcome, samples, samples_without) / outcome["ratio"]["median"] if samples else 1.0
+    return {key: value * scale for key, value in outcome["ratio"].items()}
 
 
-def _trains_better(study: Study, whole: dict, part: dict) -> bool:
-    """Whether the whole recipe is there after fewer samples or ends better; else all it can be is faster, as with DiLoCo."""
-    better = whole["metric"] > part["metric"] if study.higher_is_better else whole["metric"] < part["metric"]
-    return better or whole["samples_to_target"] < part["samples_to_target"]
+def _trains_better(study: Study, full: dict, reduced: dict) -> bool:
+    """Whether the full recipe needs fewer samples or ends better; if not, it can only be faster per sample."""
+    better = full["metric"] > reduced["metric"] if study.higher_is_better else full["metric"] < reduced["metric"]
+    return better or full["samples_to_target"] < reduced["samples_to_target"]

@@ -1,12 +1,13 @@
-"""Which methods are worth a trial, in which order, and why the others are not."""
+"""Selects the methods that are worth a trial, orders them, and states why the others are not tried."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from hasten.core.card import Exactness
 from hasten.core.errors import ConfigurationError
@@ -14,133 +15,137 @@ from hasten.core.recipe import Recipe
 from hasten.engine.registry import DISTRIBUTED, cards_that_state, make_methods, method_class
 from hasten.tuning.search import EXACT, Candidate, candidate
 
-MUCH_TALK = 1.5  # times as fast without: then talking less is tried first
-MOST_WORKERS = 16  # that somebody would set by hand, however many cores there are
+COMMUNICATION_BOUND = 1.5  # from this speed-up on, methods that reduce communication are tried first
+WARMUP_OPTIONS = {"warmup_steps", "start_powerSGD_iter"}  # options of distributed methods
+MAX_WORKERS = 16  # that a user would set by hand, however many cores there are
 
 
 @dataclass
 class Candidates:
-    """What to try: ``systems`` is judged by pace, ``training`` by time to the target, and so is ``less_talk``, which comes before all others."""
+    """What to try.
+
+    Attributes:
+        systems: methods that are judged by the speed of the same steps.
+        training: methods that change the training, and are judged by the time to the target.
+        communication: of these, methods that reduce communication so much that every later trial gets shorter; tried
+            first.
+        not_tried: (method, reason).
+    """
 
     systems: list[Candidate] = field(default_factory=list)
     training: list[Candidate] = field(default_factory=list)
     not_tried: list[tuple[str, str]] = field(default_factory=list)
-    communication: list[Candidate] = field(
-        default_factory=list
-    )  # where ranks talk for so long that every later trial gets shorter by it
+    communication: list[Candidate] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class MethodSelection:
-    """What the user said about methods: ``only`` these (None: all), and ``offered`` ones from outside."""
+    """The methods that the user asked for.
+
+    Attributes:
+        only: the only methods to try; None: all.
+        offered: methods from files, to try besides.
+    """
 
     only: Recipe | None
     offered: Recipe
 
     @staticmethod
     def of(methods: Iterable[str] | None, extra: Iterable[str]) -> MethodSelection:
-        """Checks every name and setting before anything is measured.
+        """Checks every name and option before anything is measured.
 
         Raises:
-            Refusal: an unknown method, a wrong setting, one that could be tried and never be confirmed.
+            ConfigurationError: an unknown method, a wrong option, or one that could be tried but never be confirmed.
         """
         only, offered = Recipe.parse(methods) if methods else None, Recipe.parse(extra)
         for recipe in (only or Recipe(), offered):
             make_methods(recipe)
-            _refuse_other_steps_at_first(recipe)
+            _refuse_warmup(recipe)
         return MethodSelection(only, offered)
 
-    def codes(self) -> dict[str, str]:
-        """Fingerprints of the files that outside methods come from: another code is another trial."""
-        outside = [name for recipe in (self.only or Recipe(), self.offered) for name in recipe.methods if ":" in name]
-        files = {name: Path(inspect.getsourcefile(method_class(name))) for name in outside}
-        return {name: sha256(file.read_bytes()).hexdigest()[:16] for name, file in files.items()}
+    def source_hashes(self) -> dict[str, str]:
+        """Hash of the file of each method from a file: changed code makes another trial."""
+        names = [name for recipe in (self.only or Recipe(), self.offered) for name in recipe.methods if ":" in name]
+        files = {name: inspect.getsourcefile(method_class(name)) for name in names}
+        return {name: sha256(Path(file).read_bytes()).hexdigest()[:16] for name, file in files.items() if file}
 
 
-def _refuse_other_steps_at_first(recipe: Recipe) -> None:
-    for name, settings in recipe.methods.items():
-        if settings.get("start") and DISTRIBUTED in method_class(name).card.applies_to:
-            raise ConfigurationError(
-                f"the steps before {name}:start={settings['start']} are other ones, and a search compares blocks of steps; leave start out, "
-                "or train whole runs with it and compare these"
-            )
+def _refuse_warmup(recipe: Recipe) -> None:
+    for name, options in recipe.methods.items():
+        for option in WARMUP_OPTIONS & options.keys():
+            if options[option] and DISTRIBUTED in method_class(name).card.applies_to:
+                raise ConfigurationError(
+                    f"{name}:{option}={options[option]} makes the first steps differ from the later ones, and a search "
+                    f"compares blocks of steps; leave {option} out, or train whole runs with it and compare those"
+                )
 
 
-def candidates_for(story: dict, wanted: MethodSelection) -> Candidates:
-    """Candidates from a diagnosis: those with room to pay, cheapest proofs and highest bounds first.
+def candidates_for(diagnosis: Mapping[str, Any], selection: MethodSelection) -> Candidates:
+    """The candidates in the order in which to try them: cheap proofs and high bounds first.
 
     Args:
-        story: what ``diagnose`` told; its advice carries the bounds, its ``not_advised`` the reasons.
+        diagnosis: as ``diagnose`` returns it; its ``advice`` holds the bounds, its ``not_advised`` the reasons.
+        selection: what the user asked for.
     """
-    found = Candidates()
-    chosen = [candidate(name, settings=settings, offered=True) for name, settings in wanted.offered.methods.items()]
-    for advice in story["advice"]:
+    found, only = Candidates(), selection.only
+    chosen = [candidate(name, None, options, offered=True) for name, options in selection.offered.methods.items()]
+    for advice in diagnosis["advice"]:
         name = advice["method"]
-        if wanted.only is not None and name not in wanted.only.methods:
+        if only is not None and name not in only.methods:
             continue
-        if why := method_class(name).card.not_searched:
+        why = method_class(name).card.not_searched
+        if why:
             found.not_tried.append((name, why))
         else:
-            chosen.append(
-                candidate(name, advice["bound"], wanted.only.methods[name] if wanted.only is not None else None)
-            )
-    for advice in story.get("not_advised", ()):
-        name = advice["method"]
-        if wanted.only is None:
-            found.not_tried.append((name, advice["why"]))
-        elif name in wanted.only.methods:  # the user insists
-            chosen.append(candidate(name, None, wanted.only.methods[name]))
-    if wanted.only is not None:
-        told = {each.name for each in chosen} | {name for name, _ in found.not_tried}
-        chosen += [
-            candidate(name, settings=settings) for name, settings in wanted.only.methods.items() if name not in told
-        ]
-    for each in sorted(chosen, key=_rank):
-        _list_for(each, found).append(each)
+            chosen.append(candidate(name, advice["bound"], None if only is None else only.methods[name]))
+    if only is None:
+        found.not_tried += [(entry["method"], entry["why"]) for entry in diagnosis.get("not_advised", ())]
+    else:  # the user's choice overrides the advice
+        handled = {item.name for item in chosen} | {name for name, _ in found.not_tried}
+        chosen += [candidate(name, None, options) for name, options in only.methods.items() if name not in handled]
+    for item in sorted(chosen, key=_order):
+        if item.card.exactness is not Exactness.CHANGES_TRAINING:
+            found.systems.append(item)
+        elif "parallelize" in item.card.replaces and (item.bound or 1.0) >= COMMUNICATION_BOUND:
+            found.communication.append(item)
+        else:
+            found.training.append(item)
     return found
 
 
-def _list_for(each: Candidate, found: Candidates) -> list[Candidate]:
-    if each.card.exactness is not Exactness.CHANGES_TRAINING:
-        return found.systems
-    return (
-        found.communication
-        if "parallelize" in each.card.replaces and (each.bound or 1.0) >= MUCH_TALK
-        else found.training
-    )
-
-
 def strong_baselines(device: str, cores: int) -> list[Recipe]:
-    """What a competent user sets by hand, in its usual forms: a fused optimizer and TF32, with loader workers or without."""
-    cards = cards_that_state("strong_baseline")
+    """What an experienced user sets by hand: a fused optimizer and TF32, without loader workers and with them."""
     by_hand, workers = Recipe(), Recipe()
-    for name, card in cards.items():
+    for name, card in cards_that_state("strong_baseline").items():
         if "workers" in card.applies_to:
-            workers = workers.with_method(name, workers=min(cores, MOST_WORKERS), persistent=True)
+            workers = workers.with_method(name, num_workers=min(cores, MAX_WORKERS), persistent_workers=True)
         elif device != "cpu" or "cuda" not in card.applies_to:
             by_hand = by_hand.with_method(name)
-    return [by_hand, Recipe(by_hand.methods | workers.methods)]
+    return [by_hand, Recipe({**by_hand.methods, **workers.methods})]
 
 
-def _rank(each: Candidate) -> tuple:
-    """Offered ones first; then exact before inexact, strategies, what everybody sets by hand, high bounds, quick starts, and shorter runs."""
+def _order(item: Candidate) -> tuple:
+    """Sort key: what the user offered first, then exact methods, strategies (all others are measured with them), ...
+
+    ... methods with a quick start, methods that the strong baseline has not measured already, high bounds and gains.
+    """
+    card = item.card
     classes = (*EXACT, Exactness.REDUCED_PRECISION, Exactness.CHANGES_TRAINING)
-    kind = 0 if each.card.exactness in EXACT else classes.index(each.card.exactness)
-    claimed = each.card.gain[1] if each.card.gain else 1.0
-    by_hand = not each.card.strong_baseline  # measured already, for the competent baseline
-    strategy = "parallelize" in each.card.replaces  # all others are measured with it
-    for_memory = (
-        "full_weights" in each.card.invalidates
-    )  # it talks more than the original, and pays where that does not fit
+    exactness = 0 if card.exactness in EXACT else classes.index(card.exactness)
+    saves_memory = (
+        "full_weights" in card.invalidates
+    )  # more communication: pays only if the model does not fit otherwise
+    is_strategy = "parallelize" in card.replaces
+    gain = card.gain[1] if card.gain else 1.0
     return (
-        not each.offered,
-        kind,
-        for_memory,
-        not strategy,
-        each.card.high_setup_cost,
-        by_hand,
-        -each.card.trial_priority,
-        -(each.bound or 1.0),
-        -claimed,
-        each.name,
+        not item.offered,
+        exactness,
+        saves_memory,
+        not is_strategy,
+        card.high_setup_cost,
+        not card.strong_baseline,
+        -card.trial_priority,
+        -(item.bound or 1.0),
+        -gain,
+        item.name,
     )

@@ -1,10 +1,11 @@
-"""What a search tells: the verdict, the evidence, and what it cost. The content of result.json."""
+"""The result of a search, which ``tune`` returns and writes to result.json: verdict, evidence, cost."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -22,96 +23,119 @@ from hasten.tuning.study import Study, exactness_of
 
 
 @dataclass
-class Found:
-    """What the search has found so far, chapter by chapter."""
+class SearchState:
+    """What a search has found so far.
 
-    story: dict = field(default_factory=dict)  # the diagnosis
+    Attributes:
+        diagnosis: as ``diagnose`` returned it.
+        one_process: speed-up of the task's own training in one process over the job of several.
+        winner_in_one_process: speed-up of the winner, without its distributed methods, in one process over the job.
+        comparison_seconds: budget of a comparison of the confirmation.
+        strong_baseline: what an experienced user sets by hand.
+        ablated: the recipe that ``contributions`` belong to: the best of the search, or the winner.
+        step_profiles: seconds of each phase per 1000 samples, of "baseline" and "tuned".
+    """
+
+    diagnosis: dict = field(default_factory=dict)
     candidates: Candidates = field(default_factory=Candidates)
     baseline: Baseline | None = None
-    one_process: Ratio | None = None  # how many times as fast the task's own training is in one process as in the job
-    winner_alone: Ratio | None = (
-        None  # how many times as fast as the winner what one process can take of its recipe is there
-    )
-    pace_seconds: float = 0.0  # for a comparison of the confirmation
-    competent: Recipe = field(default_factory=Recipe)
-    ladder: Incumbents = field(default_factory=Incumbents)
-    top: Recipe = field(default_factory=Recipe)  # to which the shares belong: the best of the search, or the winner
-    shares: list[dict] = field(default_factory=list)
-    anatomy: dict[str, dict] = field(default_factory=dict)
-    confirmed: Confirmation | None = None
+    one_process: Ratio | None = None
+    winner_in_one_process: Ratio | None = None
+    comparison_seconds: float = 0.0
+    strong_baseline: Recipe = field(default_factory=Recipe)
+    incumbents: Incumbents = field(default_factory=Incumbents)
+    ablated: Recipe = field(default_factory=Recipe)
+    contributions: list[Any] = field(default_factory=list)
+    step_profiles: dict[str, dict] = field(default_factory=dict)
+    confirmation: Confirmation | None = None
 
     @property
-    def won(self) -> bool:
-        return self.confirmed is not None and self.confirmed.passed
+    def winner(self) -> Confirmation | None:
+        """The confirmation, if it passed."""
+        return self.confirmation if self.confirmation is not None and self.confirmation.passed else None
 
     @property
-    def better_alone(self) -> bool:
-        """Whether one process is surely faster than the job, whatever was found for that: as the task is, or with the same recipe."""
-        best = self.confirmed.speedup.high if self.won else SURELY_FASTER
+    def one_process_is_faster(self) -> bool:
+        """Whether one process is surely faster than the best job: with the task as it is, or the winner's recipe."""
+        best = self.winner.speedup.high if self.winner and self.winner.speedup else SURELY_FASTER
         as_it_is = self.one_process is not None and self.one_process.low > max(SURELY_FASTER, best)
-        return as_it_is or self.better_with_the_same
+        return as_it_is or self.winner_is_faster_in_one_process
 
     @property
-    def better_with_the_same(self) -> bool:
-        """Whether one process with the winner's recipe is: of one that trains otherwise without the strategy, nobody has looked at the quality."""
-        if self.winner_alone is None or self.winner_alone.low <= SURELY_FASTER:
+    def winner_is_faster_in_one_process(self) -> bool:
+        """Whether the winner's recipe is surely faster in one process.
+
+        False if its distributed methods change the training: the quality without them has not been tested.
+        """
+        if self.winner is None or self.winner_in_one_process is None:
             return False
-        there = drop_distributed(self.confirmed.recipe).methods
-        return all(
-            exactness_of(name) is not Exactness.CHANGES_TRAINING
-            for name in self.confirmed.recipe.methods
-            if name not in there
-        )
+        recipe = self.winner.recipe
+        dropped = recipe.methods.keys() - drop_distributed(recipe).methods.keys()
+        changes_training = any(exactness_of(name) is Exactness.CHANGES_TRAINING for name in dropped)
+        return self.winner_in_one_process.low > SURELY_FASTER and not changes_training
 
 
-def result_of(study: Study, found: Found, *, metric: str, offered: Recipe) -> TuneResult:
-    """Everything as plain data. Speed-up and quality come from the confirmation alone."""
-    confirmed, baseline, won = found.confirmed, found.baseline, found.won and not found.better_alone
-    recipe = confirmed.recipe if won else Recipe()
-    seconds = confirmed.seconds if won else None
-    saved = seconds["baseline"] - seconds["tuned"] if won else 0.0
-    untried = {"baseline": baseline.metric, "tuned": None, "margin": baseline.margin, "passed": False}
-    return {
+def result_of(study: Study, state: SearchState, *, metric: str, offered: Recipe) -> TuneResult:
+    """Everything as plain data. Speed-up and quality come from the confirmation alone.
+
+    Args:
+        study: its measurements and notes.
+        state: what it found.
+        metric: its name.
+        offered: methods that the user offered.
+    """
+    confirmation, baseline = state.confirmation, state.baseline
+    assert baseline is not None
+    winner = None if state.one_process_is_faster else state.winner
+    recipe = winner.recipe if winner else Recipe()
+    noise = confirmation.comparison.get("system_noise") if confirmation else None
+    saved = winner.seconds["baseline"] - winner.seconds["tuned"] if winner else 0.0
+    quality: Any = {"baseline": baseline.metric, "tuned": None, "margin": baseline.margin, "passed": False}
+    if confirmation:
+        quality = confirmation.gate.to_json()
+    result: Any = {
         "kind": "tune",
         "task": str(study.task),
         "processes": study.processes,
-        "verdict": "faster" if won else "one process is faster" if found.better_alone else "no improvement",
-        "why": _why_alone(study, found)
-        or _why(confirmed, won, stopped=any(trial["verdict"] == "stopped" for trial in study.trials)),
-        "one_process": found.one_process and found.one_process.to_json(),
-        "winner_in_one_process": found.winner_alone and found.winner_alone.to_json(),
+        "verdict": "faster" if winner else "one process is faster" if state.one_process_is_faster else "no improvement",
+        "why": _why(study, state),
+        "one_process": _interval(state.one_process),
+        "winner_in_one_process": _interval(state.winner_in_one_process),
         "recipe": recipe.methods,
         "metric": {"name": metric, "higher_is_better": study.higher_is_better, "target": study.target},
-        "speedup": confirmed.speedup.to_json() if won else None,
-        "speedup_over_strong_baseline": confirmed.over_competent.to_json()
-        if won and confirmed.over_competent
-        else None,
-        "stopwatch": confirmed.stopwatch.to_json() if won and confirmed.stopwatch else None,
-        "time_to_target": seconds,
-        "samples_compared": confirmed.samples if won else None,
-        "quality": confirmed.gate.to_json() if confirmed else untried,
-        **_runs(found),
-        "competent_recipe": found.competent.methods,
-        "shares": found.shares if won and recipe == found.top else [],
-        "anatomy": found.anatomy,
-        "offered": [_fate(name, study.trials, recipe) for name in offered.methods],
+        "speedup": _interval(winner and winner.speedup),
+        "speedup_over_strong_baseline": _interval(winner and winner.over_strong_baseline),
+        "measured_speedup": _interval(winner and winner.measured_speedup),
+        "time_to_target": winner and winner.seconds,
+        "samples_compared": winner and winner.samples,
+        "quality": quality,
+        **_runs(baseline, confirmation),
+        "strong_baseline_recipe": state.strong_baseline.methods,
+        "contributions": state.contributions if winner and recipe == state.ablated else [],
+        "step_profile": state.step_profiles,
+        "offered": [_offered(name, study.trials, recipe) for name in offered.methods],
         "trials": study.trials,
-        **{key: found.story.get(key) for key in ("phases", "headroom", "facts")},
-        **surroundings(study.device),
-        "system_noise": (confirmed.pace.get("system_noise") if confirmed else None) or found.story.get("system_noise"),
+        **{key: state.diagnosis.get(key) for key in ("phases", "ceilings", "facts")},
+        **machine_and_versions(study.device),
+        "system_noise": noise or state.diagnosis.get("system_noise", {}),
         "budget_seconds": study.budget.total,
         "search_seconds": study.budget.spent,
         "break_even_runs": study.budget.spent / saved if saved > 0 else None,
-        "remembered_trials": study.ledger.found,
+        "remembered_trials": study.store.reused,
         "seed": study.seed,
     }
+    return result
 
 
-def write(folder: Path, result: dict) -> None:
-    """recipe.toml and result.json.
+def _interval(ratio: Ratio | None) -> Any:
+    return ratio and ratio.to_json()
+
+
+def write(folder: Path, result: Any) -> None:
+    """Writes recipe.toml and result.json, and sets ``recipe_file`` in the result.
 
     Raises:
-        Failure: the folder cannot be written.
+        RunError: the folder cannot be written.
     """
     result["recipe_file"] = str(folder / "recipe.toml")
     texts = {
@@ -122,72 +146,64 @@ def write(folder: Path, result: dict) -> None:
         atomic_write(folder / name, lambda file, text=text: file.write(text.encode()))
 
 
-def surroundings(device: str) -> dict:
-    """The machine and the versions, without which no number means anything."""
+def machine_and_versions(device: str) -> dict:
+    """The ``machine`` and the ``versions`` that the measurements belong to."""
     facts = environment(device)
     machine = {key: facts.get(key) for key in ("cpu", "cores", "threads", "device", "gpu")}
     machine |= {"os": facts["system"], "memory_gb": round(psutil.virtual_memory().total / 2**30, 1)}
     return {"machine": machine, "versions": {key: facts[key] for key in ("hasten", "python", "torch", "numpy")}}
 
 
-def _why(confirmed: Confirmation | None, won: bool, stopped: bool) -> str:
-    if confirmed is None and stopped:
-        return "what was left of the budget was too little for the next trial, and nothing was surely faster by then; give it a larger --budget"
-    if confirmed is None:
-        return "no method that was tried is surely faster; see the trials"
-    if won:
-        return f"{confirmed.speedup.median:.1f} times faster to the target; {confirmed.why}"
-    return confirmed.why
-
-
-def _why_alone(study: Study, found: Found) -> str | None:
-    """What is to be said where one process is surely faster."""
-    if not found.better_alone:
-        return None
-    if found.better_with_the_same:
-        there = drop_distributed(found.confirmed.recipe)
+def _why(study: Study, state: SearchState) -> str:
+    confirmation, winner = state.confirmation, state.winner
+    if winner and state.winner_is_faster_in_one_process:
         return (
-            f"one process with {there} is {found.winner_alone} as fast as {study.processes} with the best recipe found for them, "
-            f"{found.confirmed.recipe}; leave --processes out"
+            f"one process with {drop_distributed(winner.recipe)} is {state.winner_in_one_process} as fast as "
+            f"{study.processes} with the best recipe found for them, {winner.recipe}; leave --processes out"
         )
-    best = f", and the best recipe found for these {found.confirmed.speedup}" if found.won else ""
-    return f"one process with all cores, or OMP_NUM_THREADS, is {found.one_process} as fast as {study.processes} as they are{best}; leave --processes out"
+    if state.one_process_is_faster:
+        best = f", and the best recipe found for these {winner.speedup}" if winner else ""
+        return (
+            f"one process with all cores, or OMP_NUM_THREADS, is {state.one_process} as fast as {study.processes} as "
+            f"they are{best}; leave --processes out"
+        )
+    if winner and winner.speedup:
+        return f"{winner.speedup.median:.1f} times faster to the target; {winner.why}"
+    if confirmation is not None:
+        return confirmation.why
+    if any(trial["verdict"] == "stopped" for trial in study.trials):
+        return (
+            "what was left of the budget was too little for the next trial, and nothing was surely faster by then; "
+            "give it a larger --budget"
+        )
+    return "no method that was tried is surely faster; see the trials"
 
 
-def _runs(found: Found) -> dict:
-    """Of both arms: samples and seconds to the target on the paired seeds, and the metric on the way on every seed."""
-    baseline, confirmed = found.baseline, found.confirmed
-    of_search = {"baseline": dict(zip(baseline.seeds, baseline.runs, strict=True)), "tuned": {}}
-    arms = {"baseline": confirmed.baseline_runs, "tuned": confirmed.tuned_runs} if confirmed else of_search
-    seeds = (
-        {"baseline": confirmed.paired, "tuned": confirmed.paired}
-        if confirmed
-        else {arm: list(runs) for arm, runs in arms.items()}
-    )
+def _runs(baseline: Baseline, confirmation: Confirmation | None) -> Any:
+    """Of both arms: samples and seconds to the target on the paired seeds, and ``curves`` on every seed."""
+    if confirmation:
+        arms, paired = {"baseline": confirmation.baseline_runs, "tuned": confirmation.tuned_runs}, confirmation.paired
+        seeds = {"baseline": paired, "tuned": paired}
+    else:
+        arms = {"baseline": dict(zip(baseline.seeds, baseline.runs, strict=True)), "tuned": {}}
+        seeds = {arm: list(runs) for arm, runs in arms.items()}
     to_target = {
-        f"{name}_to_target": {
-            arm: [runs[seed].get(f"{what}_to_target") for seed in seeds[arm]] for arm, runs in arms.items()
-        }
-        for name, what in {"samples": "samples", "stopwatch": "seconds"}.items()
+        key: {arm: [runs[seed].get(key) for seed in seeds[arm]] for arm, runs in arms.items()}
+        for key in ("samples_to_target", "seconds_to_target")
     }
-    return to_target | {
-        "curves": {
-            arm: [_curve(seed, run) for seed, run in runs.items() if "evaluations" in run] for arm, runs in arms.items()
-        }
+    curves = {
+        arm: [_curve(seed, run) for seed, run in runs.items() if "evaluations" in run] for arm, runs in arms.items()
     }
+    return to_target | {"curves": curves}
 
 
 def _curve(seed: int, run: dict) -> Curve:
-    evaluations = run["evaluations"]
-    points = [Point(seconds=each["seconds"], samples=each["samples"], metric=each["metric"]) for each in evaluations]
+    points = [Point(**{key: row[key] for key in ("seconds", "samples", "metric")}) for row in run["evaluations"]]
     return {"seed": seed, "points": points}
 
 
-def _fate(name: str, trials: list[dict], recipe: Recipe) -> Offered:
-    """What became of a method that the user offered."""
-    told = [trial for trial in trials if name in trial["what"]]
-    return {
-        "method": name,
-        "accepted": name in recipe.methods,
-        "why": told[-1]["why"] if told else "the budget ended before it was tried",
-    }
+def _offered(name: str, trials: list[dict], recipe: Recipe) -> Offered:
+    """The result of a method that the user offered."""
+    reasons = [trial["why"] for trial in trials if name in trial["what"]]
+    why = reasons[-1] if reasons else "the budget ended before it was tried"
+    return {"method": name, "accepted": name in recipe.methods, "why": why}

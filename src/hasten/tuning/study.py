@@ -1,15 +1,16 @@
-"""The instruments of a search: whole runs, paces and proofs of one task, each paid for and written down.
+"""The measurements of a search: whole runs, comparisons of speed, exactness checks. Each is charged and stored.
 
-A Study knows what has been tried and what it cost. It decides nothing; ``search`` and ``confirm`` do.
+A Study knows what has been tried and what it cost. It makes no decisions; ``search`` and ``confirm`` do.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from hasten.benchmarking.compare import TIMEOUT_S, evaluation_seconds_per_sample, run_interleaved
 from hasten.benchmarking.worker_group import start_workers
@@ -23,192 +24,233 @@ from hasten.engine.tasks import TaskRef
 from hasten.profiling.step_profile import profile_steps
 from hasten.tuning.trial_store import TrialStore
 
-SHORT_LOOKS = (6, 9, 14)  # pairs; the search screens, the confirmation measures
-PROOF_SECONDS = 20.0
-SHARE_OF_LONG_BLOCKS = 1 / 8  # of the budget, for a comparison of processes that talk seldom
-ANATOMY_SECONDS = 3.0
+SHORT_LOOKS = (6, 9, 14)  # pairs of blocks in a comparison of the search; the confirmation has more
+CHECK_SECONDS = 20.0
+LONG_BLOCKS_SHARE = 1 / 8  # of the budget, that a comparison of ranks which communicate seldom may take
+PROFILE_SECONDS = 3.0
 
 
-class OutOfBudget(Exception):
-    """The search has to end; what is proven by now is the answer."""
+class OutOfBudgetError(Exception):
+    """Ends the search or a part of it; what is proven by now is the answer."""
 
 
 @dataclass
 class Budget:
-    """Seconds a search may take. Remembered trials count what they took when they were measured."""
+    """The seconds of a search.
+
+    Attributes:
+        total: may be spent.
+        spent: a trial from the store counts the seconds that it took when it was measured.
+        reserved: not to be spent now, because the confirmation needs them.
+        exhausted: a part of the search ended before all its candidates were tried.
+    """
 
     total: float
     spent: float = 0.0
-    reserved: float = 0.0  # kept back for the confirmation
-    cut: bool = False  # a part ended before all was done that it was for
+    reserved: float = 0.0
+    exhausted: bool = False
 
     def left(self) -> float:
+        """Seconds that may be spent now."""
         return self.total - self.spent - self.reserved
 
     @contextmanager
     def part(self, share: float) -> Iterator[None]:
         """Inside, only a share of what is left may be spent; reaching its end ends the part, not the search."""
-        kept = (1 - share) * max(0.0, self.left())
-        self.reserved += kept
+        withheld = (1 - share) * max(0.0, self.left())
+        self.reserved += withheld
         try:
             yield
-        except OutOfBudget:
-            self.cut = True
+        except OutOfBudgetError:
+            self.exhausted = True
         finally:
-            self.reserved -= kept
+            self.reserved -= withheld
 
-    def ask(self) -> None:
-        """Before each trial: one that has begun is finished, none is begun when nothing is left."""
+    def check(self) -> None:
+        """Called before each trial. A trial that has begun is finished.
+
+        Raises:
+            OutOfBudgetError: nothing is left.
+        """
         if self.left() <= 0:
-            raise OutOfBudget
+            raise OutOfBudgetError
 
 
 @dataclass
 class Study:
-    """One task under examination."""
+    """The measurements of one task.
+
+    Attributes:
+        processes: number of ranks that train together.
+        timeout: seconds without progress after which a job counts as hanging.
+        target: of the metric; None until the baseline has been run.
+        source_hashes: hash of the file of each method from a file.
+        charged: keys of the trials that are paid for.
+        complete: whole runs by (recipe, seed), whatever time limit they were started with.
+        trials: notes for the report about every trial, losers too.
+    """
 
     task: TaskRef
     device: str
-    ledger: TrialStore
+    store: TrialStore
     budget: Budget
     watch: ProgressCallback
     seed: int = 0
-    processes: int = 1  # that train together
-    timeout: float = TIMEOUT_S  # seconds of silence after which a job counts as hanging
+    processes: int = 1
+    timeout: float = TIMEOUT_S
     higher_is_better: bool = True
     target: float | None = None
-    source_hashes: dict[str, str] = field(default_factory=dict)  # outside methods and the fingerprint of their files
-    charged: set[str] = field(default_factory=set)  # keys of the trials that are paid for
-    whole: dict[tuple[str, int], dict] = field(
-        default_factory=dict
-    )  # runs that came to their end, whoever would have given them up
-    trials: list[dict] = field(default_factory=list)  # for the report: every trial, losers too
+    source_hashes: dict[str, str] = field(default_factory=dict)
+    charged: set[str] = field(default_factory=set)
+    complete: dict[tuple[str, int], dict] = field(default_factory=dict)
+    trials: list[Any] = field(default_factory=list)
 
-    def run(self, recipe: Recipe, seed: int, give_up_after: float | None = None) -> dict:
-        """A whole run: evaluations, metric, and when the target was reached; ``failed`` says why there is none."""
-        if (outcome := self.whole.get((str(recipe), seed))) is None:
-            what = {"recipe": recipe.methods, "seed": seed, "give_up_after": give_up_after}
-            limits = {"target": self.target, "give_up_after": give_up_after} if give_up_after is not None else {}
-            outcome = self._paid(
+    def run(self, recipe: Recipe, seed: int, time_limit: float | None = None) -> dict:
+        """A whole run: the result of ``Trial.run`` and of ``_time_to_target``, or ``failed``."""
+        outcome = self.complete.get((str(recipe), seed))
+        if outcome is None:
+            limits = {} if time_limit is None else {"target": self.target, "time_limit": time_limit}
+            outcome = self._charge(
                 "run",
-                what,
+                {"recipe": recipe.methods, "seed": seed, "time_limit": time_limit},
                 f"training {recipe}, seed {seed}",
                 lambda watch: self._in_worker(recipe, seed, "run", watch, **limits),
                 failure_lasts=bool(recipe),
             )
         if "failed" in outcome:
             return outcome
-        if not outcome["gave_up"]:
-            self.whole[str(recipe), seed] = outcome
-        return {**outcome, **self._reached(outcome["evaluations"])}  # anew: the target may have been fixed since
-
-    def _reached(self, evaluations: list[dict]) -> dict:
-        at = first_sustained_target([look["metric"] for look in evaluations], self.target, self.higher_is_better)
-        look = evaluations[at] if at is not None else {}
-        crossed = [e["samples"] for e in evaluations if self._there(e["metric"])]
-        first = crossed[0] if crossed else None
-        return {
-            "seconds_to_target": look.get("seconds"),
-            "samples_to_target": look.get("samples"),
-            "first_samples": first,
-        }
-
-    def _there(self, metric: float | None) -> bool:
-        if metric is None or self.target is None:
-            return False
-        return metric >= self.target if self.higher_is_better else metric <= self.target
+        if not outcome["pruned"]:
+            self.complete[str(recipe), seed] = outcome
+        return {**outcome, **self._time_to_target(outcome["evaluations"])}  # not stored: the target may be fixed later
 
     def compare_speed(
-        self, a: Recipe, b: Recipe, *, looks=SHORT_LOOKS, seconds: float = 12.0, salt: str = "", alone: bool = False
+        self,
+        a: Recipe,
+        b: Recipe,
+        *,
+        looks: Sequence[int] = SHORT_LOOKS,
+        seconds: float = 12.0,
+        salt: str = "",
+        single_process: bool = False,
     ) -> dict:
-        """Which of two recipes trains the same samples faster: ``measure.compare`` as a dict, or ``failed``. ``alone``: the second, in one process."""
-        among = (self.processes, 1 if alone else self.processes)
+        """Which of two recipes trains the same samples faster.
 
-        def measure(watch: ProgressCallback) -> dict:
-            where = {"device": self.device, "processes": among, "seed": self.seed, "timeout": self.timeout}
-            longest = max(seconds, SHARE_OF_LONG_BLOCKS * self.budget.total)
+        Args:
+            a: a recipe.
+            b: a recipe; a ratio above 1 means that it is faster.
+            looks: pairs of blocks after which the comparison may stop.
+            seconds: budget.
+            salt: makes a new trial of a comparison that is in the store.
+            single_process: ``b`` trains in one process.
+
+        Returns:
+            The result of ``run_interleaved`` as plain data, or ``failed``.
+        """
+        processes = (self.processes, 1 if single_process else self.processes)
+        longest = max(seconds, LONG_BLOCKS_SHARE * self.budget.total)
+
+        def measure(watch: ProgressCallback) -> Any:
+            where = {"device": self.device, "processes": processes, "seed": self.seed, "timeout": self.timeout}
             return run_interleaved(
                 self.task, a, b, budget=seconds, looks=looks, longest=longest, watch=watch, **where
             ).to_json()
 
-        what = {"a": a.methods, "b": b.methods, "looks": list(looks), "salt": salt} | ({"alone": True} if alone else {})
-        return self._paid("pace", what, f"{b}{' in one process' if alone else ''} against {a}", measure)
+        what = {"a": a.methods, "b": b.methods, "looks": list(looks), "salt": salt, "single_process": single_process}
+        return self._charge("speed", what, f"{b}{' in one process' if single_process else ''} against {a}", measure)
 
-    def measure_once(self, kind: str, words: str, measure: Callable[[ProgressCallback], dict]) -> dict:
-        """Anything else that is measured once a search: the probe, the diagnosis."""
-        outcome = self._paid(kind, {}, words, measure, failure_lasts=False)
+    def measure_once(self, kind: str, title: str, measure: Callable[[ProgressCallback], Any]) -> dict:
+        """Anything else that is measured once a search: the duration of a run, the diagnosis."""
+        outcome = self._charge(kind, {}, title, measure, failure_lasts=False)
         if "failed" in outcome:
             raise (ConfigurationError if outcome["refused"] else RunError)(outcome["failed"])
         return outcome
 
-    def proof(self, base: Recipe, candidate: Recipe, exactness: Exactness) -> dict:
-        """{"passed", "why"}: does the candidate keep the promise of its exactness class on this very task?"""
+    def check_exactness(self, base: Recipe, candidate: Recipe, exactness: Exactness) -> dict:
+        """Checks the promise of an exactness class on this task: ``{"passed", "why"}``, or ``failed``."""
         what = {"base": base.methods, "candidate": candidate.methods, "exactness": exactness.name}
+        arguments = {"base": base.methods, "exactness": exactness.name, "seconds": CHECK_SECONDS}
 
         def measure(watch: ProgressCallback) -> dict:
-            return self._in_worker(
-                candidate, self.seed, "prove", watch, base=base.methods, exactness=exactness.name, seconds=PROOF_SECONDS
-            )
+            return self._in_worker(candidate, self.seed, "check_exactness", watch, **arguments)
 
-        return self._paid("proof", what, f"proving {candidate}", measure)
+        return self._charge("exactness", what, f"checking the exactness of {candidate}", measure)
 
-    def anatomy(self, recipe: Recipe) -> dict[str, float]:
-        """Seconds of each phase per 1000 training samples; empty where they cannot be told."""
+    def step_profile(self, recipe: Recipe) -> dict[str, float]:
+        """Seconds of each phase per 1000 training samples; empty if they cannot be measured."""
 
         def measure(watch: ProgressCallback) -> dict:
             where = {"device": self.device, "processes": self.processes, "timeout": self.timeout, "seed": self.seed}
-            seen = profile_steps(self.task, recipe, budget=ANATOMY_SECONDS, watch=watch, **where)
-            seconds = 1000 * (seen.sample + evaluation_seconds_per_sample(seen.plan, seen.evaluation))
-            return {"phases": {phase: share * seconds for phase, share in seen.phases.items()}}
+            profile = profile_steps(self.task, recipe, budget=PROFILE_SECONDS, watch=watch, **where)
+            seconds = 1000 * (profile.sample + evaluation_seconds_per_sample(profile.plan, profile.evaluation))
+            return {"phases": {phase: share * seconds for phase, share in profile.phases.items()}}
 
-        return self._paid("anatomy", {"recipe": recipe.methods}, f"the anatomy of {recipe}", measure).get("phases", {})
+        outcome = self._charge("step_profile", {"recipe": recipe.methods}, f"profiling {recipe}", measure)
+        return outcome.get("phases", {})
 
-    def note(
-        self, what: str, stage: str, verdict: str, why: str, *, ratio: dict | None = None, seconds: float = 0.0
-    ) -> None:
-        """Puts a trial into the story that the report tells."""
-        self.trials.append(
-            {"what": what, "stage": stage, "verdict": verdict, "why": why, "ratio": ratio, "seconds": round(seconds, 2)}
+    def note(self, what: str, stage: str, verdict: str, why: str, *, ratio: Any = None, seconds: float = 0.0) -> None:
+        """Adds a trial to ``trials``."""
+        trial = {"what": what, "stage": stage, "verdict": verdict, "why": why, "ratio": ratio}
+        self.trials.append(trial | {"seconds": round(seconds, 2)})
+
+    def _time_to_target(self, evaluations: list[dict]) -> dict:
+        """Seconds and samples when the target was reached for good, and the samples when it was first reached."""
+        target, metrics = self.target, [evaluation["metric"] for evaluation in evaluations]
+        index = first_sustained_target(metrics, target, self.higher_is_better)
+        reached = evaluations[index] if index is not None else {}
+        sign = 1 if self.higher_is_better else -1
+        first = next(
+            (
+                evaluation["samples"]
+                for evaluation, metric in zip(evaluations, metrics, strict=True)
+                if metric is not None and target is not None and sign * metric >= sign * target
+            ),
+            None,
         )
+        return {
+            "seconds_to_target": reached.get("seconds"),
+            "samples_to_target": reached.get("samples"),
+            "first_samples": first,
+        }
 
-    def _in_worker(self, recipe: Recipe, seed: int, method: str, watch: ProgressCallback, **arguments) -> dict:
-        about = {"task": self.task.to_json(), "methods": recipe.methods, "device": self.device, "seed": seed}
-        timeout = (
-            self.timeout if self.processes > 1 else max(TIMEOUT_S, self.budget.total)
-        )  # one process waits for nobody
-        with start_workers(self.processes, "hasten.tuning.trial:Trial", **about) as worker:
+    def _in_worker(self, recipe: Recipe, seed: int, method: str, watch: ProgressCallback, **arguments: Any) -> dict:
+        trial = {"task": self.task.to_json(), "methods": recipe.methods, "device": self.device, "seed": seed}
+        timeout = self.timeout if self.processes > 1 else max(TIMEOUT_S, self.budget.total)  # one process cannot hang
+        with start_workers(self.processes, "hasten.tuning.trial:Trial", **trial) as worker:
             return worker.call(method, watch=watch, timeout=timeout, **arguments)
 
-    def _paid(
-        self, kind: str, what: dict, words: str, measure: Callable[[ProgressCallback], dict], failure_lasts: bool = True
+    def _charge(
+        self, kind: str, what: dict, title: str, measure: Callable[[ProgressCallback], Any], failure_lasts: bool = True
     ) -> dict:
-        codes = {name: code for name, code in self.source_hashes.items() if json.dumps(name)[1:-1] in json.dumps(what)}
-        what = {**what, "codes": codes} if codes else what  # another code is another trial
-        if not self.ledger.knows(kind, what):
-            self.budget.ask()
+        """The outcome of a trial, from the store or measured now; its seconds are charged once.
 
-        def told(_: str, done: float, left: float | None = None) -> None:
+        Raises:
+            OutOfBudgetError: the trial is not in the store and nothing is left.
+        """
+        hashes = {name: code for name, code in self.source_hashes.items() if json.dumps(name)[1:-1] in json.dumps(what)}
+        what = {**what, "source_hashes": hashes} if hashes else what
+        if (kind, what) not in self.store:
+            self.budget.check()
+
+        def show_progress(_: str, done: float, left: float | None = None) -> None:
             share = min(1.0, self.budget.spent / self.budget.total)
-            self.watch(words, share, max(0.0, self.budget.total - self.budget.spent))
+            self.watch(title, share, max(0.0, self.budget.total - self.budget.spent))
 
         def timed() -> dict:
-            told("", 0.0)
+            show_progress("", 0.0)
             began = time.monotonic()
             try:
-                outcome = measure(told)
-            except (
-                RunError,
-                ConfigurationError,
-            ) as error:  # out of memory, a NaN, nothing to act on: a result, not a crash
+                outcome = measure(show_progress)
+            except (RunError, ConfigurationError) as error:  # out of memory, a NaN, no effect: a result, not a crash
                 outcome = {"failed": str(error), "refused": isinstance(error, ConfigurationError)}
             return {**outcome, "trial_seconds": time.monotonic() - began}
 
-        key, outcome = self.ledger.trial(kind, what, timed, failure_lasts)
-        if key not in self.charged:  # a trial is paid for once, however often it is asked for
+        key, outcome = self.store.trial(kind, what, timed, failure_lasts)
+        if key not in self.charged:
             self.charged.add(key)
             self.budget.spent += outcome["trial_seconds"]
         return outcome
 
 
 def exactness_of(name: str) -> Exactness:
+    """The exactness class of a method."""
     return make_method(name).card.exactness

@@ -1,9 +1,10 @@
-"""A trial, inside its own process or as one rank of a job: a whole run, or a proof. Nothing that it changes survives it."""
+"""A trial, inside its own process or as one rank of a job: a whole run or an exactness check. It leaks nothing."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from hasten.benchmarking.exactness import check_exactness
@@ -20,6 +21,8 @@ from hasten.engine.summary import first_sustained_target
 from hasten.engine.tasks import TaskRef
 from hasten.engine.train import device_of, train
 
+RESULT_KEYS = ("metric", "best_metric", "evaluations", "steps", "samples", "seconds", "split", "stopped")
+
 
 class Trial:
     """One task, one recipe, one seed."""
@@ -28,30 +31,44 @@ class Trial:
         self.task, self.recipe, self.device, self.seed = TaskRef.from_json(task), Recipe(methods), device, seed
         self.watch = no_progress
 
-    def run(self, target: float | None = None, give_up_after: float | None = None) -> dict:
-        """A whole run: metric, evaluations (with the stopwatch's seconds), best_metric, seconds, gave_up.
+    def run(self, target: float | None = None, time_limit: float | None = None) -> dict:
+        """A whole run.
 
-        ``give_up_after``: seconds after which a run that has not reached the target can no longer win, and ends.
+        Args:
+            target: of the metric.
+            time_limit: seconds after which a run that has not reached the target ends, because it can no longer win.
+
+        Returns:
+            RESULT_KEYS of the result of ``train``, and whether it was ``pruned`` by the time limit.
+
+        Raises:
+            RunError: a method has no effect, or the metric is missing or not finite.
         """
-        task, recipe = self.task.load(), self.recipe.with_method(f"{__name__}:NothingInVain")
-        if give_up_after is not None and target is not None:
-            recipe = recipe.with_method(f"{__name__}:GiveUp", seconds=float(give_up_after), target=float(target))
-        result = train(task, recipe, device=self.device, seed=self.seed, timeout=COLLECTIVE_TIMEOUT_S, watch=self.watch)
-        _refuse_idle(result["no_effect"])  # found out on the way
+        recipe = self.recipe.with_method(f"{__name__}:RequireEffect")
+        if time_limit is not None and target is not None:
+            recipe = recipe.with_method(f"{__name__}:TimeLimitPruner", seconds=float(time_limit), target=float(target))
+        result = train(
+            self.task.load(), recipe, device=self.device, seed=self.seed, timeout=COLLECTIVE_TIMEOUT_S, watch=self.watch
+        )
+        _require_effect(result["no_effect"])  # methods may report it during the run
         if result["metric"] is None:
             raise RunError("the metric is missing or not a finite number")
-        kept = ("metric", "best_metric", "evaluations", "steps", "samples", "seconds", "split", "stopped")
-        late = give_up_after is not None and result["seconds"] >= give_up_after
-        never = (
-            first_sustained_target(
-                [look["metric"] for look in result["evaluations"]], target, result["higher_is_better"]
-            )
-            is None
-        )
-        return {**{key: result[key] for key in kept}, "gave_up": result["stopped"] and late and never}
+        metrics = [evaluation["metric"] for evaluation in result["evaluations"]]
+        missed = first_sustained_target(metrics, target, result["higher_is_better"]) is None
+        late = time_limit is not None and result["seconds"] >= time_limit
+        return {**{key: result[key] for key in RESULT_KEYS}, "pruned": result["stopped"] and late and missed}
 
-    def prove(self, base: dict, exactness: str, seconds: float) -> dict:
-        """{"passed", "number", "why"}: what the candidate's exactness class promises, held against this very task."""
+    def check_exactness(self, base: dict, exactness: str, seconds: float) -> dict:
+        """Checks on this task what the candidate's exactness class promises.
+
+        Args:
+            base: methods of the recipe to compare with.
+            exactness: name of the class.
+            seconds: budget.
+
+        Returns:
+            ``{"passed", "number", "why"}``.
+        """
         with init_process_group(self.device, COLLECTIVE_TIMEOUT_S) as ranks:
             check = check_exactness(
                 self.task.load(),
@@ -66,36 +83,38 @@ class Trial:
         return {**asdict(check), "number": check.number if math.isfinite(check.number) else None}
 
 
-def _refuse_idle(idle: list) -> None:
-    if idle:
-        raise RunError("; ".join(f"{method} has nothing to act on: {why}" for method, why in idle))
+def _require_effect(no_effect: Sequence[tuple[str, str]]) -> None:
+    if no_effect:
+        raise RunError("; ".join(f"{method} has nothing to act on: {why}" for method, why in no_effect))
 
 
 @dataclass(frozen=True)
 class RequireEffect(Method):
-    """Refuses a run, as soon as it is built, of which a method says that it has nothing to act on."""
+    """Ends a run, as soon as it is built, if one of its methods has no effect."""
 
-    card = Card(summary="no run in vain", exactness=Exactness.BIT_EXACT, order=WrapOrder.LAST)
+    card = Card(summary="refuses methods without effect", exactness=Exactness.BIT_EXACT, order=WrapOrder.LAST)
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
-        _refuse_idle(run.no_effect)
+        """Checks the methods; the step stays as it is."""
+        _require_effect(run.no_effect)
         return optimizer_step
 
 
 @dataclass(frozen=True)
 class TimeLimitPruner(Method):
-    """Ends a run that has missed its chance: ``seconds`` are over and the target has not been reached."""
+    """Ends a run that has not reached the target after ``seconds``."""
 
     seconds: float = 0.0
     target: float = 0.0
 
-    card = Card(summary="end a run that can no longer win", exactness=Exactness.BIT_EXACT, order=WrapOrder.LAST)
+    card = Card(summary="ends a run that can no longer win", exactness=Exactness.BIT_EXACT, order=WrapOrder.LAST)
 
     def plan(self, plan: TrainPlan, run: RunContext) -> TrainPlan:
+        """Adds the time limit to the conditions that stop the run."""
         inner, began, sign = plan.stop, time.monotonic(), 1 if run.services.higher_is_better() else -1
 
         def stop(history: list[Evaluation]) -> bool:
-            reached = any(sign * look.metric >= sign * self.target for look in history)
+            reached = any(sign * evaluation.metric >= sign * self.target for evaluation in history)
             late = time.monotonic() - began > self.seconds
             return (late and not reached) or (inner is not None and inner(history))
 

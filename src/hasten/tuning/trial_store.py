@@ -1,7 +1,7 @@
-"""Every finished trial, written down at once, so that no search measures anything twice.
+"""The trial store: every finished trial is written to a file at once, so that no search measures anything twice.
 
-One JSON line a trial, keyed by everything that its outcome depends on. A search that was killed goes
-on where it stopped: it walks the same path and finds the answers already here.
+One JSON line per trial, with a key made of everything that its outcome depends on. A search that was killed and is
+started again makes the same decisions, and finds the outcomes here.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from hasten.core.errors import ConfigurationError, RunError
 
 FILE, LOCK = "trials.jsonl", "lock"
-PASSING = (
+TRANSIENT_FAILURES = (  # of the machine at that moment, not of the recipe
     "memory ran out",
     "out of memory",
     "the process was",
@@ -26,54 +27,70 @@ PASSING = (
     "stale file handle",
     "no space left",
     "connection",
-)  # failures of the moment, not of the recipe
+)
 
 
 class TrialStore:
-    """The trials of one search. ``setting``: what all of them share (task, device, versions, machine)."""
+    """The trials of one search.
 
-    def __init__(self, folder: Path, setting: dict):
-        self.path, self.setting = folder / FILE, setting
-        self.known: dict[str, dict] = {}
-        self.found = 0  # trials answered from the file
+    Attributes:
+        settings: what all trials share (task, device, versions, machine); part of every key.
+        outcomes: by key.
+        reused: number of trials that were answered from the file of an earlier search.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]):
+        self.path, self.settings = folder / FILE, dict(settings)
+        self.outcomes: dict[str, dict] = {}
+        self.reused = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self.lock = (folder / LOCK).open("a")  # held as long as the search lives, however it ends
-            fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = (folder / LOCK).open("a")  # released when the process ends, however it ends
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines() if self.path.exists() else []
         except BlockingIOError:
-            raise ConfigurationError(
-                f"another search is running in {folder}; wait for it or choose another --out"
-            ) from None
+            message = f"another search is running in {folder}; wait for it or choose another --out"
+            raise ConfigurationError(message) from None
         except OSError as error:
             raise ConfigurationError(f"cannot use {folder}: {error.strerror}; choose another --out") from None
         for line in lines:
             try:
                 entry = json.loads(line)
-                self.known[entry["key"]] = entry
+                self.outcomes[entry["key"]] = entry["outcome"]
             except (ValueError, KeyError, TypeError):
                 continue  # the line that was being written when the search was killed
-        self.from_before = set(self.known)
+        self._from_file = set(self.outcomes)
 
-    def trial(self, kind: str, what: dict, measure: Callable[[], dict], failure_lasts: bool = True) -> tuple[str, dict]:
-        """(key, outcome) of a trial: remembered, or measured now and written down before anything else happens.
+    def trial(
+        self, kind: str, what: Mapping[str, Any], measure: Callable[[], dict], failure_lasts: bool = True
+    ) -> tuple[str, dict]:
+        """(key, outcome) of a trial: from the store, or measured now and written before anything else happens.
 
         Args:
-            failure_lasts: a failure would be the same another time; unlike that of the task itself, whose data may be mended.
+            kind: of the trial.
+            what: the rest of the key, as plain data.
+            measure: returns the outcome, with ``failed`` if the trial failed.
+            failure_lasts: whether a failure would happen again. False for the task's own failures, which the user may
+                fix.
+
+        Raises:
+            RunError: the file cannot be written.
         """
         key = self._key(kind, what)
-        if key in self.known:
-            self.found += key in self.from_before
-            self.from_before.discard(key)  # found once, however often it is asked for
-            return key, self.known[key]["outcome"]
-        outcome = measure()
-        self.known[key] = entry = {"key": key, "kind": kind, "what": what, "outcome": outcome}
-        if "failed" in outcome and (not failure_lasts or any(words in outcome["failed"].lower() for words in PASSING)):
-            return key, outcome  # another time it may work: known to this search, not to the next
+        if key in self.outcomes:
+            self.reused += key in self._from_file
+            self._from_file.discard(key)  # counted once
+            return key, self.outcomes[key]
+        outcome = self.outcomes[key] = measure()
+        failure = outcome.get("failed")
+        is_transient = failure is not None and any(text in failure.lower() for text in TRANSIENT_FAILURES)
+        if failure is not None and (is_transient or not failure_lasts):
+            return key, outcome  # for this search only; the next one tries again
         try:
             with self.path.open("a", encoding="utf-8") as file:
-                if file.tell() and not self._ends_whole():
+                if file.tell() and not self._ends_with_newline():
                     file.write("\n")
+                entry = {"key": key, "kind": kind, "what": what, "outcome": outcome}
                 file.write(json.dumps(entry, allow_nan=False) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
@@ -81,15 +98,15 @@ class TrialStore:
             raise RunError(f"cannot write {self.path}: {error.strerror}") from None
         return key, outcome
 
-    def knows(self, kind: str, what: dict) -> bool:
-        return self._key(kind, what) in self.known
+    def __contains__(self, trial: tuple[str, Mapping[str, Any]]) -> bool:
+        """Whether the outcome of a trial ``(kind, what)`` is known."""
+        return self._key(*trial) in self.outcomes
 
-    def _key(self, kind: str, what: dict) -> str:
-        return hashlib.sha256(json.dumps([kind, what, self.setting], sort_keys=True, default=str).encode()).hexdigest()[
-            :24
-        ]
+    def _key(self, kind: str, what: Mapping[str, Any]) -> str:
+        text = json.dumps([kind, what, self.settings], sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:24]
 
-    def _ends_whole(self) -> bool:
+    def _ends_with_newline(self) -> bool:
         with self.path.open("rb") as file:
             file.seek(-1, os.SEEK_END)
             return file.read(1) == b"\n"
