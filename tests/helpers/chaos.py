@@ -23,7 +23,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from helpers import HELPERS
-from helpers.netns_cluster import begun_on, lose, missing, processes_on, two_machines
+from helpers.netns_cluster import start_on, lose, missing, processes_on, two_nodes
 from helpers.process import children, environment
 
 PASSES = 10  # of counting
@@ -55,7 +55,7 @@ def chaos(folder: Path, kills: int, task: str, machines: bool, dice: random.Rand
     shutil.copy(HELPERS / "rank_tasks.py", folder)
     told, began = Told(), time.monotonic()
     begin = _on_machine if machines else _on_this_machine
-    with two_machines() if machines else nullcontext():
+    with two_nodes() if machines else nullcontext():
         jobs = [begin(place, task, folder, told) for place in range(1 + machines)]
         try:
             for _ in range(kills):
@@ -100,7 +100,7 @@ def _on_this_machine(place: int, task: str, folder: Path, told: Told) -> subproc
 
 def _on_machine(place: int, task: str, folder: Path, told: Told) -> subprocess.Popen:
     return _heard(
-        begun_on(place, *train_words(task, folder / "run"), cwd=folder, launch=("--nnodes", "2", *RESTARTS)), told
+        start_on(place, *train_words(task, folder / "run"), cwd=folder, launch=("--nnodes", "2", *RESTARTS)), told
     )
 
 

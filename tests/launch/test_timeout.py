@@ -36,9 +36,7 @@ def stopped(folder: Path, rank: int, *more: str) -> tuple[subprocess.Popen, str,
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_rank_that_stands_still_is_named_and_not_the_one_that_waited(folder, rank):
     job, told, seconds = stopped(folder, rank, "--max-restarts", "0")
-    assert (
-        job.returncode == 1 and f"hasten: rank {rank} was silent for 5 s; the other ranks were ended" in told
-    ), told
+    assert job.returncode == 1 and f"hasten: rank {rank} was silent for 5 s; the other ranks were ended" in told, told
     assert PATIENCE < seconds < PATIENCE + 15 and not jobs_left()
 
 
@@ -63,9 +61,7 @@ def test_groups_that_torch_makes_are_as_patient():
         return time.monotonic() - began
 
     waited, slept = run_ranks(2, waits)
-    assert (
-        isinstance(waited, CollectiveTimeout) and waited.seconds == 2.0 and slept > 4.0
-    )
+    assert isinstance(waited, CollectiveTimeout) and waited.seconds == 2.0 and slept > 4.0
 
 
 @pytest.mark.parametrize(
