@@ -117,7 +117,7 @@ def test_a_budget_may_be_a_text(monkeypatch):
         raise RunError(f"{budget} seconds")
 
     monkeypatch.setattr("hasten.benchmarking.compare.run_interleaved", told)
-    monkeypatch.setattr("hasten.profiling.diagnose.examine", told)
+    monkeypatch.setattr("hasten.profiling.diagnose.profile_steps", told)
     with pytest.raises(RunError, match=r"^90\.0 seconds"):
         hasten.compare(sleepy(), budget="1.5m")
     with pytest.raises(RunError, match=r"^36\.0 seconds"):
@@ -203,7 +203,7 @@ def test_a_method_with_nothing_to_act_on_is_no_arm():
 
 
 @pytest.mark.parametrize(
-    "recipe", ["no_such_method", "threads:count=many", "missing.toml", "in_memory_batches+cache_dataset"]
+    "recipe", ["no_such_method", "num_threads:count=many", "missing.toml", "in_memory_batches+cache_dataset"]
 )
 def test_wrong_requests_are_refused_before_anything_starts(recipe):
     with pytest.raises(ConfigurationError):

@@ -139,7 +139,7 @@ class Result(TypedDict, total=False):
     why: Text
     machine: Mapping[str, Fact]
     versions: Mapping[str, Fact]
-    noise: Mapping[str, Fact]
+    system_noise: Mapping[str, Fact]
     seed: Number
 
 
