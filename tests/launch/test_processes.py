@@ -59,11 +59,11 @@ def test_launch_hands_on_what_is_said_before_the_command(folder):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("launch --nproc-per-node 2 -- train x --processes 4", "say --processes before the command"),
+        ("launch --nproc-per-node 2 -- train x --processes 4", "put --processes before the command"),
         ("launch --nproc-per-node 2 -- compare digits", "launch runs train, "),
         (
             "launch --nproc-per-node 1 --nnodes 1:2 --rdzv-endpoint a:1 -- train x --max-bad-rows 5",
-            "--max-bad-rows is for one process",
+            "--max-bad-rows supports a single process",
         ),
         (
             "launch --nproc-per-node 1 --nnodes 1:2 --rdzv-endpoint a:1 -- train x --device cuda:1",
@@ -84,7 +84,7 @@ def test_launch_hands_on_what_is_said_before_the_command(folder):
         ),
         ("launch --nproc-per-node 2 -- train x --with dpd", "no method is called 'dpd' (did you mean ddp?)"),
         ("train x --processes 2 --with dpd", "no method is called 'dpd' (did you mean ddp?)"),
-        ("launch --nproc-per-node 2 -- train x --max-restarts=4", "say --max-restarts before the command"),
+        ("launch --nproc-per-node 2 -- train x --max-restarts=4", "put --max-restarts before the command"),
         ("train digits --processes 2 --max-restarts often", "from 0 to"),
         ("train digits --processes 2 --max-restarts -1", "from 0 to"),
         ("train digits --processes 4096", "4096 processes take 819 GB before they begin"),
