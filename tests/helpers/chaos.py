@@ -23,7 +23,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from helpers import HELPERS
-from helpers.netns_cluster import start_on, lose, missing, processes_on, two_nodes
+from helpers.netns_cluster import lose, missing, processes_on, start_on, two_nodes
 from helpers.process import children, environment
 
 PASSES = 10  # of counting

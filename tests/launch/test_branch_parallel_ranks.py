@@ -10,11 +10,11 @@ from hasten.engine.train import train
 from helpers import rank_tasks
 from helpers.assertions import CLOSE, farthest, losses
 from helpers.ranks import (
-    interrupted_run,
     interrupted_early,
-    run_ranks,
-    resumed_run,
+    interrupted_run,
     progress_while_building,
+    resumed_run,
+    run_ranks,
     training_of,
 )
 

@@ -10,7 +10,7 @@ from hasten.engine.plan import build
 from hasten.engine.train import train
 from helpers import drawing_tasks, rank_tasks
 from helpers.assertions import CLOSE, farthest, losses
-from helpers.ranks import interrupted_run, run_ranks, resumed_run, training, training_as_rank, training_of
+from helpers.ranks import interrupted_run, resumed_run, run_ranks, training, training_as_rank, training_of
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -19,7 +19,7 @@ from hasten.core.errors import ConfigurationError
 from hasten.launch import elastic, launcher
 from hasten.launch.rank_results import RankResult
 from helpers.chaos import chaos, compared, train_words
-from helpers.netns_cluster import start_on, disconnect, lose, reconnect, missing, two_nodes
+from helpers.netns_cluster import disconnect, lose, missing, reconnect, start_on, two_nodes
 from helpers.process import Job, wait_until_it_trains
 from helpers.ranks import free_port, write_rank_result
 

@@ -16,7 +16,7 @@ from hasten.engine.train import train
 from hasten.methods.distributed.parameter_server import Server
 from helpers import HELPERS, rank_tasks
 from helpers.assertions import CLOSE, farthest
-from helpers.ranks import interrupted_run, run_ranks, resumed_run, training, training_of
+from helpers.ranks import interrupted_run, resumed_run, run_ranks, training, training_of
 
 
 def server_of(size: int, world: int, staleness: int, rate: float = 1.0, momentum: float = 0.0) -> Server:

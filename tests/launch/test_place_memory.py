@@ -15,7 +15,7 @@ from hasten.engine.registry import make_method
 from hasten.engine.train import train
 from helpers import rank_tasks
 from helpers.assertions import CLOSE, farthest, losses
-from helpers.ranks import interrupted_early, free_port, run_ranks, resumed_run, training_of
+from helpers.ranks import free_port, interrupted_early, resumed_run, run_ranks, training_of
 
 MEGABYTE = 2**20
 

@@ -80,7 +80,7 @@ def test_launch_hands_on_what_is_said_before_the_command(folder):
         ("launch --nproc-per-node 1 --nnodes few --rdzv-endpoint a:1 -- train digits", "from 1 to"),
         (
             "launch --nproc-per-node 1 --nnodes 2:3 --rdzv-endpoint a:1 -- train x --with tensor_parallel:degree=2",
-            "--nnodes 2:3 may come to 3 processes, which tensor_parallel:degree=2 does not divide",
+            "--nnodes 2:3 can result in 3 processes, which tensor_parallel:degree=2 does not divide",
         ),
         ("launch --nproc-per-node 2 -- train x --with dpd", "no method is called 'dpd' (did you mean ddp?)"),
         ("train x --processes 2 --with dpd", "no method is called 'dpd' (did you mean ddp?)"),
@@ -150,7 +150,8 @@ def test_the_recipe_of_the_run_that_is_gone_on_with_has_to_fit_too(tmp_path, cap
     elastic = f"launch --nproc-per-node 1 --nnodes 2:3 --rdzv-endpoint a:1 -- train x --out {tmp_path} --resume"
     assert main(elastic.split()) == 2
     assert (
-        "--nnodes 2:3 may come to 3 processes, which zero:hybrid_shard_size=2 does not divide" in capfd.readouterr().err
+        "--nnodes 2:3 can result in 3 processes, which zero:hybrid_shard_size=2 does not divide"
+        in capfd.readouterr().err
     )
 
 

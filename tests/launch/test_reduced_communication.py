@@ -22,7 +22,7 @@ from hasten.engine.train import train
 from hasten.utils.batch import map_tensors
 from helpers import rank_tasks
 from helpers.assertions import CLOSE, farthest
-from helpers.ranks import interrupted_run, run_ranks, resumed_run, training, training_of
+from helpers.ranks import interrupted_run, resumed_run, run_ranks, training, training_of
 
 APART = ["local_sgd:period=4,warmup_steps=10", "local_sgd:period=7,group_size=1,group_period=2", "diloco:sync_every=4"]
 LESS = [

@@ -12,7 +12,7 @@ from hasten.engine.checkpoint import loaded
 from hasten.engine.train import train
 from helpers import rank_tasks
 from helpers.assertions import CLOSE, farthest, losses
-from helpers.ranks import interrupted_run, run_ranks, resumed_run, training, training_of
+from helpers.ranks import interrupted_run, resumed_run, run_ranks, training, training_of
 
 STRATEGIES = ["ddp", "zero:stage=1", "zero:stage=2", "zero:stage=3"]
 
