@@ -1,10 +1,11 @@
-"""``python -m hasten`` is ``hasten``. Who stops it while it is still being loaded gets an answer, too."""
+"""Entry point of ``hasten`` and ``python -m hasten``; handles Ctrl-C while the program is still being imported."""
 
 import json
 import sys
 
 
 def main() -> int:
+    """Runs the command line; returns its exit code."""
     try:
         from hasten.cli.main import main as program
 

@@ -358,7 +358,7 @@ def test_an_overflow_is_not_remembered():
         ),
         (
             "local_sgd:period=47",
-            "local_sgd:period=47 is longer than the run of 46 steps, in which the processes would never meet",
+            "local_sgd:period=47 is longer than the run of 46 steps, in which the processes would never communicate",
         ),
         ("diloco", "diloco:sync_every=100 is longer than the run of 46 steps"),
         ("local_sgd + half_precision_allreduce", "half_precision_allreduce needs ddp or zero:stage=1"),

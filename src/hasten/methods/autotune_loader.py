@@ -75,9 +75,9 @@ class AutotuneLoader(Method):
             cores=self.cores or run.services.available_cpus(),
             memory_budget=default_memory_budget(self.gigabytes, run.services.free_memory),
             cache=self.cache,
-            passes=run.plan.epochs,
-            told=self._telling(run.tuned_settings, by_index=batches.spec is not None),
-            of=kind(batches),
+            epochs=run.plan.epochs,
+            on_converged=self._telling(run.tuned_settings, by_index=batches.spec is not None),
+            data_type=kind(batches),
         )
         return batches.with_workers(autotuner) if batches.spec is None else climbed(pinned(batches, run), autotuner)
 
@@ -86,7 +86,7 @@ class AutotuneLoader(Method):
         autotuner = run.checkpoint_state.get(self.name)
         if (
             autotuner is None
-            or autotuner.of != kind(batches)
+            or autotuner.data_type != kind(batches)
             or present(batches).num_workers
             or draws_by_worker(batches)
         ):

@@ -83,7 +83,7 @@ class AutotunedRunner:
                 old.workers,
                 cores=old.cores,
                 memory_budget=old.memory_budget,
-                passes=old.passes,
+                epochs=old.epochs,
                 on_converged=old.on_converged,
             ),
             kept={},
@@ -123,7 +123,7 @@ class AutotunedRunner:
 
     def _would_pay(self, epoch: int) -> bool:
         """Whether the time that steps wait in the remaining epochs exceeds one epoch, about what filling takes."""
-        remaining = ASSUMED_EPOCHS if self.autotuner.passes is None else self.autotuner.passes - epoch
+        remaining = ASSUMED_EPOCHS if self.autotuner.epochs is None else self.autotuner.epochs - epoch
         return (
             self.autotuner.converged
             and self.autotuner.wait_fraction > WAIT_TOLERANCE

@@ -40,12 +40,9 @@ from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 from hasten.core.types import Batch, ForwardFn, LossFn, StepFn
 from hasten.distributed.collectives import (
-    assign_mesh_dim,
     broadcast_module,
     broadcast_tensors,
-    get_device_mesh,
     has_local_batch_norm,
-    reduce_over_replicas,
     warn_local_batch_norm,
 )
 from hasten.distributed.fx.pipeline_split import (
@@ -62,6 +59,7 @@ from hasten.distributed.fx.stage_balance import (
     profile_segments,
 )
 from hasten.distributed.fx.tracing import eval_mode
+from hasten.distributed.mesh import assign_mesh_dim, get_device_mesh, reduce_over_replicas
 from hasten.distributed.p2p_metadata import HEADER, empty_from_meta, encode_meta
 from hasten.utils import batch as batches
 
