@@ -1,4 +1,4 @@
-"""The pool of ranks that tests share: reused, reset between uses, replaced after a failure that leaves a rank in an unknown state."""
+"""The pool of ranks that tests share: reused, reset between uses, replaced after a failure with unknown state."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Jobs measured as one: ranks that meet, answer together, fail by one's fault, hang, freeze, and leave nobody behind."""
+"""Worker groups: results of rank 0, root causes of failures, timeouts."""
 
 import os
 import time

@@ -34,7 +34,7 @@ def train_until_killed(out: Path) -> None:
 
 
 def kill_and_resume(folder: Path, kills: int, seed: int) -> None:
-    """Kills the run ``kills`` times, then finishes it in a new interpreter, which knows only what is on the disk."""
+    """Kills the run ``kills`` times, then finishes it in a new interpreter."""
     rng, out = random.Random(seed), folder / "killed"
     for _ in range(kills):
         process = start_process(train_until_killed, out)

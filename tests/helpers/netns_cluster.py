@@ -1,4 +1,4 @@
-"""Nodes for tests: two network namespaces joined by a veth pair, whose bandwidth can be limited (tbf) and which can go down."""
+"""Two nodes for tests: network namespaces joined by a veth pair, with limited bandwidth (tbf) or disconnected."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ def missing() -> str | None:
 
 @contextmanager
 def two_nodes(megabits: int | None = None):
-    """Creates two namespaces that reach each other at ADDRESSES. Processes that still run in them are killed at the end."""
+    """Creates two namespaces that reach each other at ADDRESSES; kills their processes at the end."""
     try:
         for name in NAMES:
             _ip("netns", "add", name)

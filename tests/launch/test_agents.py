@@ -1,4 +1,4 @@
-"""The launchers of a job, as processes on this machine that stand for machines: who is one too many, who goes, who hears of what."""
+"""The launchers of a job, as processes of this machine that stand for nodes: one node too many, nodes that leave."""
 
 import os
 import signal

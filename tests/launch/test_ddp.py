@@ -1,4 +1,4 @@
-"""Several ranks train what one process trains: the same samples in the same order, the same weights but for rounding in float64."""
+"""Several ranks train what one process trains: the same samples in the same order, the same weights but for rounding."""
 
 import pytest
 import torch

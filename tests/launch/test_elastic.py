@@ -1,4 +1,4 @@
-"""ProcessGroupInfo and machines that are lost: the job goes on by itself, and trains what it would have trained."""
+"""Ranks and nodes that are lost: the job resumes by itself and trains what it would have trained undisturbed."""
 
 import random
 import socket

@@ -1,4 +1,4 @@
-"""Several machines for real: two network namespaces, torchrun's agent on each, and a cable between them."""
+"""Two nodes for real: two network namespaces joined by a veth pair, with torchrun's agent on each."""
 
 import json
 

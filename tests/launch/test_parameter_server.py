@@ -1,4 +1,4 @@
-"""The parameter server: what its definition says, in any order of arrival; and a job with it begins, goes on and ends as any other."""
+"""The parameter server: its definition for any order of arrival; starting, resuming and ending a job."""
 
 import random
 import subprocess

@@ -1,4 +1,4 @@
-"""Models that no process makes whole: the same training, and in each process no more memory than its own part and a layer."""
+"""``init=meta`` and ``balance=memory``: the same training, and no rank ever holds the full model."""
 
 import os
 import subprocess

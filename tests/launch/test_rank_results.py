@@ -1,4 +1,4 @@
-"""What is left of a job: its folder, the word of the rank that answers, and a program that was stopped before it had begun."""
+"""Results of ranks: error files, job directories, and a program that is interrupted while it starts."""
 
 import json
 import os

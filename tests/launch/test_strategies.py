@@ -1,4 +1,4 @@
-"""What every strategy promises: it trains what one process trains, and any other can go on with its run."""
+"""Every strategy trains what a single process trains, and any other strategy can resume its run."""
 
 import os
 from functools import partial

@@ -1,4 +1,4 @@
-"""ProcessGroupInfo that are there and say nothing: they are found when patience is over, named and ended, and the job goes on without waiting for them."""
+"""Ranks that hang: after the timeout they are named and killed, and the job continues without waiting for them."""
 
 import os
 import signal

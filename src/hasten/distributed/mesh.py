@@ -16,8 +16,11 @@ from hasten.distributed.collectives import all_reduce_gradients
 class HasDegree(Protocol):
     """A method with a ``degree`` option: ranks along its mesh dimension, 0 for all that other dimensions leave."""
 
-    name: str
-    degree: int
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def degree(self) -> int: ...
 
 
 def resolve_parallel_size(method: HasDegree, world_size: int) -> int:
