@@ -74,7 +74,7 @@ def test_launch_hands_on_what_is_said_before_the_command(folder):
         ("launch --nproc-per-node 0 -- train digits", "from 1 to"),
         (
             "launch --nproc-per-node 1 --nnodes 3:2 --rdzv-endpoint a:1 -- train digits",
-            "must be M or MIN:MAX, MIN not above MAX, not '3:2'",
+            "must be M or MIN:MAX with MIN at most MAX, not '3:2'",
         ),
         ("launch --nproc-per-node 1 --nnodes 2: --rdzv-endpoint a:1 -- train digits", "must be M or MIN:MAX"),
         ("launch --nproc-per-node 1 --nnodes few --rdzv-endpoint a:1 -- train digits", "from 1 to"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -16,8 +16,7 @@ from hasten.distributed.collectives import all_reduce_gradients
 class HasDegree(Protocol):
     """A method with a ``degree`` option: ranks along its mesh dimension, 0 for all that other dimensions leave."""
 
-    @property
-    def name(self) -> str: ...
+    name: ClassVar[str]
 
     @property
     def degree(self) -> int: ...
