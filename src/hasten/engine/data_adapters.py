@@ -73,13 +73,13 @@ def training(
 def check_process_count(task: Task, processes: int, methods: Iterable[Method] = ()) -> None:
     """Holds a number of processes against a task, before any is started.
 
-    A method with a hook ``plan`` may change the batch, or how many processes share it: then the ranks themselves find out.
+    A method with a hook ``plan`` or ``setup`` may change the batch, or how many processes share it: then the ranks themselves find out.
 
     Raises:
         Refusal: a batch has fewer samples.
     """
     batch_size = _batch_size_of(task)
-    if batch_size and not any("plan" in hooks_of(method) for method in methods):
+    if batch_size and not any({"plan", "setup"}.intersection(hooks_of(method)) for method in methods):
         check_batch_divisible(processes, batch_size)
 
 
