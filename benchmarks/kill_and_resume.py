@@ -26,7 +26,7 @@ def main() -> int:
     options.add_argument("--kills", type=int, default=20)
     options = options.parse_args()
     sys.path.insert(0, str(TESTS))
-    from helpers.killing import METHOD, TASK, killed_and_taken_up
+    from helpers.killing import METHOD, TASK, kill_and_resume
 
     torch.set_num_threads(1)  # as in the process that takes it up: sums in another order have other bits
     outcomes = []
@@ -36,7 +36,7 @@ def main() -> int:
         for seed in range(options.kills):
             place = Path(folder) / f"run-{seed}"
             place.mkdir()
-            killed_and_taken_up(place, kills=1, seed=seed)
+            kill_and_resume(place, kills=1, seed=seed)
             same = {name: (place / "killed" / name).read_bytes() == (undisturbed / name).read_bytes() for name in FILES}
             outcomes.append({"seed": seed, **same})
             tell(f"kill {len(outcomes)} of {options.kills}: {'identical' if all(same.values()) else 'DIFFERENT'}")

@@ -1,4 +1,4 @@
-"""The pool of ranks that tests share: reused, reset between uses, replaced after a failure that leaves a rank in an unknown state."""
+"""The pool of ranks that tests share: reused, reset between uses, replaced after a failure with unknown state."""
 
 import os
 import time
@@ -65,7 +65,7 @@ def test_run_ranks_rank_that_dies_is_named_and_the_pool_replaced(one):
 
 
 def test_run_ranks_rank_that_hangs_is_reported_and_the_pool_replaced(monkeypatch):
-    monkeypatch.setattr("helpers.ranks.PATIENCE", 1.0)
+    monkeypatch.setattr("helpers.ranks.TIMEOUT_S", 1.0)
     with pytest.raises(AssertionError, match="only ranks"):
         run_ranks(2, lambda rank: time.sleep(60 * rank))
     monkeypatch.undo()

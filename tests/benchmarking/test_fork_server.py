@@ -186,7 +186,7 @@ import os, signal, sys
 sys.path.insert(0, {folder!r})
 print("main runs")
 from hasten.benchmarking.fork_server import Worker
-busy, suspended = Worker("test_workers:Service"), Worker("test_workers:Service")
+busy, suspended = Worker("test_fork_server:Service"), Worker("test_fork_server:Service")
 pids = busy.call("start_loader") + suspended.call("start_loader")
 suspended.suspend()
 print(*pids, flush=True)

@@ -1,4 +1,4 @@
-"""Jobs measured as one: ranks that meet, answer together, fail by one's fault, hang, freeze, and leave nobody behind."""
+"""Worker groups: results of rank 0, root causes of failures, timeouts."""
 
 import os
 import time
@@ -100,7 +100,7 @@ def test_one_process_is_a_worker():
     [
         ("raise", RunError, r"^rank 1: .*KeyError: 'planted'"),
         ("refuse", ConfigurationError, r"^not this way$"),
-        ("die", RunError, r"^rank 1: the process was killed, most likely because memory ran out$"),
+        ("die", RunError, r"^rank 1: the process was killed, probably because memory ran out$"),
         ("hang", RunError, r"^took longer than 2 s and was ended$"),
     ],
 )

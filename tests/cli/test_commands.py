@@ -21,7 +21,7 @@ from hasten.cli.main import main, read
 from hasten.cli.output import strict_json
 from hasten.core.progress import no_progress
 from hasten.engine.registry import method_names
-from helpers.process import PATIENCE, begun, ended, program
+from helpers.process import TIMEOUT_S, start_hasten, join_process, run_hasten
 
 NOISY = """
 import os, subprocess
@@ -62,7 +62,7 @@ def here(tmp_path):
 
 
 def test_json_is_one_object_whatever_the_task_prints(here):
-    done = program("train", "noisy.py:task", "--json", "--with", "ema", "--out", "run", "--seed", "3", cwd=here)
+    done = run_hasten("train", "noisy.py:task", "--json", "--with", "ema", "--out", "run", "--seed", "3", cwd=here)
     assert done.returncode == 1, done.stderr  # the target of 2 is beyond reach
     assert done.stdout.count("\n") == 1
     result = json.loads(done.stdout, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
@@ -92,7 +92,7 @@ def test_without_out_each_run_has_a_new_folder(here, monkeypatch, capfd):
 
 
 def test_an_error_is_json_too(here):
-    done = program("tune", "digits", "--budget", "soon", "--json", cwd=here)
+    done = run_hasten("tune", "digits", "--budget", "soon", "--json", cwd=here)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "--budget" in json.loads(done.stdout)["error"]
 
@@ -192,10 +192,10 @@ def test_the_published_records_are_shown_wherever_hasten_runs(tmp_path, monkeypa
 def test_a_reader_that_has_seen_enough_is_no_mistake(here):
     reader, theirs = os.pipe()
     with open(here / "err", "w+") as err:
-        process = begun("methods", cwd=here, out=theirs, err=err.fileno(), prepare=lambda: os.close(reader))
+        process = start_hasten("methods", cwd=here, out=theirs, err=err.fileno(), prepare=lambda: os.close(reader))
         os.close(reader)
         os.close(theirs)
-        assert (ended(process), err.seek(0) or err.read()) == (0, "")
+        assert (join_process(process), err.seek(0) or err.read()) == (0, "")
 
 
 @pytest.mark.slow
@@ -209,8 +209,8 @@ def test_a_reader_of_the_progress_that_left_stops_no_work(here):
     os.close(reader)
     words = ["compare", "quiet.py:task", "--a", "baseline", "--b", "ema", "--budget", "1s", "--json"]
     with open(here / "answer", "w+") as answer:
-        code = ended(
-            begun(*words, cwd=here, out=answer.fileno(), err=theirs, prepare=lambda: setattr(progress, "PATIENCE", 0.0))
+        code = join_process(
+            start_hasten(*words, cwd=here, out=answer.fileno(), err=theirs, prepare=lambda: setattr(progress, "TIMEOUT_S", 0.0))
         )
         answer.seek(0)
         assert "ratio" in json.loads(answer.read()) and code in (0, 1)
@@ -227,13 +227,13 @@ def without_columns() -> None:
 
 @pytest.mark.parametrize("odd", [in_ascii, without_columns])
 def test_an_odd_terminal_gets_its_answer_too(here, odd):
-    done = program("methods", cwd=here, prepare=odd)
+    done = run_hasten("methods", cwd=here, prepare=odd)
     assert done.returncode == 0 and done.stderr == "" and "in_memory_batches" in done.stdout
 
 
 def test_a_folder_that_is_gone_is_told(here):
     (gone := here / "gone").mkdir()
-    done = program("methods", cwd=gone, prepare=gone.rmdir)
+    done = run_hasten("methods", cwd=gone, prepare=gone.rmdir)
     assert (done.returncode, done.stderr) == (2, "hasten: the current folder is gone; cd into another one\n")
 
 
@@ -249,10 +249,10 @@ def test_eject_writes_a_script(here, monkeypatch, capfd):
 def interrupted(ready, *words, here, by=signal.SIGINT) -> tuple[int, str, str]:
     """(exit code, output, error) of the program, to which Ctrl-C comes as soon as something is ready."""
     with open(here / "out", "w+") as out, open(here / "err", "w+") as err:
-        process = begun(*words, cwd=here, out=out.fileno(), err=err.fileno())
+        process = start_hasten(*words, cwd=here, out=out.fileno(), err=err.fileno())
         wait_for(ready)
         os.kill(process.pid, by)
-        return ended(process), *(file.seek(0) or file.read() for file in (out, err))
+        return join_process(process), *(file.seek(0) or file.read() for file in (out, err))
 
 
 @pytest.mark.parametrize(("options", "folder"), [(["--out", "run"], "run"), ([], "runs/train-slow-py-task")])
@@ -287,11 +287,11 @@ def test_a_terminal_gets_a_bar_with_the_time_left(here):
     ours, theirs = pty.openpty()
     with open(os.devnull, "w") as nowhere:
         prepare = partial(os.environ.update, {"TERM": "xterm", "COLUMNS": "100"})
-        process = begun("train", "slow.py:task", cwd=here, out=nowhere.fileno(), err=theirs, prepare=prepare)
+        process = start_hasten("train", "slow.py:task", cwd=here, out=nowhere.fileno(), err=theirs, prepare=prepare)
     os.close(theirs)
     seen = b""
     try:
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + TIMEOUT_S
         while b"left" not in seen and time.monotonic() < until:
             seen += os.read(ours, 4096)
     finally:
@@ -303,7 +303,7 @@ def test_a_terminal_gets_a_bar_with_the_time_left(here):
 
 def test_quiet_shows_no_progress(here, monkeypatch, capfd):
     monkeypatch.chdir(here)
-    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setattr(progress, "TIMEOUT_S", 0.0)
     for words, shown in (["--json"], True), (["--json", "--quiet"], False):
         main(["train", "noisy.py:task", *words])
         assert ("training: " in capfd.readouterr().err) is shown
@@ -332,8 +332,8 @@ def test_version_and_help(here):
         [sys.executable, "-m", "hasten", "--version"], cwd=here, capture_output=True, text=True, check=True
     )
     assert done.stdout == "hasten 0.1.0\n" and done.stderr == ""
-    assert "--resume" in program("train", "--help", cwd=here).stdout
-    assert "tune" in program(cwd=here).stdout
+    assert "--resume" in run_hasten("train", "--help", cwd=here).stdout
+    assert "tune" in run_hasten(cwd=here).stdout
 
 
 ENDING = """
@@ -359,7 +359,7 @@ def test_a_task_that_ends_the_program_is_no_success(verb, here, monkeypatch, cap
 
 def test_an_output_that_takes_nothing_is_one_line(here):
     with open("/dev/full", "w") as full, open(here / "err", "w+") as err:
-        code = ended(begun("methods", cwd=here, out=full.fileno(), err=err.fileno()))
+        code = join_process(start_hasten("methods", cwd=here, out=full.fileno(), err=err.fileno()))
         said = err.seek(0) or err.read()
     assert code == 1 and "cannot be written to standard output" in said and "internal" not in said
 
@@ -385,7 +385,7 @@ def nobody_is_left():
             child.wait(10)
 
 
-def wait_for(ready, patience: float = PATIENCE) -> None:
+def wait_for(ready, patience: float = TIMEOUT_S) -> None:
     until = time.monotonic() + patience
     while not ready():
         assert time.monotonic() < until, "it did not come in time"

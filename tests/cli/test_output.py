@@ -17,7 +17,7 @@ from hasten.core.card import PHASES
 from hasten.reporting.result_schema import MAX_TEXT, SCHEMAS
 from hasten.tuning import study, tune
 from hasten.tuning.tune import BASELINE_SEEDS, BUDGET_RUNS, MIN_BUDGET_S
-from helpers.process import program
+from helpers.process import run_hasten
 
 PRINTED = "a task file that prints"
 BLOBS = f"""
@@ -97,7 +97,7 @@ def search(request, folder) -> Search:
         "--device",
         "cpu",
     ]
-    done = program(*words, cwd=folder, prepare=measure_shortly if method == "tf32" else bool)
+    done = run_hasten(*words, cwd=folder, prepare=measure_shortly if method == "tf32" else bool)
     assert done.stdout, done.stderr
     return Search(method, seconds, done, the_object(done.stdout))
 

@@ -14,7 +14,7 @@ from hasten.data import Pipeline, Source, arrays
 from hasten.data.cache.cache_disk import _try_lock, _ColumnWriter, file_lock, remove_partial
 from helpers.caches import NUMBERS, counting, files
 from helpers.pipelines import BATCH, ROWS
-from helpers.process import FORK, ended, forked
+from helpers.process import FORK, join_process, start_process
 
 
 @pytest.fixture(autouse=True)
@@ -107,11 +107,11 @@ def making(folder, pause, room, told):
 def maker(folder, pause=0.25, room=None):
     """A process that makes a cache in four chunks, and where it tells what came of it."""
     told = FORK.SimpleQueue()
-    return forked(making, folder, pause, room, told), told
+    return start_process(making, folder, pause, room, told), told
 
 
 def told_by(process, told):
-    assert ended(process) == 0
+    assert join_process(process) == 0
     return told.get()
 
 

@@ -14,7 +14,7 @@ from hasten.data import feather, parquet, tfrecord
 from hasten.data.formats.tf_example import encode_example
 from hasten.data.formats.tfrecord import frame_records
 from hasten.data.source import BadRow
-from helpers.process import said_by
+from helpers.process import run_script
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")
 import pyarrow.feather as arrow_feather  # noqa: E402
@@ -177,7 +177,7 @@ def test_whatever_bytes_are_damaged_the_process_lives_and_tells(tmp_path, form):
                 del damaged[random.integers(0, len(content)) :]
             paths.append(tmp_path / f"{number}-{each}.{form}")
             paths[-1].write_bytes(damaged)
-    said = said_by(READ_ALL, form, *paths).split()
+    said = run_script(READ_ALL, form, *paths).split()
     assert len(said) == len(paths) and set(said) == {"read", "told"} and said.count("told") > 30
 
 

@@ -25,7 +25,7 @@ from hasten.data.formats.tfrecord import frame_records
 from hasten.data.io import index_cache, paths, range_reader, remote
 from hasten.data.io.paths import file_signature
 from helpers.assertions import same
-from helpers.process import FORK, ended, forked
+from helpers.process import FORK, join_process, start_process
 from helpers.tar_files import npy, pack
 
 SIZES = (80_000, 150_000, 110_000, 90_000)  # bytes of the samples, three times; together they are worth a walk
@@ -226,8 +226,8 @@ def reader(paths, begin, told):
 def test_two_processes_that_open_a_file_at_once(tmp_path, settled):
     paths = [written(tmp_path / f"a.{kind}") for kind in MAKERS]
     begin, told = FORK.Barrier(2), FORK.SimpleQueue()
-    children = [forked(reader, paths, begin, told) for _ in range(2)]
-    assert [ended(child) for child in children] == [0, 0]
+    children = [start_process(reader, paths, begin, told) for _ in range(2)]
+    assert [join_process(child) for child in children] == [0, 0]
     said = [told.get() for _ in children]
     assert len(said[0]) == 2 and said[0] == said[1]
     assert {path.suffix for path in kept()} == {".manifest"}

@@ -11,7 +11,7 @@ from hasten.core.errors import RunError
 from hasten.data import tfrecord
 from hasten.data.formats.tf_example import encode_example
 from hasten.data.formats.tfrecord import frame_records
-from helpers.process import said_by
+from helpers.process import run_script
 from helpers.tar_files import pack
 
 CUT_OFF_AFTER_THE_CHECK = """
@@ -66,7 +66,7 @@ def test_a_file_that_is_cut_off_after_the_last_look_does_not_kill_the_process(tm
     ending = {"tfrecord": "tfrecord", "shards": "tar"}[maker]
     path = write(tmp_path / f"a.{ending}")
     write(tmp_path / f"b.{ending}")
-    assert said_by(CUT_OFF_AFTER_THE_CHECK, maker, tmp_path, path).startswith(f"{path} is shorter than it was")
+    assert run_script(CUT_OFF_AFTER_THE_CHECK, maker, tmp_path, path).startswith(f"{path} is shorter than it was")
 
 
 def test_text_that_is_held_in_memory_outlives_its_file(tmp_path):
@@ -78,7 +78,7 @@ def test_text_that_is_held_in_memory_outlives_its_file(tmp_path):
         tmp_path / "a.feather",
         compression="uncompressed",
     )
-    assert said_by(CUT_OFF_WHEN_HELD, tmp_path / "a.feather") == "{'words': ['word 49999']}"
+    assert run_script(CUT_OFF_WHEN_HELD, tmp_path / "a.feather") == "{'words': ['word 49999']}"
 
 
 def test_more_files_than_may_be_open(tmp_path):

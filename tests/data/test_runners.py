@@ -16,7 +16,7 @@ from hasten.core.errors import HastenWarning
 from hasten.data import Pipeline, arrays
 from hasten.engine.error_messages import explain_error
 from helpers.pipelines import BATCH, ROWS, Bad, Killing, hanging
-from helpers.process import FORK, forked
+from helpers.process import FORK, start_process
 
 BOTH = [{"threads": 2}, {"processes": 2}]
 PATIENCE = 60.0  # seconds, on a busy machine; most of it is never used
@@ -212,7 +212,7 @@ def names_left(before: set[str], ours: set[int]) -> set[str]:
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system shows no shared memory as files")
 def test_a_killed_parent_leaves_no_process_and_no_shared_memory():
     before = set(os.listdir("/dev/shm"))
-    process = forked(parent, begun := FORK.Event())
+    process = start_process(parent, begun := FORK.Event())
     assert begun.wait(PATIENCE)
     workers = psutil.Process(process.pid).children()
     process.kill()

@@ -8,7 +8,7 @@ import hasten
 from hasten import ConfigurationError, RunError
 from hasten.cli.main import main
 from helpers import faulty_tasks
-from helpers.process import ended, forked
+from helpers.process import join_process, start_process
 
 LISTED = [
     *[
@@ -48,11 +48,11 @@ def run(out):
 def test_a_killed_run_lists_the_same(tmp_path, monkeypatch):
     """It is killed at the last step but one: rows that it met before are known from its checkpoint alone."""
     monkeypatch.setenv(faulty_tasks.FLAG, str(flag := tmp_path / "kill"))
-    assert ended(forked(run, tmp_path / "undisturbed")) == 0
+    assert join_process(start_process(run, tmp_path / "undisturbed")) == 0
     flag.touch()
-    assert ended(forked(run, tmp_path / "killed")) == -9
+    assert join_process(start_process(run, tmp_path / "killed")) == -9
     assert not (tmp_path / "killed" / "result.json").exists()
-    assert ended(forked(run, tmp_path / "killed")) == 0
+    assert join_process(start_process(run, tmp_path / "killed")) == 0
     assert left(tmp_path / "killed") == left(tmp_path / "undisturbed")
     assert listed(tmp_path / "killed") == LISTED
 

@@ -11,7 +11,7 @@ from hasten.data import arrays
 from hasten.engine import data_adapters
 from hasten.engine.plan import build
 from helpers import pipeline_tasks
-from helpers.process import ended, forked, wait_until_it_trains
+from helpers.process import join_process, start_process, wait_until_it_trains
 
 
 def weights(folder):
@@ -35,14 +35,14 @@ def run(out, end):
 
 def test_a_killed_run_goes_on_to_the_same_bits(tmp_path):
     for pause in (0.3, 0.25):
-        process = forked(run, tmp_path / "killed", "to be killed")
+        process = start_process(run, tmp_path / "killed", "to be killed")
         wait_until_it_trains(process, tmp_path / "killed")
         time.sleep(pause)
         assert process.is_alive(), "the run was over before it could be killed"
         process.kill()
         process.join()
     for folder in ("killed", "undisturbed"):
-        assert ended(forked(run, tmp_path / folder, "left alone")) == 0
+        assert join_process(start_process(run, tmp_path / folder, "left alone")) == 0
     assert weights(tmp_path / "killed") == weights(tmp_path / "undisturbed")
 
 

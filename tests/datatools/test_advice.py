@@ -11,7 +11,7 @@ from hasten.datatools.advice import better_storages, limit_by_disk, temporary_fo
 from hasten.datatools.format_detection import detect_format
 from hasten.datatools.row_reader import RowReader
 from hasten.datatools.stage_throughput import stage_rates
-from helpers.process import FORK, forked
+from helpers.process import FORK, start_process
 from helpers.storages import pictures, table, written
 
 
@@ -55,7 +55,7 @@ def at_work(told):
 
 
 def test_what_a_killed_process_left_is_swept_away(cache):
-    process = forked(at_work, told := FORK.SimpleQueue())
+    process = start_process(at_work, told := FORK.SimpleQueue())
     while told.empty():
         assert process.is_alive()
         time.sleep(0.01)

@@ -16,7 +16,7 @@ import pytest
 from hasten import ConfigurationError, RunError
 from hasten.cli.main import main
 from hasten.data import convert, feather, inspect, parquet
-from helpers.process import FORK, ended, forked
+from helpers.process import FORK, join_process, start_process
 from helpers.storages import ROWS, everything, numbers, table, written
 
 
@@ -40,7 +40,7 @@ def killed(data, out, **how):
 
 def test_a_killed_conversion_goes_on(tmp_path):
     data, to, parts = written(tmp_path / "in"), "feather", 6
-    assert ended(forked(killed, data, tmp_path / "out", to=to, shards=parts)) == 9
+    assert join_process(start_process(killed, data, tmp_path / "out", to=to, shards=parts)) == 9
     assert any(name.endswith(".part") for name in os.listdir(tmp_path / "out"))
     result = convert(data, tmp_path / "out", to=to, shards=parts)
     assert result["written"] == 2 * ROWS // parts
@@ -111,7 +111,7 @@ def limited(data, out, told):
 def test_no_room(tmp_path):
     """A limit of the system on the size of files stands for a full disk."""
     told = FORK.SimpleQueue()
-    assert ended(forked(limited, written(tmp_path / "in"), tmp_path, told)) == 0
+    assert join_process(start_process(limited, written(tmp_path / "in"), tmp_path, told)) == 0
     for _ in range(4):
         assert "cannot write" in (line := told.get()) and "too large" in line and "\n" not in line
 

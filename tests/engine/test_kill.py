@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 import hasten
-from helpers.killing import METHOD, TASK, killed_and_taken_up
+from helpers.killing import METHOD, TASK, kill_and_resume
 
 
 def compare_with_undisturbed(folder: Path, kills: int, seed: int) -> None:
     hasten.train(TASK, METHOD, out=folder / "undisturbed", device="cpu")
-    killed_and_taken_up(folder, kills, seed)
+    kill_and_resume(folder, kills, seed)
     for name in ("model.safetensors", "log.jsonl"):
         assert (folder / "killed" / name).read_bytes() == (folder / "undisturbed" / name).read_bytes(), name
 

@@ -16,7 +16,7 @@ from hasten.engine.loaders import from_spec
 from hasten.utils.batch import batch_tensors
 from hasten.utils.rng import get_rng_state, set_seeds
 from helpers import engine_tasks
-from helpers.process import forked
+from helpers.process import start_process
 
 x, y = torch.arange(22.0).reshape(11, 2), torch.arange(11)
 
@@ -214,7 +214,7 @@ def waits_until_it_is_an_orphan(worker: int) -> None:
 def test_a_worker_that_has_just_begun_does_not_outlive_a_run_that_is_killed():
     loader = DataLoader(TensorDataset(x, y), batch_size=4, worker_init_fn=waits_until_it_is_an_orphan)
     samples = dataclasses.replace(batches(loader).spec, num_workers=1)
-    process = forked(lambda: next(from_spec(samples).epoch(0)))
+    process = start_process(lambda: next(from_spec(samples).epoch(0)))
     while not (workers := psutil.Process(process.pid).children()):
         time.sleep(0.01)
     process.kill()

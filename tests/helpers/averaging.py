@@ -1,4 +1,4 @@
-"""A strategy of its own, which is not torch's: averages the gradients after the backward pass."""
+"""A data parallel strategy without torch's DDP: averages the gradients after the backward pass."""
 
 import torch.distributed as dist
 
@@ -17,10 +17,10 @@ class Averaging(Method):
         return model
 
     def grad_transform(self, grad_transform, run):
-        def averaged():
+        def average_gradients():
             for parameter in run.unwrapped_model.parameters():
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= run.ranks.world_size
             grad_transform()
 
-        return averaged
+        return average_gradients

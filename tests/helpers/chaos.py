@@ -1,7 +1,8 @@
-"""Kills ranks and machines at random while a run goes on, and counts: what was killed, how often it went on, and which samples the weights saw.
+"""Kills ranks and nodes at random while a run continues, and counts how often it resumed and which samples were used.
 
-``make chaos``, or ``PYTHONPATH=tests python -m helpers.chaos --kills 30`` on one machine, with ``--machines`` on two (network namespaces; root and iproute2). The run has to end by
-itself with the weights and the log of one that nobody disturbed, bit for bit; each sample counts once a pass, for the weights count them.
+``make chaos``, or ``PYTHONPATH=tests python -m helpers.chaos --kills 30`` on one machine; with ``--machines`` on two nodes
+(network namespaces; needs root and iproute2). The run must end by itself with the same weights and log as an undisturbed
+one, bit for bit; the weights count each sample, which must be used once per epoch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from helpers import HELPERS
-from helpers.netns_cluster import begun_on, lose, missing, processes_on, two_machines
+from helpers.netns_cluster import lose, missing, processes_on, start_on, two_nodes
 from helpers.process import children, environment
 
 PASSES = 10  # of counting
@@ -55,7 +56,7 @@ def chaos(folder: Path, kills: int, task: str, machines: bool, dice: random.Rand
     shutil.copy(HELPERS / "rank_tasks.py", folder)
     told, began = Told(), time.monotonic()
     begin = _on_machine if machines else _on_this_machine
-    with two_machines() if machines else nullcontext():
+    with two_nodes() if machines else nullcontext():
         jobs = [begin(place, task, folder, told) for place in range(1 + machines)]
         try:
             for _ in range(kills):
@@ -100,7 +101,7 @@ def _on_this_machine(place: int, task: str, folder: Path, told: Told) -> subproc
 
 def _on_machine(place: int, task: str, folder: Path, told: Told) -> subprocess.Popen:
     return _heard(
-        begun_on(place, *train_words(task, folder / "run"), cwd=folder, launch=("--nnodes", "2", *RESTARTS)), told
+        start_on(place, *train_words(task, folder / "run"), cwd=folder, launch=("--nnodes", "2", *RESTARTS)), told
     )
 
 

@@ -1,4 +1,4 @@
-"""A run that is killed at any instant and resumed until it is done."""
+"""A run that is killed at random moments and resumed until it is done."""
 
 import random
 import subprocess
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import hasten
 from helpers import engine_tasks
-from helpers.process import forked, wait_until_it_trains
+from helpers.process import start_process, wait_until_it_trains
 
 METHOD = f"{engine_tasks.__file__}:Averaging"
 TASK = f"{Path(engine_tasks.__file__)}:longer"
@@ -18,13 +18,13 @@ import sys, warnings, torch
 torch.set_num_threads(1)
 import hasten
 warnings.simplefilter("error")
-warnings.filterwarnings("ignore", ".* has been edited|no checkpoint was written yet")  # this test lies beside the task, and is not imported here
+warnings.filterwarnings("ignore", ".* has been edited|no checkpoint was written yet")  # in the folder of the task, not imported here
 hasten.train(sys.argv[1], sys.argv[2], out=sys.argv[3], resume=True, device="cpu", checkpoint_seconds=0)
 """
 
 
-def to_be_killed(out: Path) -> None:
-    def wait(records):  # near the end, for whoever kills it
+def train_until_killed(out: Path) -> None:
+    def wait(records):  # near the end, to be killed
         if records[-1]["step"] >= 70:
             time.sleep(60)
 
@@ -33,14 +33,14 @@ def to_be_killed(out: Path) -> None:
     hasten.train(TASK, METHOD, out=out, resume=True, device="cpu", checkpoint_seconds=0, observers=[wait])
 
 
-def killed_and_taken_up(folder: Path, kills: int, seed: int) -> None:
-    """Runs until it is done, killed ``kills`` times on the way; by a fresh process in the end, which knows what lies on the disk."""
+def kill_and_resume(folder: Path, kills: int, seed: int) -> None:
+    """Kills the run ``kills`` times, then finishes it in a new interpreter."""
     rng, out = random.Random(seed), folder / "killed"
     for _ in range(kills):
-        process = forked(to_be_killed, out)
+        process = start_process(train_until_killed, out)
         wait_until_it_trains(process, out)
         time.sleep(rng.random() * 0.05)
-        assert process.is_alive(), "the run was over before it could be killed"
+        assert process.is_alive(), "the run ended before it could be killed"
         process.kill()
         process.join()
     assert subprocess.run([sys.executable, "-c", FRESH, TASK, METHOD, str(out)]).returncode == 0

@@ -1,4 +1,4 @@
-"""Machines for tests: network namespaces, joined by a cable (veth), whose speed can be limited (tbf), which can be cut, and which can be lost."""
+"""Two nodes for tests: network namespaces joined by a veth pair, with limited bandwidth (tbf) or disconnected."""
 
 import os
 import shutil
@@ -8,26 +8,26 @@ import sys
 from contextlib import contextmanager, suppress
 from functools import cache
 
-NAMES = tuple(f"hasten-{os.getpid()}-{letter}" for letter in "ab")  # others may be testing, too
+NAMES = tuple(f"hasten-{os.getpid()}-{letter}" for letter in "ab")  # unique, for parallel tests
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-ENDS = tuple(f"ha{os.getpid()}{letter}" for letter in "ab")  # of the cable
+ENDS = tuple(f"ha{os.getpid()}{letter}" for letter in "ab")  # of the veth pair
 
 
 @cache
 def missing() -> str | None:
-    """Why there can be no such machines here."""
+    """Why network namespaces cannot be used here; None if they can."""
     if not shutil.which("ip"):
         return "iproute2 is not installed: no network namespaces"
     try:
-        with two_machines():
+        with two_nodes():
             return None
     except subprocess.CalledProcessError as error:
         return f"no network namespaces here: {error.stderr.decode().strip()}"
 
 
 @contextmanager
-def two_machines(megabits: int | None = None):
-    """Two namespaces that reach each other at ADDRESSES; what still runs there ends with them."""
+def two_nodes(megabits: int | None = None):
+    """Creates two namespaces that reach each other at ADDRESSES; kills their processes at the end."""
     try:
         for name in NAMES:
             _ip("netns", "add", name)
@@ -43,68 +43,66 @@ def two_machines(megabits: int | None = None):
                 )
         yield
     finally:
-        for machine, name in enumerate(NAMES):
-            lose(machine)
+        for node, name in enumerate(NAMES):
+            lose(node)
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-def begun_on(machine: int, *words: str, cwd, launch: tuple[str, ...] = ("--nnodes", "2")) -> subprocess.Popen:
-    """``hasten launch --nnodes 2 ...`` on one of the machines."""
-    meeting = ["--rdzv-endpoint", f"{ADDRESSES[0]}:29531", "--nproc-per-node", "1", "--quiet"]
+def start_on(node: int, *argv: str, cwd, launch: tuple[str, ...] = ("--nnodes", "2")) -> subprocess.Popen:
+    """Starts ``hasten launch --nnodes 2 ... -- ARGV`` on one of the nodes."""
+    options = ["--rdzv-endpoint", f"{ADDRESSES[0]}:29531", "--nproc-per-node", "1", "--quiet"]
     command = [
         "ip",
         "netns",
         "exec",
-        NAMES[machine],
+        NAMES[node],
         sys.executable,
         "-m",
         "hasten",
         "launch",
-        *meeting,
+        *options,
         *launch,
         "--",
-        *words,
+        *argv,
     ]
     return subprocess.Popen(
         command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
     )
 
 
-def processes_on(machine: int) -> list[int]:
-    """All that run there."""
+def processes_on(node: int) -> list[int]:
+    """Process IDs on a node."""
     return [
         int(pid)
-        for pid in subprocess.run(
-            ["ip", "netns", "pids", NAMES[machine]], capture_output=True, text=True
-        ).stdout.split()
+        for pid in subprocess.run(["ip", "netns", "pids", NAMES[node]], capture_output=True, text=True).stdout.split()
     ]
 
 
-def lose(machine: int) -> None:
-    """Ends all that runs there at once, as a power cut does, except that the connections are closed."""
-    for pid in processes_on(machine):
+def lose(node: int) -> None:
+    """Kills all processes of a node at once, as a power cut does, except that their connections are closed."""
+    for pid in processes_on(node):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def cut_the_cable() -> None:
+def disconnect() -> None:
     _ip("-n", NAMES[0], "link", "set", ENDS[0], "down")
 
 
-def mend_the_cable() -> None:
+def reconnect() -> None:
     _ip("-n", NAMES[0], "link", "set", ENDS[0], "up")
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def _ip(*args: str) -> None:
+    subprocess.run(["ip", *args], check=True, capture_output=True)
 
 
-def on_both(folder, *words: str) -> list[tuple[int, str, str]]:
-    """(exit code, answer, what was said) of the command on each machine."""
-    jobs = [begun_on(machine, *words, cwd=folder) for machine in (0, 1)]
+def run_on_both(folder, *argv: str) -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of the command on each node."""
+    jobs = [start_on(node, *argv, cwd=folder) for node in (0, 1)]
     try:
-        said = [job.communicate(timeout=150) for job in jobs]
+        outputs = [job.communicate(timeout=150) for job in jobs]
     finally:
         for job in jobs:
             job.kill()
-    return [(job.returncode, *texts) for job, texts in zip(jobs, said, strict=True)]
+    return [(job.returncode, *texts) for job, texts in zip(jobs, outputs, strict=True)]

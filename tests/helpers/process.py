@@ -1,4 +1,4 @@
-"""Processes for tests, forked from this one: it has imported torch, for which a fresh one takes seconds."""
+"""Processes for tests, forked from this one, which has imported torch: a new interpreter would take seconds."""
 
 import multiprocessing
 import os
@@ -13,74 +13,75 @@ from io import StringIO
 from pathlib import Path
 
 from hasten.cli.main import main
+from hasten.launch.rank_results import PARENT
 
 FORK = multiprocessing.get_context("fork")
-PATIENCE = 300.0  # seconds, on a busy machine; most of it is never used
+TIMEOUT_S = 300.0  # for a busy machine
 
 
-def forked(function, *arguments, **named):
-    """A process that has begun to run the function."""
-    process = FORK.Process(target=function, args=arguments, kwargs=named)
+def start_process(function, *args, **kwargs):
+    """Starts a process that runs the function."""
+    process = FORK.Process(target=function, args=args, kwargs=kwargs)
     process.start()
     return process
 
 
-def ended(process) -> int:
-    """The exit code of a process that is waited for."""
-    process.join(PATIENCE)
+def join_process(process) -> int:
+    """Waits for a process and returns its exit code. Fails if it still runs after TIMEOUT_S."""
+    process.join(TIMEOUT_S)
     hangs = process.is_alive()
     process.kill()
     process.join()
-    assert not hangs, f"it hangs after {PATIENCE:.0f} s"
+    assert not hangs, f"the process still runs after {TIMEOUT_S:.0f} s"
     return process.exitcode
 
 
-def said_by(script: str, *arguments) -> str:
-    """What a text of Python prints; its process has to end well."""
-    told = FORK.SimpleQueue()
+def run_script(script: str, *args) -> str:
+    """Runs Python code in a process, which must succeed. Returns what it prints."""
+    output = FORK.SimpleQueue()
 
     def run():
-        sys.argv[1:] = map(str, arguments)
-        with redirect_stdout(StringIO()) as said:
+        sys.argv[1:] = map(str, args)
+        with redirect_stdout(StringIO()) as stdout:
             exec(script, {"__name__": "__main__"})
-        told.put(said.getvalue().strip())
+        output.put(stdout.getvalue().strip())
 
-    code = ended(forked(run))
+    code = join_process(start_process(run))
     assert code == 0, f"exit code {code}"
-    return told.get()
+    return output.get()
 
 
-def begun(*words: str, cwd, out: int, err: int, prepare: Callable[[], object] = bool):
-    """The program, as ``hasten`` with these words, which says what it says to these file numbers."""
+def start_hasten(*argv: str, cwd, out: int, err: int, prepare: Callable[[], object] = bool):
+    """Starts ``hasten ARGV`` in a process, with the file descriptors ``out`` and ``err`` as its output."""
 
     def run():
         os.chdir(cwd)
         os.dup2(out, 1), os.dup2(err, 2)
-        sys.stdout, sys.stderr = (open(number, "w", buffering=1) for number in (1, 2))  # noqa: SIM115  open as long as the process
-        sys.argv = ["hasten", *words]
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored,
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and one after nohup this
+        sys.stdout, sys.stderr = (open(descriptor, "w", buffering=1) for descriptor in (1, 2))  # noqa: SIM115  open as long as the process
+        sys.argv = ["hasten", *argv]
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background ignores
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup ignores
         prepare()
         sys.exit(main())
 
-    return forked(run)
+    return start_process(run)
 
 
-def program(*words: str, cwd, prepare: Callable[[], object] = bool) -> subprocess.CompletedProcess:
-    """The program at its end, and what it has said."""
+def run_hasten(*argv: str, cwd, prepare: Callable[[], object] = bool) -> subprocess.CompletedProcess:
+    """Runs ``hasten ARGV`` in a process. Returns exit code and output."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        code = ended(begun(*words, cwd=cwd, out=out.fileno(), err=err.fileno(), prepare=prepare))
-        said = [file.seek(0) or file.read() for file in (out, err)]
-    return subprocess.CompletedProcess(words, code, *said)
+        code = join_process(start_hasten(*argv, cwd=cwd, out=out.fileno(), err=err.fileno(), prepare=prepare))
+        texts = [file.seek(0) or file.read() for file in (out, err)]
+    return subprocess.CompletedProcess(argv, code, *texts)
 
 
 def wait_until_it_trains(process, out) -> None:
-    """Until a run into this folder, which may have been taken up, has noted the time of a step."""
+    """Waits until a run, which may have been resumed, has recorded the time of a step in this run directory."""
     times = out / "times.jsonl"
     before = times.stat().st_size if times.exists() else 0
-    until = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT_S
     while process.is_alive() and (not times.exists() or times.stat().st_size == before):
-        assert time.monotonic() < until, "it does not begin to train"
+        assert time.monotonic() < deadline, "the run does not begin to train"
         time.sleep(0.001)
 
 
@@ -89,24 +90,23 @@ def train_command(task: str, *more: str) -> list[str]:
 
 
 def jobs_left() -> list[str]:
-    """Command lines of ranks that this test has started and that still run."""
-    found, ours = (
-        [],
-        f"PYTEST_CURRENT_TEST={os.environ['PYTEST_CURRENT_TEST'].split(' (')[0]}".encode(),
-    )  # inherited by what a test starts
+    """Command lines of the ranks that this test has started and that still run."""
+    found = []
+    test = os.environ["PYTEST_CURRENT_TEST"].split(" (")[0]
+    ours = f"PYTEST_CURRENT_TEST={test}".encode()  # inherited by what a test starts
     for process in Path("/proc").glob("[0-9]*"):
         try:
             line = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            about = (process / "environ").read_bytes()
+            variables = (process / "environ").read_bytes()
         except OSError:
             continue
-        if b"HASTEN_PARENT=" in about and ours in about and "rank_tasks" in line:
+        if f"{PARENT}=".encode() in variables and ours in variables and "rank_tasks" in line:
             found.append(line)
     return found
 
 
 class Job:
-    """As what a test has forked."""
+    """A Popen with the ``is_alive`` of a ``multiprocessing.Process``."""
 
     def __init__(self, process: subprocess.Popen):
         self.is_alive = lambda: process.poll() is None

@@ -1,4 +1,4 @@
-"""Methods with something planted: time lost or won, a rank that hangs, a rank that raises."""
+"""Methods with planted behavior: time lost or gained, a rank that hangs, a rank that raises."""
 
 import time
 from contextlib import contextmanager

@@ -1,7 +1,7 @@
-"""ProcessGroupInfo for tests: a pool of processes, forked once from this one and reused, that run functions as the ranks of a job.
+"""Ranks for tests: a pool of processes, forked once from this one and reused, that run functions as the ranks of a job.
 
-The processes stay; each call makes and destroys its own process group through ``hasten``, as a job under torchrun does. That takes 0.03 s,
-and is how the end of one rank reaches the others, which many tests are about.
+The processes stay; each call creates and destroys its own process group through ``hasten``, as a job under torchrun
+does. That takes 0.03 s, and through it the end of one rank reaches the others, which many tests check.
 """
 
 import atexit
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import cloudpickle
 import torch
-import torch._dynamo  # imported before the pool is forked, as those below, so that no rank takes seconds for it
+import torch._dynamo  # imported before the pool is forked, so that ranks need not
 import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.optim
@@ -36,7 +36,7 @@ from hasten.engine.registry import make_method
 from hasten.engine.train import train
 from hasten.launch.rank_results import RankResult, write_result_for
 from helpers import rank_tasks
-from helpers.process import FORK, PATIENCE
+from helpers.process import FORK, TIMEOUT_S
 
 PR_SET_PDEATHSIG = 1
 
@@ -46,21 +46,21 @@ def run_ranks(world: int, function, *arguments) -> list:
 
     Args:
         world: number of ranks, 1 or more.
-        function: any function; functions of a test module are sent by name, lambdas and local functions by value (cloudpickle).
-        arguments: sent with it; each rank has a copy.
+        function: any function; those of a test module are sent by name, lambdas and local functions by value.
+        arguments: of the function; each rank gets a copy.
 
     Returns:
-        What each rank returned, by rank; the exception instead, where it raised one of hasten's, and for any other exception a RuntimeError
-        that holds its traceback.
+        What each rank returned, by rank. Where it raised an exception of hasten, the exception; for any other exception a
+        RuntimeError that contains the traceback.
 
     Raises:
-        AssertionError: a rank has not answered after ``PATIENCE`` seconds, or has died.
+        AssertionError: a rank has not returned after ``TIMEOUT_S`` seconds, or has died.
     """
     return _pool(world).run(function, arguments)
 
 
 class RankPool:
-    """Processes that wait for functions. They import what this process had imported when the first call forked them."""
+    """Processes that wait for functions, forked by the first call with the modules that this process had imported."""
 
     def __init__(self, world: int):
         self.ours, theirs = zip(*(FORK.Pipe() for _ in range(world)), strict=True)
@@ -71,7 +71,7 @@ class RankPool:
         self.owner, self.usable = os.getpid(), True
 
     def run(self, function, arguments) -> list:
-        world, self.usable = len(self.ours), False  # until all have answered well
+        world, self.usable = len(self.ours), False  # until all ranks have returned
         job = {
             "WORLD_SIZE": world,
             "LOCAL_WORLD_SIZE": world,
@@ -87,9 +87,9 @@ class RankPool:
         answers = {}
         while pending := [rank for rank in range(world) if rank not in answers]:
             ready = wait(
-                [end for rank in pending for end in (self.ours[rank], self.processes[rank].sentinel)], PATIENCE
+                [end for rank in pending for end in (self.ours[rank], self.processes[rank].sentinel)], TIMEOUT_S
             )
-            assert ready, f"only ranks {sorted(answers)} of {world} have answered after {PATIENCE:.0f} s"
+            assert ready, f"only ranks {sorted(answers)} of {world} have answered after {TIMEOUT_S:.0f} s"
             for rank in pending:
                 died = self.processes[rank].sentinel in ready
                 with suppress(EOFError):
@@ -112,7 +112,7 @@ _pools: dict[int, RankPool] = {}
 
 
 def _pool(world: int) -> RankPool:
-    """The pool of so many ranks; a new one where the last was left in an unknown state, or belongs to the process that forked this one."""
+    """The pool of so many ranks; a new one if the last is in an unknown state or belongs to the parent process."""
     pool = _pools.get(world)
     if pool and pool.owner == os.getpid() and not pool.usable:
         pool.close()
@@ -130,7 +130,7 @@ def close_pools() -> None:
 
 
 def _serve(connection) -> None:
-    """Runs what comes until the parent is gone."""
+    """Runs functions until the parent is gone."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     _pools.clear()
     while True:
@@ -142,7 +142,7 @@ def _serve(connection) -> None:
 
 
 def _run(content: bytes) -> tuple[object, bool]:
-    """(what the function returned or raised, whether this process can run another one)."""
+    """(result or exception of the function, whether this process can run another one)."""
     reusable = True
     with restored(), warnings.catch_warnings():
         folder, environment, sys.path[:], function, arguments = cloudpickle.loads(content)
@@ -160,11 +160,11 @@ def _run(content: bytes) -> tuple[object, bool]:
             )
         del function, arguments
     if dist.is_initialized():
-        with suppress(RuntimeError, ValueError):  # of a group whose other ranks are gone
+        with suppress(RuntimeError, ValueError):  # the other ranks of the group are gone
             dist.destroy_process_group()
     torch._dynamo.reset()
-    _clear_sharding_prop_cache()  # its entries name groups that are gone
-    gc.collect()  # of what a failed run leaves: modules in cycles, which hold their communication
+    _clear_sharding_prop_cache()  # its entries refer to destroyed groups
+    gc.collect()  # modules of a failed run are in reference cycles, and keep their process groups
     return answer, reusable and not dist.is_initialized()
 
 
@@ -186,38 +186,38 @@ def free_port() -> int:
 
 
 def training_as_rank(rank: int, make) -> dict:
-    return training(rank, lambda: make(rank))  # made when the ranks have met, as a task is
+    return training(rank, lambda: make(rank))  # created in the process group, as a task is
 
 
 def training_of(rank: int, make, recipe, out) -> dict:
     return training(rank, make(), recipe, out=out)
 
 
-def broken_off(rank: int, make, out, recipe=None) -> dict:
-    """A run that ends at its 30th step, with a checkpoint after every step before."""
+def interrupted_run(rank: int, make, out, recipe=None) -> dict:
+    """A run that ends at step 30, with a checkpoint after every step."""
 
     def break_off(records):
         if any(record["step"] >= 30 for record in records):
-            raise RunError("broken off")
+            raise RunError("interrupted")
 
     return training(rank, make(), recipe, out=out, checkpoint_seconds=0, observers=[break_off])
 
 
-def taken_up(rank: int, make, out, recipe=None) -> dict:
+def resumed_run(rank: int, make, out, recipe=None) -> dict:
     return training(rank, make(), recipe, out=out, resume=True)
 
 
-def broken_off_early(rank: int, make, out, recipe) -> None:
+def interrupted_early(rank: int, make, out, recipe) -> None:
     def break_off(records):
         if any(record["step"] >= 12 for record in records):
-            raise RunError("broken off")
+            raise RunError("interrupted")
 
     with suppress(RunError):
         training(rank, make(), recipe, out=out, checkpoint_seconds=0, observers=[break_off])
 
 
-def told_while_building(rank: int, strategy: str, make=rank_tasks.tower, settings: dict | None = None) -> list[str]:
-    with init_process_group("cpu") as ranks, warnings.catch_warnings(record=True) as told:
+def progress_while_building(rank: int, strategy: str, make=rank_tasks.tower, settings: dict | None = None) -> list[str]:
+    with init_process_group("cpu") as ranks, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         build(make(), [make_method(strategy, settings or {})], ranks=ranks)
-    return [str(each.message) for each in told if isinstance(each.message, ProgressWarning)]
+    return [str(each.message) for each in caught if isinstance(each.message, ProgressWarning)]

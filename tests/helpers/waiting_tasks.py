@@ -1,4 +1,4 @@
-"""Tasks whose ranks lose time to each other in one way each, planted and of known size. What sleeps or turns does so on rank 1 only."""
+"""Tasks whose ranks lose time in one known way each. Delays happen on rank 1 only."""
 
 import os
 import time

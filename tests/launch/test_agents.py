@@ -1,4 +1,4 @@
-"""The launchers of a job, as processes on this machine that stand for machines: who is one too many, who goes, who hears of what."""
+"""The launchers of a job, as processes of this machine that stand for nodes: one node too many, nodes that leave."""
 
 import os
 import signal
@@ -24,7 +24,17 @@ HASTEN = [sys.executable, "-m", "hasten"]
 
 
 def begun(folder: Path, port: int, *words: str, nodes: str = "1") -> subprocess.Popen:
-    launch = ["launch", "--nproc-per-node", "1", "--nnodes", nodes, "--rdzv-endpoint", f"127.0.0.1:{port}", "--", *words]
+    launch = [
+        "launch",
+        "--nproc-per-node",
+        "1",
+        "--nnodes",
+        nodes,
+        "--rdzv-endpoint",
+        f"127.0.0.1:{port}",
+        "--",
+        *words,
+    ]
     return subprocess.Popen([*HASTEN, *launch], cwd=folder, stderr=subprocess.PIPE, text=True)
 
 
@@ -94,10 +104,7 @@ def test_whom_the_agent_had_to_kill_did_not_fail_first():
 def test_the_rank_that_was_killed_while_others_waited_is_named_as_silent():
     ended = {0: RankResult(1, "another rank has said nothing for 5 s", is_peer_failure=True, waited=5.0)}
     assert describe_lost_rank(ended, {0: 1, 1: -signal.SIGKILL}) == "rank 1 was silent for 5 s"
-    assert (
-        describe_lost_rank(ended, {0: 1, 1: -signal.SIGKILL, 2: -signal.SIGKILL})
-        == "ranks 1, 2 were silent for 5 s"
-    )
+    assert describe_lost_rank(ended, {0: 1, 1: -signal.SIGKILL, 2: -signal.SIGKILL}) == "ranks 1, 2 were silent for 5 s"
     assert describe_lost_rank(ended, {0: 1}) is None
 
 

@@ -9,7 +9,14 @@ from hasten.engine.registry import make_method
 from hasten.engine.train import train
 from helpers import rank_tasks
 from helpers.assertions import CLOSE, farthest, losses
-from helpers.ranks import broken_off, broken_off_early, run_ranks, taken_up, told_while_building, training_of
+from helpers.ranks import (
+    interrupted_early,
+    interrupted_run,
+    progress_while_building,
+    resumed_run,
+    run_ranks,
+    training_of,
+)
 
 QUICK = [
     ("inception", "branch_parallel", 4),
@@ -35,8 +42,8 @@ def test_branches_train_what_one_process_trains(tmp_path, name, strategy, world)
 def test_branches_that_were_broken_off_go_on_bit_by_bit(tmp_path):
     make, strategy = rank_tasks.inception, "branch_parallel:assignment=0-1-0-1-1-0-1-0-0-1"
     run_ranks(2, training_of, make, strategy, tmp_path / "whole")
-    run_ranks(2, broken_off_early, make, tmp_path / "broken", strategy)
-    answers = run_ranks(2, taken_up, make, tmp_path / "broken", strategy)
+    run_ranks(2, interrupted_early, make, tmp_path / "broken", strategy)
+    answers = run_ranks(2, resumed_run, make, tmp_path / "broken", strategy)
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "broken", tmp_path / "whole") == 0
 
@@ -54,9 +61,9 @@ def test_branches_that_were_broken_off_go_on_bit_by_bit(tmp_path):
 def test_another_strategy_goes_on_with_branches(tmp_path, first, then, world):
     make = rank_tasks.towers if "pipeline" not in first else rank_tasks.trunk_of_branches
     train(make(), device="cpu", out=tmp_path / "alone")
-    broken = run_ranks(2, broken_off, make, tmp_path / "shared", first)
+    broken = run_ranks(2, interrupted_run, make, tmp_path / "shared", first)
     assert all(isinstance(answer, Exception) for answer in broken), broken
-    answers = run_ranks(world, taken_up, make, tmp_path / "shared", then)
+    answers = run_ranks(world, resumed_run, make, tmp_path / "shared", then)
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
@@ -104,7 +111,7 @@ def test_what_is_computed_again_in_the_backward_pass_is_left_whole(tmp_path):
 def test_branches_that_a_model_computes_again_itself_are_refused():
     told = run_ranks(2, training_of, rank_tasks.computing_again, "branch_parallel", None)
     assert all(
-        isinstance(answer, ConfigurationError) and "cannot compute branches again in the backward pass" in str(answer)
+        isinstance(answer, ConfigurationError) and "cannot recompute branches in the backward pass" in str(answer)
         for answer in told
     ), told
 
@@ -117,7 +124,7 @@ def test_branches_that_a_model_computes_again_itself_are_refused():
             "branch_parallel",
             2,
             rank_tasks.samples,
-            "finds no branches in this model for 2 processes. It looked for paths with trained weights",
+            "finds no branches in this model for 2 processes. It looked for branches with trained weights",
         ),
         (
             "branch_parallel",
@@ -126,14 +133,19 @@ def test_branches_that_a_model_computes_again_itself_are_refused():
             "left.0 to left.5: it shares weights with another part of the model",
         ),
         ("branch_parallel", 2, rank_tasks.dropping_ensemble, "members_0_2 draws random numbers"),
-        ("branch_parallel", 2, rank_tasks.changing_in_place, "first.0 to first.1 changes in place what others read"),
+        (
+            "branch_parallel",
+            2,
+            rank_tasks.changing_in_place,
+            "first.0 to first.1 changes in place what other branches read",
+        ),
         (
             "branch_parallel:assignment=0-1",
             2,
             rank_tasks.ensemble,
-            "assignment=0-1 must be a process for each of 3 branches, from 0 to 1, and two or more",
+            "assignment=0-1 must give each of 3 branches a rank from 0 to 1, and each block two ranks or more",
         ),
-        ("branch_parallel:assignment=1-1-1", 2, rank_tasks.ensemble, "two or more for each block, such as 0-1-0"),
+        ("branch_parallel:assignment=1-1-1", 2, rank_tasks.ensemble, "each block two ranks or more, such as 0-1-0"),
         ("branch_parallel:assignment=0-1-2", 2, rank_tasks.ensemble, "from 0 to 1"),
     ],
 )
@@ -149,10 +161,10 @@ def test_a_rank_has_the_weights_of_its_branches_and_of_what_all_compute():
 
 
 def test_branches_are_told():
-    first, second = run_ranks(2, told_while_building, "branch_parallel", rank_tasks.towers, {"assignment": "0-1"})
+    first, second = run_ranks(2, progress_while_building, "branch_parallel", rank_tasks.towers, {"assignment": "0-1"})
     assert first == [
-        "branch_parallel: left.0 to left.5 on process 0, right.0 to right.8 on process 1; they meet in mul_2",
-        "branch_parallel: 94% of the weights are shared out",
+        "branch_parallel: left.0 to left.5 on rank 0, right.0 to right.8 on rank 1; they join in mul_2",
+        "branch_parallel: 94% of the weights are divided",
     ]
     assert not second
 

@@ -1,4 +1,4 @@
-"""Several ranks train what one process trains: the same samples in the same order, the same weights but for rounding in float64."""
+"""Several ranks train what one process trains: the same samples in the same order, the same weights but for rounding."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from hasten.engine.plan import build
 from hasten.engine.train import train
 from helpers import drawing_tasks, rank_tasks
 from helpers.assertions import CLOSE, farthest, losses
-from helpers.ranks import broken_off, run_ranks, taken_up, training, training_as_rank, training_of
+from helpers.ranks import interrupted_run, resumed_run, run_ranks, training, training_as_rank, training_of
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -67,9 +67,9 @@ def test_methods_go_with_it(tmp_path, recipe):
 def test_a_job_that_was_broken_off_goes_on_bit_by_bit(tmp_path, name):
     make = getattr(rank_tasks, name)
     run_ranks(2, training_of, make, None, tmp_path / "whole")
-    broken = run_ranks(2, broken_off, make, tmp_path / "broken")
+    broken = run_ranks(2, interrupted_run, make, tmp_path / "broken")
     assert all(isinstance(answer, Exception) for answer in broken)
-    answers = run_ranks(2, taken_up, make, tmp_path / "broken")
+    answers = run_ranks(2, resumed_run, make, tmp_path / "broken")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "broken", tmp_path / "whole") == 0
     assert (tmp_path / "broken/log.jsonl").read_bytes() == (tmp_path / "whole/log.jsonl").read_bytes()
@@ -81,9 +81,11 @@ def test_a_job_that_was_broken_off_goes_on_bit_by_bit(tmp_path, name):
 def test_a_job_goes_on_at_another_size(tmp_path, name, world):
     make = getattr(rank_tasks, name)
     train(make(), device="cpu", out=tmp_path / "alone")
-    run_ranks(2, broken_off, make, tmp_path / "shared")
+    run_ranks(2, interrupted_run, make, tmp_path / "shared")
     answers = (
-        run_ranks(world, taken_up, make, tmp_path / "shared") if world > 1 else [taken_up(0, make, tmp_path / "shared")]
+        run_ranks(world, resumed_run, make, tmp_path / "shared")
+        if world > 1
+        else [resumed_run(0, make, tmp_path / "shared")]
     )
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE

@@ -20,7 +20,7 @@ from hasten.profiling.rank_profile import DDP_ONLY, diagnose_ranks
 from hasten.profiling.stragglers import find_straggler, rank_phase_times
 from hasten.reporting.terminal_ranks import ranks_answer
 from helpers import HELPERS, rank_tasks, waiting_tasks
-from helpers.netns_cluster import missing, on_both, two_machines
+from helpers.netns_cluster import missing, run_on_both, two_nodes
 from helpers.ranks import run_ranks
 from helpers.waiting_tasks import LATE
 
@@ -312,8 +312,8 @@ def test_a_slow_cable_makes_averaging_the_larger_part(folder):
     """Eight megabytes of gradients take 0.3 s at 200 megabits a second, each way."""
     shares = []
     for megabits in (None, 200):
-        with two_machines(megabits):
-            first, second = on_both(
+        with two_nodes(megabits):
+            first, second = run_on_both(
                 folder, "diagnose", "waiting_tasks.py:much_to_tell_and_to_compute", "--json", "--budget", "20s"
             )
         assert first[0] == 0 and second[1] == "", (first, second)

@@ -1,4 +1,4 @@
-"""ProcessGroupInfo and machines that are lost: the job goes on by itself, and trains what it would have trained."""
+"""Ranks and nodes that are lost: the job resumes by itself and trains what it would have trained undisturbed."""
 
 import random
 import socket
@@ -19,7 +19,7 @@ from hasten.core.errors import ConfigurationError
 from hasten.launch import elastic, launcher
 from hasten.launch.rank_results import RankResult
 from helpers.chaos import chaos, compared, train_words
-from helpers.netns_cluster import begun_on, cut_the_cable, lose, mend_the_cable, missing, two_machines
+from helpers.netns_cluster import disconnect, lose, missing, reconnect, start_on, two_nodes
 from helpers.process import Job, wait_until_it_trains
 from helpers.ranks import free_port, write_rank_result
 
@@ -76,7 +76,8 @@ def test_machines_that_were_given_other_numbers(folder):
         said = second.communicate(timeout=90)[1]
         assert second.returncode == 2, said
         assert (
-            "this node was started with --nproc-per-node 2, another one with --nproc-per-node 1; give all nodes the same" in said
+            "this node was started with --nproc-per-node 2, another one with --nproc-per-node 1; give all nodes the same"
+            in said
         )
     finally:
         first.kill()
@@ -205,7 +206,7 @@ class Pair:
         self.jobs = [self.begun(0), self.begun(1)]
 
     def begun(self, machine: int) -> subprocess.Popen:
-        job = begun_on(
+        job = start_on(
             machine, *train_words("counting_for_long", self.folder / "run"), cwd=self.folder, launch=self.launch
         )
         threading.Thread(target=lambda: self.said[machine].extend(job.stderr), daemon=True).start()
@@ -228,7 +229,7 @@ class Pair:
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_machine_that_is_lost_is_waited_for(folder, lost):
     """The first is the one where all meet."""
-    with two_machines():
+    with two_nodes():
         pair = Pair(folder, "--nnodes", "2")
         pair.wait_until_it_trains(0)
         time.sleep(2)
@@ -244,7 +245,7 @@ def test_a_machine_that_is_lost_is_waited_for(folder, lost):
 @pytest.mark.slow
 @machines
 def test_fewer_machines_go_on_and_take_in_who_comes(folder):
-    with two_machines():
+    with two_nodes():
         pair = Pair(folder, "--nnodes", "1:2")
         pair.wait_until_it_trains(0)
         pair.lose(1)
@@ -258,12 +259,12 @@ def test_fewer_machines_go_on_and_take_in_who_comes(folder):
 @pytest.mark.slow
 @machines
 def test_a_cable_that_is_out_for_half_a_minute_is_survived(folder):
-    with two_machines():
+    with two_nodes():
         pair = Pair(folder, "--nnodes", "2")
         pair.wait_until_it_trains(0)
-        cut_the_cable()
+        disconnect()
         time.sleep(30)
-        mend_the_cable()
+        reconnect()
         pair.ended()
     undisturbed(folder)
 

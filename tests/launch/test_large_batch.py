@@ -1,4 +1,4 @@
-"""The remarks of Goyal et al. 2017 (arXiv 1706.02677, section 3) on what goes wrong unseen when training is shared out, each held here."""
+"""The remarks of Goyal et al. 2017 (arXiv 1706.02677, section 3) on silent errors of distributed training, one test each."""
 
 from itertools import chain
 

@@ -1,4 +1,4 @@
-"""``compare`` and ``tune`` with several processes: whole jobs take turns, and what is planted on one rank is found."""
+"""``compare`` and ``tune`` with several processes: whole groups take turns, and faults planted on one rank are found."""
 
 import json
 import time

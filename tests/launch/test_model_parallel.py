@@ -18,7 +18,14 @@ from hasten.engine.train import train
 from hasten.testing import tasks
 from helpers import drawing_tasks, rank_tasks
 from helpers.assertions import CLOSE, farthest, losses
-from helpers.ranks import broken_off, broken_off_early, run_ranks, taken_up, told_while_building, training_of
+from helpers.ranks import (
+    interrupted_early,
+    interrupted_run,
+    progress_while_building,
+    resumed_run,
+    run_ranks,
+    training_of,
+)
 
 BOTH = "tensor_parallel:degree=2 + pipeline:degree=2"
 BY_WORLD = [
@@ -135,8 +142,8 @@ def test_stages_may_end_in_a_view_or_in_a_cut_layer(tmp_path, make, strategy, wo
 def test_a_run_that_was_broken_off_goes_on_bit_by_bit(tmp_path, strategy, world):
     make = rank_tasks.dropping_tower
     run_ranks(world, training_of, make, strategy, tmp_path / "whole")
-    run_ranks(world, broken_off_early, make, tmp_path / "broken", strategy)
-    answers = run_ranks(world, taken_up, make, tmp_path / "broken", strategy)
+    run_ranks(world, interrupted_early, make, tmp_path / "broken", strategy)
+    answers = run_ranks(world, resumed_run, make, tmp_path / "broken", strategy)
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert farthest(tmp_path / "broken", tmp_path / "whole") == 0
 
@@ -177,9 +184,9 @@ def test_methods_go_with_a_strategy(tmp_path, strategy, method):
 def test_another_strategy_goes_on_at_another_size(tmp_path, first, then, world):
     make = rank_tasks.longer_tower
     train(make(), device="cpu", out=tmp_path / "alone")
-    broken = run_ranks(2, broken_off, make, tmp_path / "shared", first)
+    broken = run_ranks(2, interrupted_run, make, tmp_path / "shared", first)
     assert all(isinstance(answer, Exception) for answer in broken), broken
-    answers = run_ranks(world, taken_up, make, tmp_path / "shared", then)
+    answers = run_ranks(world, resumed_run, make, tmp_path / "shared", then)
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
@@ -187,8 +194,8 @@ def test_another_strategy_goes_on_at_another_size(tmp_path, first, then, world):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_process_goes_on_with_what_a_strategy_began(tmp_path, strategy):
     train(rank_tasks.longer_tower(), device="cpu", out=tmp_path / "alone")
-    run_ranks(2, broken_off, rank_tasks.longer_tower, tmp_path / "shared", strategy)
-    told = taken_up(0, rank_tasks.longer_tower, tmp_path / "shared", "baseline")
+    run_ranks(2, interrupted_run, rank_tasks.longer_tower, tmp_path / "shared", strategy)
+    told = resumed_run(0, rank_tasks.longer_tower, tmp_path / "shared", "baseline")
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
     assert told["tuned_settings"] == {} and not Recipe.load(tmp_path / "shared" / "recipe.toml"), (
         "the cuts are not those of this run any more"
@@ -214,11 +221,11 @@ def test_one_process_goes_on_with_what_a_strategy_began(tmp_path, strategy):
 def test_stages_of_cut_layers_are_another_strategy_as_well(tmp_path, first, at, then, world):
     make = rank_tasks.longer_tower
     train(make(), device="cpu", out=tmp_path / "alone")
-    run_ranks(at, broken_off, make, tmp_path / "shared", first)
+    run_ranks(at, interrupted_run, make, tmp_path / "shared", first)
     answers = (
-        run_ranks(world, taken_up, make, tmp_path / "shared", then)
+        run_ranks(world, resumed_run, make, tmp_path / "shared", then)
         if world > 1
-        else [taken_up(0, make, tmp_path / "shared", then)]
+        else [resumed_run(0, make, tmp_path / "shared", then)]
     )
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
@@ -267,7 +274,7 @@ def test_dropout_between_cut_layers_is_that_of_one_process(tmp_path):
             "pipeline:schedule=zero_bubble,microbatches=5",
             2,
             rank_tasks.tower,
-            "microbatches=5 does not fill rounds of schedule=zero_bubble; take 6",
+            "microbatches=5 does not fill the rounds of schedule=zero_bubble; take 6",
         ),
         (
             "pipeline:split_sizes=3-3",
@@ -275,9 +282,9 @@ def test_dropout_between_cut_layers_is_that_of_one_process(tmp_path):
             rank_tasks.tower,
             "split_sizes=3-3 must be 2 lengths that make up the chain of 5",
         ),
-        ("data_parallel", 2, rank_tasks.tower, "data_parallel is for one process"),
+        ("data_parallel", 2, rank_tasks.tower, "data_parallel is for a single process"),
         ("pipeline", 2, rank_tasks.tied, "stages 1 and 2 both use 0.weight; untie it"),
-        ("pipeline", 2, rank_tasks.losing_itself, "pipeline needs the loss apart from the model"),
+        ("pipeline", 2, rank_tasks.losing_itself, "pipeline computes the loss apart from the model"),
         (
             "pipeline + tensor_parallel",
             2,
@@ -290,12 +297,7 @@ def test_dropout_between_cut_layers_is_that_of_one_process(tmp_path):
             rank_tasks.tower,
             "tensor_parallel:degree=2 and pipeline do not fit 2 processes: each takes 2 or",
         ),
-        (
-            "pipeline + sync_batch_norm",
-            2,
-            rank_tasks.norming,
-            "normalises each piece of a batch by itself, and sync_batch_norm cannot",
-        ),
+        ("pipeline + sync_batch_norm", 2, rank_tasks.norming, "sync_batch_norm cannot be combined with pipeline"),
         ("pipeline + zero", 2, rank_tasks.tower, "zero and pipeline both replace parallelize; choose one of them"),
     ],
 )
@@ -334,18 +336,18 @@ def test_nothing_is_handed_on_that_no_rank_has_for_itself():
 
 def test_blocks_that_fail_the_proof_are_left_whole():
     """Queries, keys and values in one layer cannot be cut by columns: its halves are no heads. The other layers can."""
-    told, _ = run_ranks(2, told_while_building, "tensor_parallel", tasks.transformer)
-    kept, dropped = (f"tensor_parallel: {how}blocks.0." for how in ("", "left whole: "))
-    assert f"{kept}mlp.0 by columns, blocks.0.mlp.2 by rows" in told
-    assert any(line.startswith(f"{dropped}qkv by columns") for line in told), told
+    told, _ = run_ranks(2, progress_while_building, "tensor_parallel", tasks.transformer)
+    kept, dropped = (f"tensor_parallel: {how}blocks.0." for how in ("", "not sharded: "))
+    assert f"{kept}mix.0 by columns, blocks.0.mix.2 by rows" in told
+    assert any(line.startswith(f"{dropped}queries_keys_values by columns") for line in told), told
 
 
 def test_the_plan_is_told():
-    first, second = run_ranks(2, told_while_building, "tensor_parallel")
+    first, second = run_ranks(2, progress_while_building, "tensor_parallel")
     assert first[0] == "tensor_parallel: layers.0.query, layers.0.value, layers.0.key by columns, layers.0.mix by rows"
     assert first[1] == "tensor_parallel: layers.0.gate, layers.0.up by columns, layers.0.down by rows"
-    assert first[-1].endswith("% of the weights are cut") and len(first) == 7 and not second
-    first, second = run_ranks(2, told_while_building, "pipeline")
+    assert first[-1].endswith("% of the weights are sharded") and len(first) == 7 and not second
+    first, second = run_ranks(2, progress_while_building, "pipeline")
     assert first[0].startswith("pipeline: stage 1 of 2 is ") and len(first) == 2 and not second
 
 
@@ -374,8 +376,8 @@ def members_of_cut_layers(rank: int, make) -> list[list[str]]:
 
 def test_ranks_of_one_copy_draw_alike_after_one_process_has_begun(tmp_path):
     train(rank_tasks.dropping_tower(), device="cpu", out=tmp_path / "alone")
-    broken_off_early(0, rank_tasks.dropping_tower, tmp_path / "shared", "baseline")
-    answers = run_ranks(2, taken_up, rank_tasks.dropping_tower, tmp_path / "shared", "tensor_parallel")
+    interrupted_early(0, rank_tasks.dropping_tower, tmp_path / "shared", "baseline")
+    answers = run_ranks(2, resumed_run, rank_tasks.dropping_tower, tmp_path / "shared", "tensor_parallel")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
@@ -399,8 +401,8 @@ def test_stages_of_one_copy_read_the_same_whatever_they_draw(make, strategy, wor
 @pytest.mark.parametrize("make", [drawing_tasks.in_a_loader, drawing_tasks.with_a_sampler])
 def test_stages_go_on_with_what_they_drew(tmp_path, make):
     run_ranks(2, training_of, make, "pipeline:split_sizes=1-1", tmp_path / "whole")
-    run_ranks(2, broken_off, make, tmp_path / "broken", "pipeline:split_sizes=1-1")
-    answers = run_ranks(2, taken_up, make, tmp_path / "broken", "pipeline:split_sizes=1-1")
+    run_ranks(2, interrupted_run, make, tmp_path / "broken", "pipeline:split_sizes=1-1")
+    answers = run_ranks(2, resumed_run, make, tmp_path / "broken", "pipeline:split_sizes=1-1")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "broken", tmp_path / "whole") == 0
 
@@ -428,7 +430,7 @@ def read_while_training(rank: int, make, recipe: str) -> list[float]:
 def test_stages_keep_what_no_stage_uses_and_what_an_optimizer_makes_at_once(tmp_path, then):
     make = rank_tasks.tower_with_a_mask
     train(make(), device="cpu", out=tmp_path / "alone")
-    run_ranks(2, broken_off_early, make, tmp_path / "shared", "pipeline")
-    answers = run_ranks(2, taken_up, make, tmp_path / "shared", then)
+    run_ranks(2, interrupted_early, make, tmp_path / "shared", "pipeline")
+    answers = run_ranks(2, resumed_run, make, tmp_path / "shared", then)
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE

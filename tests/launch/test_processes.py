@@ -59,11 +59,11 @@ def test_launch_hands_on_what_is_said_before_the_command(folder):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("launch --nproc-per-node 2 -- train x --processes 4", "say --processes before the command"),
+        ("launch --nproc-per-node 2 -- train x --processes 4", "put --processes before the command"),
         ("launch --nproc-per-node 2 -- compare digits", "launch runs train, "),
         (
             "launch --nproc-per-node 1 --nnodes 1:2 --rdzv-endpoint a:1 -- train x --max-bad-rows 5",
-            "--max-bad-rows is for one process",
+            "--max-bad-rows supports a single process",
         ),
         (
             "launch --nproc-per-node 1 --nnodes 1:2 --rdzv-endpoint a:1 -- train x --device cuda:1",
@@ -74,17 +74,17 @@ def test_launch_hands_on_what_is_said_before_the_command(folder):
         ("launch --nproc-per-node 0 -- train digits", "from 1 to"),
         (
             "launch --nproc-per-node 1 --nnodes 3:2 --rdzv-endpoint a:1 -- train digits",
-            "must be M or MIN:MAX, MIN not above MAX, not '3:2'",
+            "must be M or MIN:MAX with MIN at most MAX, not '3:2'",
         ),
         ("launch --nproc-per-node 1 --nnodes 2: --rdzv-endpoint a:1 -- train digits", "must be M or MIN:MAX"),
         ("launch --nproc-per-node 1 --nnodes few --rdzv-endpoint a:1 -- train digits", "from 1 to"),
         (
             "launch --nproc-per-node 1 --nnodes 2:3 --rdzv-endpoint a:1 -- train x --with tensor_parallel:degree=2",
-            "--nnodes 2:3 may come to 3 processes, which tensor_parallel:degree=2 does not divide",
+            "--nnodes 2:3 can result in 3 processes, which tensor_parallel:degree=2 does not divide",
         ),
         ("launch --nproc-per-node 2 -- train x --with dpd", "no method is called 'dpd' (did you mean ddp?)"),
         ("train x --processes 2 --with dpd", "no method is called 'dpd' (did you mean ddp?)"),
-        ("launch --nproc-per-node 2 -- train x --max-restarts=4", "say --max-restarts before the command"),
+        ("launch --nproc-per-node 2 -- train x --max-restarts=4", "put --max-restarts before the command"),
         ("train digits --processes 2 --max-restarts often", "from 0 to"),
         ("train digits --processes 2 --max-restarts -1", "from 0 to"),
         ("train digits --processes 4096", "4096 processes take 819 GB before they begin"),
@@ -150,7 +150,8 @@ def test_the_recipe_of_the_run_that_is_gone_on_with_has_to_fit_too(tmp_path, cap
     elastic = f"launch --nproc-per-node 1 --nnodes 2:3 --rdzv-endpoint a:1 -- train x --out {tmp_path} --resume"
     assert main(elastic.split()) == 2
     assert (
-        "--nnodes 2:3 may come to 3 processes, which zero:hybrid_shard_size=2 does not divide" in capfd.readouterr().err
+        "--nnodes 2:3 can result in 3 processes, which zero:hybrid_shard_size=2 does not divide"
+        in capfd.readouterr().err
     )
 
 

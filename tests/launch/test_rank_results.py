@@ -1,4 +1,4 @@
-"""What is left of a job: its folder, the word of the rank that answers, and a program that was stopped before it had begun."""
+"""Results of ranks: error files, job directories, and a program that is interrupted while it starts."""
 
 import json
 import os
@@ -72,7 +72,12 @@ def test_error_files_are_read_by_rank(tmp_path):
     write_rank_result(3, RankResult(1, "the disk is gone", is_peer_failure=True, waited=2.0), tmp_path)
     found = read_results(str(tmp_path))
     assert list(found) == [3] and found[3].timestamp > 0
-    assert (found[3].code, found[3].message, found[3].is_peer_failure, found[3].waited) == (1, "the disk is gone", True, 2.0)
+    assert (found[3].code, found[3].message, found[3].is_peer_failure, found[3].waited) == (
+        1,
+        "the disk is gone",
+        True,
+        2.0,
+    )
 
 
 def test_who_stops_it_while_it_is_loaded_gets_an_answer(capsys, monkeypatch):

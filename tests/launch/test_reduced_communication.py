@@ -22,7 +22,7 @@ from hasten.engine.train import train
 from hasten.utils.batch import map_tensors
 from helpers import rank_tasks
 from helpers.assertions import CLOSE, farthest
-from helpers.ranks import broken_off, run_ranks, taken_up, training, training_of
+from helpers.ranks import interrupted_run, resumed_run, run_ranks, training, training_of
 
 APART = ["local_sgd:period=4,warmup_steps=10", "local_sgd:period=7,group_size=1,group_period=2", "diloco:sync_every=4"]
 LESS = [
@@ -185,7 +185,13 @@ def test_powersgd_is_what_vogels_defines(tmp_path, world, rank, start):
                 rests[of][number] = matrices[of] - hand.weights[of][number].grad
         hand.step()
     assert (
-        hand.against(trained(tmp_path, world, f"powersgd:matrix_approximation_rank={rank},min_compression_rate=1.7,start_powerSGD_iter={start}"))
+        hand.against(
+            trained(
+                tmp_path,
+                world,
+                f"powersgd:matrix_approximation_rank={rank},min_compression_rate=1.7,start_powerSGD_iter={start}",
+            )
+        )
         < CLOSE
     )
 
@@ -206,12 +212,20 @@ def test_machines_that_factor_otherwise_have_one_span(tmp_path):
         factor = torch.linalg.qr
         torch.linalg.qr = lambda columns: SimpleNamespace(Q=factor(columns).Q * (-1) ** rank)
         return training(
-            rank, rank_tasks.samples(), "powersgd:matrix_approximation_rank=2,min_compression_rate=1.7", out=tmp_path / "unlike"
+            rank,
+            rank_tasks.samples(),
+            "powersgd:matrix_approximation_rank=2,min_compression_rate=1.7",
+            out=tmp_path / "unlike",
         )
 
     answers = run_ranks(2, on_its_machine)
     assert [type(answer) for answer in answers] == [dict] * 2, answers
-    assert farthest(tmp_path / "unlike", trained(tmp_path, 2, "powersgd:matrix_approximation_rank=2,min_compression_rate=1.7")) < CLOSE
+    assert (
+        farthest(
+            tmp_path / "unlike", trained(tmp_path, 2, "powersgd:matrix_approximation_rank=2,min_compression_rate=1.7")
+        )
+        < CLOSE
+    )
 
 
 @pytest.mark.parametrize(
@@ -237,9 +251,9 @@ def test_powersgd_of_full_rank_is_ddp(tmp_path, recipe):
 def test_a_run_that_was_broken_off_goes_on_bit_by_bit(tmp_path, recipe):
     make = rank_tasks.dropping
     whole = trained(tmp_path, 2, recipe, make)
-    broken = run_ranks(2, broken_off, make, tmp_path / "broken", recipe)
+    broken = run_ranks(2, interrupted_run, make, tmp_path / "broken", recipe)
     assert all(isinstance(answer, Exception) for answer in broken), broken
-    answers = run_ranks(2, taken_up, make, tmp_path / "broken", recipe)
+    answers = run_ranks(2, resumed_run, make, tmp_path / "broken", recipe)
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "broken", whole) == 0
     assert (tmp_path / "broken/log.jsonl").read_bytes() == (whole / "log.jsonl").read_bytes()
@@ -250,8 +264,10 @@ def test_a_run_that_was_broken_off_goes_on_bit_by_bit(tmp_path, recipe):
 @pytest.mark.parametrize("recipe", LESS)
 def test_a_run_goes_on_at_another_size(tmp_path, recipe, world):
     make = rank_tasks.samples
-    run_ranks(2, broken_off, make, tmp_path / "run", recipe)
-    answers = run_ranks(world, taken_up, make, tmp_path / "run") if world > 1 else [taken_up(0, make, tmp_path / "run")]
+    run_ranks(2, interrupted_run, make, tmp_path / "run", recipe)
+    answers = (
+        run_ranks(world, resumed_run, make, tmp_path / "run") if world > 1 else [resumed_run(0, make, tmp_path / "run")]
+    )
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert answers[0]["steps"] == 46 and answers[0]["metric"] > 0.8
 
@@ -259,15 +275,15 @@ def test_a_run_goes_on_at_another_size(tmp_path, recipe, world):
 @pytest.mark.parametrize("recipe", LESS)
 def test_what_one_process_began_goes_on_at_two(tmp_path, recipe):
     with pytest.raises(RunError):
-        broken_off(0, rank_tasks.samples, tmp_path / "run", recipe)
-    answers = run_ranks(2, taken_up, rank_tasks.samples, tmp_path / "run")
+        interrupted_run(0, rank_tasks.samples, tmp_path / "run", recipe)
+    answers = run_ranks(2, resumed_run, rank_tasks.samples, tmp_path / "run")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
 
 
 @pytest.mark.parametrize("recipe", APART)
 def test_a_checkpoint_holds_the_mean_and_everybodys_own(tmp_path, recipe):
-    run_ranks(2, broken_off, rank_tasks.samples, tmp_path / "run", recipe)
-    state = load_checkpoint(max((tmp_path / "run/checkpoints").iterdir()))
+    run_ranks(2, interrupted_run, rank_tasks.samples, tmp_path / "run", recipe)
+    state = loaded(max((tmp_path / "run/checkpoints").iterdir()))
     (name,) = state["rank_state"][0]
     ones, others = (own[name]["model"] for own in state["rank_state"])
     assert all(torch.equal(state["model"][key], (ones[key] + others[key]) / 2) for key in ones)
@@ -328,7 +344,7 @@ def test_a_weight_that_nobody_used_is_left_alone(tmp_path, recipe):
 
 def test_an_overflow_is_not_remembered():
     """float16 skips a step whose gradients are not finite; the rest that later steps add must not be."""
-    assert run_ranks(2, rests_after_an_overflow) == [True, True]
+    assert run_ranks(2, error_feedback_is_zero_after_an_overflow) == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -345,11 +361,11 @@ def test_an_overflow_is_not_remembered():
             "local_sgd:period=47 is longer than the run of 46 steps, in which the processes would never communicate",
         ),
         ("diloco", "diloco:sync_every=100 is longer than the run of 46 steps"),
-        ("local_sgd + half_precision_allreduce", "half_precision_allreduce rounds what ddp sends"),
+        ("local_sgd + half_precision_allreduce", "half_precision_allreduce needs ddp or zero:stage=1"),
         ("local_sgd + diloco", "both replace parallelize"),
         ("local_sgd + ema", "ema requires replicated_weights, which local_sgd invalidates"),
         ("powersgd + zero", "both replace parallelize"),
-        ("half_precision_allreduce:reduce_dtype=int8", "format must be"),
+        ("half_precision_allreduce:reduce_dtype=int8", "reduce_dtype must be one of bf16, fp16"),
     ],
 )
 def test_what_cannot_be_is_told(recipe, says):
@@ -357,7 +373,10 @@ def test_what_cannot_be_is_told(recipe, says):
     assert all(isinstance(answer, ConfigurationError) and says in str(answer) for answer in told), told
 
 
-@pytest.mark.parametrize("recipe", ["local_sgd:warmup_steps=46", "powersgd:matrix_approximation_rank=1,min_compression_rate=1,start_powerSGD_iter=46"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["local_sgd:warmup_steps=46", "powersgd:matrix_approximation_rank=1,min_compression_rate=1,start_powerSGD_iter=46"],
+)
 def test_what_begins_after_the_end_is_told(recipe):
     told = run_ranks(2, training, rank_tasks.samples(), recipe)
     assert all(("it begins after 46 steps, and the run has 46" in str(answer["no_effect"])) for answer in told), told
@@ -419,16 +438,20 @@ def with_norm():
     return rank_tasks.task(model=lambda: rank_tasks.network(norm=True))
 
 
-def rests_after_an_overflow(rank: int) -> bool:
+def error_feedback_is_zero_after_an_overflow(rank: int) -> bool:
     from hasten.engine.registry import make_method
 
     with init_process_group("cpu") as ranks:
-        program = build(plain(), [make_method("powersgd", {"rank": 1, "saves": 1.0})], ranks=ranks)
+        program = build(
+            plain(),
+            [make_method("powersgd", {"matrix_approximation_rank": 1, "min_compression_rate": 1.0})],
+            ranks=ranks,
+        )
         for weight in program.run.unwrapped_model.parameters():
             weight.grad = torch.full_like(weight, float("inf") if rank else 1.0)
         program.grad_transform()
-        rests = program.run.parallel.rank_state["powersgd"].tensors
-        return not any(rest.any() for rest in rests) and all(
+        errors = program.run.parallel.rank_state["powersgd"].tensors
+        return not any(error.any() for error in errors) and all(
             not w.grad.isfinite().any() for w in program.run.unwrapped_model.parameters()
         )
 

@@ -1,4 +1,4 @@
-"""What ranks are given: other samples than they ought to have are found before a step, and a batch that cannot be cut is told."""
+"""Ranks that read different data are found before a step, and a batch that cannot be divided is refused."""
 
 from dataclasses import dataclass
 from functools import partial

@@ -1,4 +1,4 @@
-"""What every strategy promises: it trains what one process trains, and any other can go on with its run."""
+"""Every strategy trains what a single process trains, and any other strategy can resume its run."""
 
 import os
 from functools import partial
@@ -12,7 +12,7 @@ from hasten.engine.checkpoint import load_checkpoint
 from hasten.engine.train import train
 from helpers import rank_tasks
 from helpers.assertions import CLOSE, farthest, losses
-from helpers.ranks import broken_off, run_ranks, taken_up, training, training_of
+from helpers.ranks import interrupted_run, resumed_run, run_ranks, training, training_of
 
 STRATEGIES = ["ddp", "zero:stage=1", "zero:stage=2", "zero:stage=3"]
 
@@ -43,9 +43,9 @@ def test_a_strategy_trains_what_one_process_trains(tmp_path, name, strategy, wor
 def test_another_strategy_goes_on_at_another_size(tmp_path, first, then, world):
     make = rank_tasks.blocks
     train(make(), device="cpu", out=tmp_path / "alone")
-    broken = run_ranks(2, broken_off, make, tmp_path / "shared", first)
+    broken = run_ranks(2, interrupted_run, make, tmp_path / "shared", first)
     assert all(isinstance(answer, Exception) for answer in broken), broken
-    answers = run_ranks(world, taken_up, make, tmp_path / "shared", then)
+    answers = run_ranks(world, resumed_run, make, tmp_path / "shared", then)
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
@@ -53,8 +53,8 @@ def test_another_strategy_goes_on_at_another_size(tmp_path, first, then, world):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_process_goes_on_with_what_a_strategy_began(tmp_path, strategy):
     train(rank_tasks.blocks(), device="cpu", out=tmp_path / "alone")
-    run_ranks(2, broken_off, rank_tasks.blocks, tmp_path / "shared", strategy)
-    taken_up(0, rank_tasks.blocks, tmp_path / "shared", "baseline")
+    run_ranks(2, interrupted_run, rank_tasks.blocks, tmp_path / "shared", strategy)
+    resumed_run(0, rank_tasks.blocks, tmp_path / "shared", "baseline")
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
 
@@ -92,15 +92,15 @@ def test_a_weight_without_dimension(tmp_path):
 
 def test_ranks_write_what_they_have(tmp_path):
     """Each its parts of the weights, and of what the optimizer knows of them; a part that is missing is no checkpoint."""
-    run_ranks(2, broken_off, rank_tasks.blocks, tmp_path / "shared", "zero:stage=3")
-    second, first = (load_checkpoint(path) for path in sorted((tmp_path / "shared/checkpoints").glob("step-*9*.pt")))
+    run_ranks(2, interrupted_run, rank_tasks.blocks, tmp_path / "shared", "zero:stage=3")
+    second, first = (loaded(path) for path in sorted((tmp_path / "shared/checkpoints").glob("step-*9*.pt")))
     assert first["model"]["1.0.weight"]["shape"] == second["model"]["1.0.weight"]["shape"] == [801, 9]
     assert [len(state["model"]["1.0.weight"][PIECE]) for state in (first, second)] == [401, 400]
     (tmp_path / "shared/checkpoints/step-0000000029-of-rank-1.pt").unlink()
     with pytest.warns(
         HastenWarning, match=r"step-0000000029.pt is passed over: ValueError: step-0000000029-of-rank-1.pt is not there"
     ):
-        taken_up(0, rank_tasks.blocks, tmp_path / "shared", "baseline")
+        resumed_run(0, rank_tasks.blocks, tmp_path / "shared", "baseline")
     train(rank_tasks.blocks(), device="cpu", out=tmp_path / "alone")
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
@@ -119,7 +119,7 @@ def saved_in_a_folder_of_its_own(rank: int, folder) -> dict:
     """Each rank stands in another folder, and the first one's is told by a name that means another one there."""
     (folder / f"rank-{rank}").mkdir()
     os.chdir(folder / f"rank-{rank}")
-    return broken_off(rank, rank_tasks.blocks, ".", "zero:stage=3")
+    return interrupted_run(rank, rank_tasks.blocks, ".", "zero:stage=3")
 
 
 def test_ranks_with_fewer_samples_cut_them_into_as_many_pieces(tmp_path):
@@ -133,13 +133,13 @@ def test_ranks_with_fewer_samples_cut_them_into_as_many_pieces(tmp_path):
 
 def test_parts_of_different_saves_are_not_put_together(tmp_path):
     """As of a job that had more ranks, and saved at the same step."""
-    run_ranks(2, broken_off, rank_tasks.blocks, tmp_path / "shared", "zero:stage=3")
+    run_ranks(2, interrupted_run, rank_tasks.blocks, tmp_path / "shared", "zero:stage=3")
     part = tmp_path / "shared/checkpoints/step-0000000029-of-rank-1.pt"
     torch.save(load_checkpoint(part) | {"save": "another"}, part)
     with pytest.warns(
         HastenWarning, match=r"step-0000000029.pt is passed over: ValueError: its parts are of different saves"
     ):
-        taken_up(0, rank_tasks.blocks, tmp_path / "shared", "baseline")
+        resumed_run(0, rank_tasks.blocks, tmp_path / "shared", "baseline")
 
 
 class NumpySGD(torch.optim.SGD):
@@ -220,8 +220,8 @@ def adding_up(shape: tuple = (1,)) -> rank_tasks.Task:
 )
 def test_an_optimizer_that_makes_its_state_at_once_is_shared_out_and_goes_on(tmp_path, stage, make):
     train(make(), device="cpu", out=tmp_path / "alone")
-    broken = run_ranks(2, broken_off, make, tmp_path / "shared", f"zero:stage={stage}")
-    assert [str(answer) for answer in broken] == ["broken off"] * 2, broken
-    answers = run_ranks(2, taken_up, make, tmp_path / "shared", f"zero:stage={stage}")
+    broken = run_ranks(2, interrupted_run, make, tmp_path / "shared", f"zero:stage={stage}")
+    assert [str(answer) for answer in broken] == ["interrupted"] * 2, broken
+    answers = run_ranks(2, resumed_run, make, tmp_path / "shared", f"zero:stage={stage}")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE

@@ -1,4 +1,4 @@
-"""ProcessGroupInfo that are there and say nothing: they are found when patience is over, named and ended, and the job goes on without waiting for them."""
+"""Ranks that hang: after the timeout they are named and killed, and the job continues without waiting for them."""
 
 import os
 import signal
@@ -36,9 +36,7 @@ def stopped(folder: Path, rank: int, *more: str) -> tuple[subprocess.Popen, str,
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_rank_that_stands_still_is_named_and_not_the_one_that_waited(folder, rank):
     job, told, seconds = stopped(folder, rank, "--max-restarts", "0")
-    assert (
-        job.returncode == 1 and f"hasten: rank {rank} was silent for 5 s; the other ranks were ended" in told
-    ), told
+    assert job.returncode == 1 and f"hasten: rank {rank} was silent for 5 s; the other ranks were ended" in told, told
     assert PATIENCE < seconds < PATIENCE + 15 and not jobs_left()
 
 
@@ -63,9 +61,7 @@ def test_groups_that_torch_makes_are_as_patient():
         return time.monotonic() - began
 
     waited, slept = run_ranks(2, waits)
-    assert (
-        isinstance(waited, CollectiveTimeout) and waited.seconds == 2.0 and slept > 4.0
-    )
+    assert isinstance(waited, CollectiveTimeout) and waited.seconds == 2.0 and slept > 4.0
 
 
 @pytest.mark.parametrize(
@@ -73,7 +69,7 @@ def test_groups_that_torch_makes_are_as_patient():
     [
         ("train digits --processes 2 --timeout long", "must be a time such as 90s, 10m or 1h"),
         ("tune digits --processes 2 --timeout 0.5s", "--timeout must be at least 1s"),
-        ("launch --nproc-per-node 2 -- train digits --timeout 5m", "say --timeout before the command"),
+        ("launch --nproc-per-node 2 -- train digits --timeout 5m", "put --timeout before the command"),
     ],
 )
 def test_wrong_words(words, says, capfd):

@@ -22,7 +22,7 @@ from hasten.loading import autotuner as autotuner_module
 from hasten.loading import loader_stats
 from hasten.loading.autotuner import LoaderAutotuner
 from helpers import loader_tasks
-from helpers.process import ended, forked, wait_until_it_trains
+from helpers.process import join_process, start_process, wait_until_it_trains
 
 TUNED = "autotune_loader:cores=2"
 PATIENCE = 60.0  # seconds, on a busy machine; most of it is never used
@@ -150,7 +150,7 @@ def run(name, out, end):
 @pytest.mark.parametrize("name", ["dataset", "loader", "pipeline"])
 def test_killed_run_resumes_to_same_bits(name, tmp_path):
     for pause in (0.15, 0.3):
-        process = forked(run, name, tmp_path / "killed", "to be killed")
+        process = start_process(run, name, tmp_path / "killed", "to be killed")
         wait_until_it_trains(process, tmp_path / "killed")
         time.sleep(pause)
         workers = psutil.Process(process.pid).children()
@@ -160,7 +160,7 @@ def test_killed_run_resumes_to_same_bits(name, tmp_path):
         _, alive = psutil.wait_procs(workers, timeout=PATIENCE)
         assert not alive, "workers outlive their run"
     for folder, end in (("killed", "left alone"), ("plain", "undisturbed")):
-        assert ended(forked(run, name, tmp_path / folder, end)) == 0
+        assert join_process(start_process(run, name, tmp_path / folder, end)) == 0
     assert files(tmp_path / "killed") == files(tmp_path / "plain")
 
 

@@ -9,7 +9,7 @@ import hasten
 from hasten import ConfigurationError, RunError
 from hasten.core.errors import HastenWarning
 from hasten.tuning import study, tune
-from helpers.process import forked
+from helpers.process import start_process
 
 TASK = """
 import torch
@@ -113,7 +113,7 @@ def search(task, out):
 def test_a_killed_search_goes_on_and_loses_no_finished_trial(task, tmp_path, short):
     trials, process, deadline = (
         tmp_path / "out" / "trials.jsonl",
-        forked(search, task, tmp_path / "out"),
+        start_process(search, task, tmp_path / "out"),
         time.monotonic() + BUDGET,
     )
     while (

@@ -79,7 +79,7 @@ class Arm:
             self.device = device_of(self.ranks, self.device)
         self._meet()
         began = time.perf_counter()
-        program = self._program(task)
+        program = self.program_of(task)
         if program.run.no_effect:
             raise RunError("; ".join(f"{method} has nothing to act on: {why}" for method, why in program.run.no_effect))
         self.context.enter_context(program.process_context())
@@ -111,7 +111,7 @@ class Arm:
             "evaluate_every": plan.evaluate_every,
         }
 
-    def _program(self, task: Task) -> Program:
+    def program_of(self, task: Task) -> Program:
         methods = with_strategy(make_methods(self.recipe), self.ranks)
         return build(task, methods, device=self.device, seed=self.seed, ranks=self.ranks)
 

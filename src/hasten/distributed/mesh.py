@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -16,8 +16,10 @@ from hasten.distributed.collectives import all_reduce_gradients
 class HasDegree(Protocol):
     """A method with a ``degree`` option: ranks along its mesh dimension, 0 for all that other dimensions leave."""
 
-    name: str
-    degree: int
+    name: ClassVar[str]
+
+    @property
+    def degree(self) -> int: ...
 
 
 def resolve_parallel_size(method: HasDegree, world_size: int) -> int:

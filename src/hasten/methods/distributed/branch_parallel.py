@@ -37,7 +37,6 @@ from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 from hasten.core.types import StepFn
 from hasten.distributed.collectives import broadcast_module, warn_local_batch_norm
-from hasten.distributed.mesh import assign_mesh_dim, get_device_mesh, reduce_over_replicas
 from hasten.distributed.dtensor_state import move_to_meta
 from hasten.distributed.fx.branch_finder import (
     BranchBlock,
@@ -52,6 +51,7 @@ from hasten.distributed.fx.branch_finder import (
     tensors_used_by,
 )
 from hasten.distributed.fx.equivalence import PartitionPlan, call_traced_model, verify_partition
+from hasten.distributed.mesh import assign_mesh_dim, get_device_mesh, reduce_over_replicas
 from hasten.distributed.p2p_metadata import HEADER, decode_meta, empty_from_meta, encode_meta
 from hasten.utils import batch as batches
 

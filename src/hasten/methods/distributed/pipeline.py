@@ -134,9 +134,9 @@ class Pipeline(Method):
         local: dict[int, nn.Module] = {
             index: stage for index, stage in enumerate(stages) if index % parallel.pp_size == position
         }
-        kept = materialize_local_stages(model, [*local.values()], stages, keeps_unused=position == 0, run=run)
+        local_tensors = materialize_local_stages(model, [*local.values()], stages, keeps_unused=position == 0, run=run)
         if self.balance == "memory":
-            broadcast_tensors(kept, get_device_mesh(run)["copies"].get_group())
+            broadcast_tensors(local_tensors, get_device_mesh(run)["copies"].get_group())
         parallel.eval_needs_all_ranks, parallel.num_parameter_owners = True, parallel.pp_size
         return PipelinedModel(
             model, local, num_stages, mesh, SCHEDULES[self.schedule][0], microbatches, not has_batch_norm, run

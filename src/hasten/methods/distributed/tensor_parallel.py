@@ -37,9 +37,9 @@ from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 from hasten.core.types import OptimizerFactory, StepFn
 from hasten.distributed.collectives import broadcast_module, warn_local_batch_norm
-from hasten.distributed.mesh import assign_mesh_dim, get_device_mesh, reduce_over_replicas
 from hasten.distributed.fx.equivalence import PartitionPlan, verify_partition
 from hasten.distributed.fx.tracing import is_random_op, is_shape_value, try_trace
+from hasten.distributed.mesh import assign_mesh_dim, get_device_mesh, reduce_over_replicas
 
 Modules: TypeAlias = dict[str, nn.Module]  # by their name in the traced module
 
