@@ -100,8 +100,8 @@ def test_whole_numbers_that_a_matrix_would_round_are_told_once(tmp_path, kind, g
     path = write(table, tmp_path / "t.parquet", "parquet")
     with pytest.warns(HastenWarning) as told:
         list(parquet(path, target="label", gigabytes=gigabytes).batch(100))
-    (notice,) = (str(one.message) for one in told if "rounded" in str(one.message))
-    assert notice.startswith("column 'name' holds integers up to 16777217,") and "no target=" in notice
+    (notice,) = (str(one.message) for one in told if "rounds" in str(one.message))
+    assert notice.startswith("column 'name' holds integers up to 16777217;") and "no target=" in notice
     with warnings.catch_warnings(action="error", category=HastenWarning):
         list(parquet(path, columns=["right"], target="label").batch(100))
         assert parquet(path).source.read(numpy.array([ROWS - 1]))["name"].tolist() == [16777217]
