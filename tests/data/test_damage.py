@@ -68,9 +68,9 @@ def test_a_damaged_run_is_decoded_once_and_told_of_all_rows_at_once(tmp_path, gi
         .skip_bad_rows(RUN)
         .batch(ROWS)
     )
-    form, decoded = pipeline.source._form, []
-    run = form.run
-    form.run = lambda file, number, columns: decoded.append(number) or run(file, number, columns)
+    form, decoded = pipeline.source._format, []
+    chunk = form.chunk
+    form.chunk = lambda file, index, columns: decoded.append(index) or chunk(file, index, columns)
     for _ in range(2):
         (batch,) = pipeline
         assert len(batch["n"]) == ROWS - RUN and len(pipeline.faults.found) == RUN
@@ -102,7 +102,7 @@ def test_text_of_feather_that_leads_elsewhere_is_bad(tmp_path, where, gigabytes)
 
 LACKING = """
 import os, re, resource, sys, numpy
-from hasten.core.errors import Failure
+from hasten.core.errors import RunError
 from hasten.data import parquet
 source = parquet(sys.argv[2], gigabytes=0).source
 rows = numpy.array([len(source) - 1])
@@ -116,7 +116,7 @@ else:
             os.close(int(each))
 try:
     source.read(rows)
-except (MemoryError, Failure) as told:
+except (MemoryError, RunError) as told:
     print("MemoryError" if isinstance(told, MemoryError) else told, flush=True)
 os._exit(0)
 """
@@ -141,7 +141,7 @@ def test_what_the_machine_lacks_is_no_fault_of_a_row(tmp_path, lacking, said):
 
 READ_ALL = """
 import sys, numpy
-from hasten.core.errors import Failure, Refusal
+from hasten.core.errors import RunError, ConfigurationError
 from hasten.data import feather, parquet
 from hasten.data.source import BadRow
 for path in sys.argv[2:]:
@@ -149,7 +149,7 @@ for path in sys.argv[2:]:
         source = {"feather": feather, "parquet": parquet}[sys.argv[1]](path).source
         source.read(numpy.arange(min(len(source), 1000)))
         print("read")
-    except (Refusal, BadRow, Failure) as told:
+    except (ConfigurationError, BadRow, RunError) as told:
         print("told" if "\\n" not in str(told) else "many lines")
 """
 

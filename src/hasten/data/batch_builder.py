@@ -195,7 +195,7 @@ def collate_nested(
             parts = {name: [sample[name] for sample in samples] for name in first}
             return {name: collate_nested(part, lists, passthrough, (*path, name)) for name, part in parts.items()}
         if isinstance(first, (tuple, list)):
-            parts = enumerate(zip(*samples, strict=True))
+            parts = enumerate(list(zip(*samples, strict=True)))  # all at once, so that a wrong length is found first
             columns = [collate_nested(list(part), lists, passthrough, (*path, index)) for index, part in parts]
             return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
         return default_collate(samples)
