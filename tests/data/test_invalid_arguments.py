@@ -77,9 +77,9 @@ def test_the_files_of_these_tests_are_good(folder):
 @pytest.mark.parametrize(
     ("paths", "told"),
     [
-        (None, "a file is named by a text or a path, not by None"),
+        (None, "a file is given by a str or a Path, not by None"),
         (3, "not by 3"),
-        ([], "no file was named"),
+        ([], "no file was given"),
         ([None], "not by None"),
         ("", "an empty text"),
         (b"t", "not by 116"),

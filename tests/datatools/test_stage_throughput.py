@@ -9,12 +9,12 @@ from hasten.data.source import BadRow
 from hasten.datatools import stage_throughput
 from hasten.datatools.format_detection import detect_format
 from hasten.datatools.row_reader import RowReader
-from hasten.datatools.stage_throughput import stage_rates, repeated_stage_rates, read_rates
-from helpers.storages import ROWS, damage, written
+from hasten.datatools.stage_throughput import read_rates, repeated_stage_rates, stage_rates
+from helpers.storages import ROWS, damage, write_table
 
 
 def test_paces(tmp_path):
-    kind, files = detect_format(written(tmp_path / "in"))
+    kind, files = detect_format(write_table(tmp_path / "in"))
     speed = stage_rates(RowReader(kind, files, files), 0.2)
     assert speed["batches"] < min(speed["decode"], speed["copy"])
     assert speed["decode"] > ROWS
@@ -39,7 +39,7 @@ def test_readings_share_the_time_and_the_files(tmp_path, monkeypatch):
 
 
 def test_a_reading_that_takes_long_is_the_only_one(tmp_path, monkeypatch):
-    kind, files = detect_format(written(tmp_path / "in"))
+    kind, files = detect_format(write_table(tmp_path / "in"))
     reading = RowReader(kind, files, files)
     assert {name: len(each) for name, each in repeated_stage_rates(reading, 3.0).items()} == dict.fromkeys(
         ("decode", "copy", "batches"), stage_throughput.READINGS
@@ -51,14 +51,14 @@ def test_a_reading_that_takes_long_is_the_only_one(tmp_path, monkeypatch):
 
 def test_decoding_only_some_rows_takes_no_longer_for_more_files(tmp_path):
     """Reading.most holds for the stages, too: the rows of one run are decoded, not of twenty."""
-    kind, files = detect_format(written(tmp_path / "in", runs=ROWS // 20))
+    kind, files = detect_format(write_table(tmp_path / "in", runs=ROWS // 20))
     reading = RowReader(kind, files, files, most=10)
     assert reading.rows == 10 and stage_rates(reading, 5.0)["decode"] > 0
 
 
 def test_paces_without_the_runs_that_cannot_be_read(tmp_path):
     """The last one among them, which would be held while copying is timed."""
-    data = written(tmp_path / "in", runs=ROWS // 4)
+    data = write_table(tmp_path / "in", runs=ROWS // 4)
     for run in (1, 3):
         damage(data / "train.parquet", run)
     kind, files = detect_format(data)
