@@ -24,7 +24,7 @@ from hasten.data.workers.autotuned import AutotunedRunner, is_repeatable, is_cac
 from hasten.loading import autotuner as autotuner_module
 from hasten.loading import loader_stats
 from hasten.loading.autotuner import LoaderAutotuner
-from helpers.pipelines import BATCH, ROWS, augmented, equal
+from helpers.pipelines import BATCH, ROWS, random_pipeline, equal
 
 PATIENCE = 60.0  # seconds, on a busy machine; most of it is never used
 
@@ -78,7 +78,7 @@ def plain(rows=ROWS):
     )
 
 
-@pytest.mark.parametrize("made", [augmented, plain], ids=["own functions", "ours"])
+@pytest.mark.parametrize("made", [random_pipeline, plain], ids=["own functions", "ours"])
 def test_any_changes_of_crew_leave_every_bit(made, at_once):
     threads = threading.enumerate()
     whole, changing = made(), restless(made())
@@ -88,9 +88,9 @@ def test_any_changes_of_crew_leave_every_bit(made, at_once):
 
 
 def test_a_place_is_found_again_while_the_crew_changes(at_once):
-    threads, whole, changing = threading.enumerate(), list(augmented()), restless(augmented())
+    threads, whole, changing = threading.enumerate(), list(random_pipeline()), restless(random_pipeline())
     list(itertools.islice(changing, 3))
-    resumed = restless(augmented())
+    resumed = restless(random_pipeline())
     resumed.load_state_dict(changing.state_dict())
     assert equal(list(resumed), whole[3:])
     assert nothing_left(threads)
@@ -202,11 +202,11 @@ def test_other_batches_are_learnt_anew():
     base = arrays(torch.arange(400)).prefetch("auto")
     one, other = base.batch(10), base.batch(20)
     assert one.runner.autotuner is not other.runner.autotuner
-    assert one.to("cpu").runner is one.runner and one.shard(0, 1).runner is one.runner
+    assert one.to("cpu").runner is one.runner and one.shard(1, 0).runner is one.runner
 
 
 def test_the_engine_is_given_the_crew_and_may_name_another():
-    pipeline = augmented().prefetch(4, processes=2)
+    pipeline = random_pipeline().prefetch(4, processes=2)
     batches = pipeline.batches(BATCH, 0, True)
     whole = list(batches.epoch(0, 0))
     assert batches.workers == WorkerConfig(processes=2, prefetch=4)

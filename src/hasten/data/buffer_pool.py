@@ -40,7 +40,7 @@ def acquire(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def alloc_huge(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Returns ``count`` uninitialized values in huge pages if the system has them: NumPy requests those, torch does not.
+    """Returns ``count`` uninitialized values, in huge pages if the system has them: NumPy requests those.
 
     Random reads of rows from huge pages are 10 % faster. The memory does not return to the pool.
     """
@@ -85,6 +85,6 @@ def _evict() -> None:
 
 
 def _rounded(size: int) -> int:
-    """Rounds up to the next eighth of a power of two, so that a shorter last batch fits into the block of a full one."""
+    """Rounds up to an eighth of a power of two, so that a shorter last batch fits into the block of a full one."""
     step = 1 << max(12, size.bit_length() - 3)
     return -(-size // step) * step

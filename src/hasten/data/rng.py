@@ -22,6 +22,7 @@ import torch
 from hasten.utils.rng import derive_seed, seeded_rng
 
 GOLDEN = numpy.uint64(0x9E3779B97F4A7C15)
+NUMPY_RANDOM: Any = numpy.random  # its stubs lack set_bit_generator
 TEMPORARY_BIT_GENERATOR = numpy.random.MT19937(0)  # replaces NumPy's own inside isolated_rng
 BLOCK = 1 << 13  # numbers; a block fits into the processor's cache, and a resumed epoch computes few in excess
 
@@ -71,14 +72,14 @@ def isolated_rng(seed: int) -> Iterator[None]:
     NumPy's generator is replaced instead of saved, because saving takes longer than some batches. The second number of
     a pair of normal numbers that NumPy holds back is lost.
     """
-    python_state, numpy_generator = random.getstate(), numpy.random.get_bit_generator()
-    numpy.random.set_bit_generator(TEMPORARY_BIT_GENERATOR)
+    python_state, numpy_generator = random.getstate(), NUMPY_RANDOM.get_bit_generator()
+    NUMPY_RANDOM.set_bit_generator(TEMPORARY_BIT_GENERATOR)
     try:
         with seeded_rng(seed):
             yield
     finally:
         random.setstate(python_state)
-        numpy.random.set_bit_generator(numpy_generator)
+        NUMPY_RANDOM.set_bit_generator(numpy_generator)
 
 
 _derive_seed = lru_cache(maxsize=64)(derive_seed)

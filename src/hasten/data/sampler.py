@@ -87,7 +87,8 @@ def _shuffle_in_windows(seed: int, offsets: numpy.ndarray, window: int) -> Calla
     @lru_cache(maxsize=4)  # for threads that are on both sides of a window's end
     def mixed(index: int) -> numpy.ndarray:
         members = chunks[index * window : (index + 1) * window]
-        rows = numpy.concatenate([numpy.arange(offsets[chunk], offsets[chunk + 1]) for chunk in members])
+        bounds = [(int(offsets[chunk]), int(offsets[chunk + 1])) for chunk in members]
+        rows = numpy.concatenate([numpy.arange(begin, end) for begin, end in bounds])
         return rows[_permutation(derive_seed(seed, index), len(rows))]
 
     def rows(first: int, last: int) -> numpy.ndarray:

@@ -69,7 +69,7 @@ class Source(ABC):
         return
 
 
-class BadRow(Exception):
+class BadRow(Exception):  # noqa: N818  # skipping it is no error
     """A row cannot be read. The pipeline turns it into a RunError, or skips the row.
 
     Attributes:

@@ -82,7 +82,8 @@ def _random_crop(batch: Any, rng: SampleRng, *, padding: int, mirror: bool) -> A
     images = _images(batch)
     top, left, flipped = decode_choices(rng.integers(0, num_choices(padding)), padding)
     moved = _shifted(images, (top - padding) * images.shape[-1] + left - padding)
-    zero_outside(moved, inside_masks(top, left, padding, *images.shape[-2:], images.dtype.itemsize))
+    height, width = images.shape[-2:]
+    zero_outside(moved, inside_masks(top, left, padding, height, width, images.dtype.itemsize))
     return _replaced(batch, _flip(moved, flipped) if mirror else moved)
 
 

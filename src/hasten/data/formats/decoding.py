@@ -97,7 +97,7 @@ def decode_image(content: bytes, pixels: int = PIXELS, size: tuple[int, int] | N
     if content[:2] == b"\xff\xd8" and _simplejpeg():
         try:
             return _decode_simplejpeg(content, pixels, size)
-        except _TooLarge:
+        except _TooLargeError:
             raise
         except ValueError:
             pass  # Pillow decodes more variants, and its errors are clearer
@@ -106,7 +106,8 @@ def decode_image(content: bytes, pixels: int = PIXELS, size: tuple[int, int] | N
 
 def _decode_simplejpeg(content: bytes, pixels: int, size: tuple[int, int] | None) -> numpy.ndarray:
     jpeg = _simplejpeg()
-    _check_pixels(*jpeg.decode_jpeg_header(content)[:2], pixels)
+    height, width = jpeg.decode_jpeg_header(content)[:2]
+    _check_pixels(height, width, pixels)
     if size is None:
         return jpeg.decode_jpeg(content)
     limits = {"min_height": MIN_SCALE * size[0], "min_width": MIN_SCALE * size[1], "min_factor": 2}
@@ -141,14 +142,14 @@ def _decode_pillow(content: bytes, pixels: int, size: tuple[int, int] | None) ->
         raise ValueError(f"it cannot be decoded ({format_error(error)})") from None
 
 
-class _TooLarge(ValueError):
+class _TooLargeError(ValueError):
     """The image has more pixels than allowed."""
 
 
 def _check_pixels(height: int, width: int, pixels: int, when: str = "") -> None:
     if height * width > pixels:
         allowed = f"more than the {pixels} allowed; pass pixels={height * width} if that is right"
-        raise _TooLarge(f"it has {height} x {width} pixels{when}, {allowed}")
+        raise _TooLargeError(f"it has {height} x {width} pixels{when}, {allowed}")
 
 
 @cache
@@ -173,7 +174,9 @@ def _resize(pixels_in: numpy.ndarray, image: torch.Tensor, pixels: int) -> None:
     (height, width), (new_height, new_width) = pixels_in.shape[:2], image.shape[1:]
     scale = max(new_height / height, new_width / width)
     scaled = max(new_height, int(height * scale)), max(new_width, int(width * scale))
-    _check_pixels(*scaled, pixels, " when its shorter side is scaled to fit")  # a narrow image becomes long
+    _check_pixels(
+        scaled[0], scaled[1], pixels, " when its shorter side is scaled to fit"
+    )  # a narrow image becomes long
     layers = torch.from_numpy(pixels_in).permute(2, 0, 1)[None]
     if scaled != (height, width):
         layers = torch.nn.functional.interpolate(layers, scaled, mode="bilinear", antialias=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import torch
@@ -126,9 +126,10 @@ def content_of(path: str) -> bytes:
 
 
 def _list_files(paths: Any) -> Manifest:
-    if isinstance(paths, (str, os.PathLike)) and os.path.isdir(os.path.expanduser(paths)):
-        return manifest_of(os.path.expanduser(paths), SUFFIXES)
-    return manifest_of_paths(resolve_paths(paths, SUFFIXES))
+    folder = os.path.expanduser(paths) if isinstance(paths, (str, os.PathLike)) else ""
+    if os.path.isdir(folder):
+        return manifest_of(folder, SUFFIXES)
+    return manifest_of_paths(resolve_paths(cast(Any, paths), SUFFIXES))
 
 
 def _signature(path: str) -> list:

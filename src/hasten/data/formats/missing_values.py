@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 from hasten.core.errors import ConfigurationError, format_error, suggest
 from hasten.data.formats.table_types import is_number, plain
@@ -122,6 +122,7 @@ def _convert(value: Any, arrow_type: Any) -> Any:
         return value
     if not isinstance(value, (Real, Decimal)):
         raise ValueError("it is not a number")
+    value = cast(Any, value)
     if types.is_decimal(arrow_type):
         return Decimal(str(value))
     if types.is_boolean(arrow_type):

@@ -1,8 +1,8 @@
 """Files that hold tables: their schema, the number of rows of each chunk, and the decoded rows of one chunk.
 
 A *chunk* is what is read at once: a row group of Parquet (https://parquet.apache.org/docs/file-format), a record batch
-of Feather (https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format), or in CSV one bad line or the good lines
-between two bad ones.
+of Feather (https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format), or in CSV one bad line or the good
+lines between two bad ones.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ class Format(Protocol):
 
 
 class Parquet:
+    """Parquet files; a chunk is a row group."""
+
     name, chunk_name, suffixes, settings = "Parquet", "row group", (".parquet", ".parq", ".pq"), {}
 
     def __init__(self) -> None:
@@ -100,6 +102,8 @@ class Parquet:
 
 
 class Feather:
+    """Feather (Arrow IPC) files; a chunk is a record batch."""
+
     name, chunk_name, suffixes, settings = "Feather", "record batch", (".feather", ".arrow", ".ipc"), {}
 
     def __init__(self) -> None:

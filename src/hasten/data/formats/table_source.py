@@ -1,10 +1,10 @@
 """The source of tables in files.
 
 A table that fits into the memory budget is read once, chunk by chunk, into row-major tensors; then a batch is one
-gather of rows at the speed of memory. Of a larger table only recently used chunks (row groups, record batches) are held.
-To read one row its whole chunk must be decoded, so with rows in random order nearly every row of a batch would decode a
-chunk: shuffle such a table with ``.shuffle(window=)``, which uses a few chunks at a time, or store its rows once with
-``.cache("disk")``.
+gather of rows at the speed of memory. Of a larger table only recently used chunks (row groups, record batches) are
+held. To read one row its whole chunk must be decoded, so with rows in random order nearly every row of a batch would
+decode a chunk: shuffle such a table with ``.shuffle(window=)``, which uses a few chunks at a time, or store its rows
+once with ``.cache("disk")``.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Table(Source):
         return state | {"_loaded": None}
 
     def __setstate__(self, state: dict) -> None:
-        self.__dict__ |= state
+        vars(self).update(state)
         self._init_locks()
 
     def __len__(self) -> int:

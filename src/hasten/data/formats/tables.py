@@ -26,13 +26,13 @@ def parquet(
     With a ``target``, and only numbers in the other columns, a batch is ``(matrix, target)``: float32, shape
     (n, columns), in the order of ``columns``, and the target as int64 (integers, booleans) or float32 (floats). A text
     target is the int64 index of its class. With other columns a batch is ``(dict of columns, target)``, and without a
-    target the dict: numbers and lists of fixed size are tensors (n, ...) of their own dtype, times int64 counts of their
-    unit, structs dicts of columns, text and bytes lists, lists of different lengths lists of tensors if they hold
+    target the dict: numbers and lists of fixed size are tensors (n, ...) of their own dtype, times int64 counts of
+    their unit, structs dicts of columns, text and bytes lists, lists of different lengths lists of tensors if they hold
     numbers. The matrix rounds integers above 2**24; a HastenWarning names such columns.
 
     A row group that cannot be decoded is a range of bad rows, and a file that cannot be opened is one bad row. Damaged
-    bytes that can be decoded are detected if the file has page checksums (pyarrow: ``write_page_checksum=True``), and in
-    text and lists if they point outside their column.
+    bytes that can be decoded are detected if the file has page checksums (pyarrow: ``write_page_checksum=True``), and
+    in text and lists if they point outside their column.
 
     A table that fits is held decoded in memory. For a larger one, ``.shuffle(window=4)`` mixes a few row groups at a
     time; fully shuffled, nearly every row of a batch would decode a row group, unless ``.cache("disk")`` precedes it.
@@ -50,8 +50,8 @@ def parquet(
             allows, divided among the ranks on this machine.
 
     Raises:
-        ConfigurationError: No file can be opened, an unknown column, files with different columns, missing values, or an
-            invalid argument.
+        ConfigurationError: No file can be opened, an unknown column, files with different columns, missing values, or
+            an invalid argument.
         RunError: A file changed while it was read, a server does not answer, or too many files are open.
     """
     return Pipeline(Table(Parquet(), paths, columns, target, fill, classes, gigabytes))
@@ -68,9 +68,9 @@ def feather(
 ) -> Pipeline:
     """Rows of Feather (Arrow) files; uncompressed ones are read fastest.
 
-    The format has no checksums. A truncated file is refused, and a record batch that cannot be decoded, or whose text or
-    lists point outside it, is a range of bad rows; but damaged bytes in a numeric column are other numbers. Use Parquet
-    with page checksums where neither disk nor network detects damage.
+    The format has no checksums. A truncated file is refused, and a record batch that cannot be decoded, or whose text
+    or lists point outside it, is a range of bad rows; but damaged bytes in a numeric column are other numbers. Use
+    Parquet with page checksums where neither disk nor network detects damage.
 
     Everything else is as for ``parquet``. Format: https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format
     """
@@ -87,13 +87,14 @@ def csv(
     delimiter: str | None = None,
     header: Sequence[str] | None = None,
 ) -> Pipeline:
-    """Rows of CSV files, plain or gzipped: parsed once, at this call, and held in memory; convert larger ones to Parquet.
+    """Rows of CSV files, plain or gzipped: parsed once, at this call, and held in memory.
 
-    Types are inferred from the values. An empty field is a missing number, or a missing class of a text target; in other
-    text columns it is an empty string. A line with too few or too many fields is a bad row. If such lines are at least
-    as many as the others, or more than 100,000, all files are refused, because the delimiter or the header is wrong. A
-    file in which the quote of a bad line swallows the following lines cannot be opened. Bad lines divide a file into
-    chunks, and all rows are in memory, so ``.shuffle()`` without a ``window`` mixes best.
+    Convert larger files to Parquet. Types are inferred from the values. An empty field is a missing number, or a
+    missing class of a text target; in other text columns it is an empty string. A line with too few or too many fields
+    is a bad row. If such lines are at least as many as the others, or more than 100,000, all files are refused, because
+    the delimiter or the header is wrong. A file in which the quote of a bad line swallows the following lines cannot be
+    opened. Bad lines divide a file into chunks, and all rows are in memory, so ``.shuffle()`` without a ``window``
+    mixes best.
 
     Args:
         paths: As for ``parquet``.

@@ -194,8 +194,8 @@ def _parse_form(name: str, kind: str, form: Any) -> tuple[tuple[int, ...] | None
     """Returns the shape of a sample and the type of the numbers in its byte string from a value of ``features=``.
 
     Raises:
-        ConfigurationError: The form is neither a shape nor (type, shape), or it gives a type for a feature that holds no byte
-            strings.
+        ConfigurationError: The form is neither a shape nor (type, shape), or it gives a type for a feature that holds
+            no byte strings.
     """
     raw = None
     if isinstance(form, tuple) and len(form) == 2 and isinstance(form[0], torch.dtype):

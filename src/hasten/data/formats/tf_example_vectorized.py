@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import torch
@@ -36,7 +36,7 @@ LONG_PIECE = 256  # bytes; longer pieces (mean length) are copied one by one, sh
 LARGE_PIECE = 1 << 16  # bytes; the same limit for pieces that all have the same length
 
 
-class MalformedExample(ValueError):
+class MalformedExampleError(ValueError):
     """A message cannot be read.
 
     Attributes:
@@ -63,8 +63,8 @@ def parse_examples(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarr
         lists of bytes for byte strings.
 
     Raises:
-        MalformedExample: A message is damaged, lacks a feature, or holds another number of values than the feature's
-            shape.
+        MalformedExampleError: A message is damaged, lacks a feature, or holds another number of values than the
+            feature's shape.
     """
     first, last, readable = _locate_values(data, starts, ends, features)
     if not readable.all():
@@ -74,7 +74,7 @@ def parse_examples(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarr
         position, index = numpy.unravel_index(readable.argmin(), readable.shape)
         feature = features[position]
         why = f"feature {feature.name!r} does not hold {feature.kind} values as in the other records"
-        raise MalformedExample(index, why)
+        raise MalformedExampleError(index, why)
     columns = {}
     for kind, decode in DECODERS.items():
         of_kind = [position for position, feature in enumerate(features) if feature.kind == kind]
@@ -82,9 +82,11 @@ def parse_examples(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarr
             continue
         try:
             values, counts = decode(data, first[of_kind].ravel(), last[of_kind].ravel())
-        except MalformedExample as error:
+        except MalformedExampleError as error:
             position, index = divmod(error.index, len(starts))
-            raise MalformedExample(index, f"feature {features[of_kind[position]].name!r}: {error.reason}") from None
+            raise MalformedExampleError(
+                index, f"feature {features[of_kind[position]].name!r}: {error.reason}"
+            ) from None
         counts = counts.reshape(len(of_kind), -1)
         offsets = _offsets(counts.sum(axis=1)).tolist()
         for position, count, begin, end in zip(of_kind, counts, offsets, offsets[1:], strict=False):
@@ -99,7 +101,7 @@ def _normalize(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray, 
         try:
             messages[index] = normalize_example(messages[index])
         except ValueError as error:
-            raise MalformedExample(index, f"it is not a tf.train.Example: {error}") from None
+            raise MalformedExampleError(index, f"it is not a tf.train.Example: {error}") from None
     offsets = _offsets([len(message) for message in messages])
     return numpy.frombuffer(b"".join(messages), numpy.uint8), offsets[:-1], offsets[1:]
 
@@ -157,7 +159,7 @@ def _locate_features(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.nda
             remaining = valid & (at < stop)
         if not remaining.all():
             rows, at, stop = rows[remaining], at[remaining], stop[remaining]
-    return *found, usual
+    return found[0], found[1], usual
 
 
 def _read_equal_keys(
@@ -223,7 +225,7 @@ def _decode_floats(
 ) -> tuple[torch.Tensor, numpy.ndarray]:
     """Returns the values, float32, and how many each piece holds."""
     if (broken := (ends - starts) % 4 > 0).any():
-        raise MalformedExample(broken.argmax(), "a list of floats is truncated")
+        raise MalformedExampleError(broken.argmax(), "a list of floats is truncated")
     return torch.from_numpy(_concatenate(data, starts, ends).view("<f4")), (ends - starts) // 4
 
 
@@ -237,14 +239,14 @@ def _decode_integers(
     counts = numpy.diff(numpy.searchsorted(last_bytes, offsets))
     filled = numpy.flatnonzero(ends > starts)
     if (endless := payload[offsets[filled + 1] - 1] > 0x7F).any():
-        raise MalformedExample(filled[endless.argmax()], "a number has no end")
+        raise MalformedExampleError(filled[endless.argmax()], "a number has no end")
     if len(last_bytes) == len(payload):
         return torch.from_numpy(payload.astype(numpy.int64)), counts
     first_bytes = numpy.concatenate([[0], last_bytes[:-1] + 1])
     lengths = last_bytes - first_bytes + 1
     if lengths.max() > MAX_INT64_BYTES:
         index = numpy.searchsorted(offsets, first_bytes[lengths.argmax()], "right") - 1
-        raise MalformedExample(index, "a number is longer than 64 bits")
+        raise MalformedExampleError(index, "a number is longer than 64 bits")
     return torch.from_numpy(_read_varints(payload, first_bytes, MAX_INT64_BYTES)[0]), counts
 
 
@@ -258,7 +260,7 @@ def _decode_strings(
         first, last, valid = _read_field(data, at, FIELD_1)
         valid &= last <= ends[pieces]
         if not valid.all():
-            raise MalformedExample(pieces[valid.argmin()], "a byte string is damaged")
+            raise MalformedExampleError(pieces[valid.argmin()], "a byte string is damaged")
         owners.append(pieces)
         bounds.append(numpy.stack([first, last], axis=1))
         remaining = last < ends[pieces]
@@ -273,13 +275,13 @@ DECODERS = {"bytes": _decode_strings, "float": _decode_floats, "int64": _decode_
 # ---- columns
 
 
-def _column(data: numpy.ndarray, values: torch.Tensor | numpy.ndarray, counts: numpy.ndarray, feature: Feature):
-    """Shapes the values of one feature, given sample after sample, into a column."""
+def _column(data: numpy.ndarray, values: Any, counts: numpy.ndarray, feature: Feature) -> torch.Tensor | list:
+    """Shapes the values of one feature, which are in the order of the samples, into a column."""
     if feature.kind == "bytes" and feature.raw is None:
-        view = memoryview(data)
+        view = memoryview(cast(Any, data))
         values = [bytes(view[start:end]) for start, end in values.tolist()]
     elif feature.kind == "bytes":
-        values, counts = _decode_raw(data, values, counts, feature)
+        values, counts = _decode_raw(data, values, counts, feature.name, cast(torch.dtype, feature.raw))
     if feature.shape is not None:
         _check_counts(counts, math.prod(feature.shape), feature.name, "values")
         if isinstance(values, torch.Tensor):
@@ -292,16 +294,16 @@ def _column(data: numpy.ndarray, values: torch.Tensor | numpy.ndarray, counts: n
 
 
 def _decode_raw(
-    data: numpy.ndarray, bounds: numpy.ndarray, counts: numpy.ndarray, feature: Feature
+    data: numpy.ndarray, bounds: numpy.ndarray, counts: numpy.ndarray, name: str, dtype: torch.dtype
 ) -> tuple[torch.Tensor, numpy.ndarray]:
     """Returns the numbers in byte strings, one string a sample, and how many each sample holds."""
-    _check_counts(counts, 1, feature.name, "byte strings")
+    _check_counts(counts, 1, name, "byte strings")
     starts, ends = bounds.T
-    numbers, rest = numpy.divmod(ends - starts, feature.raw.itemsize)
+    numbers, rest = numpy.divmod(ends - starts, dtype.itemsize)
     if rest.any():
-        why = f"the bytes of feature {feature.name!r} are not a multiple of the size of {feature.raw}"
-        raise MalformedExample((rest > 0).argmax(), why)
-    return torch.from_numpy(_concatenate(data, starts, ends)).view(feature.raw), numbers
+        why = f"the bytes of feature {name!r} are not a multiple of the size of {dtype}"
+        raise MalformedExampleError((rest > 0).argmax(), why)
+    return torch.from_numpy(_concatenate(data, starts, ends)).view(dtype), numbers
 
 
 def _check_counts(counts: numpy.ndarray, expected: int, name: str, what: str) -> None:
@@ -309,7 +311,7 @@ def _check_counts(counts: numpy.ndarray, expected: int, name: str, what: str) ->
         index = wrong.argmax()
         hint = f"; features={{{name!r}: None}} reads lists of unequal length" if what == "values" else ""
         why = f"feature {name!r} has {counts[index]} {what}, not {expected} as in the other records{hint}"
-        raise MalformedExample(index, why)
+        raise MalformedExampleError(index, why)
 
 
 def _concatenate(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray) -> numpy.ndarray:
@@ -323,7 +325,7 @@ def _concatenate(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray
         positions = numpy.arange(size) + numpy.repeat(starts - offsets[:-1], lengths)
         return data.take(positions, mode="clip")  # "clip" skips a check
     flat = acquire((size,), torch.uint8).numpy()
-    target, source = memoryview(flat), memoryview(data)
+    target, source = memoryview(cast(Any, flat)), memoryview(cast(Any, data))
     for (first, last), start, end in zip(pairwise(offsets.tolist()), starts.tolist(), ends.tolist(), strict=True):
         target[first:last] = source[start:end]
     return flat

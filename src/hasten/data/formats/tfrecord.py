@@ -22,7 +22,7 @@ from hasten.core.errors import ConfigurationError, suggest
 from hasten.data.formats import argument_checks
 from hasten.data.formats.crc32c import crc32c, crc32c_of_rows, masked
 from hasten.data.formats.tf_example import infer_features, summarize_example
-from hasten.data.formats.tf_example_vectorized import MalformedExample, parse_examples
+from hasten.data.formats.tf_example_vectorized import MalformedExampleError, parse_examples
 from hasten.data.io.index_cache import Tell, load_or_build_index, once
 from hasten.data.io.metadata_cache import Found
 from hasten.data.io.paths import FileMissingError, check_unchanged, is_lost, is_remote, mapped_bytes, resolve_paths
@@ -97,7 +97,7 @@ class Examples(Source):
         data, starts, ends = self.raw(rows)
         try:
             columns = parse_examples(data, starts, ends, self.features)
-        except MalformedExample as error:
+        except MalformedExampleError as error:
             row = int(rows[error.index])
             raise BadRow(row, self.records.where(row), error.reason) from None
         if self.target is None:

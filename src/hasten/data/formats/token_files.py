@@ -1,9 +1,9 @@
 """Token files: windows of text for language models, read from memory-mapped files.
 
-``.bin`` files hold bare integers, as nanoGPT writes them (https://github.com/karpathy/nanoGPT, ``data/*/prepare.py``), or
-begin with the header of llm.c (https://github.com/karpathy/llm.c, ``dev/data/data_common.py``), which is recognized by
-its first integer and skipped. ``.npy`` files contain their own dtype. Bare integers cannot be recognized, so a file with
-another suffix, or with the first bytes of another format, is read only if ``dtype`` is given.
+``.bin`` files hold bare integers, as nanoGPT writes them (https://github.com/karpathy/nanoGPT, ``data/*/prepare.py``),
+or begin with the header of llm.c (https://github.com/karpathy/llm.c, ``dev/data/data_common.py``), which is recognized
+by its first integer and skipped. ``.npy`` files contain their own dtype. Bare integers cannot be recognized, so a file
+with another suffix, or with the first bytes of another format, is read only if ``dtype`` is given.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _open_bare(file: str, dtype: numpy.dtype | None) -> numpy.ndarray:
         dtype, offset = HEADER_DTYPES[first], HEADER_BYTES
     elif dtype is None:
         _check_format(file, begin)
-        dtype = DEFAULT_DTYPE
+    dtype = DEFAULT_DTYPE if dtype is None else dtype
     if (size - offset) % dtype.itemsize:
         why = f"{file} has {size} bytes, which is no multiple of the {dtype.itemsize} bytes of {dtype}"
         raise ConfigurationError(f"{why}; pass its dtype: tokens(dtype=)")

@@ -1,7 +1,8 @@
-"""Tar shards in the WebDataset layout: files whose names agree up to the first dot are one sample (``0017.jpg``, ``0017.cls``).
+"""Tar shards in the WebDataset layout.
 
-The headers of a shard are read once; then every sample is read by its position, in any order. Nothing is unpacked to
-disk. Layout: https://github.com/webdataset/webdataset; tar headers: ``tar_headers.py``.
+Files whose names agree up to the first dot are one sample (``0017.jpg``, ``0017.cls``). The headers of a shard are read
+once; then every sample is read by its position, in any order. Nothing is unpacked to disk.
+Layout: https://github.com/webdataset/webdataset; tar headers: ``tar_headers.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from hasten.core.errors import ConfigurationError, format_error, suggest
 from hasten.data.buffer_pool import acquire
 from hasten.data.formats import argument_checks
 from hasten.data.formats.decoding import PIXELS, decode_images, decoder_fingerprint, size_of
-from hasten.data.formats.tar_headers import Damaged, members
+from hasten.data.formats.tar_headers import DamagedTarError, members
 from hasten.data.io.index_cache import Tell, load_or_build_index, once
 from hasten.data.io.metadata_cache import Found
 from hasten.data.io.paths import FileMissingError, is_lost, resolve_paths
@@ -251,7 +252,7 @@ def _samples(signature: list, tell: Tell) -> Iterator[tuple[str, dict[str, tuple
                 why = f"{path} has two files {name}"
                 raise ConfigurationError(f"{why}; the files of a sample must be adjacent and have different extensions")
             current, parts[extension] = key, (begin, end)
-    except Damaged as error:
+    except DamagedTarError as error:
         raise FileMissingError(f"{path} {error}") from None
     if current is not None and parts:
         yield current, parts
