@@ -1,5 +1,6 @@
 """prefetch("auto"): the same batches through any change of crew, few workers for a fast source, enough for a slow one, and its cache."""
 
+import dataclasses
 import itertools
 import math
 import random
@@ -50,14 +51,14 @@ class Restless(LoaderAutotuner):
 @pytest.fixture
 def at_once(monkeypatch):
     """One batch makes a look, however short."""
-    for name, value in {"LEAST_BATCHES": 1, "LEAST_SECONDS": 0.0, "ROUNDS": 0, "UNSETTLED": 0}.items():
+    for name, value in {"MIN_BATCHES": 1, "MIN_SECONDS": 0.0, "BATCHES_PER_WORKER": 0, "WARMUP_BATCHES": 0}.items():
         monkeypatch.setattr(loader_stats, name, value)
 
 
 def restless(pipeline):
     """The pipeline, whose crew changes every few batches, and the crews that were seen."""
     autotuner = Restless(cores=3, memory_budget=lambda: math.inf)
-    return pipeline._with(runner=AutotunedRunner(autotuner, timeout=60.0))
+    return dataclasses.replace(pipeline, runner=AutotunedRunner(autotuner, timeout=60.0))
 
 
 def nothing_left(before: list[threading.Thread]) -> bool:
@@ -187,7 +188,7 @@ def test_threads_are_tried_where_nothing_is_the_users_own():
                 seen.update(choices.kinds)
                 return enter(WorkerConfig(), 0)
 
-        list(pipeline._with(runner=AutotunedRunner(Noting(cores=2, memory_budget=lambda: math.inf))))
+        list(dataclasses.replace(pipeline, runner=AutotunedRunner(Noting(cores=2, memory_budget=lambda: math.inf))))
         return seen
 
     numbers = arrays(torch.arange(32.0))

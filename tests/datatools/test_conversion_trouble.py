@@ -98,7 +98,7 @@ def test_damage_while_writing_is_noticed(tmp_path, monkeypatch):
             again.seek(size // 4)
             again.write(bytes([byte ^ 1]))
 
-    monkeypatch.setattr(writers, "synced", damaged)
+    monkeypatch.setattr(writers, "fsync", damaged)
     with pytest.raises(RunError, match=r"part 0 of .* differs from what was written"):
         convert(write_table(tmp_path / "in"), tmp_path / "out", to="feather")
     assert [name for name in os.listdir(tmp_path / "out") if not name.endswith(".part")] == ["conversion.json"]
