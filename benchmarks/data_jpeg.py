@@ -268,15 +268,14 @@ def main() -> int:
     best = best_of(taken, of_spdl)
     decoding, stored = over(taken, OURS, usual), over(taken, RESTORED, usual)
     against = over(taken, OURS, best)
-    say(
-        f"\nover {PILLOW}: {words(over(taken, OURS, PILLOW))}; over {SAME_DECODER}: {words(over(taken, OURS, SAME_DECODER))}"
-    )
+    ratios = (f"over {name}: {words(over(taken, OURS, name))}" for name in (PILLOW, SAME_DECODER))
+    say("\n" + "; ".join(ratios))
     say(f"re-stored, over {usual}: {words(stored)}; decoding, over the best of spdl ({best}): {words(against)}")
     bound = interval(taken[BOUND]).median if BOUND in taken else float("nan")
     return finish(
         options,
-        f"{DECODING}x DataLoader with the same decoder, {STORED}x after re-storing, at least SPDL; it is {words(decoding)}, {words(stored)}, "
-        f"{words(against)} (bound of decoding: {bound:,.0f} photos/s)",
+        f"{DECODING}x DataLoader with the same decoder, {STORED}x after re-storing, at least SPDL; "
+        f"measured {words(decoding)}, {words(stored)}, {words(against)} (bound of decoding: {bound:,.0f} photos/s)",
         None if against is None else decoding.median >= DECODING and stored.median >= STORED and against.median >= 1,
         {"rates": taken, "missing": missing, "versions": versions(), "over Pillow": over(taken, OURS, PILLOW)},
     )

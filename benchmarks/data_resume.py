@@ -210,7 +210,8 @@ def main() -> int:
     bound = interval(seconds for seconds, _ in taken[BOUND]).median
     return finish(
         options,
-        f"below {FIGURE} s to a batch of {options.samples:,} samples, exact; the slowest took {slowest:.3f} s, all exact: {exact} (bound: {bound:.3f})",
+        f"below {FIGURE} s to a batch of {options.samples:,} samples, exact; "
+        f"the slowest took {slowest:.3f} s, all exact: {exact} (bound: {bound:.3f})",
         exact and slowest < FIGURE,
         {"taken": taken, "places": places, "missing": missing, "versions": versions()},
     )

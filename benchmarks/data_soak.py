@@ -69,8 +69,10 @@ def digest(batches: Iterable) -> str:
 
 
 class Deaths(threading.Thread):
-    """Kills one of our worker processes now and then; not soon one that came after a death and may have taken the dead one's place, for
-    a batch at which two die is given up, as it should be."""
+    """Kills one of the worker processes now and then.
+
+    The replacement of a killed process is spared for a while, because a batch at which two processes die is an error.
+    """
 
     def __init__(self, seed: int):
         super().__init__(daemon=True)
@@ -192,7 +194,8 @@ def soak(options) -> int:
                 if time.monotonic() - told > 10:
                     told = time.monotonic()
                     tell(
-                        f"{passed:.0f} s: {len(epochs)} epochs, {deaths.count} deaths, {wrong} wrong, {memory / 1e6:.0f} MB"
+                        f"{passed:.0f} s: {len(epochs)} epochs, {deaths.count} deaths, {wrong} wrong, "
+                        f"{memory / 1e6:.0f} MB"
                     )
         finally:
             deaths.over.set()
@@ -219,8 +222,8 @@ def soak(options) -> int:
     reached = noticed > 0 and not wrong and flat and not any(leftovers.values())
     return finish(
         options,
-        f"{seconds / 60:.3g} minutes of dying workers: exact, memory flat within {FIGURE:.0%}, nothing left; {wrong} of {len(epochs)} epochs wrong "
-        f"after {deaths.count} deaths, memory {_words(growth)[2]}, left {sum(leftovers.values())}",
+        f"{seconds / 60:.3g} minutes of dying workers: exact, memory flat within {FIGURE:.0%}, nothing left; "
+        f"{wrong} of {len(epochs)} epochs wrong after {deaths.count} deaths, memory {_words(growth)[2]}, left {sum(leftovers.values())}",
         None if growth is None else reached,
         {
             "epochs": epochs,
