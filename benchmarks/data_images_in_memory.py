@@ -290,7 +290,8 @@ def main() -> int:
     return finish(
         options,
         f"{FIGURE:,} images/s on one core, {TIMES}x a per-sample DataLoader, the best of the others; "
-        f"measured {ours:,.0f}, {words(over_samples)}, {words(over_best)} (bound: {interval(taken[BOUND]).median:,.0f})",
+        f"measured {ours:,.0f}, {words(over_samples)}, {words(over_best)} "
+        f"(bound: {interval(taken[BOUND]).median:,.0f})",
         reached if others else None,
         {"rates": taken, "missing": missing, "versions": versions()},
     )

@@ -223,7 +223,8 @@ def soak(options) -> int:
     return finish(
         options,
         f"{seconds / 60:.3g} minutes of dying workers: exact, memory flat within {FIGURE:.0%}, nothing left; "
-        f"{wrong} of {len(epochs)} epochs wrong after {deaths.count} deaths, memory {_words(growth)[2]}, left {sum(leftovers.values())}",
+        f"{wrong} of {len(epochs)} epochs wrong after {deaths.count} deaths, "
+        f"memory {_words(growth)[2]}, left {sum(leftovers.values())}",
         None if growth is None else reached,
         {
             "epochs": epochs,

@@ -193,7 +193,8 @@ def main() -> int:
     return finish(
         options,
         f"{FIRST}x {USUAL} on the first pass, {CACHED}x from the cache, at least tf.data and datasets; "
-        f"measured {words(ratios[0])} and {words(ratios[1])} (bound from the cache: {interval(cached[BOUND]).median:,.0f} rows/s)",
+        f"measured {words(ratios[0])} and {words(ratios[1])} "
+        f"(bound from the cache: {interval(cached[BOUND]).median:,.0f} rows/s)",
         reached if any(peers.values()) else None,
         {"first": first, "cached": cached, "missing": missing, "against": peers, "versions": versions()},
     )
