@@ -40,18 +40,18 @@ def rows(pipeline):
 
 def test_one_too_many_is_a_failure_that_counts():
     pipeline = Pipeline(Bad([3, 20, 40])).skip_bad_rows(2).batch(10)
-    with pytest.raises(RunError, match=r"row 40 .*bad row number 3, and 2 may be left out"):
+    with pytest.raises(RunError, match=r"row 40 .*bad row number 3, and max_rows=2 may be skipped"):
         rows(pipeline)
     assert sorted(pipeline.faults.found) == [3, 20, 40]
 
 
 def test_too_many_in_one_batch_too():
-    with pytest.raises(RunError, match="bad row number 3, and 2 may be left out"):
+    with pytest.raises(RunError, match="bad row number 3, and max_rows=2 may be skipped"):
         rows(Pipeline(Bad([1, 2, 3])).skip_bad_rows(2).batch(10))
 
 
 def test_a_batch_of_bad_rows_only_is_a_failure():
-    with pytest.raises(RunError, match="nothing is left of batch 1 of the pass"):
+    with pytest.raises(RunError, match="batch 1 of the epoch has no good row"):
         rows(Pipeline(Bad([2, 3], rows=6)).skip_bad_rows(2).batch(2))
 
 
@@ -70,13 +70,13 @@ def test_rows_that_are_known_as_bad_are_not_met_again():
     assert rows(pipeline) == first and asked == [8, 10, 9, 10]
     known = Pipeline(Bad([2, 3], rows=6)).skip_bad_rows(2).batch(3)
     assert rows(known) == [0, 1, 4, 5]
-    with pytest.raises(RunError, match=r"nothing is left of batch 1 of the pass.* row 2 "):
+    with pytest.raises(RunError, match=r"batch 1 of the epoch has no good row.* row 2 "):
         rows(known.batch(2))
 
 
 def test_the_advice_is_what_there_is():
     with pytest.raises(
-        RunError, match=r": .skip_bad\(10\) in the pipeline, or --max-bad-rows 10 with hasten train and hasten data$"
+        RunError, match=r": .skip_bad_rows\(max_rows=10\) in the pipeline, or --max-bad-rows 10 with hasten train and hasten data$"
     ):
         rows(Pipeline(Bad([3])).batch(10))
 

@@ -67,7 +67,7 @@ def test_a_line_of_csv_with_other_fields_is_a_bad_row(tmp_path, form):
 
 def test_a_bad_line_of_csv_that_is_no_text_is_told_in_one_line(tmp_path, capfd):
     (tmp_path / "t.csv").write_bytes("n,word\n1,a\n2,b\n3,é,é\n".encode("latin-1"))
-    with pytest.raises(ConfigurationError, match=r"t\.csv is no whole CSV file: .*UTF-8\?$"):
+    with pytest.raises(ConfigurationError, match=r"t\.csv is not a complete CSV file: .*UTF-8\?$"):
         csv(tmp_path / "t.csv")
     assert capfd.readouterr() == ("", "")
 
@@ -75,7 +75,7 @@ def test_a_bad_line_of_csv_that_is_no_text_is_told_in_one_line(tmp_path, capfd):
 def test_a_bad_line_of_csv_is_named_before_anything_is_read(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text("n,label\n" + "1,0\n" * 100 + "1\n" + "1,0\n" * 100)
-    told = r"row 100 \(.*t\.csv\): row 100 of the file, '1', has 1 field, not 2; mend it, or let some be left out"
+    told = r"row 100 \(.*t\.csv\): row 100 of the file, '1', has 1 field, not 2; repair it, or allow bad rows to be skipped"
     with pytest.raises(RunError, match=told):
         next(iter(csv(path, target="label").batch(10)))
     with pytest.raises(RunError, match=told):
@@ -83,7 +83,7 @@ def test_a_bad_line_of_csv_is_named_before_anything_is_read(tmp_path):
     assert sum(len(y) for _, y in csv(path, target="label").skip_bad_rows(1).cache().batch(10)) == 200
     (tmp_path / "u.csv").write_text(path.read_text())
     with pytest.raises(
-        RunError, match=r"row 301 \(.*u\.csv\): row 100 of the file, .*; it is bad row number 2, and 1 may be left out"
+        RunError, match=r"row 301 \(.*u\.csv\): row 100 of the file, .*; it is bad row number 2, and max_rows=1 may be skipped"
     ):
         next(iter(csv(tmp_path, target="label").skip_bad_rows(1).batch(10)))
 
@@ -93,7 +93,7 @@ def test_a_quote_that_is_never_closed_makes_no_single_bad_row(tmp_path):
     (tmp_path / "t.csv").write_text("n,word,x\n" + "1,a,2\n" * 4 + '5,"Tom\n' + "6,b,7\n" * 100)
     with pytest.raises(
         ConfigurationError,
-        match=r"t\.csv is no whole CSV file: .*row 4 of the file, .* opens a quote that is never closed; ",
+        match=r"t\.csv is not a complete CSV file: .*row 4 of the file, .* opens a quote that is never closed; ",
     ):
         csv(tmp_path / "t.csv")
 

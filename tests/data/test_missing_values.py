@@ -76,19 +76,19 @@ def test_what_is_missing_within_lists_and_structs_is_filled_by_the_name_of_its_c
 @pytest.mark.parametrize(
     ("name", "fill", "told"),
     [
-        ("whole", 0.5, r"column 'whole' is of type int32, which 0\.5 cannot fill: .*no whole number"),
+        ("whole", 0.5, r"column 'whole' is of type int32, which 0\.5 cannot fill: .*not an integer"),
         ("whole", float("nan"), "which nan cannot fill"),
         ("whole", float("inf"), "which inf cannot fill"),
         ("whole", 2**40, "which 1099511627776 cannot fill"),
-        ("whole", {"whole": "0"}, r"which '0' cannot fill: .*no number"),
+        ("whole", {"whole": "0"}, r"which '0' cannot fill: .*not a number"),
         ("tiny", -1, "which -1 cannot fill"),
         ("price", 0.125, r"which 0\.125 cannot fill"),
         ("price", True, "which True cannot fill"),
         ("price", Fraction(1, 3), "cannot fill"),
-        ("row", 0, r"column 'row' lacks 1 of its 3 lists in .*which nothing can fill; leave the column out"),
-        ("rows", {"rows": 0}, r"column 'rows' lacks 1 of its 3 lists in .*which nothing can fill"),
-        ("point", 0, r"column 'point' lacks 1 of its 3 structs in .*which nothing can fill"),
-        ("yes", 2, "which 2 cannot fill: .*no yes or no"),
+        ("row", 0, r"column 'row' lacks 1 of its 3 lists in .*which no value can fill; leave the column out"),
+        ("rows", {"rows": 0}, r"column 'rows' lacks 1 of its 3 lists in .*which no value can fill"),
+        ("point", 0, r"column 'point' lacks 1 of its 3 structs in .*which no value can fill"),
+        ("yes", 2, "which 2 cannot fill: .*neither true nor false"),
         ("word", {"word": 3}, "which 3 cannot fill"),
         ("some", 0.5, r"which 0\.5 cannot fill"),
         ("word", 0, r"column 'word' lacks 1 of its 3 values .*fill=\{'word': \.\.\.\}"),
@@ -96,7 +96,7 @@ def test_what_is_missing_within_lists_and_structs_is_filled_by_the_name_of_its_c
         (
             "inner",
             {"inner.tag": "b"},
-            r"column 'inner\.x' lacks 1 .*say what stands for them: fill=\{'inner\.x': \.\.\.\}",
+            r"column 'inner\.x' lacks 1 .*pass a value for them: fill=\{'inner\.x': \.\.\.\}",
         ),
     ],
 )
@@ -109,10 +109,10 @@ def test_a_value_that_would_become_another_is_refused(tmp_path, name, fill, told
 @pytest.mark.parametrize(
     ("fill", "told"),
     [
-        ({"worth": ""}, r"fill= names a column 'worth' that is not there \(did you mean word\?\)"),
-        ({"inner.y": 0}, r"'inner\.y' that is not there \(did you mean inner\.x"),
-        ({3: 0}, "names a column 3 that is not there"),
-        ("0", "fill= is a number, or {column: value}, not '0'"),
+        ({"worth": ""}, r"fill= names a column 'worth' that does not exist \(did you mean word\?\)"),
+        ({"inner.y": 0}, r"'inner\.y' that does not exist \(did you mean inner\.x"),
+        ({3: 0}, "names a column 3 that does not exist"),
+        ("0", "fill= must be a number, or {column: value}, not '0'"),
         ([0], r"not \[0\]"),
     ],
 )
@@ -222,7 +222,7 @@ def labelled(folder, text="x,kind\n1,b\n2,\n3,a\n"):
 def test_an_empty_label_of_a_csv_is_missing(tmp_path):
     with pytest.raises(
         ConfigurationError,
-        match=r"column 'kind' lacks 1 of its 3 values in .*t\.csv; say what stands for them: fill={'kind': \.\.\.}",
+        match=r"column 'kind' lacks 1 of its 3 values in .*t\.csv; pass a value for them: fill={'kind': \.\.\.}",
     ):
         csv(labelled(tmp_path), target="kind").source.read(ROWS)
     named = csv(labelled(tmp_path), target="kind", fill={"kind": "c"}).source
@@ -248,13 +248,13 @@ def test_an_empty_text_in_parquet_was_written_on_purpose(tmp_path):
 @pytest.mark.parametrize(
     ("classes", "told"),
     [
-        ("ba", r"classes= wants a list of names, as in classes=\['ba'\]"),
-        (["a", "b", "a"], "classes= names 'a' twice"),
-        ([], "classes= names nothing"),
-        ({"a", "b"}, "classes= wants a list of names, not {"),
-        ({"b": 1, "a": 0}, "classes= wants a list of names, not {'b': 1"),
-        ([1, 2], "classes= wants a list of names, and 1 is none"),
-        (3, "classes= wants a list of names, not 3"),
+        ("ba", r"classes= must be a list of names, as in classes=\['ba'\]"),
+        (["a", "b", "a"], "classes= contains 'a' twice"),
+        ([], "classes= is empty"),
+        ({"a", "b"}, "classes= must be a list of names, not {"),
+        ({"b": 1, "a": 0}, "classes= must be a list of names, not {'b': 1"),
+        ([1, 2], "classes= must be a list of names; 1 is none"),
+        (3, "classes= must be a list of names, not 3"),
     ],
 )
 def test_classes_are_words_in_order(tmp_path, classes, told):
@@ -283,17 +283,17 @@ def test_a_row_may_be_longer_than_a_block(tmp_path):
 @pytest.mark.parametrize(
     ("content", "settings", "told"),
     [
-        ("a,b\n1,2\n".encode("utf-16"), {}, r"t\.csv is no whole CSV file"),
-        ("é,b\n1,2\n".encode("latin-1"), {}, r"t\.csv is no whole CSV file: .*UTF-8\?"),
+        ("a,b\n1,2\n".encode("utf-16"), {}, r"t\.csv is not a complete CSV file"),
+        ("é,b\n1,2\n".encode("latin-1"), {}, r"t\.csv is not a complete CSV file: .*UTF-8\?"),
         (b"a,b\n1,2\n", {"header": ["p", "q", "r"]}, "row 0 of the file, 'a,b', has 2 fields, not 3"),
-        (b"a,b\n1,2\n", {"header": ["p", "p"]}, "names 'p' twice"),
+        (b"a,b\n1,2\n", {"header": ["p", "p"]}, "contains 'p' twice"),
         (b"a,a\n1,2\n", {}, "two columns named 'a'"),
-        (b"a,b\n1,2\n", {"header": "pq"}, r"wants a list of names, as in csv\(header=\)\['pq'\]"),
-        (b"a,b\n1,2\n", {"header": []}, "names nothing"),
-        (b"a,b\n1,2\n", {"header": [1, 2]}, "and 1 is none"),
+        (b"a,b\n1,2\n", {"header": "pq"}, r"must be a list of names, as in csv\(header=\)\['pq'\]"),
+        (b"a,b\n1,2\n", {"header": []}, "is empty"),
+        (b"a,b\n1,2\n", {"header": [1, 2]}, "; 1 is none"),
         (b"a,b\n1,2\n", {"header": 2}, "not 2"),
         *(
-            (b"a,b\n1,2\n", {"delimiter": each}, r"csv\(delimiter=\) is one character")
+            (b"a,b\n1,2\n", {"delimiter": each}, r"csv\(delimiter=\) must be one character")
             for each in ("::", "", "\n", '"', "é", 5, ["x"])
         ),
     ],

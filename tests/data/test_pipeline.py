@@ -95,7 +95,7 @@ def test_what_is_drawn_from_the_generators_of_a_process_is_refused_in_threads(dr
         Pipeline(Noisy([])).batch(BATCH) if draws is Noisy else arrays(torch.arange(ROWS)).batch(BATCH).map(draws)
     )
     state = torch.get_rng_state(), random.getstate(), str(numpy.random.get_state())
-    told = rf"{draws.__name__} draws from the generators .* a parameter chance .*, or say \.prefetch\(processes=1\)"
+    told = rf"{draws.__name__} draws from the global generators .* a parameter named rng, or use \.prefetch\(processes=1\)"
     for _ in range(2):
         with pytest.raises(ConfigurationError, match=told):
             next(iter(pipeline.prefetch(**way)))
@@ -165,7 +165,7 @@ def test_what_a_row_draws_is_the_same_where_others_are_bad():
 
 def test_a_last_batch_that_has_no_row_for_some_rank_is_refused():
     pipeline = arrays(torch.arange(17)).batch(8).shard(2, 0)
-    with pytest.raises(ConfigurationError, match="2 ranks cannot share a batch of 1 rows"):
+    with pytest.raises(ConfigurationError, match="a batch of 1 rows cannot be divided into 2 shards"):
         list(pipeline)
     assert len(list(arrays(torch.arange(17)).batch(8, drop_last=True).shard(2, 0))) == 2
 
@@ -213,7 +213,7 @@ def test_a_place_holds_in_every_batch_size_in_which_a_batch_begins_there():
     assert pipeline.state_dict() == {"seed": 5, "epoch": 0, "position": 32}
     for size in (1, 8, 32):
         assert rows(size, pipeline.state_dict())[1] == order[32:]
-    with pytest.raises(ConfigurationError, match="no batch of 10 rows begins at row 32 of a pass"):
+    with pytest.raises(ConfigurationError, match="no batch of 10 rows begins at row 32 of an epoch"):
         rows(10, pipeline.state_dict())
     pipeline.set_epoch(0)
     list(itertools.islice(pipeline, len(pipeline)))
@@ -321,11 +321,11 @@ def test_a_place_of_another_order_is_refused():
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        (lambda p: p.batch(0), "batch.size. must be a whole number of at least 1"),
+        (lambda p: p.batch(0), "batch.size. must be an integer of at least 1"),
         (lambda p: p.batch(2.5), "not 2.5"),
-        (lambda p: p.map(3), "wants a function, not a int"),
-        (lambda p: p.map(lambda image, label: image), "this one wants image, label; take a tuple apart"),
-        (lambda p: p.load_state_dict(p.state_dict()), "does not know its batch size"),
+        (lambda p: p.map(3), "expects a function, not a int"),
+        (lambda p: p.map(lambda image, label: image), "this one requires image, label; unpack a tuple"),
+        (lambda p: p.load_state_dict(p.state_dict()), "has no batch size"),
         (lambda p: p.shuffle(window=0), "window"),
         (lambda p: p.prefetch(threads=1, processes=1), "not both"),
         (lambda p: p.prefetch(timeout=0), "seconds"),
@@ -337,41 +337,41 @@ def test_a_place_of_another_order_is_refused():
         (lambda p: p.shard(2, "a"), "shard.index. must be an integer"),
         (lambda p: p.shard(1.5, 0), "shard.num_shards. must be an integer"),
         (lambda p: p.shard(2, -1), "at least 0"),
-        (lambda p: p.to("gpu"), "no device 'gpu'; say cpu"),
-        (lambda p: p.to(3), "wants a device"),
-        (lambda p: p.to(None), "wants a device"),
+        (lambda p: p.to("gpu"), "unknown device 'gpu'; use cpu"),
+        (lambda p: p.to(3), "expects a device"),
+        (lambda p: p.to(None), "expects a device"),
         (lambda p: p.batch(4, collate=3), "collate"),
         (lambda p: p.batch(10**30), "at most"),
         (lambda p: p.cache(gigabytes="a"), "gigabytes"),
         (lambda p: p.batch(4).set_epoch(-1), "set_epoch.*at least 0"),
-        (lambda p: p.batch(4).set_epoch(1.5), "set_epoch.*whole number"),
-        (lambda p: p.batch(4).set_epoch(True), "set_epoch.*whole number"),
-        (lambda p: p.batch(4).set_epoch(None), "set_epoch.*whole number"),
-        (lambda p: p.batch(4).set_epoch(10**30), "set_epoch.*whole number"),
-        (lambda p: p.batch(4).load_state_dict(None), "a place is a dict"),
+        (lambda p: p.batch(4).set_epoch(1.5), "set_epoch.*integer"),
+        (lambda p: p.batch(4).set_epoch(True), "set_epoch.*integer"),
+        (lambda p: p.batch(4).set_epoch(None), "set_epoch.*integer"),
+        (lambda p: p.batch(4).set_epoch(10**30), "set_epoch.*integer"),
+        (lambda p: p.batch(4).load_state_dict(None), "a state is a dict"),
         (
             lambda p: p.batch(4).load_state_dict({"seed": 0, "epoch": "1", "position": 0}),
-            "epoch must be a whole number",
+            "epoch of the state must be an integer",
         ),
         (
             lambda p: p.batch(4).load_state_dict({"seed": 0, "epoch": True, "position": 0}),
-            "epoch must be a whole number",
+            "epoch of the state must be an integer",
         ),
         (
             lambda p: p.batch(4).load_state_dict({"seed": 0, "epoch": -1, "position": 0}),
-            "epoch must be a whole number of at least 0",
+            "epoch of the state must be an integer of at least 0",
         ),
         (
             lambda p: p.batch(4).load_state_dict({"seed": 0, "epoch": 0, "position": 1.0}),
-            "position must be a whole number",
+            "position of the state must be an integer",
         ),
-        (lambda p: p.batch(4).load_state_dict({"seed": 0, "epoch": 0, "position": 400}), "there are only 8 rows"),
+        (lambda p: p.batch(4).load_state_dict({"seed": 0, "epoch": 0, "position": 400}), "have only 8 rows"),
         (
             lambda p: p.batch(4).load_state_dict({"seed": None, "epoch": 0, "position": 0}),
-            "seed must be a whole number",
+            "seed of the state must be an integer",
         ),
-        (lambda p: p.skip_bad_rows(-1), "at_most"),
-        (lambda p: list(p), "does not know its batch size"),
+        (lambda p: p.skip_bad_rows(-1), "max_rows"),
+        (lambda p: list(p), "has no batch size"),
         (lambda p: p.batch(4).cache(), "before .batch"),
     ],
 )

@@ -58,7 +58,7 @@ def test_a_killed_run_lists_the_same(tmp_path, monkeypatch):
 
 
 def test_one_too_many_ends_the_run_and_is_listed(tmp_path):
-    with pytest.raises(RunError, match="bad row number 3, and 2 may be left out"):
+    with pytest.raises(RunError, match="bad row number 3, and max_rows=2 may be skipped"):
         hasten.train(named("here"), out=tmp_path / "run", device="cpu", max_bad_rows=2)
     assert [each["row"] for each in listed(tmp_path / "run")] == [3, 17, 40]
     with pytest.raises(ConfigurationError, match="another skip bad: 2 there, 4 here"):
@@ -67,7 +67,7 @@ def test_one_too_many_ends_the_run_and_is_listed(tmp_path):
 
 def test_without_it_the_first_one_ends_the_run(tmp_path):
     with pytest.raises(
-        RunError, match=r"no number; mend it, or let some be left out: .* --max-bad-rows 10 with hasten train"
+        RunError, match=r"no number; repair it, or allow bad rows to be skipped: .* --max-bad-rows 10 with hasten train"
     ):
         hasten.train(named("here"), out=tmp_path / "run", device="cpu")
     assert not (tmp_path / "run" / "skipped.jsonl").exists()

@@ -29,17 +29,17 @@ def bad_inputs(folder):
     write(numbers().set_column(0, "a", pa.array(["x"] * ROWS)), folder / "other.parquet", "parquet")
     write(nested(), folder / "nested.parquet", "parquet")
     return {
-        "a column that is not there": (
+        "a column that does not exist": (
             lambda: parquet(good, columns=["a", "lable"]),
             r"no column 'lable' \(did you mean label\?\)",
         ),
-        "a target that is not there": (lambda: parquet(good, target="lab"), r"no column 'lab' \(did you mean label"),
+        "a target that does not exist": (lambda: parquet(good, target="lab"), r"no column 'lab' \(did you mean label"),
         "classes of numbers": (
             lambda: parquet(good, target="label", classes=["a"]),
-            "classes= are the words of a target of text",
+            "classes= are the values of a text target",
         ),
-        "no room": (lambda: parquet(good, gigabytes=-1), "gigabytes= is a number of at least 0, not -1"),
-        "columns as one text": (lambda: parquet(good, columns="a"), r"wants a list of names, as in columns=\['a'\]"),
+        "no room": (lambda: parquet(good, gigabytes=-1), "gigabytes= must be a number of at least 0, not -1"),
+        "columns as one text": (lambda: parquet(good, columns="a"), r"must be a list of names, as in columns=\['a'\]"),
         "nothing but the target": (lambda: parquet(good, columns=["a"], target="a"), "no column of .* is left to read"),
         "a target that is a time": (
             lambda: parquet(folder / "nested.parquet", target="when"),
@@ -53,10 +53,10 @@ def bad_inputs(folder):
             lambda: parquet([good, folder / "other.parquet"]),
             r"column 'a' is of type float in .*good.*large_string in .*other",
         ),
-        "a footer cut off": (lambda: parquet(short), r"short\.parquet is no whole Parquet file"),
-        "a feather cut off": (lambda: feather(folder / "short.feather"), r"short\.feather is no whole Feather file"),
-        "one format for another": (lambda: feather(good), r"good\.parquet is no whole Feather file"),
-        "an empty file": (lambda: csv(folder / "empty.csv"), r"empty\.csv is no whole CSV file"),
+        "a footer cut off": (lambda: parquet(short), r"short\.parquet is not a complete Parquet file"),
+        "a feather cut off": (lambda: feather(folder / "short.feather"), r"short\.feather is not a complete Feather file"),
+        "one format for another": (lambda: feather(good), r"good\.parquet is not a complete Feather file"),
+        "an empty file": (lambda: csv(folder / "empty.csv"), r"empty\.csv is not a complete CSV file"),
         "a ragged file": (
             lambda: csv(folder / "ragged.csv"),
             r"ragged\.csv has no more good lines than bad ones: row 1 of the file, '3', has 1 field, not 2; ",
@@ -104,7 +104,7 @@ def test_a_file_that_cannot_be_opened_is_a_bad_row(tmp_path, form, gigabytes):
     assert [pipeline.faults.found[RUN + each].where for each in range(2)] == [
         str(tmp_path / f"{name}.{ending}") for name in "bc"
     ]
-    with pytest.raises(RunError, match=rf"c\.{ending}\): .*no whole .*; it is bad row number 2, and 1 may be left out"):
+    with pytest.raises(RunError, match=rf"c\.{ending}\): .*not a complete .*; it is bad row number 2, and max_rows=1 may be skipped"):
         next(iter(make(tmp_path, target="label", gigabytes=gigabytes).skip_bad_rows(1).batch(50)))
     with pytest.raises(
         RunError, match=rf"row {RUN} \(.*b\.{ending}\): cannot read .*b\.{ending}: No such file.*skip_bad"
@@ -160,7 +160,7 @@ def test_a_damaged_remote_table_is_a_bad_row():
     system.pipe_file("/damaged/b.parquet", content[:-20])
     pipeline = parquet("memory://damaged", target="label").skip_bad_rows(1).batch(RUN + 1)
     assert [n for x, _ in pipeline for n in x[:, 0].tolist()] == [*range(RUN)]
-    assert "b.parquet is no whole Parquet file" in pipeline.faults.found[RUN].why
+    assert "b.parquet is not a complete Parquet file" in pipeline.faults.found[RUN].why
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_a_target_of_text(tmp_path, gigabytes):
     chosen = parquet(path, target="label", classes=["eel", "dog", "cat"], gigabytes=gigabytes).source
     assert chosen.read(numpy.arange(4))[1].tolist() == [1, 2, 0, 1]
     with pytest.raises(
-        ConfigurationError, match=r"column 'label' holds 'dog' in .*, which is none of its classes: cat, eel"
+        ConfigurationError, match=r"column 'label' holds 'dog' in .*, which is not one of its classes: cat, eel"
     ):
         parquet(path, target="label", classes=["cat", "eel"], gigabytes=gigabytes).source.read(numpy.arange(4))
 
@@ -101,7 +101,7 @@ def test_whole_numbers_that_a_matrix_would_round_are_told_once(tmp_path, kind, g
     with pytest.warns(HastenWarning) as told:
         list(parquet(path, target="label", gigabytes=gigabytes).batch(100))
     (notice,) = (str(one.message) for one in told if "rounded" in str(one.message))
-    assert notice.startswith("column 'name' holds whole numbers as big as 16777217,") and "no target=" in notice
+    assert notice.startswith("column 'name' holds integers up to 16777217,") and "no target=" in notice
     with warnings.catch_warnings(action="error", category=HastenWarning):
         list(parquet(path, columns=["right"], target="label").batch(100))
         assert parquet(path).source.read(numpy.array([ROWS - 1]))["name"].tolist() == [16777217]
@@ -155,7 +155,7 @@ def test_missing_values(tmp_path, gigabytes):
     path = write(table, tmp_path / "t.parquet", "parquet")
     rows = numpy.arange(4)
     with pytest.raises(
-        ConfigurationError, match=r"column 'a' lacks 2 of its 4 values in .*t\.parquet, row group 0; fill them"
+        ConfigurationError, match=r"column 'a' lacks 2 of its 4 values in .*t\.parquet, row group 0; pass fill=0"
     ):
         parquet(path, columns=["a"], target="label", gigabytes=gigabytes).source.read(rows)
     x, _ = parquet(path, columns=["a"], target="label", fill=-1, gigabytes=gigabytes).source.read(rows)
@@ -185,7 +185,7 @@ def test_a_window_that_is_too_large_is_told(tmp_path):
     crowded = parquet(path, target="label", gigabytes=room).shuffle(0, window=4).batch(16)
     with pytest.warns(
         HastenWarning,
-        match=r"rows were decoded to give \d+: each row group is decoded again and again; use .shuffle\(window=\)",
+        match=r"rows were decoded to return \d+: every row group is decoded repeatedly; use .shuffle\(window=\)",
     ):
         wide = list(crowded)
     with warnings.catch_warnings(action="error", category=HastenWarning):
@@ -198,7 +198,7 @@ def test_a_column_of_text_that_makes_no_matrix_is_told_where_it_was_asked_for(tm
     path = tmp_path / "t.parquet"
     write(pa.table({"age": [1, 2], "name": ["a", "b"], "word": ["c", "d"], "y": [0, 1]}), path, "parquet")
     with pytest.warns(
-        HastenWarning, match=r"^columns= takes in 'name' beside numbers, so batches are \(dict of columns, target\)"
+        HastenWarning, match=r"^columns= contains 'name' besides numbers, so batches are \(dict of columns, target\)"
     ) as told:
         parquet(path, columns=["age", "name"], target="y")
     assert [each.filename for each in told if each.category is HastenWarning] == [__file__]

@@ -146,8 +146,8 @@ def test_a_file_that_is_cut_off_in_its_first_record_is_told(tmp_path, left):
 @pytest.mark.parametrize(
     ("damage", "there", "why"),
     [
-        ("its end", 69, r"is cut off: record 69, at byte \d+, goes on after the end"),
-        ("its last byte", 69, r"is cut off: record 69, at byte \d+, goes on after the end"),
+        ("its end", 69, r"is cut off: record 69, at byte \d+, continues after the end"),
+        ("its last byte", 69, r"is cut off: record 69, at byte \d+, continues after the end"),
         ("a length", 7, r"is damaged: the length of record 7, at byte \d+"),
         ("gone", 0, "No such file"),
         ("zipped", 0, "is compressed with gzip"),
@@ -167,7 +167,7 @@ def test_what_is_damaged_is_one_bad_row_after_what_comes_before_it(tmp_path, dam
         file.unlink()
         file.symlink_to("nowhere")
     with pytest.raises(
-        RunError, match=rf"row {there} \(.*a\.tfrecord\): .*{why}.*; mend it, or let some be left out: "
+        RunError, match=rf"row {there} \(.*a\.tfrecord\): .*{why}.*; repair it, or allow bad rows to be skipped: "
     ):
         next(iter(tfrecord(tmp_path).batch(50)))
     with pytest.raises(RunError, match=why):
@@ -193,13 +193,13 @@ def test_other_files_are_refused(tmp_path):
     with pytest.raises(ConfigurationError, match=r"compressed with gzip.*unpack"):
         tfrecord(tmp_path / "zipped.tfrecord")
     (tmp_path / "text.tfrecord").write_text("this is not what it says that it is")
-    with pytest.raises(ConfigurationError, match="no TFRecord file"):
+    with pytest.raises(ConfigurationError, match="not a TFRecord file"):
         tfrecord(tmp_path / "text.tfrecord")
     (tmp_path / "empty.tfrecord").write_bytes(b"")
     with pytest.raises(ConfigurationError, match="no record in"):
         tfrecord(tmp_path / "empty.tfrecord")
     (tmp_path / "raw.tfrecord").write_bytes(frame_records([b"\xff\xff raw bytes"]))
-    with pytest.raises(ConfigurationError, match=r"raw\.tfrecord, record 0, byte 0 is no tf\.train\.Example"):
+    with pytest.raises(ConfigurationError, match=r"raw\.tfrecord, record 0, byte 0 is not a tf\.train\.Example"):
         tfrecord(tmp_path / "raw.tfrecord")
 
 
@@ -207,7 +207,7 @@ def test_a_wrong_request_is_told(tmp_path):
     written(tmp_path / "a.tfrecord")
     with pytest.raises(ConfigurationError, match="did you mean label"):
         tfrecord(tmp_path, target="labl")
-    with pytest.raises(ConfigurationError, match="nothing to predict it from"):
+    with pytest.raises(ConfigurationError, match="nothing is left to predict it from"):
         tfrecord(tmp_path, features=["label"], target="label")
 
 

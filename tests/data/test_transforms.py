@@ -87,7 +87,7 @@ def test_stored_pictures_come_out_the_same(shape, mirror, way, monkeypatch):
 
 
 def test_stored_pictures_are_there_only_with_the_batch():
-    with pytest.raises(ConfigurationError, match=r"put .map\(\) after .batch"):
+    with pytest.raises(ConfigurationError, match=r"call .map\(\) after .batch"):
         augmented_images(pictures((3, 4, 4))).map(torch.flatten)
     (batch,) = augmented_images(pictures((3, 4, 4))).batch(40).map(torch.flatten)
     assert batch.shape == (40 * 3 * 4 * 4,)

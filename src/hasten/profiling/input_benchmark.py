@@ -286,13 +286,13 @@ class TimedSource(Source):
     def read(self, rows: numpy.ndarray):
         return self._timed_read(rows)
 
-    def identity(self) -> dict:
+    def fingerprint(self) -> dict:
         return self.source.fingerprint()
 
-    def edges(self) -> numpy.ndarray:
+    def chunk_offsets(self) -> numpy.ndarray:
         return self.source.chunk_offsets()
 
-    def known_bad(self) -> list[BadRow]:
+    def known_bad_rows(self) -> list[BadRow]:
         return self.source.known_bad_rows()
 
     def prepare(self, runner, faults) -> None:

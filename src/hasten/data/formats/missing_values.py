@@ -59,10 +59,10 @@ def filled(array: Any, fill: Any, name: str, where: str) -> Any:
         remedy = f"pass a value for them: {argument}" if isinstance(fill, Mapping) else f"pass fill=0 or {argument}"
         raise ConfigurationError(f"{missing(name, array, 'values', where)}; {remedy}, or leave the column out")
     try:
-        value = _convert(value, array.type)
+        converted = _convert(value, array.type)
         if types.is_null(array.type):
-            return pa.repeat(value, len(array))
-        return array.fill_null(pa.scalar(value, array.type))
+            return pa.repeat(converted, len(array))
+        return array.fill_null(pa.scalar(converted, array.type))
     except (pa.ArrowException, NotImplementedError, ValueError, ArithmeticError) as error:
         why = f"column {name!r} is of type {array.type}, which {value!r:.80} cannot fill"
         raise ConfigurationError(f"{why}: {format_error(error)}") from None
