@@ -39,7 +39,7 @@ MAKERS = {
     "feather": (feather, {}),
     "csv": (csv, {}),
     "tfrecord": (tfrecord, {}),
-    "webdataset": (webdataset, {"target": "cls"}),
+    "shards": (webdataset, {"target": "cls"}),
     "images": (images, {"resize": 16}),
 }
 
