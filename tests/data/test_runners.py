@@ -143,7 +143,7 @@ def test_an_error_that_cannot_travel_is_told_all_the_same():
 
 @pytest.mark.parametrize("way", [{"batches": 0}, *BOTH], ids=str)
 def test_the_first_bad_row_ends_it_with_its_place(way):
-    with pytest.raises(RunError, match=r"row 50 \(numbers.txt line 51\): no number; mend it, or .*skip_bad"):
+    with pytest.raises(RunError, match=r"row 50 \(numbers.txt line 51\): no number; repair it, or .*skip_bad"):
         list(Pipeline(Bad([50])).batch(BATCH).prefetch(**way))
 
 

@@ -85,7 +85,7 @@ def test_a_long_csv_is_told_from_its_first_lines(tmp_path, monkeypatch):
     result = inspect(tmp_path / "in", budget=BUDGET)
     assert not result["rows_exact"] and abs(result["rows"] - 5000) < 100
     told = {
-        "packed.csv.gz": (b"not packed at all", "is no whole CSV file: "),
+        "packed.csv.gz": (b"not packed at all", "is not a complete CSV file: "),
         "ragged.csv": (b"1,2\n3\n", "has no more good lines than "),
     }
     for name, (content, said) in told.items():
