@@ -63,7 +63,7 @@ def tar_file(path, rows=200):
 
 @pytest.mark.parametrize(("maker", "write"), [("tfrecord", tfrecord_file), ("webdataset", tar_file)])
 def test_a_file_that_is_cut_off_after_the_last_look_does_not_kill_the_process(tmp_path, maker, write):
-    ending = {"tfrecord": "tfrecord", "shards": "tar"}[maker]
+    ending = {"tfrecord": "tfrecord", "webdataset": "tar"}[maker]
     path = write(tmp_path / f"a.{ending}")
     write(tmp_path / f"b.{ending}")
     assert said_by(CUT_OFF_AFTER_THE_CHECK, maker, tmp_path, path).startswith(f"{path} is shorter than it was")
