@@ -1,4 +1,4 @@
-"""What the benchmarks of data loading share: loaders in turns, each timed while it gives batches, and what is said of them."""
+"""Shared by the benchmarks of data loading: measures loaders in turns, and prints tables of their rates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PACKAGES = (
     "datasets",
 )
 
-_start_up: dict[str, float] = {}  # seconds until a loader gave its first batch; rates leave them out, tables tell them
+_start_up: dict[str, float] = {}  # seconds until the first batch of a loader; not part of rates, shown in tables
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Loader:
     """One arm.
 
     Attributes:
-        make: sets it up and returns something that can be iterated over again and again, a pass of batches each time.
-        module: what has to be importable for it.
+        make: Sets it up and returns an iterable; each iteration is an epoch of batches.
+        module: The module that it requires; None for none.
     """
 
     make: Callable[[], Iterable]
@@ -45,7 +45,7 @@ class Loader:
 
 
 class Passes:
-    """A pass is what ``function`` yields."""
+    """An iterable whose epochs are what ``function`` yields."""
 
     def __init__(self, function: Callable[[], Iterator]):
         self.function = function
@@ -55,7 +55,7 @@ class Passes:
 
 
 def set_up(loaders: dict[str, Loader], fits: Callable[[object], bool]) -> tuple[dict[str, Iterable], dict[str, str]]:
-    """(loaders that give batches as they should, why the others do not). Ours, which need no module, must work."""
+    """Returns (loaders whose batches are right, reasons why the others are not). Loaders without a module must work."""
     ready, missing = {}, {}
     for name, loader in loaders.items():
         tell(f"set up: {name}")
@@ -66,7 +66,7 @@ def set_up(loaders: dict[str, Loader], fits: Callable[[object], bool]) -> tuple[
             began = time.perf_counter()
             made = loader.make()
             if not fits(next(iter(made))):
-                raise ValueError("its batches are not of the kind that was asked for")
+                raise ValueError("its batches have the wrong shape or dtype")
             _start_up[name] = time.perf_counter() - began
             ready[name] = made
         except Exception as error:
@@ -77,25 +77,25 @@ def set_up(loaders: dict[str, Loader], fits: Callable[[object], bool]) -> tuple[
 
 
 def rates(ready: dict[str, Iterable], rounds: int, seconds: float) -> dict[str, list[float]]:
-    """Samples a second of each loader, round by round."""
+    """Returns samples/s of each loader, by round."""
     return in_turns({name: (lambda made=made: rate(made, seconds)) for name, made in ready.items()}, rounds)
 
 
 def rate(made: Iterable, seconds: float) -> float:
-    """Samples a second, pass after pass, from the moment that the first batch is there: start-up is left out."""
+    """Returns samples/s over successive epochs, from the first batch on: start-up is not included."""
     batches = chain.from_iterable(repeat(made))
     with closing(batches):
         next(batches)
         count, began = 0, time.perf_counter()
         for batch in batches:
             count += rows_in(batch)
-            del batch  # as a training would
+            del batch  # as a training loop does
             if (took := time.perf_counter() - began) >= seconds:
                 return count / took
 
 
 def seconds_of_a_pass(make: Callable[[], Iterable]) -> float:
-    """From nothing to the end of the first pass: opening, start-up, decoding and all."""
+    """Returns seconds from opening to the end of the first epoch."""
     began, count = time.perf_counter(), 0
     for batch in make():
         count += rows_in(batch)
@@ -105,7 +105,7 @@ def seconds_of_a_pass(make: Callable[[], Iterable]) -> float:
 
 @contextmanager
 def closing(batches):
-    """Ends what stands in the middle of a pass."""
+    """Closes a generator that is in the middle of an epoch."""
     try:
         yield
     finally:
@@ -120,24 +120,28 @@ def rows_in(batch) -> int:
 
 
 def over(taken: dict[str, list[float]], ours: str, theirs: str) -> Interval | None:
-    """Round by round, how many times as fast ``ours`` is; None where the other one did not run."""
+    """Returns the speedup of ``ours``, by round; None if the other loader did not run."""
     if theirs not in taken:
         return None
     return interval(a / b for a, b in zip(taken[ours], taken[theirs], strict=True))
 
 
 def best_of(taken: dict[str, list[float]], names: Iterable[str]) -> str | None:
-    """The fastest of these that ran."""
+    """Returns the fastest of these loaders that ran."""
     return max((name for name in names if name in taken), key=lambda name: interval(taken[name]).median, default=None)
 
 
 def table(taken: dict[str, list[float]], missing: dict[str, str], ours: str, unit: str, start_up: bool = True) -> None:
-    """Rates with their spread, and how many times as fast ``ours`` is.
+    """Prints rates with their spread, and the speedup of ``ours``.
 
     Args:
-        start_up: tells how long each took to start; for rates that leave it out.
+        taken: Rates by loader and round.
+        missing: Reasons why other loaders did not run.
+        ours: The loader that the others are compared with.
+        unit: Of the rates.
+        start_up: Whether to print the seconds until the first batch.
     """
-    headings = ("loader", unit, "best round", f"{ours}: times as fast")
+    headings = ("loader", unit, "best round", f"{ours}: speedup")
     rows = [
         (
             name,
@@ -154,7 +158,7 @@ def table(taken: dict[str, list[float]], missing: dict[str, str], ours: str, uni
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that are measured, where they are installed."""
+    """Returns the versions of the measured packages that are installed."""
     found = {}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -167,7 +171,7 @@ def words(ratio: Interval | None) -> str:
 
 
 def on_one_core() -> int:
-    """Leaves this process, and all that it starts, one core: the last it has. Call it before torch is imported."""
+    """Pins this process, and all that it starts, to its last core. Call it before torch is imported."""
     os.environ["OMP_NUM_THREADS"] = "1"
     core = max(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {core})
@@ -175,7 +179,7 @@ def on_one_core() -> int:
 
 
 def quiet() -> None:
-    """Peers say little."""
+    """Silences the other packages."""
     warnings.filterwarnings("ignore")
     logging.getLogger("spdl").setLevel(logging.CRITICAL)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -187,7 +191,7 @@ def quiet() -> None:
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A folder for files that are made for the measurement; the caches of all who are measured go there too."""
+    """A temporary folder for the files of the measurement and the caches of all packages."""
     with tempfile.TemporaryDirectory(prefix="hasten-benchmark-") as folder:
         os.environ["HASTEN_CACHE"] = str(Path(folder) / "cache")
         os.environ["HF_HOME"] = str(Path(folder) / "hugging-face")
@@ -195,6 +199,6 @@ def scratch() -> Iterator[Path]:
 
 
 def data(folder: str) -> Path | None:
-    """A folder of the real data, if it is here: below HASTEN_DATA."""
-    place = Path(os.environ.get("HASTEN_DATA", "")) / folder
-    return place if "HASTEN_DATA" in os.environ and place.is_dir() else None
+    """Returns a folder of the real data below HASTEN_DATA, or None if it does not exist."""
+    path = Path(os.environ.get("HASTEN_DATA", "")) / folder
+    return path if "HASTEN_DATA" in os.environ and path.is_dir() else None

@@ -1,13 +1,13 @@
-"""Small pictures in memory: 50 000 of CIFAR's shape, uint8, shuffled, cropped, flipped, normalised, in batches of 512.
+"""Small images in memory: 50,000 of CIFAR-10's shape, uint8, shuffled, cropped, flipped, normalized, batches of 512.
 
-All have one core, and give float32 batches of the same shape. Where a peer lets one work on whole batches, it gets the
-whole-batch function that a careful user would write (``Batched``): windows of a padded store by one advanced index, a ``where``
-for the flip, one conversion. ``Bound`` gathers rows and converts them, by torch's fastest ways, and does nothing else.
+All loaders have one core, and yield float32 batches of the same shape. Where a peer accepts whole batches, it runs the
+whole-batch function that a careful user would write (``Batched``): windows of a padded store by one advanced index, a
+``where`` for the flip, one conversion. ``Bound`` gathers rows and converts them with torch's fastest operations only.
 
-hasten has two ways: ``augmented_images``, for arrays alone, which keeps the pictures twice, as they are and mirrored (its making is in the
-start-up), and maps, which any source can have.
+hasten has two ways: ``augmented_images``, for arrays only, which stores the images twice, as they are and mirrored
+(building that store is part of the start-up), and maps, which work with any source.
 
-Figure: at least 500 000 pictures a second; at least 10 times a per-sample DataLoader; at least the best of the others.
+Figure: at least 500,000 images/s; at least 10 times a per-sample DataLoader; at least the best of the others.
 """
 
 from __future__ import annotations
@@ -31,70 +31,70 @@ MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of pixels from
 OURS, MAPS, BOUND, ONE_BY_ONE = "hasten", "hasten, maps", "bound: gather, convert", "DataLoader, sample by sample"
 
 
-def hasten(pictures, labels):
+def hasten(images, labels):
     from hasten.data import augmented_images
 
     return (
-        augmented_images(pictures, labels, padding=PADDING, mean=MEAN, std=STD)
+        augmented_images(images, labels, padding=PADDING, mean=MEAN, std=STD)
         .shuffle(seed=0)
         .batch(BATCH, drop_last=True)
     )
 
 
-def hasten_maps(pictures, labels):
-    """The same batches by maps, which any source can have."""
+def hasten_maps(images, labels):
+    """The same batches by maps, which work with any source."""
     from hasten.data import arrays, normalize, random_crop
 
-    made = arrays(pictures, labels).shuffle(seed=0).batch(BATCH, drop_last=True)
+    made = arrays(images, labels).shuffle(seed=0).batch(BATCH, drop_last=True)
     return made.map(random_crop(PADDING, mirror=True)).map(normalize(MEAN, STD))
 
 
 class Bound:
-    """What cannot be left out: every picture read once, every number written once, into memory that is warm."""
+    """The lower bound: every image is read once and every number written once, into memory that is already mapped."""
 
-    def __init__(self, pictures, labels):
+    def __init__(self, images, labels):
         from hasten.data.buffer_pool import alloc_huge
 
-        self.pictures, self.labels = (
-            alloc_huge(pictures.numel(), torch.uint8).view(pictures.shape).copy_(pictures),
+        self.images, self.labels = (
+            alloc_huge(images.numel(), torch.uint8).view(images.shape).copy_(images),
             labels,
         )
-        self.rows = torch.empty((BATCH, *pictures.shape[1:]), dtype=torch.uint8)
+        self.rows = torch.empty((BATCH, *images.shape[1:]), dtype=torch.uint8)
         self.floats = alloc_huge(self.rows.numel(), torch.float32).view(self.rows.shape)
 
     def __iter__(self):
-        for index in shuffled_batches(len(self.pictures)):
-            torch.index_select(self.pictures, 0, index, out=self.rows)
+        for index in shuffled_batches(len(self.images)):
+            torch.index_select(self.images, 0, index, out=self.rows)
             yield self.floats.copy_(self.rows), self.labels[index]
 
 
 class Samples(Dataset):
-    """As in most tutorials, on tensors."""
+    """Per-sample augmentation as in most tutorials, on tensors."""
 
-    def __init__(self, pictures, labels):
-        self.pictures, self.labels = pictures, labels
+    def __init__(self, images, labels):
+        self.images, self.labels = images, labels
         self.mean, self.std = (torch.tensor(each).view(3, 1, 1) for each in (MEAN, STD))
 
     def __len__(self):
-        return len(self.pictures)
+        return len(self.images)
 
     def __getitem__(self, row):
-        return self.augmented_images(self.pictures[row]), self.labels[row]
+        return self.augment(self.images[row]), self.labels[row]
 
-    def augmented_images(self, picture):
+    def augment(self, image):
         if torch.rand(()) < 0.5:
-            picture = picture.flip(2)
+            image = image.flip(2)
         top, left = torch.randint(2 * PADDING + 1, (2,)).tolist()
-        picture = torch.nn.functional.pad(picture, (PADDING,) * 4)[:, top : top + SIDE, left : left + SIDE]
-        return picture.float().div_(255).sub_(self.mean).div_(self.std)
+        image = torch.nn.functional.pad(image, (PADDING,) * 4)[:, top : top + SIDE, left : left + SIDE]
+        return image.float().div_(255).sub_(self.mean).div_(self.std)
 
 
 class Batched(Dataset):
-    """The same for whole batches: ``__getitems__``, which DataLoader knows; ``of`` is for those who have an index."""
+    """The same for whole batches: ``__getitems__`` for DataLoader, ``of`` for loaders that pass an index tensor."""
 
-    def __init__(self, pictures, labels):
+    def __init__(self, images, labels):
         self.labels = labels
-        self.windows = torch.nn.functional.pad(pictures, (PADDING,) * 4).unfold(2, SIDE, 1).unfold(3, SIDE, 1)
+        self.windows = torch.nn.functional.pad(images, (PADDING,) * 4).unfold(2, SIDE, 1).unfold(3, SIDE, 1)
         self.scale = torch.tensor(STD).mul(255).reciprocal().view(3, 1, 1)
         self.shift = -torch.tensor(MEAN).div(torch.tensor(STD)).view(3, 1, 1)
 
@@ -109,34 +109,34 @@ class Batched(Dataset):
 
     def of(self, index):
         top, left = torch.randint(2 * PADDING + 1, (2, len(index)))
-        pictures = self.windows[index, :, top, left]
-        pictures = torch.where((torch.rand(len(index)) < 0.5)[:, None, None, None], pictures.flip(3), pictures)
-        return pictures.float().mul_(self.scale).add_(self.shift), self.labels[index]
+        images = self.windows[index, :, top, left]
+        images = torch.where((torch.rand(len(index)) < 0.5)[:, None, None, None], images.flip(3), images)
+        return images.float().mul_(self.scale).add_(self.shift), self.labels[index]
 
 
 def shuffled_batches(rows: int):
     return torch.randperm(rows)[: rows // BATCH * BATCH].split(BATCH)
 
 
-def as_it_is(samples):
+def identity(samples):
     return samples
 
 
-def batched_loader(kind, pictures, labels):
-    return kind(Batched(pictures, labels), batch_size=BATCH, shuffle=True, drop_last=True, collate_fn=as_it_is)
+def batched_loader(kind, images, labels):
+    return kind(Batched(images, labels), batch_size=BATCH, shuffle=True, drop_last=True, collate_fn=identity)
 
 
-def stateful(pictures, labels):
+def stateful(images, labels):
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    return batched_loader(StatefulDataLoader, pictures, labels)
+    return batched_loader(StatefulDataLoader, images, labels)
 
 
-def spdl(pictures, labels):
-    """Its pipeline, with as many threads as there are cores."""
+def spdl(images, labels):
+    """The pipeline of spdl, with as many threads as cores."""
     from spdl.pipeline import PipelineBuilder
 
-    batched = Batched(pictures, labels)
+    batched = Batched(images, labels)
 
     def passes():
         source = shuffled_batches(len(labels))
@@ -147,27 +147,25 @@ def spdl(pictures, labels):
     return Passes(passes)
 
 
-def grain(pictures, labels):
+def grain(images, labels):
     import grain
 
-    batched = Batched(pictures, labels)
+    batched = Batched(images, labels)
     rows = grain.MapDataset.range(len(labels)).seed(0).shuffle().batch(BATCH, drop_remainder=True)
     return rows.map(lambda index: batched.of(torch.from_numpy(index))).to_iter_dataset(
         grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
     )
 
 
-def tf_data(pictures, labels):
-    """Row numbers are shuffled and batched, then one gather and one map a batch; pictures have their channels last, as it likes."""
+def tf_data(images, labels):
+    """Row indices are shuffled and batched, then one gather and one map per batch; channels are last."""
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    store = tf.constant(
-        numpy.pad(pictures.permute(0, 2, 3, 1).numpy(), ((0, 0), (PADDING,) * 2, (PADDING,) * 2, (0, 0)))
-    )
+    store = tf.constant(numpy.pad(images.permute(0, 2, 3, 1).numpy(), ((0, 0), (PADDING,) * 2, (PADDING,) * 2, (0, 0))))
     targets, mean, std = tf.constant(labels.numpy()), tf.constant(MEAN), tf.constant(STD)
 
-    def augmented_images(index):
+    def augment(index):
         places = tf.range(SIDE)[None] + tf.random.uniform((2, BATCH, 1), 0, 2 * PADDING + 1, tf.int32)
         down, across = places[0], tf.where(tf.random.uniform((BATCH, 1)) < 0.5, places[1][:, ::-1], places[1])
         rows = tf.gather(tf.gather(store, index), down, axis=1, batch_dims=1)
@@ -175,15 +173,15 @@ def tf_data(pictures, labels):
         return (tf.cast(batch, tf.float32) / 255.0 - mean) / std, tf.gather(targets, index)
 
     rows = tf.data.Dataset.range(len(labels)).shuffle(len(labels)).batch(BATCH, drop_remainder=True)
-    batches = rows.map(augmented_images, num_parallel_calls=tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
+    batches = rows.map(augment, num_parallel_calls=tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
     return Passes(batches.as_numpy_iterator)
 
 
-def litdata(folder, pictures, labels):
-    """From its own chunks, sample by sample: it has no other way."""
+def litdata(folder, images, labels):
+    """From its own chunks, sample by sample; litdata reads no whole batches."""
     from litdata import StreamingDataLoader, StreamingDataset, optimize
 
-    numpy.savez(folder / "all.npz", pictures=pictures.numpy(), labels=labels.numpy())
+    numpy.savez(folder / "all.npz", images=images.numpy(), labels=labels.numpy())
     optimize(
         partial(sample_of, folder / "all.npz"),
         list(range(len(labels))),
@@ -191,12 +189,12 @@ def litdata(folder, pictures, labels):
         chunk_bytes="64MB",
         num_workers=1,
     )
-    one = Samples(pictures, labels)
+    one = Samples(images, labels)
 
     class Streamed(StreamingDataset):
         def __getitem__(self, index):
             sample = super().__getitem__(index)
-            return one.augmented_images(torch.as_tensor(sample["picture"])), sample["label"]
+            return one.augment(torch.as_tensor(sample["image"])), sample["label"]
 
     return StreamingDataLoader(
         Streamed(str(folder / "litdata"), shuffle=True), batch_size=BATCH, num_workers=0, drop_last=True
@@ -206,93 +204,94 @@ def litdata(folder, pictures, labels):
 @cache
 def stored(path):
     with numpy.load(path) as file:
-        return file["pictures"], file["labels"]
+        return file["images"], file["labels"]
 
 
 def sample_of(path, row):
-    pictures, labels = stored(path)
-    return {"picture": pictures[row], "label": int(labels[row])}
+    images, labels = stored(path)
+    return {"image": images[row], "label": int(labels[row])}
 
 
-def webdataset(folder, pictures, labels):
-    """One shard, its shuffle buffer, and the whole-batch function after its batching."""
+def webdataset(folder, images, labels):
+    """One shard, the shuffle buffer, and the whole-batch function after batching."""
     import webdataset
 
-    shard = str(folder / "pictures.tar")
+    shard = str(folder / "images.tar")
     with webdataset.TarWriter(shard) as writer:
-        for row, picture in enumerate(pictures.numpy()):
-            writer.write({"__key__": f"{row:06d}", "bin": picture.tobytes(), "cls": str(int(labels[row]))})
+        for row, image in enumerate(images.numpy()):
+            writer.write({"__key__": f"{row:06d}", "bin": image.tobytes(), "cls": str(int(labels[row]))})
 
     def decoded(sample):
         return numpy.frombuffer(sample["bin"], numpy.uint8).reshape(3, SIDE, SIDE), int(sample["cls"])
 
-    def augmented_images(batch):
+    def augment(batch):
         batched = Batched(torch.from_numpy(batch[0]), torch.as_tensor(batch[1]))
         return batched.of(torch.arange(len(batch[0])))
 
     dataset = webdataset.WebDataset(shard, shardshuffle=False).shuffle(1000).map(decoded)
-    return dataset.batched(BATCH, partial=False).map(augmented_images)
+    return dataset.batched(BATCH, partial=False).map(augment)
 
 
 def fits(batch) -> bool:
-    pictures = torch.as_tensor(batch[0])
+    images = torch.as_tensor(batch[0])
     return (
-        pictures.dtype == torch.float32
-        and sorted(pictures.shape) == sorted((BATCH, 3, SIDE, SIDE))
-        and -3 < pictures.min() < pictures.max() <= 255
+        images.dtype == torch.float32
+        and sorted(images.shape) == sorted((BATCH, 3, SIDE, SIDE))
+        and -3 < images.min() < images.max() <= 255
     )
 
 
 def main() -> int:
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, default=7)
-    options.add_argument("--seconds", type=float, default=1.5, help="of each loader in a round")
-    options.add_argument("--pictures", type=int, default=50_000)
-    options.add_argument("--quick", action="store_true", help="a look at it: fewer pictures, three short rounds")
+    options.add_argument("--seconds", type=float, default=1.5, help="per loader and round")
+    options.add_argument("--images", type=int, default=50_000)
+    options.add_argument("--quick", action="store_true", help="fewer images, three short rounds")
     options = options.parse_args()
     if options.quick:
-        options.rounds, options.seconds, options.pictures = 3, 0.5, 10_000
+        options.rounds, options.seconds, options.images = 3, 0.5, 10_000
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    pictures, labels = (
-        torch.randint(0, 256, (options.pictures, 3, SIDE, SIDE), dtype=torch.uint8),
-        torch.randint(0, 10, (options.pictures,)),
+    images, labels = (
+        torch.randint(0, 256, (options.images, 3, SIDE, SIDE), dtype=torch.uint8),
+        torch.randint(0, 10, (options.images,)),
     )
     with scratch() as folder:
         peers = {
-            "DataLoader, __getitems__": Loader(lambda: batched_loader(DataLoader, pictures, labels)),
+            "DataLoader, __getitems__": Loader(lambda: batched_loader(DataLoader, images, labels)),
             "StatefulDataLoader, __getitems__": Loader(
-                lambda: stateful(pictures, labels), "torchdata.stateful_dataloader"
+                lambda: stateful(images, labels), "torchdata.stateful_dataloader"
             ),
-            "spdl": Loader(lambda: spdl(pictures, labels), "spdl.pipeline"),
-            "grain": Loader(lambda: grain(pictures, labels), "grain"),
-            "tf.data": Loader(lambda: tf_data(pictures, labels), "tensorflow"),
-            "litdata": Loader(lambda: litdata(folder, pictures, labels), "litdata"),
-            "webdataset": Loader(lambda: webdataset(folder, pictures, labels), "webdataset"),
+            "spdl": Loader(lambda: spdl(images, labels), "spdl.pipeline"),
+            "grain": Loader(lambda: grain(images, labels), "grain"),
+            "tf.data": Loader(lambda: tf_data(images, labels), "tensorflow"),
+            "litdata": Loader(lambda: litdata(folder, images, labels), "litdata"),
+            "webdataset": Loader(lambda: webdataset(folder, images, labels), "webdataset"),
         }
         loaders = {
-            OURS: Loader(lambda: hasten(pictures, labels)),
-            MAPS: Loader(lambda: hasten_maps(pictures, labels)),
-            BOUND: Loader(lambda: Bound(pictures, labels)),
+            OURS: Loader(lambda: hasten(images, labels)),
+            MAPS: Loader(lambda: hasten_maps(images, labels)),
+            BOUND: Loader(lambda: Bound(images, labels)),
             ONE_BY_ONE: Loader(
-                lambda: DataLoader(Samples(pictures, labels), batch_size=BATCH, shuffle=True, drop_last=True)
+                lambda: DataLoader(Samples(images, labels), batch_size=BATCH, shuffle=True, drop_last=True)
             ),
             **peers,
         }
         ready, missing = set_up(loaders, fits)
         taken = rates(ready, options.rounds, options.seconds)
-    table(taken, missing, OURS, "pictures/s")
+    table(taken, missing, OURS, "images/s")
     ours, best = interval(taken[OURS]), best_of(taken, peers)
     over_samples, over_best = over(taken, OURS, ONE_BY_ONE), over(taken, OURS, best)
     say(f"\nof the bound: {over(taken, OURS, BOUND):.2f}; over the best of the others ({best}): {words(over_best)}")
     reached = ours.median >= FIGURE and over_samples.median >= TIMES and over_best.median >= 1
     others = [
         name for name in taken if name in peers and peers[name].module
-    ]  # the figure names them: without any it is not measured
+    ]  # without any of the peers the figure is not measured
     return finish(
         options,
-        f"{FIGURE:,} pictures/s on one core, {TIMES}x a per-sample DataLoader, the best of the others; it is {ours:,.0f}, "
-        f"{words(over_samples)}, {words(over_best)} (bound: {interval(taken[BOUND]).median:,.0f})",
+        f"{FIGURE:,} images/s on one core, {TIMES}x a per-sample DataLoader, the best of the others; "
+        f"measured {ours:,.0f}, {words(over_samples)}, {words(over_best)} "
+        f"(bound: {interval(taken[BOUND]).median:,.0f})",
         reached if others else None,
         {"rates": taken, "missing": missing, "versions": versions()},
     )

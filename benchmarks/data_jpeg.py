@@ -1,13 +1,15 @@
-"""A folder of photos (the 200 of HASTEN_DATA, copied a few times) to batches of 64 at 224 x 224, uint8, on all cores.
+"""A folder of photos (the 200 of HASTEN_DATA, copied) to batches of 64 at 224 x 224, uint8, on all cores.
 
-Every loader may use as many threads or processes as there are cores. "Pillow + DataLoader" is the tutorials' way; "simplejpeg +
-DataLoader" is the same with the decoder that hasten uses, which also decodes big photos at a fraction of their size: the harder
-one to beat. *Re-stored* is hasten with ``.cache("disk")`` after the resizing: decoded once, then gathered.
+Every loader may use as many threads or processes as there are cores. "Pillow + DataLoader" is the way of most
+tutorials; "simplejpeg + DataLoader" is the same with the decoder that hasten uses, which also decodes large photos at a
+fraction of their size, and is the harder one to beat. *Re-stored* is hasten with ``.cache("disk")`` after resizing:
+decoded once, then gathered.
 
-The photos' files are in the system's cache. Filters differ between loaders, and so do the last bits; of what they give, the shape, the
-type and the brightness are checked.
+The files are in the page cache. Resampling filters differ between loaders, and so do the last bits; the shape, the
+dtype and the brightness of the batches are checked.
 
-Figure: at least 1.3 times Pillow + DataLoader, also with the same decoder; at least 20 times it after re-storing; at least SPDL.
+Figure: at least 1.3 times Pillow + DataLoader, also with the same decoder; at least 20 times it after re-storing; at
+least SPDL.
 """
 
 from __future__ import annotations
@@ -228,7 +230,7 @@ def main() -> int:
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--seconds", type=float, default=2.5, help="of each loader in a round")
     options.add_argument("--copies", type=int, default=5, help="of the 200 photos")
-    options.add_argument("--quick", action="store_true", help="a look at it: three short rounds")
+    options.add_argument("--quick", action="store_true", help="three short rounds")
     options = options.parse_args()
     if options.quick:
         options.rounds, options.seconds, options.copies = 3, 1.0, 2
@@ -266,15 +268,14 @@ def main() -> int:
     best = best_of(taken, of_spdl)
     decoding, stored = over(taken, OURS, usual), over(taken, RESTORED, usual)
     against = over(taken, OURS, best)
-    say(
-        f"\nover {PILLOW}: {words(over(taken, OURS, PILLOW))}; over {SAME_DECODER}: {words(over(taken, OURS, SAME_DECODER))}"
-    )
+    ratios = (f"over {name}: {words(over(taken, OURS, name))}" for name in (PILLOW, SAME_DECODER))
+    say("\n" + "; ".join(ratios))
     say(f"re-stored, over {usual}: {words(stored)}; decoding, over the best of spdl ({best}): {words(against)}")
     bound = interval(taken[BOUND]).median if BOUND in taken else float("nan")
     return finish(
         options,
-        f"{DECODING}x DataLoader with the same decoder, {STORED}x after re-storing, at least SPDL; it is {words(decoding)}, {words(stored)}, "
-        f"{words(against)} (bound of decoding: {bound:,.0f} photos/s)",
+        f"{DECODING}x DataLoader with the same decoder, {STORED}x after re-storing, at least SPDL; "
+        f"measured {words(decoding)}, {words(stored)}, {words(against)} (bound of decoding: {bound:,.0f} photos/s)",
         None if against is None else decoding.median >= DECODING and stored.median >= STORED and against.median >= 1,
         {"rates": taken, "missing": missing, "versions": versions(), "over Pillow": over(taken, OURS, PILLOW)},
     )

@@ -1,9 +1,9 @@
-"""Taking up an epoch of a million samples at a random batch: seconds from nothing but the data and the saved place to the first batch.
+"""Resuming an epoch of a million samples at a random batch: seconds from the data and the saved position to the batch.
 
-Everything is made anew: the pipeline or loader, its workers, its order. What comes must be what an undisturbed pass gives at that
-place, bit for bit, the three batches after it too. StatefulDataLoader and Grain are saved and taken up at the same places,
-and compared with their own undisturbed pass. hasten draws random numbers for every row besides, which the others do not.
-``Bound`` makes a random order of all samples and gathers one batch, and does nothing else.
+Everything is built again: the pipeline or loader, its workers, its order. The batch and the three after it must equal
+those of an uninterrupted epoch bit for bit. StatefulDataLoader and Grain are saved and resumed at the same positions,
+and compared with their own uninterrupted epoch. hasten also draws random numbers for every row, which the others do
+not. ``Bound`` builds a random order of all samples and gathers one batch only.
 
 Figure: below 0.2 s, exact every time.
 """
@@ -156,7 +156,7 @@ def main() -> int:
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, default=10, help="places that are taken up")
     options.add_argument("--samples", type=int, default=1_000_000)
-    options.add_argument("--quick", action="store_true", help="a look at it: three places")
+    options.add_argument("--quick", action="store_true", help="three places")
     options = options.parse_args()
     if options.quick:
         options.rounds = 3
@@ -210,7 +210,8 @@ def main() -> int:
     bound = interval(seconds for seconds, _ in taken[BOUND]).median
     return finish(
         options,
-        f"below {FIGURE} s to a batch of {options.samples:,} samples, exact; the slowest took {slowest:.3f} s, all exact: {exact} (bound: {bound:.3f})",
+        f"below {FIGURE} s to a batch of {options.samples:,} samples, exact; "
+        f"the slowest took {slowest:.3f} s, all exact: {exact} (bound: {bound:.3f})",
         exact and slowest < FIGURE,
         {"taken": taken, "places": places, "missing": missing, "versions": versions()},
     )

@@ -1,15 +1,15 @@
-"""Epoch after epoch through worker processes, one of which is killed (``SIGKILL``) at random moments, for 20 minutes.
+"""Epochs through worker processes, one of which is killed (``SIGKILL``) at random moments, for 20 minutes.
 
-Of every epoch: were its batches those that one process makes alone, and how much memory do the parent and its workers hold
-together. What they share counts once (PSS): counted for each alone, a leak of the parent's would hide in pages that its
-forked workers share. Files that are mapped, libraries above all, do not count, for what they weigh depends on who else has them open.
-Memory is flat if the medians of the second and the last quarter of the epochs differ by at most 5 %; the first quarter fills the
-buffers.
+Recorded for every epoch: whether its batches equal those of a single process, and the memory of the parent and its
+workers together. Shared pages count once (PSS): counted per process, a leak of the parent would hide in the pages that
+its forked workers share. Mapped files, mainly libraries, do not count, because their share depends on other processes.
+Memory is flat if the medians of the second and the last quarter of the epochs differ by at most 5 %; the first quarter
+fills the buffers.
 
-At the end: names in ``/dev/shm`` that are new and that no process uses, nameless shared memory that the parent still holds, files
-that it still has open, threads, processes, and what lies in the folder for temporary files, which is the soak's own.
+Checked at the end: new names in ``/dev/shm`` that no process uses, anonymous shared memory and open files of the
+parent, threads, processes, and files in the temporary folder, which only the soak uses.
 
-Figure: every epoch exact, memory flat within 5 %, nothing left. ``--quick`` is the short form, 20 s.
+Figure: every epoch exact, memory flat within 5 %, nothing left. ``--quick`` runs for 20 s.
 """
 
 from __future__ import annotations
@@ -69,8 +69,10 @@ def digest(batches: Iterable) -> str:
 
 
 class Deaths(threading.Thread):
-    """Kills one of our worker processes now and then; not soon one that came after a death and may have taken the dead one's place, for
-    a batch at which two die is given up, as it should be."""
+    """Kills one of the worker processes now and then.
+
+    The replacement of a killed process is spared for a while, because a batch at which two processes die is an error.
+    """
 
     def __init__(self, seed: int):
         super().__init__(daemon=True)
@@ -121,7 +123,7 @@ def epoch_with_deaths(made, number: int) -> tuple[str, int]:
 
 
 def growth_of(memory: list[int]) -> tuple[float, float, float] | None:
-    """(median of the second quarter, of the last one, how much more that is); None where the epochs are too few to tell."""
+    """Returns (median of the second quarter, of the last one, their ratio - 1); None if there are too few epochs."""
     if len(memory) < FEWEST:
         return None
     quarter = len(memory) // 4
@@ -148,7 +150,7 @@ def opened() -> tuple[int, int]:
 
 
 def left(names: set[str], before: tuple[int, int]) -> dict[str, int]:
-    """What is left, compared with what was there before the first epoch: ``names`` in ``/dev/shm``, and what was ``opened``."""
+    """Returns what is left; ``names`` in ``/dev/shm`` and ``opened`` files existed before the first epoch."""
     gc.collect()
     files, threads = (max(0, now - then) for now, then in zip(opened(), before, strict=True))
     return {
@@ -165,7 +167,7 @@ def main() -> int:
     options = parser(__doc__)
     options.add_argument("--minutes", type=float, default=20.0)
     options.add_argument("--seed", type=int, default=0, help="of the deaths")
-    options.add_argument("--quick", action="store_true", help="a look at it: 20 s")
+    options.add_argument("--quick", action="store_true", help="20 s")
     options = options.parse_args()
     with tempfile.TemporaryDirectory(prefix="hasten-soak-") as folder:
         os.environ["TMPDIR"] = tempfile.tempdir = folder
@@ -192,7 +194,8 @@ def soak(options) -> int:
                 if time.monotonic() - told > 10:
                     told = time.monotonic()
                     tell(
-                        f"{passed:.0f} s: {len(epochs)} epochs, {deaths.count} deaths, {wrong} wrong, {memory / 1e6:.0f} MB"
+                        f"{passed:.0f} s: {len(epochs)} epochs, {deaths.count} deaths, {wrong} wrong, "
+                        f"{memory / 1e6:.0f} MB"
                     )
         finally:
             deaths.over.set()
@@ -219,8 +222,9 @@ def soak(options) -> int:
     reached = noticed > 0 and not wrong and flat and not any(leftovers.values())
     return finish(
         options,
-        f"{seconds / 60:.3g} minutes of dying workers: exact, memory flat within {FIGURE:.0%}, nothing left; {wrong} of {len(epochs)} epochs wrong "
-        f"after {deaths.count} deaths, memory {_words(growth)[2]}, left {sum(leftovers.values())}",
+        f"{seconds / 60:.3g} minutes of dying workers: exact, memory flat within {FIGURE:.0%}, nothing left; "
+        f"{wrong} of {len(epochs)} epochs wrong after {deaths.count} deaths, "
+        f"memory {_words(growth)[2]}, left {sum(leftovers.values())}",
         None if growth is None else reached,
         {
             "epochs": epochs,

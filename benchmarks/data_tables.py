@@ -1,12 +1,13 @@
-"""A Parquet table, written as pyarrow does by default, to shuffled batches of floats: (matrix of 15 columns, target).
+"""A Parquet table, written with pyarrow's defaults, to shuffled batches of floats: (matrix of 15 columns, target).
 
-Two questions. *First pass*: from nothing, opening and decoding included, to the end of one pass; the file is in the system's
-cache for all. *From the cache*: batches a second once everything is open, pass after pass.
+*First epoch*: from opening to the end of one epoch, decoding included; the file is in the page cache. *From the cache*:
+batches/s over successive epochs once everything is open.
 
-"pyarrow + DataLoader" is what a user writes: ``read_table``, the columns as one tensor, ``TensorDataset``, ``DataLoader``. Beside
-it the same with whole batches (``__getitems__``), which few know.
+"pyarrow + DataLoader" is what users write: ``read_table``, the columns as one tensor, ``TensorDataset``,
+``DataLoader``. Beside it the same with whole batches (``__getitems__``), which is less known.
 
-Figure: at least 3 times pyarrow + DataLoader on the first pass and 10 times from the cache; at least tf.data and datasets on both.
+Figure: at least 3 times pyarrow + DataLoader in the first epoch and 10 times from the cache; at least tf.data and
+datasets in both.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def main() -> int:
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--seconds", type=float, default=1.0, help="of each loader in a round, from the cache")
     options.add_argument("--rows", type=int, default=500_000)
-    options.add_argument("--quick", action="store_true", help="a look at it: fewer rows, three short rounds")
+    options.add_argument("--quick", action="store_true", help="fewer rows, three short rounds")
     options = options.parse_args()
     if options.quick:
         options.rounds, options.seconds, options.rows = 3, 0.5, 100_000
@@ -191,8 +192,9 @@ def main() -> int:
     )
     return finish(
         options,
-        f"{FIRST}x {USUAL} on the first pass, {CACHED}x from the cache, at least tf.data and datasets; it is {words(ratios[0])} and "
-        f"{words(ratios[1])} (bound from the cache: {interval(cached[BOUND]).median:,.0f} rows/s)",
+        f"{FIRST}x {USUAL} on the first pass, {CACHED}x from the cache, at least tf.data and datasets; "
+        f"measured {words(ratios[0])} and {words(ratios[1])} "
+        f"(bound from the cache: {interval(cached[BOUND]).median:,.0f} rows/s)",
         reached if any(peers.values()) else None,
         {"first": first, "cached": cached, "missing": missing, "against": peers, "versions": versions()},
     )

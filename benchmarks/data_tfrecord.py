@@ -1,14 +1,14 @@
-"""TFRecord files of ``Example`` messages, read and parsed: hasten beside tf.data, on the same files, unshuffled, in batches of 512.
+"""TFRecord files of ``Example`` messages, read and parsed by hasten and tf.data, unshuffled, in batches of 512.
 
-Two kinds of records: small pictures (784 bytes and a label) and a click log (13 floats, 26 whole numbers, a label). tf.data
-parses whole batches with autotuning, in three ways: it reads file after file, several at once record by record (its documented
-``num_parallel_reads``), or several at once batch by batch. The fastest counts. hasten computes in the caller's
-own thread: others mostly wait for Python's lock.
-All have to give the same numbers, which is looked at first.
-*First pass*: from nothing to the end; what hasten keeps of earlier passes is deleted, the files are in the system's cache for both.
-*Later*: batches a second once both run. tf.data compares checksums on every pass, hasten when a record is first read.
+Two kinds of records: small images (784 bytes and a label) and a click log (13 floats, 26 integers, a label). tf.data
+parses whole batches with autotuning, in three ways: file after file, several files record by record (its documented
+``num_parallel_reads``), or several files batch by batch; the fastest counts. hasten computes in the caller's thread,
+because other threads would mostly wait for the GIL. All arms must return the same numbers, which is checked first.
 
-Figure: at least tf.data, for both kinds, on the first pass and later.
+*First epoch*: from opening to the end; hasten's caches of earlier epochs are deleted, the files are in the page cache.
+*Later*: batches/s when both run. tf.data verifies checksums in every epoch, hasten when a record is first read.
+
+Figure: at least tf.data, for both kinds, in the first epoch and later.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def main() -> int:
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--seconds", type=float, default=1.5, help="of each loader in a round, later")
     options.add_argument("--records", type=int, default=100_000, help="of each kind")
-    options.add_argument("--quick", action="store_true", help="a look at it: fewer records, three short rounds")
+    options.add_argument("--quick", action="store_true", help="fewer records, three short rounds")
     options = options.parse_args()
     if options.quick:
         options.rounds, options.seconds, options.records = 3, 0.5, 20_000

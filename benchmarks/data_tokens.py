@@ -1,11 +1,11 @@
-"""Windows of 1024 tokens from a memory-mapped file of uint16, 32 a batch, as int64 (input, target), on one core.
+"""Windows of 1024 tokens from a memory-mapped file of uint16, 32 per batch, as int64 (input, target), on one core.
 
-"random windows" is the loop of nanoGPT's ``get_batch``, which most have copied: a memory map made anew every step, a copy and a
-conversion for each window, twice. Beside it the same with a Dataset and a DataLoader, and by index arithmetic, as careful users do.
-hasten gives every token once a pass, in random order, and with ``stride=1`` any window, as the loop does.
-The file is in the system's cache for all.
+"random windows" is the loop of nanoGPT's ``get_batch``, which many have copied: a new memory map in every step, a copy
+and a conversion for each window, twice. Beside it the same with a Dataset and a DataLoader, and by index arithmetic.
+hasten returns every token once per epoch, in random order, and with ``stride=1`` any window, as the loop does. The file
+is in the page cache.
 
-Figure: at least 10 times the random windows, as any window and once a pass.
+Figure: at least 10 times the random windows, both with any window and with each token once per epoch.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def main() -> int:
     options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--seconds", type=float, default=1.5, help="of each loader in a round")
     options.add_argument("--tokens", type=int, default=1 << 25)
-    options.add_argument("--quick", action="store_true", help="a look at it: fewer tokens, three short rounds")
+    options.add_argument("--quick", action="store_true", help="fewer tokens, three short rounds")
     options = options.parse_args()
     if options.quick:
         options.rounds, options.seconds, options.tokens = 3, 0.5, 1 << 22

@@ -1,16 +1,18 @@
-"""Data wait: the share of a training step's time in which it waits for its batch, on every workload of the suite.
+"""Data wait: the fraction of a training step that waits for its batch, on every workload of the suite.
 
-Arms: the workload as the textbook writes it (its own dataset, read sample by sample in the training's own process), and hasten's
-methods for data, each with its defaults. Every arm is a training in a process of its own; they take turns, block by block, and those
-that are not on stand still. All arms train on the same batches, so what an arm gains in a step is gained by its loader alone;
-nothing is said about training to a target. The wait is what ``hasten diagnose`` calls input: from asking for a batch to having it.
+Arms: the workload as textbooks write it (its own dataset, read sample by sample in the training process), and hasten's
+data methods, each with its defaults. Every arm trains in a process of its own; they run in turns, block by block, and
+the others are suspended. All arms train on the same batches, so differences between steps are due to the loader; time
+to a target is not measured. The wait is what ``hasten diagnose`` calls input: from requesting a batch to having it.
 
-A method that keeps the data in memory reads all samples once before its first step. This is told apart, in seconds and as the wait
-of a whole run of the workload: (starting + waiting) / (starting + steps). Two bounds: *gather*, the bytes of a batch picked from a
-store in memory in random order by the training's own thread, as a share of such a step; *read once*, every sample read once by all
-cores at the pace of one and gathered from then on, as a share of such a run. Files are in the system's cache.
+A method that stores the data in memory reads all samples once before its first step. This is reported separately, in
+seconds and as the wait of a whole run of the workload: (starting + waiting) / (starting + steps). Two bounds: *gather*,
+the bytes of a batch gathered from memory in random order by the training thread, as a fraction of such a step; *read
+once*, every sample read once by all cores at the rate of one and gathered from then on, as a fraction of such a run.
+Files are in the page cache.
 
-Figure: the fastest arm of each workload waits at most 1 % of its steps' time; where the first bound forbids that, the bound is told.
+Figure: the fastest arm of each workload waits at most 1 % of its steps' time; where the gather bound is larger, it is
+reported instead.
 """
 
 from __future__ import annotations
@@ -87,7 +89,7 @@ class Waiting(Probe):
         return {"samples": len(dataset), "sample": taken[-1] / len(taken)}
 
     def gathering(self) -> float:
-        """Seconds to pick a batch, field by field, from a store of as many samples of its kind, into memory that is warm."""
+        """Returns seconds to gather a batch, field by field, from as many samples in memory, into mapped memory."""
         fields = batch_tensors(next(iter(self.program.train.epoch(0, 0))))
         rows, samples = batch_size(fields), len(self.program.train.spec.dataset)
         copies = -(-min(samples, STORE * rows // sum(field.nbytes for field in fields)) // rows)
@@ -169,7 +171,7 @@ def block_of(arm: Worker, steps: int) -> dict:
 
 
 def outcome(told: dict) -> dict[str, dict]:
-    """Of each arm: a step's length and the share it waits, the same of a whole run, and what the bounds leave of both at least."""
+    """Returns, for each arm, the seconds and the wait fraction of a step and of a whole run, and both bounds."""
     found = {}
     for name, blocks in told["blocks"].items():
         step, wait = (
@@ -221,7 +223,7 @@ def main() -> int:
     options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--seconds", type=float, default=0.5, help="of each arm in a round")
     options.add_argument("--warm-up", type=float, default=1.5, help="seconds of each arm before the first round")
-    options.add_argument("--quick", action="store_true", help="a look at it: digits, three short rounds")
+    options.add_argument("--quick", action="store_true", help="digits, three short rounds")
     options = options.parse_args()
     if options.quick:
         options.workloads, options.rounds, options.seconds, options.warm_up = (
@@ -248,7 +250,7 @@ def main() -> int:
     over = [workload for workload, (_, arm) in best.items() if arm["wait"].median > FIGURE]
     forbidden = [workload for workload in over if best[workload][1]["bound"] > FIGURE]
     waits = [
-        f"a step waits for data at most {FIGURE:.0%} of its time with the fastest loader, or the bound that forbids it is told"
+        f"a step waits for data at most {FIGURE:.0%} of its time with the fastest loader, or the bound is reported"
     ]
     waits += [
         f"{workload} {arm['wait']:.2%} ({name}, bound {arm['bound']:.2%})" for workload, (name, arm) in best.items()

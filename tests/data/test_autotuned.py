@@ -1,5 +1,6 @@
 """prefetch("auto"): the same batches through any change of crew, few workers for a fast source, enough for a slow one, and its cache."""
 
+import dataclasses
 import itertools
 import math
 import random
@@ -50,14 +51,14 @@ class Restless(LoaderAutotuner):
 @pytest.fixture
 def at_once(monkeypatch):
     """One batch makes a look, however short."""
-    for name, value in {"LEAST_BATCHES": 1, "LEAST_SECONDS": 0.0, "ROUNDS": 0, "UNSETTLED": 0}.items():
+    for name, value in {"MIN_BATCHES": 1, "MIN_SECONDS": 0.0, "BATCHES_PER_WORKER": 0, "WARMUP_BATCHES": 0}.items():
         monkeypatch.setattr(loader_stats, name, value)
 
 
 def restless(pipeline):
     """The pipeline, whose crew changes every few batches, and the crews that were seen."""
     autotuner = Restless(cores=3, memory_budget=lambda: math.inf)
-    return pipeline._with(runner=AutotunedRunner(autotuner, timeout=60.0))
+    return dataclasses.replace(pipeline, runner=AutotunedRunner(autotuner, timeout=60.0))
 
 
 def nothing_left(before: list[threading.Thread]) -> bool:
@@ -187,7 +188,7 @@ def test_threads_are_tried_where_nothing_is_the_users_own():
                 seen.update(choices.kinds)
                 return enter(WorkerConfig(), 0)
 
-        list(pipeline._with(runner=AutotunedRunner(Noting(cores=2, memory_budget=lambda: math.inf))))
+        list(dataclasses.replace(pipeline, runner=AutotunedRunner(Noting(cores=2, memory_budget=lambda: math.inf))))
         return seen
 
     numbers = arrays(torch.arange(32.0))
@@ -273,7 +274,7 @@ def waiting(pipeline):
 
 def test_where_samples_lie_on_the_disk_is_told_and_they_are_given_up_where_that_is_not_faster(caches, at_once):
     pipeline = waiting(arrays(torch.arange(64.0)).map(slowly).batch(8).prefetch("auto", cores=1, gigabytes=1e-9))
-    with pytest.warns(HastenWarning, match="tried from the disk: 2.56e-07 GB in .*until somebody deletes them") as told:
+    with pytest.warns(HastenWarning, match="a cache on disk: 2.56e-07 GB in .*until you delete them") as told:
         first = list(pipeline)
     (there,) = caches.glob("*/cache.json")
     assert any(str(there.parent) in str(each.message) for each in told)
@@ -284,7 +285,7 @@ def test_where_samples_lie_on_the_disk_is_told_and_they_are_given_up_where_that_
 def left_as_they_are(told):
     """That a Notice tells why samples that are too many for the memory are not kept, and nothing else is changed."""
     pipeline = waiting(arrays(torch.arange(64.0)).map(slowly).batch(8).prefetch("auto", cores=1, gigabytes=1e-9))
-    with pytest.warns(HastenWarning, match=f"not kept .disk.*{told}"):
+    with pytest.warns(HastenWarning, match=f"not cached .disk.*{told}"):
         assert torch.equal(torch.cat(list(pipeline)), 2 * torch.arange(64.0))
     assert pipeline.runner.autotuner.cache == "no" and not pipeline.runner.active_cache
 
@@ -315,7 +316,7 @@ def test_samples_that_are_not_the_same_every_time_are_never_kept():
         pipeline = numbers.map(random_one).batch(8).prefetch("auto")
         assert not is_repeatable(pipeline.source, pipeline.sample_maps), random_one
         pipeline.runner.autotuner.cache = "memory"
-        with pytest.warns(HastenWarning, match="not kept .memory."):
+        with pytest.warns(HastenWarning, match="not cached .memory."):
             list(pipeline)
         assert pipeline.runner.autotuner.cache == "no" and not pipeline.runner.active_cache
 
@@ -339,7 +340,9 @@ class Versioned(Source):
 def test_samples_that_are_kept_are_made_anew_when_the_data_have_changed():
     pipeline = Pipeline(Versioned()).map(lambda sample: sample * 10).batch(8).prefetch("auto", cores=1)
     pipeline.runner.autotuner.cache = "memory"
-    assert torch.cat(list(pipeline)).unique().tolist() == [10] and isinstance(pipeline.runner.active_cache["source"], Cache)
+    assert torch.cat(list(pipeline)).unique().tolist() == [10] and isinstance(
+        pipeline.runner.active_cache["source"], Cache
+    )
     pipeline.source.version = 2
     assert torch.cat(list(pipeline)).unique().tolist() == [20]
 
@@ -359,7 +362,7 @@ def test_samples_that_gain_nothing_by_being_kept():
 def test_a_cache_that_does_not_fit_is_told_and_left():
     pipeline = arrays(torch.zeros(64, 1000)).map(slowly).batch(8).prefetch("auto", gigabytes=1e-6)
     pipeline.runner.autotuner.cache = "memory"
-    with pytest.warns(HastenWarning, match="not kept .memory.*allowed"):
+    with pytest.warns(HastenWarning, match="not cached .memory.*allowed"):
         assert len(list(pipeline)) == 8
     assert pipeline.runner.autotuner.cache == "no"
     with warnings.catch_warnings():

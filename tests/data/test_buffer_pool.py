@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from hasten.data import arrays
-from hasten.data.buffer_pool import MAX_FREE_BYTES, MAX_BLOCKS_PER_SIZE, MAX_SIZES, _free, acquire, alloc_huge, thread_scratch
+from hasten.data.buffer_pool import (
+    MAX_FREE_BYTES,
+    MAX_BLOCKS_PER_SIZE,
+    MAX_SIZES,
+    _free,
+    acquire,
+    alloc_huge,
+    thread_scratch,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +66,14 @@ def test_what_waits_is_little_in_bytes_too_and_the_size_last_used_stays():
         return len(held)
 
     small, quarter = MAX_FREE_BYTES // 64, MAX_FREE_BYTES // 4
-    for sizes in ([small], [quarter] * 3, [small], [2 * quarter], [quarter] * MAX_BLOCKS_PER_SIZE, [2 * MAX_FREE_BYTES]):
+    for sizes in (
+        [small],
+        [quarter] * 3,
+        [small],
+        [2 * quarter],
+        [quarter] * MAX_BLOCKS_PER_SIZE,
+        [2 * MAX_FREE_BYTES],
+    ):
         use(*sizes)
         assert sum(size * len(blocks) for size, blocks in _free.items()) <= MAX_FREE_BYTES
         if sizes == [2 * quarter]:

@@ -126,7 +126,7 @@ def test_two_processes_share_one_making(tmp_path):
     assert [total for total, _ in said] == [sum(range(40))] * 2
     assert sum(map(int, (tmp_path / "reads").read_text().split())) == 40 + 4, "read by one of them only"
     assert (
-        sum("another process makes the cache" in notice for _, notices in said for notice in notices) <= 1
+        sum("another process is filling the cache" in notice for _, notices in said for notice in notices) <= 1
     )  # none, if the first was done
     assert [name.split("/")[-1] for name in files(tmp_path)] == ["0.rows", "cache.json"]
 
@@ -145,7 +145,7 @@ def test_a_killed_maker_leaves_nothing_that_counts(tmp_path):
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
     """A limit on the size of files stands for the disk: writing fails in the middle all the same."""
     said, _ = told_by(*maker(tmp_path, room=20_000_000))
-    assert "cannot write" in said and "nothing is left of the cache" in said and "\n" not in said
+    assert "cannot write" in said and "incomplete cache was removed" in said and "\n" not in said
     assert not list((tmp_path / "cache").glob("*.making")) and not list((tmp_path / "cache").rglob("*.rows"))
 
 
@@ -154,7 +154,8 @@ def test_a_full_disk_is_told_by_its_name(tmp_path):
     (tmp_path / "0.rows").symlink_to("/dev/full")
     written = _ColumnWriter(tmp_path)
     with pytest.raises(
-        RunError, match=r"cannot write .*: the disk is full; nothing is left .* make room, or choose another folder"
+        RunError,
+        match=r"cannot write .*: the disk is full; the incomplete cache was removed; free some space, or choose another folder",
     ) as told:
         written.write(torch.zeros(1000, 100))
     written.abandon()

@@ -83,7 +83,8 @@ def test_a_bad_line_of_csv_is_named_before_anything_is_read(tmp_path):
     assert sum(len(y) for _, y in csv(path, target="label").skip_bad_rows(1).cache().batch(10)) == 200
     (tmp_path / "u.csv").write_text(path.read_text())
     with pytest.raises(
-        RunError, match=r"row 301 \(.*u\.csv\): row 100 of the file, .*; it is bad row number 2, and max_rows=1 may be skipped"
+        RunError,
+        match=r"row 301 \(.*u\.csv\): row 100 of the file, .*; it is bad row number 2, and max_rows=1 may be skipped",
     ):
         next(iter(csv(tmp_path, target="label").skip_bad_rows(1).batch(10)))
 

@@ -17,7 +17,7 @@ from hasten.core.errors import ConfigurationError, RunError
 from hasten.data import images
 from hasten.data.formats import decoding
 from hasten.data.io import manifests
-from hasten.data.io.manifests import manifest_of
+from hasten.data.io.manifests import list_folder
 from hasten.data.source import BadRow
 
 
@@ -246,30 +246,30 @@ def test_the_list_of_a_folder_is_kept_until_the_folder_changes(tmp_path, monkeyp
     long_ago = time.time() - 3600
     for folder in (root, root / "cat", root / "dog"):
         os.utime(folder, (long_ago, long_ago))
-    first = manifest_of(root, (".png",))
+    first = list_folder(root, (".png",))
     walks = []
     walk = manifests.walk
-    monkeypatch.setattr(manifests, "walk", lambda *args: walks.append(1) or walk(*args))
-    again = manifest_of(root, (".png",))
+    monkeypatch.setattr(manifests, "walked", lambda *args: walks.append(1) or walk(*args))
+    again = list_folder(root, (".png",))
     assert not walks and [again.path(i) for i in range(6)] == [first.path(i) for i in range(6)]
     smooth(9, 9).save(root / "dog" / "new.png")
-    assert len(manifest_of(root, (".png",))) == 7 and walks
+    assert len(list_folder(root, (".png",))) == 7 and walks
     (kept,) = Path(os.environ["HASTEN_CACHE"], "manifests").iterdir()
     kept.write_bytes(kept.read_bytes()[:100])  # a damaged list is no list
-    assert len(manifest_of(root, (".png",))) == 7
+    assert len(list_folder(root, (".png",))) == 7
 
 
 def test_a_folder_that_just_changed_is_not_remembered(tmp_path, monkeypatch):
     monkeypatch.setattr(manifests, "MIN_FILES", 1)
     monkeypatch.setattr(manifests, "TIMESTAMP_GRANULARITY_NS", 3600 * 10**9)  # however long the machine takes
-    manifest_of(folder_of(tmp_path / "set"), (".png",))
+    list_folder(folder_of(tmp_path / "set"), (".png",))
     assert not Path(os.environ["HASTEN_CACHE"], "manifests").exists()
 
 
 def test_links_that_lead_back_end(tmp_path):
     root = folder_of(tmp_path / "set")
     (root / "cat" / "around").symlink_to(root)
-    assert len(manifest_of(root, (".png",))) == 6
+    assert len(list_folder(root, (".png",))) == 6
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])

@@ -77,9 +77,9 @@ def test_the_files_of_these_tests_are_good(folder):
 @pytest.mark.parametrize(
     ("paths", "told"),
     [
-        (None, "a file is named by a text or a path, not by None"),
+        (None, "a file is given by a str or a Path, not by None"),
         (3, "not by 3"),
-        ([], "no file was named"),
+        ([], "no file was given"),
         ([None], "not by None"),
         ("", "an empty text"),
         (b"t", "not by 116"),
@@ -163,7 +163,10 @@ PICTURES = [
 ]
 SETTINGS = [
     *((name, *case) for name in ("parquet", "feather", "csv") for case in TABLES),
-    *(("parquet", {"gigabytes": each}, "gigabytes= must be a number of at least 0") for each in ("1", -1, float("nan"))),
+    *(
+        ("parquet", {"gigabytes": each}, "gigabytes= must be a number of at least 0")
+        for each in ("1", -1, float("nan"))
+    ),
     *(("tfrecord", *case) for case in RECORDS),
     *(("webdataset", *case) for case in TARS),
     *(("images", *case) for case in PICTURES),
@@ -279,7 +282,10 @@ def test_tokens_are_local():
     import fsspec
 
     fsspec.filesystem("memory").pipe_file("/text/a.bin", bytes(100))
-    refused(lambda: tokens("memory://text/a.bin", 4), r"maps local files into memory; copy memory://.*a\.bin to this machine first")
+    refused(
+        lambda: tokens("memory://text/a.bin", 4),
+        r"maps local files into memory; copy memory://.*a\.bin to this machine first",
+    )
 
 
 # ---- files that are not what they seem

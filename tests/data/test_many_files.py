@@ -7,7 +7,7 @@ import time
 import pytest
 
 from hasten.data.io import manifests
-from hasten.data.io.manifests import manifest_of
+from hasten.data.io.manifests import list_folder
 from hasten.data.io.paths import resolve_paths
 
 
@@ -58,7 +58,7 @@ def test_a_glob_takes_the_time_of_looking_at_the_folders(place, folders, files):
 
     for folder in (place, *place.iterdir()):
         os.utime(folder, ns=(1, 1))  # long ago: nobody is still writing there
-    first = manifest_of(place, (".jpg",))
-    again = within(0.05 + looked / 10, lambda: manifest_of(place, (".jpg",)))  # the list is read, and no folder
+    first = list_folder(place, (".jpg",))
+    again = within(0.05 + looked / 10, lambda: list_folder(place, (".jpg",)))  # the list is read, and no folder
     assert len(again) == len(first) == len(names) and again.path(len(names) - 1) == names[-1]
     assert len(names) > manifests.MIN_FILES

@@ -95,7 +95,9 @@ def test_what_is_drawn_from_the_generators_of_a_process_is_refused_in_threads(dr
         Pipeline(Noisy([])).batch(BATCH) if draws is Noisy else arrays(torch.arange(ROWS)).batch(BATCH).map(draws)
     )
     state = torch.get_rng_state(), random.getstate(), str(numpy.random.get_state())
-    told = rf"{draws.__name__} draws from the global generators .* a parameter named rng, or use \.prefetch\(processes=1\)"
+    told = (
+        rf"{draws.__name__} draws from the global generators .* a parameter named rng, or use \.prefetch\(processes=1\)"
+    )
     for _ in range(2):
         with pytest.raises(ConfigurationError, match=told):
             next(iter(pipeline.prefetch(**way)))

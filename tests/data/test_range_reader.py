@@ -17,19 +17,19 @@ from helpers.tar_files import pack
 CUT_OFF_AFTER_THE_CHECK = """
 import os, sys, numpy
 from hasten import data
-from hasten.core.errors import Failure
-from hasten.data.io import ranges
+from hasten.core.errors import RunError
+from hasten.data.io import range_reader
 path = sys.argv[3]
 source = getattr(data, sys.argv[1])(sys.argv[2]).source
-rows, check = numpy.arange(len(source)), ranges.unchanged
+rows, check = numpy.arange(len(source)), range_reader.check_unchanged
 source.read(rows)
 def check_and_cut(*which):
     check(*which)
     os.truncate(path, 0)
-ranges.unchanged = check_and_cut
+range_reader.check_unchanged = check_and_cut
 try:
     source.read(rows)
-except Failure as told:
+except RunError as told:
     print(told)
 """
 CUT_OFF_WHEN_HELD = """
@@ -44,7 +44,7 @@ FEW_OPEN_FILES = """
 import resource, sys, numpy
 from hasten.data import webdataset, tfrecord
 resource.setrlimit(resource.RLIMIT_NOFILE, (160, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-for make in (shards, tfrecord):
+for make in (webdataset, tfrecord):
     source = make(sys.argv[1]).source
     for row in (*range(len(source)), *range(len(source))):
         source.read(numpy.array([row]))
@@ -61,9 +61,9 @@ def tar_file(path, rows=200):
     return pack(path, [(f"{row}.txt", b"row") for row in range(rows)])
 
 
-@pytest.mark.parametrize(("maker", "write"), [("tfrecord", tfrecord_file), ("shards", tar_file)])
+@pytest.mark.parametrize(("maker", "write"), [("tfrecord", tfrecord_file), ("webdataset", tar_file)])
 def test_a_file_that_is_cut_off_after_the_last_look_does_not_kill_the_process(tmp_path, maker, write):
-    ending = {"tfrecord": "tfrecord", "shards": "tar"}[maker]
+    ending = {"tfrecord": "tfrecord", "webdataset": "tar"}[maker]
     path = write(tmp_path / f"a.{ending}")
     write(tmp_path / f"b.{ending}")
     assert run_script(CUT_OFF_AFTER_THE_CHECK, maker, tmp_path, path).startswith(f"{path} is shorter than it was")

@@ -41,7 +41,7 @@ class Odd(Exception):
 
 def test_a_killed_worker_is_named_and_another_one_goes_on(tmp_path):
     with pytest.warns(
-        HastenWarning, match=r"worker process \d+ was killed by SIGKILL.*memory.* batch 3 of the pass; another one"
+        HastenWarning, match=r"worker process \d+ was killed by SIGKILL.*memory.* batch 3 of the epoch; another process"
     ) as told:
         batches = list(numbers().map(Killing(tmp_path, 1)).prefetch(processes=2))
     assert torch.cat(batches).tolist() == list(range(ROWS))
@@ -62,7 +62,7 @@ def test_a_worker_that_is_killed_from_outside_at_any_time_costs_nothing(second):
 def test_the_same_batch_killing_twice_is_a_failure(tmp_path):
     with (
         pytest.warns(HastenWarning),
-        pytest.raises(RunError, match=r"worker process \d+ was killed by SIGKILL.*so did the one before it"),
+        pytest.raises(RunError, match=r"worker process \d+ was killed by SIGKILL.*so did the process before it"),
     ):
         list(numbers().map(Killing(tmp_path, 2)).prefetch(processes=2))
     assert not children()
@@ -80,7 +80,7 @@ def impatient(pipeline, seconds):
 def test_a_hang_is_told(way):
     began = time.perf_counter()
     with pytest.raises(
-        RunError, match=r"batch 3 of the pass did not come within 0.5 s: (a thread|worker process \d+) hangs"
+        RunError, match=r"batch 3 of the epoch was not ready within 0.5 s: (a thread|worker process \d+) hangs"
     ):
         list(impatient(numbers().map(hanging).prefetch(**way, timeout=PATIENCE), 0.5))
     assert time.perf_counter() - began < PATIENCE, "it has not waited until the hang was over"
@@ -143,7 +143,7 @@ def test_an_error_that_cannot_travel_is_told_all_the_same():
 
 @pytest.mark.parametrize("way", [{"batches": 0}, *BOTH], ids=str)
 def test_the_first_bad_row_ends_it_with_its_place(way):
-    with pytest.raises(RunError, match=r"row 50 \(numbers.txt line 51\): no number; mend it, or .*skip_bad"):
+    with pytest.raises(RunError, match=r"row 50 \(numbers.txt line 51\): no number; repair it, or .*skip_bad"):
         list(Pipeline(Bad([50])).batch(BATCH).prefetch(**way))
 
 

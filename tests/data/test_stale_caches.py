@@ -119,7 +119,7 @@ def test_data_that_change_while_they_are_kept_are_a_failure_that_leaves_nothing(
     numpy.save(file, NUMBERS.numpy())
     numpy.save(new, NUMBERS.numpy() + 1)
     pipeline = arrays(file).cache(kind, watch=lambda *what: new.exists() and os.replace(new, file)).batch(ROWS)
-    with pytest.raises(RunError, match="changed while the cache was being filled"):
+    with pytest.raises(RunError, match="changed while the cache was filled"):
         list(pipeline)
     assert not (tmp_path / "cache").exists() or not files(tmp_path)
     for each in (pipeline, arrays(file).cache(kind).batch(ROWS)):

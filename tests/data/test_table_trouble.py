@@ -54,7 +54,10 @@ def bad_inputs(folder):
             r"column 'a' is of type float in .*good.*large_string in .*other",
         ),
         "a footer cut off": (lambda: parquet(short), r"short\.parquet is not a complete Parquet file"),
-        "a feather cut off": (lambda: feather(folder / "short.feather"), r"short\.feather is not a complete Feather file"),
+        "a feather cut off": (
+            lambda: feather(folder / "short.feather"),
+            r"short\.feather is not a complete Feather file",
+        ),
         "one format for another": (lambda: feather(good), r"good\.parquet is not a complete Feather file"),
         "an empty file": (lambda: csv(folder / "empty.csv"), r"empty\.csv is not a complete CSV file"),
         "a ragged file": (
@@ -104,7 +107,9 @@ def test_a_file_that_cannot_be_opened_is_a_bad_row(tmp_path, form, gigabytes):
     assert [pipeline.faults.found[RUN + each].where for each in range(2)] == [
         str(tmp_path / f"{name}.{ending}") for name in "bc"
     ]
-    with pytest.raises(RunError, match=rf"c\.{ending}\): .*not a complete .*; it is bad row number 2, and max_rows=1 may be skipped"):
+    with pytest.raises(
+        RunError, match=rf"c\.{ending}\): .*not a complete .*; it is bad row number 2, and max_rows=1 may be skipped"
+    ):
         next(iter(make(tmp_path, target="label", gigabytes=gigabytes).skip_bad_rows(1).batch(50)))
     with pytest.raises(
         RunError, match=rf"row {RUN} \(.*b\.{ending}\): cannot read .*b\.{ending}: No such file.*skip_bad"

@@ -90,7 +90,10 @@ def test_a_file_in_its_place_is_read_from_the_next_pass_on(tmp_path, monkeypatch
         (lambda folder: tokens(folder / "missing.bin", 8), "missing.bin"),
         (lambda folder: tokens(folder / "short.bin", 8), "shorter than a window of 9 tokens"),
         (lambda folder: tokens(folder / "empty.bin", 8), "shorter than a window"),
-        (lambda folder: tokens(folder / "odd.bin", 2), "odd.bin has 7 bytes, which is no multiple of the 2 bytes of uint16"),
+        (
+            lambda folder: tokens(folder / "odd.bin", 2),
+            "odd.bin has 7 bytes, which is no multiple of the 2 bytes of uint16",
+        ),
         (lambda folder: tokens(folder / "short.bin", 0), "length"),
         (lambda folder: tokens(folder / "short.bin", 2, stride=-1), "stride"),
         (lambda folder: tokens(folder / "short.bin", 2, dtype="uint15"), "uint15"),

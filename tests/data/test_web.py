@@ -39,7 +39,7 @@ MAKERS = {
     "feather": (feather, {}),
     "csv": (csv, {}),
     "tfrecord": (tfrecord, {}),
-    "webdataset": (webdataset, {"target": "cls"}),
+    "shards": (webdataset, {"target": "cls"}),
     "images": (images, {"resize": 16}),
 }
 
@@ -253,7 +253,7 @@ def test_a_login_that_runs_out_ends_the_run(web):
         file.seek(11_000_000)
         with pytest.raises(RunError, match=r"cannot read .*long\.tfrecord.*403"):
             file.read(10)
-    with ThreadPoolExecutor(1) as another, pytest.raises(RunError, match=r"^http.*\.parquet went away .*403"):
+    with ThreadPoolExecutor(1) as another, pytest.raises(RunError, match=r"^http.*\.parquet became unreadable .*403"):
         another.submit(table.read, numpy.array([ROWS - 1])).result()  # this thread still has the file open
     with pytest.raises(RunError, match=r"^cannot read .*\.png.*403"):
         list(pipeline)
@@ -303,7 +303,7 @@ def test_a_stamp_follows_the_content(web):
     with pytest.raises(RunError, match=r"a\.csv changed while it was being read"):
         check_unchanged(path, before)
     del web.content["/data/csv/a.csv"]
-    with pytest.raises(RunError, match=r"a\.csv went away while it was being read"):
+    with pytest.raises(RunError, match=r"a\.csv became unreadable while it was being read"):
         check_unchanged(path, before)
 
 
@@ -323,7 +323,8 @@ def test_a_file_that_changes_between_two_reads_is_told(web, kind, change, monkey
     if change != "gone":
         web.content[path] = content[:-100] if change == "shorter" else content[:100] + bytes(100) + content[200:]
     with pytest.raises(
-        RunError, match=r"changed while it was being read|went away while it was being read|is shorter than it was"
+        RunError,
+        match=r"changed while it was being read|became unreadable while it was being read|is shorter than it was",
     ):
         source.read(numpy.array([ROWS - 1]))
 
@@ -346,12 +347,12 @@ def test_a_file_that_changes_is_looked_at_now_and_then(web, monkeypatch):
 def test_a_server_that_tells_no_versions_is_told_of_once(web):
     web.marked = False
     with pytest.warns(
-        HastenWarning, match=rf"^{web.address} tells neither a version nor a time .*\.cache\('disk'\)"
+        HastenWarning, match=rf"^{web.address} reports neither a version nor a modification time .*\.cache\('disk'\)"
     ) as told:
         pipeline = webdataset(f"{web.address}/data/shards", target="cls")
         assert file_signature(f"{web.address}/data/csv/a.csv")[2] is None
         list(pipeline.batch(7))
-    assert sum("tells neither" in str(each.message) for each in told) == 1
+    assert sum("reports neither" in str(each.message) for each in told) == 1
 
 
 def test_a_new_source_of_a_file_that_changed_reads_the_new_one(web):

@@ -169,7 +169,9 @@ def test_what_is_damaged_is_one_bad_row_after_the_whole_samples_before_it(tmp_pa
     if damage == "gone":
         file.unlink()
         file.symlink_to("nowhere")
-    with pytest.raises(RunError, match=rf"row {there} \(.*a\.tar\): .*{why}.*; repair it, or allow bad rows to be skipped: "):
+    with pytest.raises(
+        RunError, match=rf"row {there} \(.*a\.tar\): .*{why}.*; repair it, or allow bad rows to be skipped: "
+    ):
         next(iter(webdataset(tmp_path).batch(50)))
     with pytest.raises(RunError, match=why):
         webdataset(tmp_path, target="cls").batches(50, seed=0, training=True)

@@ -11,8 +11,8 @@ from hasten.datatools.advice import better_storages, limit_by_disk, temporary_fo
 from hasten.datatools.format_detection import detect_format
 from hasten.datatools.row_reader import RowReader
 from hasten.datatools.stage_throughput import stage_rates
-from helpers.process import FORK, start_process
-from helpers.storages import pictures, table, written
+from helpers.process import FORK, forked
+from helpers.storages import mixed_table, write_images, write_table
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def cache(tmp_path, monkeypatch):
 
 def test_a_slow_disk_makes_small_files_better(tmp_path):
     """Rows of raw pixels are read at once from memory, and much later than small JPEGs from a slow disk."""
-    data = pictures(tmp_path / "in", count=24)
+    data = write_images(tmp_path / "in", count=24)
     kind, files = detect_format(data)
     reading = RowReader(kind, str(data), files, resize=256)
     before = stage_rates(reading, 0.5)["batches"]
@@ -42,7 +42,7 @@ def test_fastest_storages_get_no_advice(tmp_path):
 
 
 def test_what_cannot_be_stored_that_way_is_left_out(tmp_path):
-    data = written(tmp_path / "in", content=table().drop_columns(["word"]))
+    data = write_table(tmp_path / "in", content=mixed_table().drop_columns(["word"]))
     kind, files = detect_format(data)
     found = better_storages(RowReader(kind, files, files, fill=0), [1.0], 3000, None, 2.0, no_progress)
     assert [each["to"] for each in found] == ["feather"]

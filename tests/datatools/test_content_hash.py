@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hasten.datatools.content_hash import ContentHash
-from helpers.storages import table
+from helpers.storages import mixed_table
 
 ROWS = 200
 
@@ -33,7 +33,7 @@ def many():
     }
     for name, column in columns.items():
         columns[name] = column if isinstance(column, pa.Array) else pa.array(column)
-    return pa.table(columns | dict(zip(table(ROWS).column_names, table(ROWS).columns, strict=True)))
+    return pa.table(columns | dict(zip(mixed_table(ROWS).column_names, mixed_table(ROWS).columns, strict=True)))
 
 
 def of_table(content, cuts=()):

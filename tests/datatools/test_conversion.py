@@ -14,7 +14,7 @@ from hasten.data import arrays, convert, feather, images, parquet, tfrecord, web
 from hasten.data.source import column_leaves
 from hasten.datatools.advice import gain_of
 from hasten.reporting.terminal_data import convert_answer
-from helpers.storages import ROWS, everything, numbers, pictures, table, written
+from helpers.storages import ROWS, mixed_table, numeric_table, read_all, write_images, write_table
 
 
 @pytest.fixture(autouse=True)
@@ -41,28 +41,28 @@ def assert_equal(columns, others):
 
 @pytest.mark.parametrize("to", ["parquet", "feather"])
 def test_a_table_keeps_everything_also_what_is_missing(tmp_path, to):
-    data = written(tmp_path / "in", content=table())
+    data = write_table(tmp_path / "in", content=mixed_table())
     result = convert(data, tmp_path / "out", to=to, shards=4)
     assert result["rows"] == result["written"] == ROWS and len(result["files"]) == 4
     fill = {"missing": -1.0, "word": "none"}
     read = {"parquet": parquet, "feather": feather}[to]
-    assert_equal(everything(read(tmp_path / "out", fill=fill)), everything(parquet(data, fill=fill)))
+    assert_equal(read_all(read(tmp_path / "out", fill=fill)), read_all(parquet(data, fill=fill)))
 
 
 def test_rows_are_matrices_that_arrays_maps(tmp_path):
-    data = written(tmp_path / "in")
+    data = write_table(tmp_path / "in")
     result = convert(data, tmp_path / "out", to="rows", target="label")
     assert result["files"] == ["inputs.npy", "label.npy"]
-    x, y = everything(arrays(*(tmp_path / "out" / name for name in result["files"])))
-    assert_equal((x, y), everything(parquet(data, target="label")))
+    x, y = read_all(arrays(*(tmp_path / "out" / name for name in result["files"])))
+    assert_equal((x, y), read_all(parquet(data, target="label")))
     assert result["gain"]["before"] > 0 and result["gain"]["after"] > 0
 
 
 def test_records_are_what_tfrecord_reads(tmp_path):
-    data = written(tmp_path / "in", content=table().drop_columns(["word"]))
+    data = write_table(tmp_path / "in", content=mixed_table().drop_columns(["word"]))
     convert(data, tmp_path / "out", to="tfrecord", fill=0)
-    read = everything(tfrecord(tmp_path / "out", features={"number": (), "small": (), "list": None, "inner.b": ()}))
-    original = everything(parquet(data, fill=0))
+    read = read_all(tfrecord(tmp_path / "out", features={"number": (), "small": (), "list": None, "inner.b": ()}))
+    original = read_all(parquet(data, fill=0))
     assert torch.equal(read["number"], original["number"])
     assert torch.equal(read["small"], original["small"].long())
     assert_equal(read["list"], [row.long() for row in original["list"]])
@@ -70,57 +70,57 @@ def test_records_are_what_tfrecord_reads(tmp_path):
 
 
 def test_back_from_records_and_rows(tmp_path):
-    data = written(tmp_path / "in")
+    data = write_table(tmp_path / "in")
     convert(data, tmp_path / "records", to="tfrecord")
     convert(tmp_path / "records", tmp_path / "rows", to="rows")
     convert(tmp_path / "rows", tmp_path / "back", to="parquet")
-    assert_equal(everything(parquet(tmp_path / "back", columns=numbers().column_names)), everything(parquet(data)))
+    assert_equal(read_all(parquet(tmp_path / "back", columns=numeric_table().column_names)), read_all(parquet(data)))
 
 
 def test_csv_becomes_a_table(tmp_path):
     (tmp_path / "a.csv").write_text("x,y\n1,one\n2,two\n")
     (tmp_path / "b.csv").write_text("x,y\n2.5,half\n")
     convert(tmp_path / "*.csv", tmp_path / "out", to="parquet")
-    read = everything(parquet(tmp_path / "out"))
+    read = read_all(parquet(tmp_path / "out"))
     assert read["x"].tolist() == [1, 2, 2.5] and read["y"] == ["one", "two", "half"]
 
 
 def test_pictures_become_smaller_ones_in_tars(tmp_path):
-    data = pictures(tmp_path / "in")
+    data = write_images(tmp_path / "in")
     result = convert(data, tmp_path / "out", to="shards", resize=64, shards=3)
     assert len(result["files"]) == 3 and result["bytes"] < result["bytes_before"]
-    read = everything(webdataset(tmp_path / "out", columns=["jpg"], target="cls", resize=64))
-    there, labels = everything(images(data, resize=64))
+    read = read_all(webdataset(tmp_path / "out", columns=["jpg"], target="cls", resize=64))
+    there, labels = read_all(images(data, resize=64))
     assert torch.equal(read[1], labels)
     assert (read[0].float() - there.float()).abs().mean() < 6  # of 255: JPEG loses a little
 
 
 def test_pictures_that_are_not_resized_stay_the_same_bytes(tmp_path):
-    data = pictures(tmp_path / "in")
+    data = write_images(tmp_path / "in")
     convert(data, tmp_path / "out", to="shards")
-    read = everything(webdataset(tmp_path / "out"))["jpg"]
-    assert_equal(read, everything(images(data, labels=None)))
+    read = read_all(webdataset(tmp_path / "out"))["jpg"]
+    assert_equal(read, read_all(images(data, labels=None)))
 
 
 def test_shards_are_made_smaller(tmp_path):
-    convert(pictures(tmp_path / "in"), tmp_path / "big", to="shards")
+    convert(write_images(tmp_path / "in"), tmp_path / "big", to="shards")
     result = convert(tmp_path / "big", tmp_path / "out", to="shards", resize=32)
-    read = everything(webdataset(tmp_path / "out", resize=32))
+    read = read_all(webdataset(tmp_path / "out", resize=32))
     assert result["rows"] == 12 and read["jpg"].shape == (12, 3, 32, 32) and read["cls"].sum() == 6
     convert(tmp_path / "big", tmp_path / "rows", to="rows", resize=32)
     assert numpy.load(tmp_path / "rows" / "jpg.npy").shape == (12, 3, 32, 32)
 
 
 def test_the_manifest_says_what_is_there(tmp_path):
-    convert(written(tmp_path / "in"), tmp_path / "out", to="feather", shards=2)
+    convert(write_table(tmp_path / "in"), tmp_path / "out", to="feather", shards=2)
     note = json.loads((tmp_path / "out" / "conversion.json").read_text())
     assert note["finished"] and [rows for rows, _ in note["parts done"]] == [ROWS // 2] * 2
     assert note["settings"]["to"] == "feather" and note["files"] == sorted(note["files"])
 
 
 def test_words_of_classes_are_kept(tmp_path):
-    words = table().select(["number", "small", "word"])
-    data = written(tmp_path / "in", content=words.filter(words["word"].is_valid()))
+    words = mixed_table().select(["number", "small", "word"])
+    data = write_table(tmp_path / "in", content=words.filter(words["word"].is_valid()))
     result = convert(data, tmp_path / "out", to="rows", target="word")
     assert result["classes"] == ["", "alpha", "beta", "gamma"]
     assert json.loads((tmp_path / "out" / "conversion.json").read_text())["classes"] == result["classes"]
@@ -136,14 +136,14 @@ def parquet_words(data):
 
 
 def test_pictures_of_one_size_become_rows_as_they_are(tmp_path):
-    data = pictures(tmp_path / "in", sizes=((32, 48),), ending="png")
+    data = write_images(tmp_path / "in", sizes=((32, 48),), ending="png")
     result = convert(data, tmp_path / "out", to="rows")
-    read, _ = everything(arrays(*(tmp_path / "out" / name for name in result["files"])))
-    assert torch.equal(read, torch.stack(everything(images(data))[0]))
+    read, _ = read_all(arrays(*(tmp_path / "out" / name for name in result["files"])))
+    assert torch.equal(read, torch.stack(read_all(images(data))[0]))
     shards_of = convert(data, tmp_path / "shards", to="shards")
     assert convert(tmp_path / "shards", tmp_path / "again", to="rows")["rows"] == shards_of["rows"] == 12
-    pictures(data, count=1, sizes=((20, 20),), ending="png")
-    with pytest.raises(ConfigurationError, match="pictures need --resize"):
+    write_images(data, count=1, sizes=((20, 20),), ending="png")
+    with pytest.raises(ConfigurationError, match="resize images with --resize"):
         convert(data, tmp_path / "mixed", to="rows")
     assert not (tmp_path / "mixed").exists()
 
@@ -162,7 +162,7 @@ def test_a_gain_that_its_spread_does_not_bear_is_none():
 
 
 def test_a_gain_is_told_with_its_range(tmp_path, capfd):
-    result = convert(written(tmp_path / "in"), tmp_path / "out", to="feather")
+    result = convert(write_table(tmp_path / "in"), tmp_path / "out", to="feather")
     gain = result["gain"]
     assert 0 < gain["low"] <= gain["ratio"] <= gain["high"] and gain["before"] > 0
     for after, *told in (
@@ -175,7 +175,7 @@ def test_a_gain_is_told_with_its_range(tmp_path, capfd):
 
 
 def test_what_it_gives_is_estimated_before_and_measured_after(tmp_path, capfd):
-    data = written(tmp_path / "in", content=numbers(50_000))
+    data = write_table(tmp_path / "in", content=numeric_table(50_000))
     assert (
         main(["data", "convert", str(data), "--to", "rows", "--out", str(tmp_path / "out"), "--target", "label"]) == 0
     )

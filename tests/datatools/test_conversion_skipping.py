@@ -9,13 +9,18 @@ import pytest
 from hasten import ConfigurationError, RunError
 from hasten.cli.main import main
 from hasten.data import arrays, convert, feather, inspect, parquet, webdataset
-from helpers.storages import ROWS, damage, everything, numbers, pictures, written
+from helpers.storages import ROWS, damage, numeric_table, read_all, write_images, write_table
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
-    for name in ("conversion.GAIN_SECONDS", "conversion.ESTIMATE_SECONDS", "stage_throughput.COPY_SECONDS", "stage_throughput.ENOUGH_S"):
+    for name in (
+        "conversion.GAIN_SECONDS",
+        "conversion.ESTIMATE_SECONDS",
+        "stage_throughput.COPY_SECONDS",
+        "stage_throughput.ENOUGH_S",
+    ):
         monkeypatch.setattr(f"hasten.datatools.{name}", 0.02)  # how fast it is read is measured for a moment only
     for name in ("MAX_TURNS", "MIN_TURNS"):
         monkeypatch.setattr(f"hasten.datatools.advice.{name}", 2)
@@ -23,19 +28,19 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("to", "resize"), [("shards", 16), ("shards", None), ("rows", None)])
 @pytest.mark.parametrize(
-    ("damage", "why"), [("no picture", "it is no JPEG or PNG picture"), ("cut off", "it cannot be decoded")]
+    ("damage", "why"), [("no picture", "it is not a JPEG or PNG image"), ("cut off", "it cannot be decoded")]
 )
 def test_a_row_that_cannot_be_read_is_named(tmp_path, to, resize, damage, why):
     """Also where its bytes could be stored as they are: what was converted can be read."""
-    data = pictures(tmp_path / "in", sizes=((200, 300),))
+    data = write_images(tmp_path / "in", sizes=((200, 300),))
     file = data / "cat" / "3.jpg"
     file.write_bytes(b"no picture" if damage == "no picture" else file.read_bytes()[:-2000])
-    with pytest.raises(RunError, match=rf"cat/3.jpg\): {why}.*; mend it"):
+    with pytest.raises(RunError, match=rf"cat/3.jpg\): {why}.*; repair it"):
         convert(data, tmp_path / "out", to=to, resize=resize)
 
 
 def test_pictures_that_can_be_read_are_stored_as_they_are(tmp_path):
-    data = pictures(tmp_path / "in")
+    data = write_images(tmp_path / "in")
     convert(data, tmp_path / "out", to="shards")
     with tarfile.open(tmp_path / "out" / "00000-of-00001.tar") as tar:
         there = [tar.extractfile(member).read() for member in tar if member.name.endswith(".jpg")]
@@ -51,7 +56,7 @@ def listed(folder):
 )
 def test_bad_pictures_are_left_out_and_listed(tmp_path, monkeypatch, to, resize, parts):
     """The first one, too, by which the shape of all is known."""
-    data = pictures(tmp_path / "in", sizes=((20, 30),))
+    data = write_images(tmp_path / "in", sizes=((20, 30),))
     for name in ("cat/1.jpg", "dog/10.jpg", "dog/6.jpg"):
         (data / name).write_bytes(b"no picture")
     size = sum(path.stat().st_size for path in data.rglob("*.jpg"))
@@ -61,32 +66,32 @@ def test_bad_pictures_are_left_out_and_listed(tmp_path, monkeypatch, to, resize,
     assert there == [str(data / name) for name in ("cat/1.jpg", "dog/10.jpg", "dog/6.jpg")]
     assert (result["rows"], result["skipped_rows"], result["classes"]) == (9, 3, ["cat", "dog"])
     if to == "rows":
-        read, labels = everything(arrays(*(tmp_path / "out" / name for name in result["files"])))
+        read, labels = read_all(arrays(*(tmp_path / "out" / name for name in result["files"])))
         assert read.shape == (9, 3, *((16, 16) if resize else (20, 30)))
     else:
-        _, labels = everything(webdataset(tmp_path / "out", columns=["jpg"], target="cls", resize=16))
+        _, labels = read_all(webdataset(tmp_path / "out", columns=["jpg"], target="cls", resize=16))
     assert labels.tolist() == [0] * 5 + [1] * 4
     assert inspect(tmp_path / "out", budget=0.5)["classes"] == ["cat", "dog"]
-    with pytest.raises(RunError, match=r"dog/6.jpg.*bad row number 3, and 2 may be left out"):
+    with pytest.raises(RunError, match=r"dog/6.jpg.*bad row number 3, and max_rows=2 may be skipped"):
         convert(data, tmp_path / "fewer", to=to, resize=resize, max_bad_rows=2)
     assert listed(tmp_path / "fewer")[0]["where"] == there[0]
-    with pytest.raises(ConfigurationError, match=r"another conversion \(skip bad 2, not 3\)"):
+    with pytest.raises(ConfigurationError, match=r"another conversion \(max bad rows 2, not 3\)"):
         convert(data, tmp_path / "fewer", to=to, resize=resize, max_bad_rows=3)
 
 
 @pytest.mark.parametrize("to", ["feather", "parquet", "rows", "tfrecord"])
 def test_a_bad_run_is_as_many_bad_rows(tmp_path, to):
-    data = written(tmp_path / "in", runs=50)
+    data = write_table(tmp_path / "in", runs=50)
     damage(data / "train.parquet", run=3)
-    with pytest.raises(RunError, match=r"train.parquet, row group 3\).*let some be left out: --max-bad-rows 10"):
+    with pytest.raises(RunError, match=r"train.parquet, row group 3\).*skip some bad rows: --max-bad-rows 10"):
         convert(data, tmp_path / "none", to=to, shards=None if to == "rows" else 2)
     result = convert(data, tmp_path / "out", to=to, max_bad_rows=50, shards=None if to == "rows" else 2)
     assert (result["rows"], result["skipped_rows"]) == (ROWS - 50, 50)
     assert [each["row"] for each in listed(tmp_path / "out")] == [*range(150, 200)]
     if to in ("feather", "parquet"):
-        read = everything({"feather": feather, "parquet": parquet}[to](tmp_path / "out"))
+        read = read_all({"feather": feather, "parquet": parquet}[to](tmp_path / "out"))
         kept = numpy.r_[0:150, 200:ROWS]
-        assert numpy.array_equal(read["label"], numbers()["label"].to_numpy()[kept])
+        assert numpy.array_equal(read["label"], numeric_table()["label"].to_numpy()[kept])
 
 
 @pytest.mark.parametrize("to", ["feather", "rows", "tfrecord"])
@@ -95,7 +100,7 @@ def test_a_bad_line_of_csv_is_one_bad_row(tmp_path, to):
     lines = [f"{row},{row / 2}" for row in range(40)]
     lines[7], lines[30] = "7", "30,15,15"
     (tmp_path / "in" / "t.csv").write_text("\n".join(["n,half", *lines]))
-    with pytest.raises(RunError, match=r"row 7 \(.*t\.csv\): row 7 of the file, '7', has 1 field, not 2; mend it"):
+    with pytest.raises(RunError, match=r"row 7 \(.*t\.csv\): row 7 of the file, '7', has 1 field, not 2; repair it"):
         convert(tmp_path / "in", tmp_path / "none", to=to)
     result = convert(tmp_path / "in", tmp_path / "out", to=to, max_bad_rows=2)
     assert (result["rows"], result["skipped_rows"], result["skipped_files"]) == (38, 2, 0)
@@ -104,7 +109,7 @@ def test_a_bad_line_of_csv_is_one_bad_row(tmp_path, to):
         (30, "row 30 of the file, '30,15,15', has 3 fields, not 2"),
     ]
     if to == "feather":
-        assert everything(feather(tmp_path / "out"))["n"].tolist() == [row for row in range(40) if row not in (7, 30)]
+        assert read_all(feather(tmp_path / "out"))["n"].tolist() == [row for row in range(40) if row not in (7, 30)]
     read = inspect(tmp_path / "in", max_bad_rows=2, budget=0.5)
     assert read["trouble"] is None and read["rows"] == 40
 
@@ -118,7 +123,7 @@ def test_a_csv_with_another_delimiter_is_no_bad_file(tmp_path):
 
 
 def test_a_killed_conversion_remembers_what_it_left_out(tmp_path):
-    data = written(tmp_path / "in", runs=50)
+    data = write_table(tmp_path / "in", runs=50)
     damage(data / "train.parquet", run=3)
 
     def stop(what, done, left):
@@ -135,10 +140,10 @@ def test_a_killed_conversion_remembers_what_it_left_out(tmp_path):
 
 
 def test_a_part_without_a_row_is_a_failure(tmp_path):
-    data = pictures(tmp_path / "in", count=4)
+    data = write_images(tmp_path / "in", count=4)
     (data / "cat" / "1.jpg").write_bytes(b"no picture")
     with pytest.raises(
-        RunError, match=r"no row of part 0 can be read, the first is .*cat/1.jpg; mend it, or take fewer --shards"
+        RunError, match=r"no row of part 0 can be read, the first is .*cat/1.jpg; repair it, or use fewer --shards"
     ):
         convert(data, tmp_path / "out", to="shards", resize=8, shards=4, max_bad_rows=2)
 
@@ -146,14 +151,14 @@ def test_a_part_without_a_row_is_a_failure(tmp_path):
 @pytest.mark.parametrize(("to", "resize"), [("rows", 16), ("shards", 16), ("shards", None)])
 def test_pictures_that_cannot_be_opened_are_bad_rows(tmp_path, to, resize):
     """Links that lead nowhere: to a file that is gone, and in a circle."""
-    data = pictures(tmp_path / "in")
+    data = write_images(tmp_path / "in")
     lost = [data / "cat" / "1.jpg", data / "dog" / "6.jpg"]
     for link in lost:
         link.unlink()
         link.symlink_to("gone" if link.name == "1.jpg" else link.name)
     with pytest.raises(ConfigurationError, match=r"^cannot read .*cat/1.jpg: No such file"):
         convert(data, tmp_path / "out", to=to, resize=resize)
-    with pytest.raises(RunError, match=r"dog/6.jpg.*bad row number 2, and 1 may be left out"):
+    with pytest.raises(RunError, match=r"dog/6.jpg.*bad row number 2, and max_rows=1 may be skipped"):
         convert(data, tmp_path / "fewer", to=to, resize=resize, max_bad_rows=1)
     result = convert(data, tmp_path / "out", to=to, resize=resize, max_bad_rows=2)
     assert (result["rows"], result["skipped_rows"], result["skipped_files"]) == (10, 2, 0) and result["gain"][
@@ -161,9 +166,9 @@ def test_pictures_that_cannot_be_opened_are_bad_rows(tmp_path, to, resize):
     ] > 0
     assert [each["where"] for each in listed(tmp_path / "out")] == list(map(str, lost))
     if to == "rows":
-        labels = everything(arrays(*(tmp_path / "out" / name for name in result["files"])))[1]
+        labels = read_all(arrays(*(tmp_path / "out" / name for name in result["files"])))[1]
     else:
-        labels = everything(webdataset(tmp_path / "out", columns=["jpg"], target="cls", resize=16))[1]
+        labels = read_all(webdataset(tmp_path / "out", columns=["jpg"], target="cls", resize=16))[1]
     assert labels.tolist() == [0] * 5 + [1] * 5
     assert convert(data, tmp_path / "out", to=to, resize=resize, max_bad_rows=2)["written"] == 0
 
@@ -173,14 +178,14 @@ def test_pictures_that_cannot_be_opened_are_bad_rows(tmp_path, to, resize):
 )
 def test_files_that_cannot_be_opened_are_left_out(tmp_path, form, to, capfd):
     data, resize = tmp_path / "data", 8 if form == "shards" else None
-    original = pictures(tmp_path / "in") if form == "shards" else written(tmp_path / "in")
+    original = write_images(tmp_path / "in") if form == "shards" else write_table(tmp_path / "in")
     first, second, third = (data / name for name in convert(original, data, to=form, shards=3)["files"])
     first.unlink()
     first.symlink_to("gone")
     third.write_bytes(third.read_bytes()[: third.stat().st_size // 2 - 7])
     with pytest.raises(ConfigurationError, match=rf"{first}|{third}"):
         convert(data, tmp_path / "out", to=to, resize=resize)
-    with pytest.raises(ConfigurationError, match=rf"{third.name}.*; it is bad file number 2, and 1 may be left out"):
+    with pytest.raises(ConfigurationError, match=rf"{third.name}.*; this is bad file 2, and at most 1 may be skipped"):
         convert(data, tmp_path / "out", to=to, resize=resize, max_bad_rows=1)
     words = ["--max-bad-rows", "2", *(["--resize", "8"] if resize else [])]
     assert main(["data", "convert", str(data), "--to", to, "--out", str(tmp_path / "out"), *words]) == 0
@@ -197,12 +202,12 @@ def test_files_that_cannot_be_opened_are_left_out(tmp_path, form, to, capfd):
     assert result["rows"] == (4 if form == "shards" else ROWS // 3)
     second.unlink()
     second.symlink_to("gone")
-    with pytest.raises(ConfigurationError, match="there is no file that can be opened"):
+    with pytest.raises(ConfigurationError, match="no file can be opened"):
         convert(data, tmp_path / "none", to=to, resize=resize, max_bad_rows=3)
 
 
 def test_files_that_differ_are_none_that_cannot_be_opened(tmp_path):
-    data = written(tmp_path / "in")
-    written(data, "other.parquet", numbers().drop_columns(["x0"]))
+    data = write_table(tmp_path / "in")
+    write_table(data, "other.parquet", numeric_table().drop_columns(["x0"]))
     with pytest.raises(ConfigurationError, match=r"the files differ: .* has a column 'x0'"):
         convert(data, tmp_path / "out", to="feather", max_bad_rows=1)

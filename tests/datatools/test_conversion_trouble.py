@@ -16,14 +16,19 @@ import pytest
 from hasten import ConfigurationError, RunError
 from hasten.cli.main import main
 from hasten.data import convert, feather, inspect, parquet
-from helpers.process import FORK, join_process, start_process
-from helpers.storages import ROWS, everything, numbers, table, written
+from helpers.process import FORK, ended, forked
+from helpers.storages import ROWS, mixed_table, numeric_table, read_all, write_table
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
-    for name in ("conversion.GAIN_SECONDS", "conversion.ESTIMATE_SECONDS", "stage_throughput.COPY_SECONDS", "stage_throughput.ENOUGH_S"):
+    for name in (
+        "conversion.GAIN_SECONDS",
+        "conversion.ESTIMATE_SECONDS",
+        "stage_throughput.COPY_SECONDS",
+        "stage_throughput.ENOUGH_S",
+    ):
         monkeypatch.setattr(f"hasten.datatools.{name}", 0.02)  # how fast it is read is measured for a moment only
     for name in ("MAX_TURNS", "MIN_TURNS"):
         monkeypatch.setattr(f"hasten.datatools.advice.{name}", 2)
@@ -39,8 +44,8 @@ def killed(data, out, **how):
 
 
 def test_a_killed_conversion_goes_on(tmp_path):
-    data, to, parts = written(tmp_path / "in"), "feather", 6
-    assert join_process(start_process(killed, data, tmp_path / "out", to=to, shards=parts)) == 9
+    data, to, parts = write_table(tmp_path / "in"), "feather", 6
+    assert ended(forked(killed, data, tmp_path / "out", to=to, shards=parts)) == 9
     assert any(name.endswith(".part") for name in os.listdir(tmp_path / "out"))
     result = convert(data, tmp_path / "out", to=to, shards=parts)
     assert result["written"] == 2 * ROWS // parts
@@ -52,7 +57,7 @@ def test_a_killed_conversion_goes_on(tmp_path):
 def test_matrices_go_on_too(tmp_path, monkeypatch):
     """They are one file a column, in which each part has its place."""
     monkeypatch.setattr("hasten.datatools.conversion.PART_BYTES", 10_000)
-    data = written(tmp_path / "in")
+    data = write_table(tmp_path / "in")
 
     def stop(what, done, left):
         if done > 0.6:
@@ -63,17 +68,17 @@ def test_matrices_go_on_too(tmp_path, monkeypatch):
     assert not any(name.endswith(".npy") for name in os.listdir(tmp_path / "out"))
     result = convert(data, tmp_path / "out", to="rows", target="label")
     assert 0 < result["written"] < ROWS / 2
-    assert numpy.array_equal(numpy.load(tmp_path / "out" / "label.npy"), everything(parquet(data))["label"])
+    assert numpy.array_equal(numpy.load(tmp_path / "out" / "label.npy"), read_all(parquet(data))["label"])
 
 
 def test_another_conversion_in_the_same_folder_is_refused(tmp_path):
-    data = written(tmp_path / "in")
+    data = write_table(tmp_path / "in")
     convert(data, tmp_path / "out", to="feather", shards=2)
     with pytest.raises(ConfigurationError, match=r"another conversion \(parts 2, not 3\)"):
         convert(data, tmp_path / "out", to="feather", shards=3)
     with pytest.raises(ConfigurationError, match=r"another conversion \(to feather, not parquet\)"):
         convert(data, tmp_path / "out", to="parquet", shards=2)
-    written(data, content=numbers(ROWS - 1))
+    write_table(data, content=numeric_table(ROWS - 1))
     with pytest.raises(ConfigurationError, match="the original has changed"):
         convert(data, tmp_path / "out", to="feather", shards=2)
 
@@ -93,9 +98,9 @@ def test_damage_while_writing_is_noticed(tmp_path, monkeypatch):
             again.seek(size // 4)
             again.write(bytes([byte ^ 1]))
 
-    monkeypatch.setattr(writers, "synced", damaged)
-    with pytest.raises(RunError, match=r"part 0 of .* is not what was written"):
-        convert(written(tmp_path / "in"), tmp_path / "out", to="feather")
+    monkeypatch.setattr(writers, "fsync", damaged)
+    with pytest.raises(RunError, match=r"part 0 of .* differs from what was written"):
+        convert(write_table(tmp_path / "in"), tmp_path / "out", to="feather")
     assert [name for name in os.listdir(tmp_path / "out") if not name.endswith(".part")] == ["conversion.json"]
 
 
@@ -111,7 +116,7 @@ def limited(data, out, told):
 def test_no_room(tmp_path):
     """A limit of the system on the size of files stands for a full disk."""
     told = FORK.SimpleQueue()
-    assert join_process(start_process(limited, written(tmp_path / "in"), tmp_path, told)) == 0
+    assert ended(forked(limited, write_table(tmp_path / "in"), tmp_path, told)) == 0
     for _ in range(4):
         assert "cannot write" in (line := told.get()) and "too large" in line and "\n" not in line
 
@@ -122,27 +127,27 @@ def test_no_room(tmp_path):
         ({"to": "fether"}, "did you mean feather"),
         (
             {"to": "shards"},
-            "Parquet cannot be stored as shards; they can become parquet or feather or tfrecord or rows",
+            "Parquet cannot be stored as shards; possible are parquet and feather and tfrecord and rows",
         ),
-        ({"to": "feather", "resize": 3}, "--resize is for pictures"),
+        ({"to": "feather", "resize": 3}, "--resize applies to images"),
         ({"to": "feather", "target": "label"}, "--target"),
         ({"to": "rows", "target": "lable"}, "did you mean label"),
-        ({"to": "rows", "shards": 3}, "leave --shards out"),
-        ({"to": "feather", "shards": 0}, "shards must be a whole number of at least 1"),
+        ({"to": "rows", "shards": 3}, "remove --shards"),
+        ({"to": "feather", "shards": 0}, "shards must be an integer of at least 1"),
         (
             {"to": "feather", "shards": ROWS + 1},
-            f"{ROWS} rows do not make {ROWS + 1} files; say --shards {ROWS} or fewer",
+            f"cannot write {ROWS} rows to {ROWS + 1} files; use --shards {ROWS} or fewer",
         ),
-        ({"to": "feather", "max_bad_rows": 0}, "skip_bad must be a whole number of at least 1"),
+        ({"to": "feather", "max_bad_rows": 0}, "max_bad_rows must be an integer of at least 1"),
     ],
 )
 def test_wrong_requests(tmp_path, settings, told):
     with pytest.raises(ConfigurationError, match=told):
-        convert(written(tmp_path / "in"), tmp_path / "out", **settings)
+        convert(write_table(tmp_path / "in"), tmp_path / "out", **settings)
 
 
 def test_wrong_folders(tmp_path):
-    data = written(tmp_path / "in")
+    data = write_table(tmp_path / "in")
     (tmp_path / "file").touch()
     for out in (tmp_path / "file", tmp_path / "file" / "inside"):
         with pytest.raises(ConfigurationError, match=r"cannot write to .*file.*choose another --out"):
@@ -152,22 +157,25 @@ def test_wrong_folders(tmp_path):
             convert(data, out, to="feather")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
-    with pytest.raises(ConfigurationError, match="is not empty and holds no conversion"):
+    with pytest.raises(ConfigurationError, match="is not empty and contains no conversion"):
         convert(data, tmp_path / "full", to="feather")
     with pytest.raises(ConfigurationError, match="there is no file"):
         convert(tmp_path / "nothing", tmp_path / "out", to="feather")
-    with pytest.raises(ConfigurationError, match=r"no file name of .* tells what it holds"):
+    with pytest.raises(ConfigurationError, match=r"no file name of .* has a known suffix"):
         convert(tmp_path / "file", tmp_path / "out", to="feather")
     with pytest.raises(ConfigurationError, match="text, bytes or rows of unequal shapes"):
         convert(
-            written(tmp_path / "texts", content=table().drop_columns(["word"])), tmp_path / "out", to="rows", fill=0
+            write_table(tmp_path / "texts", content=mixed_table().drop_columns(["word"])),
+            tmp_path / "out",
+            to="rows",
+            fill=0,
         )
 
 
 def test_one_process_a_folder(tmp_path):
     import fcntl
 
-    data = written(tmp_path / "in")
+    data = write_table(tmp_path / "in")
     (tmp_path / "out").mkdir()
     handle = os.open(tmp_path / "out", os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
@@ -178,7 +186,7 @@ def test_one_process_a_folder(tmp_path):
 
 
 def test_an_unfinished_conversion_is_no_data(tmp_path):
-    data = written(tmp_path / "in")
+    data = write_table(tmp_path / "in")
 
     def stop(what, done, left):
         if done > 0.5:
@@ -187,7 +195,7 @@ def test_an_unfinished_conversion_is_no_data(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         convert(data, tmp_path / "out", to="feather", shards=6, watch=stop)
     for read in (lambda: inspect(tmp_path / "out"), lambda: convert(tmp_path / "out", tmp_path / "on", to="parquet")):
-        with pytest.raises(ConfigurationError, match="did not come to its end; start it again"):
+        with pytest.raises(ConfigurationError, match="is incomplete; start it again"):
             read()
     with pytest.raises(ConfigurationError):
         feather(tmp_path / "out")
@@ -204,7 +212,7 @@ sys.exit(main())
 
 
 def test_ctrl_c_says_how_it_goes_on_and_leaves_no_half(tmp_path, capfd):
-    data, out = written(tmp_path / "in"), tmp_path / "out"
+    data, out = write_table(tmp_path / "in"), tmp_path / "out"
     words = ["data", "convert", str(data), "--to", "feather", "--shards", "30", "--out", str(out), "--json", "--quiet"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -223,7 +231,7 @@ def test_ctrl_c_says_how_it_goes_on_and_leaves_no_half(tmp_path, capfd):
 
 
 def test_an_original_that_changes_meanwhile_is_noticed(tmp_path):
-    data = written(tmp_path / "in")
+    data = write_table(tmp_path / "in")
 
     def change(what, done, left):
         os.utime(data / "train.parquet", (1, 1))

@@ -16,7 +16,7 @@ from hasten.cli.main import main
 from hasten.data import convert, csv, inspect
 from hasten.datatools import file_sampling
 from hasten.reporting.terminal_data import inspect_answer
-from helpers.storages import ROWS, damage, numbers, pictures, table, written
+from helpers.storages import ROWS, damage, mixed_table, numeric_table, write_images, write_table
 
 BUDGET = 1.0
 
@@ -38,7 +38,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_a_table(tmp_path):
-    result = inspect(written(tmp_path / "in"), target="label", budget=BUDGET)
+    result = inspect(write_table(tmp_path / "in"), target="label", budget=BUDGET)
     assert (result["kind"], result["files"], result["rows"], result["rows_exact"]) == ("parquet", 1, ROWS, True)
     assert result["columns"] == {"inputs": "float32 (4,)", "label": "int64"}
     assert all(result["speed"][name] > 0 for name in ("page_cache", "decode", "copy", "batches"))
@@ -47,7 +47,7 @@ def test_a_table(tmp_path):
 
 
 def test_every_figure_is_a_median_and_is_told_with_its_range(tmp_path, capfd):
-    data = written(tmp_path / "in", content=numbers(400_000), runs=20_000)
+    data = write_table(tmp_path / "in", content=numeric_table(400_000), runs=20_000)
     assert main(["data", "inspect", str(data), "--target", "label", "--budget", "6", "--json"]) == 0
     result = json.loads(capfd.readouterr().out)
     speed, ranges = result["speed"], result["ranges"]
@@ -69,7 +69,7 @@ def _page(result):
 def test_a_table_that_is_slow_to_decode_would_be_faster_as_rows(tmp_path):
     """Compressed text of numbers: nothing takes longer to decode."""
     (tmp_path / "in").mkdir()
-    pyarrow.csv.write_csv(numbers(100_000), tmp_path / "in" / "train.csv")
+    pyarrow.csv.write_csv(numeric_table(100_000), tmp_path / "in" / "train.csv")
     result = inspect(tmp_path / "in", target="label", budget=6.0)
     gains = {each["to"]: each["gain"] for each in result["storages"]}
     assert gains["rows"] > 3 and list(gains.values()) == sorted(gains.values(), reverse=True)
@@ -81,11 +81,11 @@ def test_a_table_that_is_slow_to_decode_would_be_faster_as_rows(tmp_path):
 def test_a_long_csv_is_told_from_its_first_lines(tmp_path, monkeypatch):
     monkeypatch.setattr("hasten.datatools.file_sampling.SAMPLED_CSV_BYTES", 50_000)
     (tmp_path / "in").mkdir()
-    pyarrow.csv.write_csv(numbers(5000), tmp_path / "in" / "train.csv")
+    pyarrow.csv.write_csv(numeric_table(5000), tmp_path / "in" / "train.csv")
     result = inspect(tmp_path / "in", budget=BUDGET)
     assert not result["rows_exact"] and abs(result["rows"] - 5000) < 100
     told = {
-        "packed.csv.gz": (b"not packed at all", "is no whole CSV file: "),
+        "packed.csv.gz": (b"not packed at all", "is not a complete CSV file: "),
         "ragged.csv": (b"1,2\n3\n", "has no more good lines than "),
     }
     for name, (content, said) in told.items():
@@ -105,30 +105,30 @@ def test_the_first_lines_of_a_csv_end_where_a_row_does(tmp_path, monkeypatch):
 
 
 def test_pictures(tmp_path):
-    result = inspect(pictures(tmp_path / "in", count=24), budget=4.0)
+    result = inspect(write_images(tmp_path / "in", count=24), budget=4.0)
     assert (result["kind"], result["files"], result["rows"], result["resize"]) == ("images", 24, 24, 256)
-    assert result["columns"] == {"pictures": "uint8 (3, 256, 256)", "labels": "int64"}
+    assert result["columns"] == {"images": "uint8 (3, 256, 256)", "labels": "int64"}
     assert result["limit"] == "decode" and result["passes"] == "every"
     best = result["storages"][0]
     assert (best["to"], best["resize"]) == ("rows", 256) and best["gain"] > 3
 
 
 def test_small_pictures_of_one_size_stay_as_they_are(tmp_path):
-    result = inspect(pictures(tmp_path / "in", sizes=((32, 48),), ending="png"), budget=BUDGET)
-    assert result["resize"] is None and result["columns"]["pictures"] == "uint8 (3, 32, 48)"
+    result = inspect(write_images(tmp_path / "in", sizes=((32, 48),), ending="png"), budget=BUDGET)
+    assert result["resize"] is None and result["columns"]["images"] == "uint8 (3, 32, 48)"
     assert all(each["resize"] is None for each in result["storages"])
 
 
 @pytest.mark.parametrize("to", ["shards", "rows"])
 def test_what_was_converted(tmp_path, to):
-    convert(pictures(tmp_path / "in"), tmp_path / "out", to=to, resize=64)
+    convert(write_images(tmp_path / "in"), tmp_path / "out", to=to, resize=64)
     result = inspect(tmp_path / "out", budget=BUDGET)
     assert (result["kind"], result["rows"]) == (to, 12) and result["speed"]["copy"] > 0
     assert (result["speed"]["decode"] is None) == (to == "rows")
 
 
 def test_records_and_tokens(tmp_path):
-    convert(written(tmp_path / "in"), tmp_path / "out", to="tfrecord")
+    convert(write_table(tmp_path / "in"), tmp_path / "out", to="tfrecord")
     assert inspect(tmp_path / "out", budget=BUDGET)["rows"] == ROWS
     numpy.arange(10_000, dtype=numpy.uint16).tofile(tmp_path / "train.bin")
     result = inspect(tmp_path / "train.bin", budget=BUDGET)
@@ -136,12 +136,12 @@ def test_records_and_tokens(tmp_path):
 
 
 def test_what_cannot_be_decoded_is_told_beside_what_is_there(tmp_path):
-    data = pictures(tmp_path / "in")
+    data = write_images(tmp_path / "in")
     for path in (data / "cat").iterdir():
         path.write_bytes(b"no picture")
     result = inspect(data, budget=BUDGET)
     assert "no JPEG or PNG" in result["trouble"] and result["files"] == 12 and result["storages"] == []
-    result = inspect(written(tmp_path / "texts", content=table()), budget=BUDGET)
+    result = inspect(write_table(tmp_path / "texts", content=mixed_table()), budget=BUDGET)
     assert "'word' lacks" in result["trouble"] and result["rows"] == ROWS and result["speed"]["disk"] != 0
 
 
@@ -159,7 +159,7 @@ def test_what_is_refused(tmp_path):
 
 
 def test_files_of_other_forms_are_told(tmp_path, capfd):
-    data = pictures(tmp_path / "in", count=6, sizes=((16, 16),))
+    data = write_images(tmp_path / "in", count=6, sizes=((16, 16),))
     (data / "labels.csv").write_text("a,b\n1,2\n")
     for name in ("notes.doc", "more.doc"):
         (data / name).touch()
@@ -172,7 +172,7 @@ def test_files_of_other_forms_are_told(tmp_path, capfd):
 
 
 def lacking(rows):
-    table = numbers(rows)
+    table = numeric_table(rows)
     return table.set_column(0, "x0", pa.array([None if row % 7 == 3 else row / 7 for row in range(rows)]))
 
 
@@ -186,7 +186,7 @@ def test_what_is_recommended_can_be_done(kind, tmp_path, capfd):
         pyarrow.csv.write_csv(lacking(50_000), tmp_path / "in" / "train.csv")
         data, more = tmp_path / "in", ["--target", "label"]
     else:
-        data = pictures(tmp_path / "in", count=24, **({} if kind == "pictures" else {"sizes": ((120, 90),)}))
+        data = write_images(tmp_path / "in", count=24, **({} if kind == "pictures" else {"sizes": ((120, 90),)}))
     if kind.startswith("shards"):
         convert(data, tmp_path / "shards", to="shards")
         data = tmp_path / "shards"
@@ -206,13 +206,13 @@ def test_what_is_recommended_can_be_done(kind, tmp_path, capfd):
 
 
 def test_a_file_that_cannot_be_opened_is_named_or_left_out(tmp_path, capfd):
-    data = written(tmp_path / "in")
+    data = write_table(tmp_path / "in")
     (data / "gone.parquet").symlink_to("nowhere")
     assert main(["data", "inspect", str(data), "--budget", "1"]) == 2
     out, err = capfd.readouterr()
     assert out == "" and err == f"hasten: cannot read {data / 'gone.parquet'}: No such file or directory\n"
     (data / "cut.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ConfigurationError, match=r"gone.parquet.*; it is bad file number 2, and 1 may be left out"):
+    with pytest.raises(ConfigurationError, match=r"gone.parquet.*; this is bad file 2, and at most 1 may be skipped"):
         inspect(data, max_bad_rows=1, budget=BUDGET)
     assert main(["data", "inspect", str(data), "--budget", "1", "--max-bad-rows", "2", "--json"]) == 0
     result = json.loads(capfd.readouterr().out)
@@ -221,7 +221,7 @@ def test_a_file_that_cannot_be_opened_is_named_or_left_out(tmp_path, capfd):
 
 
 def test_a_run_that_cannot_be_read_is_told_or_left_out(tmp_path):
-    data = written(tmp_path / "in", runs=50)
+    data = write_table(tmp_path / "in", runs=50)
     damage(data / "train.parquet", run=0)
     assert "train.parquet, row group 0" in inspect(data, budget=BUDGET)["trouble"]
     result = inspect(data, max_bad_rows=50, budget=BUDGET)
@@ -229,7 +229,7 @@ def test_a_run_that_cannot_be_read_is_told_or_left_out(tmp_path):
 
 
 def test_nothing_measured_is_a_no(tmp_path, capfd):
-    data = pictures(tmp_path / "in")
+    data = write_images(tmp_path / "in")
     for path in (data / "cat").iterdir():
         path.write_bytes(b"no picture")
     assert main(["data", "inspect", str(data), "--budget", "1"]) == 1

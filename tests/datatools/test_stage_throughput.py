@@ -9,64 +9,64 @@ from hasten.data.source import BadRow
 from hasten.datatools import stage_throughput
 from hasten.datatools.format_detection import detect_format
 from hasten.datatools.row_reader import RowReader
-from hasten.datatools.stage_throughput import stage_rates, repeated_stage_rates, read_rates
-from helpers.storages import ROWS, damage, written
+from hasten.datatools.stage_throughput import read_rates, repeated_stage_rates, stage_rates
+from helpers.storages import ROWS, damage, write_table
 
 
-def test_paces(tmp_path):
-    kind, files = detect_format(written(tmp_path / "in"))
+def test_stage_rates_of_parquet_batches_are_slower_than_each_stage(tmp_path):
+    kind, files = detect_format(write_table(tmp_path / "in"))
     speed = stage_rates(RowReader(kind, files, files), 0.2)
     assert speed["batches"] < min(speed["decode"], speed["copy"])
     assert speed["decode"] > ROWS
     assert min(read_rates(files)["page_cache"]) > 0
 
 
-def test_readings_share_the_time_and_the_files(tmp_path, monkeypatch):
-    """What is read from the disk is read once, in parts of as many bytes; small files are no part for themselves."""
+def test_read_rates_of_many_files_read_each_byte_once(tmp_path, monkeypatch):
+    """The bytes are measured in parts of equal size; small files do not become parts of their own."""
     for number in range(30):
         (tmp_path / f"{number:02}.bin").write_bytes(bytes(10))
     (tmp_path / "big.bin").write_bytes(bytes(6 * stage_throughput.BLOCK))
     files = sorted(map(str, tmp_path.iterdir()))
-    read, blocks = [], stage_throughput._blocks
+    read, blocks = [], stage_throughput._read_blocks
     monkeypatch.setattr(
-        stage_throughput, "_blocks", lambda *arguments: (read.append(block) or block for block in blocks(*arguments))
+        stage_throughput,
+        "_read_blocks",
+        lambda *arguments: (read.append(block) or block for block in blocks(*arguments)),
     )
-    rates = stage_throughput._bytes_a_second(files, 5.0)
-    assert len(rates) == stage_throughput.READINGS and min(rates) > 0 and sum(read) == 300 + 6 * stage_throughput.BLOCK
-    assert len(stage_throughput._bytes_a_second(files[:1], 5.0)) == 1 and stage_throughput._bytes_a_second([], 5.0) == [
-        0.0
-    ]
+    rates = stage_throughput._bytes_per_second(files, 5.0)
+    assert len(rates) == stage_throughput.REPEATS and min(rates) > 0 and sum(read) == 300 + 6 * stage_throughput.BLOCK
+    assert len(stage_throughput._bytes_per_second(files[:1], 5.0)) == 1 and stage_throughput._bytes_per_second(
+        [], 5.0
+    ) == [0.0]
 
 
-def test_a_reading_that_takes_long_is_the_only_one(tmp_path, monkeypatch):
-    kind, files = detect_format(written(tmp_path / "in"))
-    reading = RowReader(kind, files, files)
-    assert {name: len(each) for name, each in repeated_stage_rates(reading, 3.0).items()} == dict.fromkeys(
-        ("decode", "copy", "batches"), stage_throughput.READINGS
+def test_stage_rates_are_measured_once_if_opening_is_slow(tmp_path, monkeypatch):
+    kind, files = detect_format(write_table(tmp_path / "in"))
+    reader = RowReader(kind, files, files)
+    assert {name: len(each) for name, each in repeated_stage_rates(reader, 3.0).items()} == dict.fromkeys(
+        ("decode", "copy", "batches"), stage_throughput.REPEATS
     )
-    opened = RowReader.opened
-    monkeypatch.setattr(RowReader, "opened", lambda each: (time.sleep(0.5), opened(each))[1])
-    assert {len(each) for each in repeated_stage_rates(reading, 0.1).values()} == {1}
+    open_source = RowReader.open
+    monkeypatch.setattr(RowReader, "open", lambda reader: (time.sleep(0.5), open_source(reader))[1])
+    assert {len(each) for each in repeated_stage_rates(reader, 0.1).values()} == {1}
 
 
-def test_decoding_only_some_rows_takes_no_longer_for_more_files(tmp_path):
-    """Reading.most holds for the stages, too: the rows of one run are decoded, not of twenty."""
-    kind, files = detect_format(written(tmp_path / "in", runs=ROWS // 20))
-    reading = RowReader(kind, files, files, most=10)
-    assert reading.rows == 10 and stage_rates(reading, 5.0)["decode"] > 0
+def test_stage_rates_with_max_rows_decode_one_chunk_only(tmp_path):
+    """``RowReader.max_rows`` limits the stages, too: the rows of one row group are decoded, not of twenty."""
+    kind, files = detect_format(write_table(tmp_path / "in", runs=ROWS // 20))
+    reader = RowReader(kind, files, files, max_rows=10)
+    assert reader.rows == 10 and stage_rates(reader, 5.0)["decode"] > 0
 
 
-def test_paces_without_the_runs_that_cannot_be_read(tmp_path):
-    """The last one among them, which would be held while copying is timed."""
-    data = written(tmp_path / "in", runs=ROWS // 4)
+def test_stage_rates_with_unreadable_row_groups_skip_them(tmp_path):
+    """The last row group is one of them: copying must be timed on the last readable one."""
+    data = write_table(tmp_path / "in", runs=ROWS // 4)
     for run in (1, 3):
         damage(data / "train.parquet", run)
     kind, files = detect_format(data)
     with pytest.raises(BadRow, match="row group 1"):
         stage_rates(RowReader(kind, files, files), 5.0)
-    reading = RowReader(kind, files, files, faults=BadRowPolicy(ROWS))
-    speed = stage_rates(reading, 5.0)
+    reader = RowReader(kind, files, files, faults=BadRowPolicy(ROWS))
+    speed = stage_rates(reader, 5.0)
     assert 0 < speed["batches"] < min(speed["decode"], speed["copy"])
-    assert {fault.where for fault in reading.faults.found.values()} == {
-        f"{files[0]}, row group {run}" for run in (1, 3)
-    }
+    assert {fault.where for fault in reader.faults.found.values()} == {f"{files[0]}, row group {run}" for run in (1, 3)}

@@ -9,7 +9,7 @@ from PIL import Image
 ROWS = 3000
 
 
-def table(rows=ROWS):
+def mixed_table(rows=ROWS):
     """Numbers of all kinds, text and lists; text and numbers are missing here and there."""
     random = numpy.random.default_rng(0)
     words = numpy.array(["alpha", "beta", "gamma", ""], dtype=object)[random.integers(0, 4, rows)]
@@ -28,20 +28,20 @@ def table(rows=ROWS):
     )
 
 
-def numbers(rows=ROWS):
+def numeric_table(rows=ROWS):
     """A table of numbers alone, with a label."""
     random = numpy.random.default_rng(0)
     columns = {f"x{number}": random.normal(size=rows).astype("float32") for number in range(4)}
     return pa.table(columns | {"label": pa.array(random.integers(0, 10, rows), pa.int64())})
 
 
-def written(folder, name="train.parquet", content=None, runs=500):
+def write_table(folder, name="train.parquet", content=None, runs=500):
     folder.mkdir(exist_ok=True)
-    pa.parquet.write_table(numbers() if content is None else content, folder / name, row_group_size=runs)
+    pa.parquet.write_table(numeric_table() if content is None else content, folder / name, row_group_size=runs)
     return folder
 
 
-def pictures(folder, count=12, sizes=((300, 400), (320, 280)), ending="jpg"):
+def write_images(folder, count=12, sizes=((300, 400), (320, 280)), ending="jpg"):
     """Pictures of two classes."""
     for number in range(count):
         height, width = sizes[number % len(sizes)]
@@ -53,7 +53,7 @@ def pictures(folder, count=12, sizes=((300, 400), (320, 280)), ending="jpg"):
     return folder
 
 
-def everything(pipeline):
+def read_all(pipeline):
     """All rows of a pipeline's source, as columns."""
     return pipeline.source.read(numpy.arange(len(pipeline.source)))
 

@@ -159,7 +159,7 @@ def _write_missing(to: str, plan: ShardPlan, manifest: dict, watch: ProgressCall
         raise
     except BadRow as bad_row:
         raise RunError(
-            f"{bad_row}; repair or remove it and start again, or skip some bad rows: --max-bad-rows 10"
+            f"{bad_row}; repair it, or remove it, and start again, or skip some bad rows: --max-bad-rows 10"
         ) from None
 
 

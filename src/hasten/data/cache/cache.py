@@ -25,7 +25,7 @@ from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.batch_builder import CollateError, Map, collate_nested, is_builtin, lists_of, passthrough_paths
 from hasten.data.cache.cache_disk import CacheDirectory, default_folder
 from hasten.data.cache.fingerprints import fingerprint
-from hasten.data.cache.populate import UNIFORM_ROWS_HINT, bytes_of, noticing, paced, read_first, read_padded
+from hasten.data.cache.populate import UNIFORM_ROWS_HINT, bytes_of, progress_warner, read_first, read_padded, with_rate
 from hasten.data.formats.arrays import gathered
 from hasten.data.source import BadRow, Source, column_leaves, map_columns, refuse_bad, unbatch
 from hasten.data.validation import check_positive
@@ -179,7 +179,7 @@ class Cache(Source):
             ConfigurationError: The shape or dtype of a row differs from the first rows.
         """
         size = max(1, CHUNK // max(1, bytes_of(like, 1)))
-        watch, start, rows = self.watch or noticing(), perf_counter(), len(self)
+        watch, start, rows = self.watch or progress_warner(), perf_counter(), len(self)
 
         def make(index: int) -> tuple[Any, list[BadRow]]:
             chunk = numpy.arange(index * size, min((index + 1) * size, rows))
@@ -192,7 +192,7 @@ class Cache(Source):
             yield index * size, columns
             done = min(1.0, (index + 1) * size / rows)
             elapsed = perf_counter() - start
-            watch(paced(what, done * rows, elapsed), done, elapsed * (1 - done) / done)
+            watch(with_rate(what, done * rows, elapsed), done, elapsed * (1 - done) / done)
         self.source.prepare(runner, faults)
         if _differ(source_identity(self.source), identity):
             raise RunError("the data changed while the cache was filled; start again when no process writes to them")

@@ -63,12 +63,12 @@ def bytes_of(columns: Any, rows: int) -> int:
     return sum(column[:1].nbytes for column in leaves) * rows
 
 
-def paced(what: str, rows: float, seconds: float) -> str:
+def with_rate(what: str, rows: float, seconds: float) -> str:
     """Returns a progress message with the rate in rows per second."""
     return f"{what}, {rows / max(seconds, 1e-9):,.0f} rows/s"
 
 
-def noticing() -> ProgressCallback:
+def progress_warner() -> ProgressCallback:
     """Returns a progress callback that warns every 30 s, first after 3 s."""
     last = perf_counter() - PROGRESS_INTERVAL_S + FIRST_PROGRESS_S
 

@@ -16,8 +16,8 @@ import torch
 
 from hasten.core.errors import ConfigurationError, RunError, format_error
 from hasten.data.formats.decoding import PIXELS, decode_images, decoder_fingerprint, size_of
-from hasten.data.io.manifests import Manifest, manifest_of, manifest_of_paths
-from hasten.data.io.paths import file_signature, is_lost, is_remote, open_file, resolve_paths
+from hasten.data.io.manifests import Manifest, list_folder, manifest_from_paths
+from hasten.data.io.paths import file_signature, is_file_error, is_remote, open_file, resolve_paths
 from hasten.data.io.remote import fetch_ranges
 from hasten.data.pipeline import Pipeline
 from hasten.data.source import Source
@@ -128,8 +128,8 @@ def content_of(path: str) -> bytes:
 def _list_files(paths: Any) -> Manifest:
     folder = os.path.expanduser(paths) if isinstance(paths, (str, os.PathLike)) else ""
     if os.path.isdir(folder):
-        return manifest_of(folder, SUFFIXES)
-    return manifest_of_paths(resolve_paths(cast(Any, paths), SUFFIXES))
+        return list_folder(folder, SUFFIXES)
+    return manifest_from_paths(resolve_paths(cast(Any, paths), SUFFIXES))
 
 
 def _signature(path: str) -> list:
@@ -152,7 +152,7 @@ def _blame_file(path: str) -> Iterator[None]:
     try:
         yield
     except ConfigurationError as error:
-        if not is_lost(path, error):
+        if not is_file_error(path, error):
             raise RunError(str(error)) from None
         raise
 
@@ -162,7 +162,7 @@ def _label_by_folder(files: Manifest) -> tuple[list[str], torch.Tensor]:
     part = 0 if files.root else -1
     names = [folder.split("/")[part] for folder in files.folders]
     if "" in names:
-        example = files.inside(int((files.parents == names.index("")).argmax()))
+        example = files.relative_path(int((files.parents == names.index("")).argmax()))
         why = f"{example} is in no folder that could be its class"
         raise ConfigurationError(f"{why}; pass labels=None, or labels={{file name: number}}")
     classes = sorted(set(names))
@@ -176,11 +176,11 @@ def _label_by_name(files: Manifest, labels: Any) -> torch.Tensor:
         raise ConfigurationError(f'labels= must be "folder", a dict from file name to number, or None, not {labels!r}')
     values = []
     for row in range(len(files)):
-        label = labels.get(files.inside(row), labels.get(files.name(row)))
+        label = labels.get(files.relative_path(row), labels.get(files.name(row)))
         if label is None:
-            raise ConfigurationError(f"{files.inside(row)} has no label")
+            raise ConfigurationError(f"{files.relative_path(row)} has no label")
         if not isinstance(label, Real):
-            raise ConfigurationError(f"the label of {files.inside(row)} is not a number: {label!r}")
+            raise ConfigurationError(f"the label of {files.relative_path(row)} is not a number: {label!r}")
         values.append(label)
     try:
         return torch.tensor(values)

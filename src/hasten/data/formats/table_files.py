@@ -24,7 +24,7 @@ import psutil
 from hasten.core.errors import ConfigurationError, RunError, format_error
 from hasten.data.formats import argument_checks
 from hasten.data.formats.table_types import has_references
-from hasten.data.io.paths import BLAMING, FileMissingError, is_remote, open_file
+from hasten.data.io.paths import FILE_ERRNOS, FileMissingError, is_remote, open_file
 
 MAX_ROWS = 1 << 48  # of a file
 MAX_BAD_LINES = 100_000  # of a CSV file; with more the file is read wrongly, and every bad line takes memory
@@ -344,7 +344,7 @@ def asks_too_much(error: MemoryError) -> bool:
 def _is_about_file(error: Exception) -> bool:
     """Whether an error is about the content of a file: those of Arrow and of decompressors have no errno."""
     errno = getattr(error, "errno", None)
-    return errno is None or errno in BLAMING
+    return errno is None or errno in FILE_ERRNOS
 
 
 class _OpenFile(threading.local):

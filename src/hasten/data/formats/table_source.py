@@ -25,12 +25,12 @@ import torch
 
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError, format_error
 from hasten.data.bad_rows import BadRowPolicy
-from hasten.data.cache.populate import noticing, paced
+from hasten.data.cache.populate import progress_warner, with_rate
 from hasten.data.formats import argument_checks
 from hasten.data.formats.missing_values import cast_incomplete_columns, check_fill, empty_to_null
 from hasten.data.formats.table_files import Format, Manifest, asks_too_much, check
 from hasten.data.formats.table_layout import Layout, Rows, merged
-from hasten.data.io.paths import FileMissingError, check_unchanged, file_signature, is_lost, resolve_paths
+from hasten.data.io.paths import FileMissingError, check_unchanged, file_signature, is_file_error, resolve_paths
 from hasten.data.source import BadRow, Source
 from hasten.engine.resources import free_memory
 
@@ -106,7 +106,7 @@ class Table(Source):
         try:
             return file_signature(file), self._format.manifest(file)
         except ConfigurationError as error:
-            if not is_lost(file, error):
+            if not is_file_error(file, error):
                 raise
             return [file, 0, None], Manifest(None, [1], 0, {0: str(error)})
 
@@ -190,7 +190,7 @@ class Table(Source):
     def _read_all(self) -> Rows:
         """Returns the whole table without the chunks that cannot be read."""
         rows = self._layout.rows(len(self), self.classes)
-        report, began, what = noticing(), perf_counter(), f"reading the table of {next(iter(self._signatures))}"
+        report, began, what = progress_warner(), perf_counter(), f"reading the table of {next(iter(self._signatures))}"
         with ThreadPoolExecutor(CONCURRENT_CHUNKS) as pool:
             pending: deque[Future] = deque()
             for submitted in range(len(self._chunks) + CONCURRENT_CHUNKS):
@@ -203,7 +203,7 @@ class Table(Source):
                     rows.put(table, self._fill, self._where(chunk))
                 if read := int(self._offsets[chunk + 1]):
                     done, spent = read / len(self), perf_counter() - began
-                    report(paced(what, read, spent), done, spent * (1 - done) / done)
+                    report(with_rate(what, read, spent), done, spent * (1 - done) / done)
         self._format.release()
         return rows
 

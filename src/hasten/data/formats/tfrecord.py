@@ -23,10 +23,17 @@ from hasten.data.formats import argument_checks
 from hasten.data.formats.crc32c import crc32c, crc32c_of_rows, masked
 from hasten.data.formats.tf_example import infer_features, summarize_example
 from hasten.data.formats.tf_example_vectorized import MalformedExampleError, parse_examples
-from hasten.data.io.index_cache import Tell, load_or_build_index, once
-from hasten.data.io.metadata_cache import Found
-from hasten.data.io.paths import FileMissingError, check_unchanged, is_lost, is_remote, mapped_bytes, resolve_paths
-from hasten.data.io.range_reader import LONGEST, read_ranges, whole
+from hasten.data.io.index_cache import ReportBytes, load_or_build_index, load_or_compute
+from hasten.data.io.metadata_cache import CacheEntry
+from hasten.data.io.paths import (
+    FileMissingError,
+    check_unchanged,
+    is_file_error,
+    is_remote,
+    mapped_bytes,
+    resolve_paths,
+)
+from hasten.data.io.range_reader import LONGEST, read_file, read_ranges
 from hasten.data.pipeline import Pipeline
 from hasten.data.source import BadRow, Source, refuse_bad
 
@@ -80,7 +87,7 @@ class Examples(Source):
 
     def __init__(self, records: Records, features: Any = None, target: str | None = None) -> None:
         self.records, self.target, self.lost = records, target, dict(records.bad.values())
-        (summaries, _) = once(
+        (summaries, _) = load_or_compute(
             ["kinds of values of records", records.verify], records.signatures, self._summarize_sample
         )
         self.features = infer_features(summaries, features, target)
@@ -120,7 +127,7 @@ class Examples(Source):
     def known_bad_rows(self) -> list[BadRow]:
         return [BadRow(row, *bad) for row, bad in self.records.bad.items()]
 
-    def _summarize_sample(self) -> Found:
+    def _summarize_sample(self) -> CacheEntry:
         """Summarizes messages spread over all files. Bad ones are skipped here and reported when they are read."""
         rows = numpy.unique(numpy.linspace(0, len(self) - 1, min(PROBED_RECORDS, len(self))).astype(numpy.int64))
         summaries, faults = [], []
@@ -239,13 +246,13 @@ def _contiguous_runs(
 # ---- index of a file
 
 
-def _index_file(signature: list, tell: Tell, verify: bool) -> tuple[Found, str | None]:
+def _index_file(signature: list, tell: ReportBytes, verify: bool) -> tuple[CacheEntry, str | None]:
     """Finds (starts, ends) of the data of each record, and the reason why a damaged file has no more."""
     starts = ends = numpy.empty(0, numpy.int64)
     try:
-        starts, ends, reason = _undamaged(whole(signature, tell), signature[0], verify, tell)
+        starts, ends, reason = _undamaged(read_file(signature, tell), signature[0], verify, tell)
     except ConfigurationError as error:
-        if not is_lost(signature[0], error):
+        if not is_file_error(signature[0], error):
             raise
         reason = str(error)
     return (None, [starts, ends]), reason
@@ -257,7 +264,7 @@ def _add_bad_row(positions: numpy.ndarray, reason: str | None) -> numpy.ndarray:
 
 
 def _undamaged(
-    content: memoryview, path: str, verify: bool, tell: Tell
+    content: memoryview, path: str, verify: bool, tell: ReportBytes
 ) -> tuple[numpy.ndarray, numpy.ndarray, str | None]:
     """Finds (starts, ends) of the data of the records before any damage, int64, and what the damage is."""
     starts, lengths = _find_records(content, tell)
@@ -284,7 +291,7 @@ def _describe_damage(content: memoryview, record: int, position: int) -> str:
     return f"is damaged: {where}, does not match its checksum; write the file again"
 
 
-def _find_records(content: memoryview, tell: Tell) -> tuple[numpy.ndarray, numpy.ndarray]:
+def _find_records(content: memoryview, tell: ReportBytes) -> tuple[numpy.ndarray, numpy.ndarray]:
     """Returns (starts, lengths) of the data of the records; the last record may extend beyond the end of the file."""
     length_at = struct.Struct("<Q").unpack_from
     data, size = numpy.frombuffer(content, numpy.uint8), len(content)

@@ -22,10 +22,10 @@ from hasten.data.buffer_pool import acquire
 from hasten.data.formats import argument_checks
 from hasten.data.formats.decoding import PIXELS, decode_images, decoder_fingerprint, size_of
 from hasten.data.formats.tar_headers import DamagedTarError, members
-from hasten.data.io.index_cache import Tell, load_or_build_index, once
-from hasten.data.io.metadata_cache import Found
-from hasten.data.io.paths import FileMissingError, is_lost, resolve_paths
-from hasten.data.io.range_reader import read_ranges, whole
+from hasten.data.io.index_cache import ReportBytes, load_or_build_index, load_or_compute
+from hasten.data.io.metadata_cache import CacheEntry
+from hasten.data.io.paths import FileMissingError, is_file_error, resolve_paths
+from hasten.data.io.range_reader import read_file, read_ranges
 from hasten.data.pipeline import Pipeline
 from hasten.data.source import BadRow, Source, refuse_bad
 
@@ -125,7 +125,7 @@ class Shards(Source):
         target = columns.pop(self.target)
         return *columns.values(), target
 
-    def _find_positions(self, samples: list[Found]) -> dict[str, numpy.ndarray]:
+    def _find_positions(self, samples: list[CacheEntry]) -> dict[str, numpy.ndarray]:
         """Returns ``positions``. An image extension replaces another one where a sample lacks that.
 
         It does not if some sample has both, because then they mean different things.
@@ -176,10 +176,10 @@ class Shards(Source):
 
     def _common_shape(self, name: str) -> tuple[torch.Size, torch.dtype] | None:
         """Returns the (shape, dtype) of arrays probed from all shards; None if they differ."""
-        common, _ = once(["shape of arrays", name], self.signatures, lambda: self._probe_shapes(name))
+        common, _ = load_or_compute(["shape of arrays", name], self.signatures, lambda: self._probe_shapes(name))
         return (torch.Size(common[0]), getattr(torch, common[1])) if common else None
 
-    def _probe_shapes(self, name: str) -> Found:
+    def _probe_shapes(self, name: str) -> CacheEntry:
         present = numpy.flatnonzero(self.positions[name][:, 0] >= 0)
         rows = present[numpy.unique(numpy.linspace(0, len(present) - 1, PROBED_SAMPLES).astype(numpy.int64))]
         forms = set()
@@ -206,7 +206,7 @@ class Shards(Source):
         return f"{self.signatures[int(self._shard_of(row))][0]}, {self.keys[row]}"
 
 
-def _index_shard(signature: list, tell: Tell) -> tuple[Found, str | None]:
+def _index_shard(signature: list, tell: ReportBytes) -> tuple[CacheEntry, str | None]:
     """Finds the files of every complete sample of a shard.
 
     Returns:
@@ -223,20 +223,20 @@ def _index_shard(signature: list, tell: Tell) -> tuple[Found, str | None]:
                 files.append((len(keys), extensions.setdefault(extension, len(extensions)), begin, end))
             keys.append(key)
     except ConfigurationError as error:
-        if not is_lost(signature[0], error):
+        if not is_file_error(signature[0], error):
             raise
         why = str(error)
     array = numpy.array(files, numpy.int64).reshape(-1, 4)
     return ({"keys": keys, "endings": [*extensions]}, [array]), why
 
 
-def _samples(signature: list, tell: Tell) -> Iterator[tuple[str, dict[str, tuple[int, int]]]]:
+def _samples(signature: list, tell: ReportBytes) -> Iterator[tuple[str, dict[str, tuple[int, int]]]]:
     """Yields (key, {extension: (begin, end)}) of each sample of a shard."""
     path = signature[0]
     current: str | None = None
     parts: dict[str, tuple[int, int]] = {}
     try:
-        for index, (name, begin, end) in enumerate(members(whole(signature, tell))):
+        for index, (name, begin, end) in enumerate(members(read_file(signature, tell))):
             if index % MEMBERS_PER_REPORT == 0:
                 tell(begin)
             _check_inside(path, name)
@@ -263,7 +263,7 @@ def _check_inside(path: str, name: str) -> None:
         raise ConfigurationError(f"{path} has a member {name!r}, whose path leaves the archive; do not trust this file")
 
 
-def _select_columns(samples: list[Found], columns: Sequence[str] | None, target: str | None) -> list[str]:
+def _select_columns(samples: list[CacheEntry], columns: Sequence[str] | None, target: str | None) -> list[str]:
     known = {extension for info, _ in samples for extension in info["endings"]}
     info, (files,) = next(index for index in samples if index[0]["keys"])
     of_first = [info["endings"][extension] for _, extension, *_ in files[files[:, 0] == 0].tolist()]

@@ -13,18 +13,18 @@ from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 
 from hasten.core.errors import ConfigurationError
-from hasten.data.cache.populate import noticing
-from hasten.data.io.metadata_cache import TIMESTAMP_GRANULARITY_NS, Found, load, store
-from hasten.data.io.paths import file_signature, is_lost, is_remote
+from hasten.data.cache.populate import progress_warner
+from hasten.data.io.metadata_cache import TIMESTAMP_GRANULARITY_NS, CacheEntry, load, store
+from hasten.data.io.paths import file_signature, is_file_error, is_remote
 from hasten.data.io.remote import MAX_REQUESTS
 
 MIN_BYTES = 1_000_000  # of the files; the index of smaller ones is not cached
 
-Tell = Callable[[int], None]  # called with the number of bytes of the file that have been read
-BuildIndex = Callable[[list, Tell], tuple[Found, str | None]]
+ReportBytes = Callable[[int], None]  # called with the number of bytes of the file that have been read
+BuildIndex = Callable[[list, ReportBytes], tuple[CacheEntry, str | None]]
 
 
-def load_or_build_index(paths: list[str], key: list, build: BuildIndex) -> list[tuple[list, Found, str | None]]:
+def load_or_build_index(paths: list[str], key: list, build: BuildIndex) -> list[tuple[list, CacheEntry, str | None]]:
     """Returns the index of each file, from the cache or from reading the file.
 
     Args:
@@ -56,7 +56,7 @@ def load_or_build_index(paths: list[str], key: list, build: BuildIndex) -> list[
     return results
 
 
-def once(key: list, signatures: list[list], compute: Callable[[], Found]) -> Found:
+def load_or_compute(key: list, signatures: list[list], compute: Callable[[], CacheEntry]) -> CacheEntry:
     """Returns ``compute()``, or its cached result if the files with these signatures have not changed since."""
     entry = _load(key, signatures)
     if entry is None:
@@ -71,7 +71,7 @@ def _signature(path: str) -> list:
     try:
         return file_signature(path)
     except ConfigurationError as error:
-        if not is_lost(path, error):
+        if not is_file_error(path, error):
             raise
         return [path, 0, None]
 
@@ -79,14 +79,14 @@ def _signature(path: str) -> list:
 # ---- cache entries
 
 
-def _load(key: list, signatures: list[list]) -> Found | None:
+def _load(key: list, signatures: list[list]) -> CacheEntry | None:
     entry = load(_entry_key(key, signatures)) if _is_cacheable(signatures) else None
     if entry is None or entry[0]["files"] != _versions(signatures):
         return None
     return entry[0]["found"], entry[1]
 
 
-def _store(key: list, signatures: list[list], entry: Found, start_ns: int) -> None:
+def _store(key: list, signatures: list[list], entry: CacheEntry, start_ns: int) -> None:
     """Caches an entry, unless a local file can have changed since ``start_ns`` without a new modification time."""
     times = (max(version) for _, _, version in signatures if isinstance(version, list))  # a server's clock may differ
     if _is_cacheable(signatures) and max(times, default=0) < start_ns - TIMESTAMP_GRANULARITY_NS:
@@ -110,9 +110,9 @@ def _is_cacheable(signatures: list[list]) -> bool:
 # ---- progress
 
 
-def _progress_reporter(message: str, total: int) -> Tell:
+def _progress_reporter(message: str, total: int) -> ReportBytes:
     """Returns ``report(bytes read so far)``, which warns now and then with the rate and the time left."""
-    watch, start, position = noticing(), perf_counter(), 0
+    watch, start, position = progress_warner(), perf_counter(), 0
 
     def report(done: int) -> None:
         nonlocal position

@@ -48,16 +48,16 @@ class Manifest:
         begin = self.ends[index - 1] if index else 0
         return os.fsdecode(self.letters[begin : self.ends[index]].tobytes())
 
-    def inside(self, index: int) -> str:
+    def relative_path(self, index: int) -> str:
         """The path of a file, relative to the root."""
         folder = self.folders[self.parents[index]]
         return f"{folder}/{self.name(index)}" if folder else self.name(index)
 
     def path(self, index: int) -> str:
-        return f"{self.root}/{self.inside(index)}" if self.root else self.inside(index)
+        return f"{self.root}/{self.relative_path(index)}" if self.root else self.relative_path(index)
 
 
-def manifest_of(folder: str | Path, suffixes: tuple[str, ...]) -> Manifest:
+def list_folder(folder: str | Path, suffixes: tuple[str, ...]) -> Manifest:
     """Returns the files below a folder whose names end in one of the suffixes, sorted by folder and name.
 
     Raises:
@@ -79,7 +79,7 @@ def manifest_of(folder: str | Path, suffixes: tuple[str, ...]) -> Manifest:
     return manifest
 
 
-def manifest_of_paths(paths: Iterable[str]) -> Manifest:
+def manifest_from_paths(paths: Iterable[str]) -> Manifest:
     """Returns the manifest of files given by their paths."""
     files: dict[str, list[str]] = {}
     for path in paths:

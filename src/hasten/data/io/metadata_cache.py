@@ -24,10 +24,10 @@ TIMESTAMP_GRANULARITY_NS = 2_000_000_000  # a file changed within this time may 
 HASH_BYTES = 16
 ERRORS = (OSError, ValueError, EOFError, RuntimeError)  # RuntimeError: the user has no home directory
 
-Found = tuple[Any, list[numpy.ndarray]]  # (JSON-serializable data, arrays)
+CacheEntry = tuple[Any, list[numpy.ndarray]]  # (JSON-serializable data, arrays)
 
 
-def load(key: list) -> Found | None:
+def load(key: list) -> CacheEntry | None:
     """Returns the entry under a key, or None if it is missing or damaged."""
     key_bytes = _key_bytes(key)
     with suppress(*ERRORS):

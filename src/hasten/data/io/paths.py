@@ -22,7 +22,7 @@ from hasten.data.io.dir_walk import FolderId, entries, is_folder, matcher, walk
 
 NUMBER_RANGE = re.compile(r"\{([0-9]{1,9})\.\.([0-9]{1,9})\}")
 # Errors of one file, as opposed to errors of the machine or the disk.
-BLAMING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EINVAL)
+FILE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EINVAL)
 MAX_MAPPED_FILES = 128  # each counts towards the process's limit of open files, usually 1,024
 
 
@@ -126,14 +126,14 @@ def _content_version(signature: list) -> tuple:
     return size, version[0] if isinstance(version, list) else version
 
 
-def is_lost(path: str, error: ConfigurationError) -> bool:
+def is_file_error(path: str, error: ConfigurationError) -> bool:
     """Whether an error is limited to one file: it is missing, unreadable or damaged.
 
     An expired login, a missing package or a wrong delimiter is not: every file would fail.
     """
     if is_remote(path):
         return isinstance(error, (FileMissingError, remote.NotFoundError))
-    return isinstance(error, FileMissingError) or getattr(error.__context__, "errno", None) in BLAMING
+    return isinstance(error, FileMissingError) or getattr(error.__context__, "errno", None) in FILE_ERRNOS
 
 
 def is_remote(path: str | Path) -> bool:

@@ -84,7 +84,7 @@ def _read_remote(signatures: list[list], ranges: list[tuple[int, int, int]]) -> 
         yield contents[index][begin - offset : end - offset]
 
 
-def whole(signature: list, report: Callable[[int], None]) -> memoryview:
+def read_file(signature: list, report: Callable[[int], None]) -> memoryview:
     """Returns all bytes of a file, a local one mapped; ``report`` is called with the number of bytes downloaded."""
     path, content = signature[0], bytearray()
     if not is_remote(path):
