@@ -1,1 +1,1 @@
-"""The command line: ``main.py`` reads it, one file a command does it. See README.md for the way through."""
+"""The command line: ``main.py`` parses it and runs one command; every other command module holds one command. See README.md."""
