@@ -1,4 +1,4 @@
-"""``python -m hasten`` is ``hasten``. Who stops it while it is still being loaded gets an answer, too."""
+"""``python -m hasten`` runs the program ``hasten``, and reports an interruption while its modules are being imported."""
 
 import json
 import sys
@@ -10,9 +10,9 @@ def main() -> int:
 
         return program()
     except KeyboardInterrupt:
-        print("hasten: stopped", file=sys.stderr)
+        print("hasten: interrupted", file=sys.stderr)
         if "--json" in sys.argv[1:]:
-            print(json.dumps({"error": "stopped"}))
+            print(json.dumps({"error": "interrupted"}))
         return 1
 
 

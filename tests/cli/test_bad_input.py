@@ -1,4 +1,5 @@
-"""Every wrong request: exit code 2 (1 for a run that cannot go on), exactly one line on standard error, no traceback."""
+"""Every wrong request: exit code 2 (1 for a run that cannot go on), exactly one line on standard error, no
+traceback."""
 
 import json
 import os
@@ -102,9 +103,9 @@ class Fine(Method):
     card = Card(summary="", exactness=Exactness.CHANGES_TRAINING)
     times: int = 2
     def batches(self): return "a helper that is no hook"
-    def loop(self, loop, run):
-        loop.epochs *= self.times
-        return loop
+    def plan(self, plan, run):
+        plan.epochs *= self.times
+        return plan
 
 @dataclasses.dataclass(frozen=True)
 class NoDefault(Method):
@@ -194,7 +195,7 @@ WRONG = [
     ("train mine.py:good --with ema:decay=2", "decay"),
     ("train mine.py:good --with ema:start=-3", "start must be at least 0"),
     ("train mine.py:good --with ema:start=1e23", "whole number"),
-    ("train mine.py:good --with threads:count=-2", "count must be at least 1"),
+    ("train mine.py:good --with num_threads:count=-2", "count must be at least 1"),
     ("train mine.py:good --with budgeted_schedule:factor=0", "factor must be above 0 and below 1"),
     ("train mine.py:good --with gradient_clipping:max_norm=nan", "max_norm must be finite and above 0"),
     ("train mine.py:good --with early_stopping:patience=-1", "patience must be at least 1"),
@@ -241,7 +242,7 @@ WRONG = [
     ("train mine.py:good --out file", "file"),
     ("train mine.py:good --out . --with bfloat61", "bfloat16"),
     ("train mine.py:good --resume", "--out"),
-    ("train mine.py:good --out fresh --resume", "no folder fresh"),
+    ("train mine.py:good --out fresh --resume", "no directory fresh"),
     ("compare mine.py:good --a baseline", "--b"),
     ("compare mine.py:good --a baseline --b bfloat61", "bfloat16"),
     ("compare mine.py:good --a baseline --b ema --budget 0", "--budget"),
@@ -290,9 +291,7 @@ CANNOT_GO_ON = [
     ("train mine.py:good --with compile:backend=warp", "warp"),
 ]
 
-GOES_ON = [
-    ("train mine.py:no_length", "no length"),
-]
+GOES_ON = [("train mine.py:no_length", "no length")]
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ def two_machines(megabits: int | None = None):
 
 def begun_on(machine: int, *words: str, cwd, launch: tuple[str, ...] = ("--nnodes", "2")) -> subprocess.Popen:
     """``hasten launch --nnodes 2 ...`` on one of the machines."""
-    meeting = ["--rdzv-endpoint", f"{ADDRESSES[0]}:29531", "--processes", "1", "--quiet"]
+    meeting = ["--rdzv-endpoint", f"{ADDRESSES[0]}:29531", "--nproc-per-node", "1", "--quiet"]
     command = [
         "ip",
         "netns",

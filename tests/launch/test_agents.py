@@ -24,7 +24,7 @@ HASTEN = [sys.executable, "-m", "hasten"]
 
 
 def begun(folder: Path, port: int, *words: str, nodes: str = "1") -> subprocess.Popen:
-    launch = ["launch", "--processes", "1", "--nnodes", nodes, "--rdzv-endpoint", f"127.0.0.1:{port}", "--", *words]
+    launch = ["launch", "--nproc-per-node", "1", "--nnodes", nodes, "--rdzv-endpoint", f"127.0.0.1:{port}", "--", *words]
     return subprocess.Popen([*HASTEN, *launch], cwd=folder, stderr=subprocess.PIPE, text=True)
 
 

@@ -1,4 +1,4 @@
-"""``hasten network``: every collective is measured, and the two numbers that are told describe them."""
+"""``hasten bench-comm``: every collective is measured, and the two numbers that are told describe them."""
 
 import pytest
 

@@ -85,7 +85,7 @@ def test_machines_that_were_given_other_numbers(folder):
 def launch(port: int, each: int, folder: Path) -> subprocess.Popen:
     words = [
         "launch",
-        "--processes",
+        "--nproc-per-node",
         str(each),
         "--nnodes",
         "2",
@@ -177,7 +177,7 @@ def test_who_comes_costs_nobody_a_restart(folder):
     port, words = free_port(), ["--nnodes", "1:3", "--max-restarts", "0"]
 
     def begun() -> subprocess.Popen:
-        launch = ["launch", "--processes", "1", *words, "--rdzv-endpoint", f"127.0.0.1:{port}", "--"]
+        launch = ["launch", "--nproc-per-node", "1", *words, "--rdzv-endpoint", f"127.0.0.1:{port}", "--"]
         command = [sys.executable, "-m", "hasten", *launch, *train_words("counting_for_long", folder / "run")]
         return subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
 

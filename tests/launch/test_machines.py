@@ -37,7 +37,7 @@ def test_what_fails_on_one_machine_ends_both(folder):
 def test_the_speed_of_the_cable_is_found(folder):
     """200 megabits a second are 25 MB/s: in an all-reduce of two ranks each sends as much as its own bytes."""
     with two_machines(megabits=200):
-        first, _ = on_both(folder, "network", "--json")
+        first, _ = on_both(folder, "bench-comm", "--json")
     found = json.loads(first[1])
     assert found["nodes"] == 2
     largest = found["collectives"]["all-reduce"]["sizes"][-1]

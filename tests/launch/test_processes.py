@@ -42,7 +42,7 @@ def test_launch_hands_on_what_is_said_before_the_command(folder):
         "-m",
         "hasten",
         "launch",
-        "--processes",
+        "--nproc-per-node",
         "2",
         "--json",
         "--seed",
@@ -59,38 +59,38 @@ def test_launch_hands_on_what_is_said_before_the_command(folder):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("launch --processes 2 -- train x --processes 4", "say --processes before the command"),
-        ("launch --processes 2 -- compare digits", "launch runs train, "),
+        ("launch --nproc-per-node 2 -- train x --processes 4", "put --processes before the command"),
+        ("launch --nproc-per-node 2 -- compare digits", "launch runs train, "),
         (
-            "launch --processes 1 --nnodes 1:2 --rdzv-endpoint a:1 -- train x --max-bad-rows 5",
-            "--max-bad-rows is for one process",
+            "launch --nproc-per-node 1 --nnodes 1:2 --rdzv-endpoint a:1 -- train x --max-bad-rows 5",
+            "--max-bad-rows supports a single process",
         ),
         (
-            "launch --processes 1 --nnodes 1:2 --rdzv-endpoint a:1 -- train x --device cuda:1",
+            "launch --nproc-per-node 1 --nnodes 1:2 --rdzv-endpoint a:1 -- train x --device cuda:1",
             "several processes cannot share cuda:1",
         ),
-        ("launch --processes 2 --nnodes 2 -- train digits", "--rdzv-endpoint HOST:PORT"),
-        ("launch --processes 2 --nnodes 2 --rdzv-endpoint nowhere -- train digits", "must be HOST:PORT"),
-        ("launch --processes 0 -- train digits", "from 1 to"),
+        ("launch --nproc-per-node 2 --nnodes 2 -- train digits", "--rdzv-endpoint HOST:PORT"),
+        ("launch --nproc-per-node 2 --nnodes 2 --rdzv-endpoint nowhere -- train digits", "must be HOST:PORT"),
+        ("launch --nproc-per-node 0 -- train digits", "from 1 to"),
         (
-            "launch --processes 1 --nnodes 3:2 --rdzv-endpoint a:1 -- train digits",
-            "must be M or MIN:MAX, MIN not above MAX, not '3:2'",
+            "launch --nproc-per-node 1 --nnodes 3:2 --rdzv-endpoint a:1 -- train digits",
+            "must be M or MIN:MAX with MIN at most MAX, not '3:2'",
         ),
-        ("launch --processes 1 --nnodes 2: --rdzv-endpoint a:1 -- train digits", "must be M or MIN:MAX"),
-        ("launch --processes 1 --nnodes few --rdzv-endpoint a:1 -- train digits", "from 1 to"),
+        ("launch --nproc-per-node 1 --nnodes 2: --rdzv-endpoint a:1 -- train digits", "must be M or MIN:MAX"),
+        ("launch --nproc-per-node 1 --nnodes few --rdzv-endpoint a:1 -- train digits", "from 1 to"),
         (
-            "launch --processes 1 --nnodes 2:3 --rdzv-endpoint a:1 -- train x --with tensor_parallel:degree=2",
-            "--nnodes 2:3 may come to 3 processes, which tensor_parallel:degree=2 does not divide",
+            "launch --nproc-per-node 1 --nnodes 2:3 --rdzv-endpoint a:1 -- train x --with tensor_parallel:degree=2",
+            "--nnodes 2:3 can result in 3 processes, which tensor_parallel:degree=2 does not divide",
         ),
-        ("launch --processes 2 -- train x --with dpd", "no method is called 'dpd' (did you mean ddp?)"),
+        ("launch --nproc-per-node 2 -- train x --with dpd", "no method is called 'dpd' (did you mean ddp?)"),
         ("train x --processes 2 --with dpd", "no method is called 'dpd' (did you mean ddp?)"),
-        ("launch --processes 2 -- train x --max-restarts=4", "say --max-restarts before the command"),
+        ("launch --nproc-per-node 2 -- train x --max-restarts=4", "put --max-restarts before the command"),
         ("train digits --processes 2 --max-restarts often", "from 0 to"),
         ("train digits --processes 2 --max-restarts -1", "from 0 to"),
         ("train digits --processes 4096", "4096 processes take 819 GB before they begin"),
-        ("launch --processes 5000 -- train digits", "at most 4096"),
+        ("launch --nproc-per-node 5000 -- train digits", "at most 4096"),
         (
-            "launch --processes 1 --nnodes 2 --rdzv-endpoint no.such.machine:2000 -- train digits",
+            "launch --nproc-per-node 1 --nnodes 2 --rdzv-endpoint no.such.machine:2000 -- train digits",
             "the machines cannot meet at no.such.machine:2000",
         ),
         ("train digits --processes none", "from 1 to"),
@@ -102,7 +102,7 @@ def test_wrong_words(words, says, capfd):
 
 
 @pytest.mark.parametrize(
-    "words", ["train TASK --processes N", "diagnose TASK --processes N", "launch --processes N -- train TASK"]
+    "words", ["train TASK --processes N", "diagnose TASK --processes N", "launch --nproc-per-node N -- train TASK"]
 )
 def test_more_processes_than_cores_are_held_against_the_batch_before_any_is_started(words, monkeypatch, capfd):
     def started(*arguments, **settings):
@@ -141,13 +141,13 @@ def test_a_dataset_may_know_a_batch_size_of_its_own():
 
 def test_words_that_the_command_does_not_know_are_refused_before_it_is_launched(monkeypatch, capfd):
     monkeypatch.setattr("hasten.launch.launcher.start", None)
-    assert main(["launch", "--processes", "2", "--", "train", "digits", "--nonsense"]) == 2
+    assert main(["launch", "--nproc-per-node", "2", "--", "train", "digits", "--nonsense"]) == 2
     assert "there is no option --nonsense" in capfd.readouterr().err
 
 
 def test_the_recipe_of_the_run_that_is_gone_on_with_has_to_fit_too(tmp_path, capfd):
     (tmp_path / "recipe.toml").write_text(Recipe.coerce("zero:stage=2,shards=2").to_toml())
-    elastic = f"launch --processes 1 --nnodes 2:3 --rdzv-endpoint a:1 -- train x --out {tmp_path} --resume"
+    elastic = f"launch --nproc-per-node 1 --nnodes 2:3 --rdzv-endpoint a:1 -- train x --out {tmp_path} --resume"
     assert main(elastic.split()) == 2
     assert (
         "--nnodes 2:3 may come to 3 processes, which zero:hybrid_shard_size=2 does not divide" in capfd.readouterr().err

@@ -73,7 +73,7 @@ def test_groups_that_torch_makes_are_as_patient():
     [
         ("train digits --processes 2 --timeout long", "must be a time such as 90s, 10m or 1h"),
         ("tune digits --processes 2 --timeout 0.5s", "--timeout must be at least 1s"),
-        ("launch --processes 2 -- train digits --timeout 5m", "say --timeout before the command"),
+        ("launch --nproc-per-node 2 -- train digits --timeout 5m", "put --timeout before the command"),
     ],
 )
 def test_wrong_words(words, says, capfd):

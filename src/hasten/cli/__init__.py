@@ -1,1 +1,1 @@
-"""The command line: ``main.py`` parses it and runs one command; every other command module holds one command. See README.md."""
+"""The command line: ``main.py`` parses it and runs one command. See README.md for the list of modules."""

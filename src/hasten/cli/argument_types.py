@@ -97,7 +97,7 @@ def name_list(text: str) -> list[str]:
 
 
 def common_options() -> ArgumentParser:
-    """Options that are accepted before and after the command; without defaults, so that neither position overrides the other."""
+    """Options accepted before and after the command; without defaults, so that neither position overrides the other."""
     parser = ArgumentParser(add_help=False, argument_default=SUPPRESS)
     group = parser.add_argument_group("common options")
     group.add_argument("--json", action="store_true", help="print one JSON object on standard output")
@@ -127,7 +127,7 @@ def add_timeout(parser: ArgumentParser) -> None:
         type=timeout,
         default=DEFAULT_TIMEOUT_S,
         metavar="TIME",
-        help="a process that others wait for longer than this counts as lost; must exceed one evaluation (default: 30m)",
+        help="a process that others wait for longer than this is lost; must exceed one evaluation (default: 30m)",
     )
 
 
@@ -137,7 +137,7 @@ def add_trial_timeout(parser: ArgumentParser, default: str) -> None:
         "--timeout",
         type=timeout,
         metavar="TIME",
-        help="a trial that reports nothing for this long beyond its budget counts as hanging; must exceed one evaluation "
+        help="a trial that reports nothing for this long beyond its budget hangs; must exceed one evaluation "
         f"(default: {default})",
     )
 
@@ -185,7 +185,8 @@ def recipe_from_options(options: Namespace) -> Recipe:
 def preflight_recipe(options: Namespace) -> Recipe:
     """The recipe of a job, as far as the launcher can know it before the ranks start.
 
-    With ``--resume`` it is the recipe in the run directory, without methods from files: the launcher must not load their code.
+    With ``--resume`` it is the recipe in the run directory, without methods from files: the launcher must not load
+    their code.
     """
     from hasten.core.recipe import Recipe
 
@@ -204,7 +205,8 @@ def resolve_recipe(text: str, trusted: Recipe) -> Recipe:
 
     Args:
         text: the value of ``--recipe``, ``--a`` or ``--b``.
-        trusted: methods from the command line. A recipe file may refer to a method in a Python file only if it is among these.
+        trusted: methods from the command line. A recipe file may refer to a method in a Python file only if it is among
+            these.
 
     Raises:
         ConfigurationError: ``text`` is no recipe, or its file refers to code that ``trusted`` does not contain.
@@ -225,7 +227,9 @@ def resolve_recipe(text: str, trusted: Recipe) -> Recipe:
     for name, values in loaded.methods.items():
         known = name if name in trusted.methods else trusted_names.get(_absolute_name(name, Path(text).parent))
         if known is None and ":" in name:
-            raise ConfigurationError(f"{text} refers to code outside hasten, {name}; if you trust it, add --with {name}")
+            raise ConfigurationError(
+                f"{text} refers to code outside hasten, {name}; if you trust it, add --with {name}"
+            )
         methods[known or name] = values
     return Recipe(methods)
 

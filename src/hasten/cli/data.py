@@ -47,8 +47,8 @@ def _add_inspect_arguments(parser: ArgumentParser) -> None:
 def _inspect(options: Namespace, watch: ProgressCallback) -> CommandResult:
     """Show what is stored, how fast it is read, what limits that, and which format would be faster.
 
-    Speeds are measured on one core of this machine, three times where that is quick; the median is printed with the range of the
-    measurements. The exit code is 1 if rows cannot be read, because then nothing is measured.
+    Speeds are measured on one core of this machine, three times where that is quick; the median is printed with the
+    range of the measurements. The exit code is 1 if rows cannot be read, because then nothing is measured.
     """
     from hasten.datatools.inspection import inspect
 
@@ -84,8 +84,9 @@ def _add_convert_arguments(parser: ArgumentParser) -> None:
 def _convert(options: Namespace, watch: ProgressCallback) -> CommandResult:
     """Store the same samples in another format and verify each part by reading it back.
 
-    An interrupted conversion continues when the same command is given again. The files get their final names when all of them are
-    written. The result is how much faster reading became: as estimated from a sample of the rows, and as measured.
+    An interrupted conversion continues when the same command is given again. The files get their final names when all
+    of them are written. The result is how much faster reading became: as estimated from a sample of the rows, and as
+    measured.
     """
     from hasten.datatools.conversion import convert
 

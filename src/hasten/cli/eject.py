@@ -1,4 +1,7 @@
-"""Writes a run as one flat PyTorch script that does not import hasten, unless the task reads its data through hasten.data."""
+"""Writes a run as one flat PyTorch script.
+
+The script does not import hasten, unless the task reads its data through hasten.data.
+"""
 
 import os
 from argparse import ArgumentParser, Namespace

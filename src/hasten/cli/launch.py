@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=argument_types.node_range,
         default=(1, 1),
         metavar="M|MIN:MAX",
-        help="number of nodes; MIN:MAX keeps training while at least MIN nodes are alive and admits nodes up to MAX (default: 1)",
+        help="number of nodes; MIN:MAX keeps training while at least MIN nodes are alive and admits nodes up to MAX "
+        "(default: 1)",
     )
     parser.add_argument(
         "--rdzv-endpoint",
@@ -78,8 +79,8 @@ def _check_command(command: list[str], options: argparse.Namespace) -> None:
     """Check the command for every number of nodes that the job may have, because a node may leave or join at any time.
 
     Raises:
-        ConfigurationError: an unknown option or method, an option of a method that does not divide the number of processes, fewer
-            samples in a batch than processes, or an option that only a single process supports.
+        ConfigurationError: an unknown option or method, an option of a method that does not divide the number of
+            processes, fewer samples in a batch than processes, or an option that only a single process supports.
     """
     from hasten.cli.main import parse_arguments
     from hasten.engine.registry import make_methods
@@ -109,7 +110,7 @@ def _check_command(command: list[str], options: argparse.Namespace) -> None:
 
 
 def _check_divisible(methods: Sequence[Method], nproc_per_node: int, min_nodes: int, max_nodes: int) -> None:
-    """With ``--nnodes MIN:MAX`` every possible number of processes must be a multiple of each share, and of the product of the degrees."""
+    """Check that each share, and the product of all degrees, divides every number of processes of ``--nnodes``."""
     if min_nodes == max_nodes:
         return  # the ranks check a fixed number themselves
     shares = {
@@ -124,8 +125,8 @@ def _check_divisible(methods: Sequence[Method], nproc_per_node: int, min_nodes: 
             world_size = nodes * nproc_per_node
             if world_size % value:
                 raise ConfigurationError(
-                    f"--nnodes {min_nodes}:{max_nodes} can result in {world_size} processes, which {text} does not divide; "
-                    "change one of them"
+                    f"--nnodes {min_nodes}:{max_nodes} can result in {world_size} processes, which {text} does not "
+                    "divide; change one of them"
                 )
 
 

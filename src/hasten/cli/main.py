@@ -1,13 +1,15 @@
 """The program ``hasten``: parses the command line, runs one command, and turns its result or error into an exit code.
 
-Exit codes: 0 done; 1 a result that is a "no", or a run that could not continue; 2 a wrong request. Errors and warnings are one
-line on standard error. Modules that import torch or rich are imported by the commands, so that ``--help`` is fast.
+Exit codes: 0 done; 1 a result that is a "no", or a run that could not continue; 2 a wrong request. Errors and warnings
+are one line on standard error. Modules that import torch or rich are imported by the commands, so that ``--help`` is
+fast.
 """
 
 from __future__ import annotations
 
 import argparse
 import atexit
+import io
 import os
 import re
 import signal
@@ -62,8 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        argv: arguments without the program's name. None reads ``sys.argv``; the process then belongs to this call, which sets
-            signal handlers and may end the process.
+        argv: arguments without the program's name. None reads ``sys.argv``; the process then belongs to this call,
+            which sets signal handlers and may end the process.
 
     Returns:
         The exit code.
@@ -159,7 +161,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=f'{TASK_HELP} Exit codes: 0 done, 1 a result that is a "no" or a failed run, 2 a wrong request.',
     )
     parser.add_argument("--version", action="version", version=f"hasten {__version__}")
-    subparsers = parser.add_subparsers(dest="verb", metavar="COMMAND", title="commands")
+    subparsers: Any = parser.add_subparsers(dest="verb", metavar="COMMAND", title="commands")
     for name, command in COMMANDS.items():
         subparser = subparsers.add_parser(
             name, help=command.HELP, description=command.__doc__, parents=[common], allow_abbrev=False
@@ -271,7 +273,7 @@ def _prepare_streams() -> None:
             _redirect_to_devnull(descriptor)
             setattr(sys, name, open(descriptor, "w"))  # noqa: SIM115  open as long as the process
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     if os.environ.get("COLUMNS") == "0":  # set by some shells without a terminal; rich would print nothing
         del os.environ["COLUMNS"]

@@ -121,7 +121,7 @@ def _position(cls: type[Method]) -> dict:
     from hasten.engine.composition import sort_methods
 
     others = _other_methods(cls)
-    names = [method.name for method in sort_methods([cls, *others])]
+    names = [method.name for method in sort_methods([cls, *others])]  # pyright: ignore[reportArgumentType]  # reads cards
     related = {other.name for other in others if set(hooks_of(cls)) & set(hooks_of(other))}
     index = names.index(cls.name)
     return {
@@ -137,7 +137,7 @@ def _conflicts(cls: type[Method]) -> list[dict]:
     conflicts = []
     for other in _other_methods(cls):
         try:
-            check_conflicts([cls, other])
+            check_conflicts([cls, other])  # pyright: ignore[reportArgumentType]  # reads cards
         except ConfigurationError as error:
             conflicts.append({"method": other.name, "why": str(error)})
     return conflicts

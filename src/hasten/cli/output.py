@@ -20,7 +20,8 @@ class CommandResult:
         result: plain data that ``--json`` prints; None if ``deferred`` is set.
         page: ``(result) -> text or rich renderable`` for a person; not called with ``--json``.
         code: exit code: 0 done, 1 a result that is a "no".
-        deferred: starts the processes that print the answer themselves, and returns the exit code; None if there are none.
+        deferred: starts the processes that print the answer themselves, and returns the exit code; None if there are
+            none.
     """
 
     result: Any

@@ -1,4 +1,4 @@
-"""Shows progress on standard error: a bar on a terminal, a line every 15 seconds elsewhere, nothing with ``--quiet``."""
+"""Shows progress on standard error: a bar on a terminal, else a line every 15 seconds; nothing with ``--quiet``."""
 
 from __future__ import annotations
 

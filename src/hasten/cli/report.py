@@ -1,4 +1,4 @@
-"""Writes the HTML report about a search, a run, a comparison or a diagnosis: one file that loads nothing from the network."""
+"""Writes the HTML report about a search, a run, a comparison or a diagnosis: one file that works offline."""
 
 from argparse import ArgumentParser, Namespace
 

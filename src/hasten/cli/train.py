@@ -84,7 +84,7 @@ def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
             watch=watch,
             checkpoint_seconds=options.checkpoint_every,
             timeout=options.timeout,
-            begun=note_run if is_managed_rank() else None,
+            begun=note_run if is_managed_rank() else None,  # pyright: ignore[reportArgumentType]  # out is set
         )
     except KeyboardInterrupt:
         error_type = RunInterrupted if is_managed_rank() else RunError  # the launcher may have interrupted its rank

@@ -60,7 +60,7 @@ class Confirmation:
     tuned_runs: dict[int, dict] = field(default_factory=dict)  # on the same seeds, and on further ones
     pace: dict = field(default_factory=dict)
     samples: list[tuple[int, ...]] = field(default_factory=list)  # to the target, a seed each; see time_to_target
-    seconds: dict[str, float] = field(default_factory=dict)  # time to the target: baseline, competent, tuned
+    seconds: dict[str, float] = field(default_factory=dict)  # time to the target: baseline, strong_baseline, tuned
     looks: int = 0  # at what the seeds show, so far
     over: bool = False
     why: str = ""
@@ -369,7 +369,7 @@ def _look_at(run: dict, samples: int | None) -> dict | None:
 def against_competent(study: Study, done: Confirmation, competent: Recipe, pace_seconds: float) -> None:
     """The same against the competent baseline, which needs the original's samples; nothing where that cannot be measured."""
     if not competent:
-        done.over_competent, done.seconds["competent"] = done.speedup, done.seconds["baseline"]
+        done.over_competent, done.seconds["strong_baseline"] = done.speedup, done.seconds["baseline"]
         return
     pace = study.compare_speed(competent, done.recipe, looks=PACE_LOOKS, seconds=pace_seconds, salt="confirmation")
     if "failed" not in pace:
@@ -379,7 +379,7 @@ def against_competent(study: Study, done: Confirmation, competent: Recipe, pace_
         done.over_competent = min(
             over, done.speedup, key=lambda each: each.median
         )  # nobody competent is slower than the textbook
-        done.seconds["competent"] = done.over_competent.median * done.seconds["tuned"]
+        done.seconds["strong_baseline"] = done.over_competent.median * done.seconds["tuned"]
 
 
 def time_to_target(pace: dict, samples: list[tuple[int, ...]]) -> tuple[Ratio, float, float]:

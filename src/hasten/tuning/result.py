@@ -91,7 +91,7 @@ def result_of(study: Study, found: Found, *, metric: str, offered: Recipe) -> Tu
         "samples_compared": confirmed.samples if won else None,
         "quality": confirmed.gate.to_json() if confirmed else untried,
         **_runs(found),
-        "competent_recipe": found.competent.methods,
+        "strong_baseline_recipe": found.competent.methods,
         "shares": found.shares if won and recipe == found.top else [],
         "anatomy": found.anatomy,
         "offered": [_fate(name, study.trials, recipe) for name in offered.methods],

@@ -145,7 +145,7 @@ def _tried(
         outcome = study.compare_speed(base, recipe, seconds=LONGER * seconds, salt="longer")
         spent += outcome["trial_seconds"]
     if "failed" in outcome:
-        return note("nothing to do" if NOTHING_TO_DO in outcome["failed"] else "failed", outcome["failed"])
+        return note("no effect" if NOTHING_TO_DO in outcome["failed"] else "failed", outcome["failed"])
     ratio = outcome["ratio"]
     if outcome["verdict"] != FASTER:
         return note("no gain" if outcome["verdict"] == SAME else outcome["verdict"], outcome["why"])
@@ -262,7 +262,7 @@ class Outcome:
         """Judges runs, the last of which is the newest; the earlier ones have been found good enough."""
         run, told = runs[-1], partial(Outcome, runs=tuple(runs))
         if "failed" in run:
-            return told("nothing to do" if NOTHING_TO_DO in run["failed"] else "failed", run["failed"])
+            return told("no effect" if NOTHING_TO_DO in run["failed"] else "failed", run["failed"])
         if run["gave_up"]:
             return told(
                 "no gain",
