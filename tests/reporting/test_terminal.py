@@ -50,7 +50,7 @@ def test_answer_fits_the_width_and_has_no_control_characters(kind, width):
                 "0.9752",
                 "4.4×",
                 "Break-even after 23 runs",
-                "over strong baseline (fused_optimizer): 4.4×",
+                "strong baseline 4.4× (4.0 to 4.9×) over fused_optimizer",
                 "in_memory_batches 2.6×",
                 "znorm",
                 "Run directory: runs/tune-digits; report: hasten report runs/tune-digits hasten train digits",

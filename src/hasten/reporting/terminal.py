@@ -224,10 +224,8 @@ def _evidence(result: Json) -> list[tuple[str, str]]:
         ("quality", f"{metric['name'] or 'metric'} {tuned}, baseline {baseline}, margin {margin}: passed"),
     ]
     if over_strong["median"] is not None:
-        recipe = Recipe(result["strong_baseline_recipe"])
-        rows.append(
-            ("over strong", f"baseline{f' ({recipe})' if recipe else ''}: {formatting.with_interval(over_strong)}")
-        )
+        strong = str(Recipe(result["strong_baseline_recipe"]) or "the task without methods")
+        rows.append(("strong baseline", f"{formatting.with_interval(over_strong)} over {strong}"))
     return [*rows, *_single_process(result), _search_cost(result)]
 
 
