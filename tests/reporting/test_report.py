@@ -66,7 +66,7 @@ def test_a_win_is_understood_at_once(tmp_path):
 
 
 def test_the_stopwatch_is_told_beside_the_product(tmp_path):
-    assert "took 8.2 s with the baseline and 1.7 s with the recipe" in text_of(page_of(tmp_path, samples.faster()))
+    assert "took 8.2 s as baseline and 1.7 s tuned" in text_of(page_of(tmp_path, samples.faster()))
 
 
 def test_every_trial_is_there_with_its_reason(tmp_path):
@@ -256,3 +256,8 @@ def test_many_trials_and_long_runs_stay_small(tmp_path):
         arm: [samples.curve(seed, 9.0, 0.97, points=3000) for seed in range(8)] for arm in ("baseline", "tuned")
     }
     assert len(page_of(tmp_path, big).encode()) < 300_000
+
+
+def test_input_rates_are_written_without_exponents(tmp_path):
+    text = text_of(page_of(tmp_path, samples.diagnosed()))
+    assert "52,000" in text and "e+0" not in text
